@@ -32,7 +32,7 @@ use std::time::{Duration, Instant, SystemTime};
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{Claim, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueKey, WorkerId};
+use tollgate::delay_queue::{Ack, AckKind, Claim, DelayQueueStore, Finished, Pushed, QueueKey, WorkerId};
 use tollgate::{DelayQueue, RedisBackend};
 
 const PUSHERS: usize = 256;
@@ -187,7 +187,7 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
             tasks.spawn(async move {
                 let worker = WorkerId::random().expect("there are random numbers");
                 let mut claim = Claim::new(worker, BATCH, Duration::from_secs(30));
-                let mut finishes: Vec<Finish> = Vec::new();
+                let mut finishes: Vec<Ack> = Vec::new();
                 loop {
                     let is_over = done.load(Ordering::Relaxed) >= jobs;
                     claim.limit = if is_over { 0 } else { BATCH };
@@ -197,7 +197,7 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
                     if is_over {
                         return;
                     }
-                    let finish = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), Ending::Done));
+                    let finish = claimed.jobs.iter().map(|job| Ack::new(job.ticket(), AckKind::Done));
                     finishes = finish.collect();
                 }
             });

@@ -26,7 +26,7 @@ use http_body_util::{BodyExt, Full};
 use support::server::{RedisServer, binary};
 use tollgate::idempotency::{Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use tollgate::lock::Token;
-use tollgate::{Everyone, IdempotencyLayer, MemoryBackend, RedisBackend, RedisOptions};
+use tollgate::{GlobalKey, IdempotencyLayer, MemoryBackend, RedisBackend, RedisOptions};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 const IN_FLIGHT: u64 = 256;
@@ -80,7 +80,7 @@ where
 }
 
 async fn commands(server: &RedisServer, backend: RedisBackend) -> [u64; 2] {
-    let layer = IdempotencyLayer::new(backend).scope(Everyone).deadline(Duration::from_secs(10));
+    let layer = IdempotencyLayer::new(backend).scope(GlobalKey).deadline(Duration::from_secs(10));
     let service = layer.layer(service_fn(|request: Request<_>| answer(request, 1_024)));
     let ask = async |key: &str| {
         let response = service.clone().oneshot(request(key, Bytes::from_static(b"hundred"))).await;
@@ -102,7 +102,7 @@ async fn commands(server: &RedisServer, backend: RedisBackend) -> [u64; 2] {
 
 /// Replays of 1 KiB a second.
 async fn replays(backend: RedisBackend) -> f64 {
-    let layer = IdempotencyLayer::new(backend).scope(Everyone).deadline(Duration::from_secs(10));
+    let layer = IdempotencyLayer::new(backend).scope(GlobalKey).deadline(Duration::from_secs(10));
     let service = layer.layer(service_fn(|request: Request<_>| answer(request, 1_024)));
     let keys: Arc<Vec<String>> = Arc::new((0..KEYS).map(|key| format!("key-{key}")).collect());
     // All of them are served before anything is measured.
@@ -190,7 +190,7 @@ async fn layer_ns() -> f64 {
     const BATCH: usize = 1_000;
     const BATCHES: usize = 100;
     let body = Bytes::from_static(&[b'y'; 100]);
-    let guarded = IdempotencyLayer::new(MemoryBackend::with_capacity(2 * BATCH * BATCHES)).scope(Everyone);
+    let guarded = IdempotencyLayer::new(MemoryBackend::with_capacity(2 * BATCH * BATCHES)).scope(GlobalKey);
     let guarded = guarded.layer(service_fn(|request: Request<_>| answer(request, 100)));
     let alone = service_fn(|request: Request<Full<Bytes>>| answer(request, 100));
     let mut number = 0_u64;

@@ -7,8 +7,8 @@
 //!   rounds on ten servers, one after the other
 //! * `deny_cache_per_s`: decisions a second of a `DenyCache` over Redis on two threads, all denials; of one key and of 10,000
 //!   the slower
-//! * `lease_per_s`: decisions a second of `Leases` over Redis on two threads, all of one key, all admitted
-//! * `lease_over_admitted`: units beyond the quota of their window when several `Leases` share one key, over a hundred
+//! * `lease_per_s`: decisions a second of `QuotaPrefetch` over Redis on two threads, all of one key, all admitted
+//! * `lease_over_admitted`: units beyond the quota of their window when several `QuotaPrefetch` share one key, over a hundred
 //!   windows and more
 //! * `layer_ns`, `bare_ns`: an HTTP request through the whole layer on memory, per address, with fields and extensions, and
 //!   through the same service without it, on one thread

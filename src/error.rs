@@ -5,7 +5,7 @@ use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::lock::Scope;
+use crate::lock::Reach;
 
 mod connect;
 
@@ -26,20 +26,20 @@ pub(crate) fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item
 /// Somebody else is at what was asked for, for so long at the most, as an error of its own beneath the one that says it: whoever wraps that one and
 /// passes on its source hides it, but not this.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Occupied(pub(crate) Duration);
+pub(crate) struct ContentionHint(pub(crate) Duration);
 
-impl Occupied {
+impl ContentionHint {
     /// Nobody knows for how long.
     pub(crate) const FOR_LONG: &Self = &Self(Duration::MAX);
 }
 
-impl fmt::Display for Occupied {
+impl fmt::Display for ContentionHint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("this may be over at any time")
     }
 }
 
-impl Error for Occupied {}
+impl Error for ContentionHint {}
 
 /// The backend failed, so there is no decision.
 ///
@@ -309,9 +309,9 @@ pub enum ConfigError {
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
-        needed: Scope,
+        needed: Reach,
         /// Among whom they do.
-        has: Scope,
+        has: Reach,
     },
 }
 

@@ -37,14 +37,14 @@
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
-//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, [`Operations`](idempotency::Operations) for what is no request, and what they ask of a store |
+//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent) for what is no request, and what they ask of a store |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and what queues ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with` |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
 //! | `config` (feature `config`) | rules in a file, changed while the program runs |
 //! | `metrics` (feature `metrics`) | texts and units of the metrics |
-//! | [`reject`] | what a rejection becomes |
+//! | [`responder`] | what a rejection becomes |
 //! | `testing` (feature `testing`) | for tests: a store that fails when told to, the contract for backends of your own |
 //!
 //! # Words
@@ -65,7 +65,7 @@
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
 //!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, unless its answer is one that
-//!   [`Keep`](idempotency::Keep) gives back or you chose [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) or
+//!   [`ResponsePolicy`](idempotency::ResponsePolicy) gives back or you chose [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) or
 //!   [`OnStoreError::Allow`](idempotency::OnStoreError::Allow), and nobody gets the answer of another scope. Not across a failover that forgets the record.
 //! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
 //!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
@@ -92,14 +92,12 @@
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod circuit;
-mod deadline;
 mod error;
 mod key;
 #[cfg(feature = "metrics")]
 mod meter;
 mod panics;
-mod per_thread;
+mod store;
 
 pub mod backend;
 #[cfg(feature = "config")]
@@ -114,7 +112,7 @@ pub mod lock;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 pub mod rate_limit;
-pub mod reject;
+pub mod responder;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -128,10 +126,12 @@ pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;
-pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, ParseKeyError, first_of};
+pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, first_of};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
-pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
-pub use self::reject::{AsError, AsResponse};
+pub use self::rate_limit::{
+    DenyCache, Limiter, OnMissingKey, OnStoreError, Policy, Quota, QuotaPrefetch, RateLimitLayer,
+};
+pub use crate::responder::{ErrorResponder, HttpResponder};
 
 /// The code in the README, run as doctests.
 #[cfg(all(doctest, feature = "redis", feature = "axum", feature = "testing"))]

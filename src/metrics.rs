@@ -100,13 +100,13 @@ mod tests {
 
     /// What is said of the metrics, and what records them.
     const DOCS_AND_CODE: [(&str, &str); 7] = [
-        (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/meters.rs")),
+        (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/metrics.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
         (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
-        (include_str!("lock/mod.rs"), include_str!("lock/meters.rs")),
-        (include_str!("idempotency/mod.rs"), include_str!("idempotency/meters.rs")),
-        (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/meters.rs")),
-        (include_str!("backend/redis/mod.rs"), include_str!("backend/redis/meters.rs")),
+        (include_str!("lock/mod.rs"), include_str!("lock/metrics.rs")),
+        (include_str!("idempotency/mod.rs"), include_str!("idempotency/metrics.rs")),
+        (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/metrics.rs")),
+        (include_str!("backend/redis/mod.rs"), include_str!("backend/redis/metrics.rs")),
     ];
 
     fn names<'a>(text: &'a str, before: &'static str) -> impl Iterator<Item = &'a str> {

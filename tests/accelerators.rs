@@ -1,4 +1,4 @@
-//! `DenyCache` and `Leases` around the memory backend, on a paused clock: the contract of the store that they go around, and
+//! `DenyCache` and `QuotaPrefetch` around the memory backend, on a paused clock: the contract of the store that they go around, and
 //! what they may and may not get wrong.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -12,10 +12,11 @@ use proptest::prelude::*;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, advance, sleep, timeout};
 use tollgate::rate_limit::{
-    CircuitBreaker, Decision, DenyCache, Leases, Outcome, RateLimitStore, RateLimited, Receipt, Request,
+    CircuitBreaker, Decision, DenyCache, Outcome, QuotaPrefetch, RateLimitStore, RateLimited, Receipt, Request,
 };
 use tollgate::{
-    AsError, BoxError, Everyone, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    BoxError, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError,
 };
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
 
@@ -39,7 +40,7 @@ mod leases {
     tollgate::rate_limit_contract!(
         #[tokio::test(start_paused = true)]
         async {
-            Leases::new(MemoryBackend::new())
+            QuotaPrefetch::new(MemoryBackend::new())
         }
     );
 }
@@ -51,7 +52,7 @@ mod both {
     tollgate::rate_limit_contract!(
         #[tokio::test(start_paused = true)]
         async {
-            DenyCache::new(Leases::new(MemoryBackend::new()))
+            DenyCache::new(QuotaPrefetch::new(MemoryBackend::new()))
         }
     );
 }
@@ -204,10 +205,10 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
     let total = Policy::new("total", Quota::per_minute(1_000).fixed_window());
     let layer = RateLimitLayer::new(store.clone(), fixed(3))
         .key(|client: &&'static str| *client)
-        .and(total.clone(), Everyone)
+        .and(total.clone(), GlobalKey)
         .on_store_error(OnStoreError::Allow)
         .circuit_breaker(CircuitBreaker::new().failures(2).probe_interval(Duration::from_secs(1)))
-        .with_rejection(AsError);
+        .responder(ErrorResponder);
     let mut service = ServiceBuilder::new().layer(layer).service_fn(async |_: &'static str| Ok::<_, BoxError>(()));
     let mut ask = async |client| service.ready().await.unwrap().call(client).await;
     for _ in 0..3 {
@@ -503,10 +504,10 @@ proptest! {
 #[tokio::test(start_paused = true)]
 async fn layers_take_them_as_any_other_store() {
     let (_, slow) = slow();
-    let store = DenyCache::new(Leases::new(slow.clone()));
+    let store = DenyCache::new(QuotaPrefetch::new(slow.clone()));
     let policy = fixed(1_000);
     let mut service = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(store.clone(), policy).with_rejection(AsError))
+        .layer(RateLimitLayer::new(store.clone(), policy).responder(ErrorResponder))
         .service_fn(async |()| Ok::<_, tollgate::BoxError>(()));
     let mut admitted = 0;
     for _ in 0..3_000 {
@@ -520,7 +521,7 @@ async fn layers_take_them_as_any_other_store() {
 /// A limiter whose key has earned a lease.
 async fn hot<S: RateLimitStore + Clone>(store: &S, policy: &Policy) -> Limiter<S> {
     let limiter = limiter(store, policy);
-    for _ in 0..Leases::<()>::EARN {
+    for _ in 0..QuotaPrefetch::<()>::PROMOTE_AFTER {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
     }
     limiter
@@ -529,7 +530,7 @@ async fn hot<S: RateLimitStore + Clone>(store: &S, policy: &Policy) -> Limiter<S
 #[tokio::test(start_paused = true)]
 async fn a_hot_key_is_served_from_leases_to_the_last_unit() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = limiter(&store, &fixed(10_000));
     for left in (0..10_000).rev() {
         let decision = limiter.check("alice").await.unwrap();
@@ -559,7 +560,7 @@ async fn a_hot_key_is_served_from_leases_to_the_last_unit() {
 #[tokio::test(start_paused = true)]
 async fn a_cold_key_is_counted_to_the_unit() {
     let (backend, slow) = slow();
-    let (store, policy) = (Leases::new(slow.clone()), fixed(1_000));
+    let (store, policy) = (QuotaPrefetch::new(slow.clone()), fixed(1_000));
     let limiter = limiter(&store, &policy);
     // A request every 20 ms is not worth a lease.
     for turn in 1..=100 {
@@ -575,7 +576,7 @@ async fn a_cold_key_is_counted_to_the_unit() {
 #[tokio::test(start_paused = true)]
 async fn other_policies_are_passed_on() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let quota = Quota::per_minute(1_000);
     let others = [quota.sliding_window(), quota.token_bucket(), quota.sliding_log().unwrap()];
     let policies = others.map(|limit| Policy::new("other", limit));
@@ -603,7 +604,7 @@ async fn other_policies_are_passed_on() {
 #[tokio::test(start_paused = true)]
 async fn what_is_not_used_is_given_back() {
     let (backend, policy) = (MemoryBackend::new(), fixed(1_000));
-    let store = Leases::new(backend.clone()).max_age(Duration::from_millis(500));
+    let store = QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &policy).await;
     let mut admitted = 8;
     // A lease of some size that has just been drawn.
@@ -630,7 +631,7 @@ async fn what_is_not_used_is_given_back() {
 #[tokio::test(start_paused = true)]
 async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
     let (backend, slow) = slow();
-    let (store, policy) = (Leases::new(slow.clone()), fixed(1_000));
+    let (store, policy) = (QuotaPrefetch::new(slow.clone()), fixed(1_000));
     let limiter = limiter(&store, &policy);
     let use_20 = async || {
         for client in 0..100_u32 {
@@ -676,9 +677,9 @@ async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_thei
     let mut idle = Vec::new();
     for _ in 0..4 {
         // Each draws as much as it ever would, and then has no use for it.
-        let store = Leases::new(backend.clone());
+        let store = QuotaPrefetch::new(backend.clone());
         let limiter = hot(&store, &policy).await;
-        admitted += u64::from(Leases::<()>::EARN);
+        admitted += u64::from(QuotaPrefetch::<()>::PROMOTE_AFTER);
         let mut most = 0;
         loop {
             let left = u64::from(limiter.peek("alice").await.unwrap().remaining().unwrap());
@@ -697,9 +698,9 @@ async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_thei
         idle.push(store);
     }
     // What they do not hold can be used to the last unit, be it by one who asks for each or by one with leases of its own.
-    let (one_by_one, leased) = (limiter(&backend, &policy), Leases::new(backend.clone()));
+    let (one_by_one, leased) = (limiter(&backend, &policy), QuotaPrefetch::new(backend.clone()));
     let greedy = hot(&leased, &policy).await;
-    admitted += u64::from(Leases::<()>::EARN);
+    admitted += u64::from(QuotaPrefetch::<()>::PROMOTE_AFTER);
     loop {
         let by_lease = greedy.check("alice").await.unwrap().is_allowed();
         let by_itself = one_by_one.check("alice").await.unwrap().is_allowed();
@@ -723,7 +724,7 @@ async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_thei
 
 #[tokio::test(start_paused = true)]
 async fn a_unit_that_was_not_needed_can_be_given_back_as_without_leases() {
-    let store = Leases::new(MemoryBackend::new());
+    let store = QuotaPrefetch::new(MemoryBackend::new());
     let limiter = hot(&store, &fixed(100)).await;
     let mut receipts = Vec::new();
     for _ in 8..100 {
@@ -742,7 +743,7 @@ async fn a_unit_that_was_not_needed_can_be_given_back_as_without_leases() {
 #[tokio::test(start_paused = true)]
 async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await;
     for _ in 0..50 {
         let _ = limiter.check("alice").await.unwrap();
@@ -784,7 +785,7 @@ async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
 #[tokio::test(start_paused = true)]
 async fn a_draw_that_never_ends_is_given_up() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone()).max_age(Duration::from_millis(500));
+    let store = QuotaPrefetch::new(slow.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &fixed(100_000)).await;
     for _ in 0..50 {
         let _ = limiter.check("alice").await.unwrap();
@@ -829,7 +830,7 @@ async fn a_draw_that_never_ends_is_given_up() {
 #[tokio::test(start_paused = true)]
 async fn a_draw_that_takes_most_of_the_deadline_serves_all_who_wait_for_it() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await.deadline(Duration::from_millis(100));
     for _ in 0..50 {
         let _ = limiter.check("alice").await.unwrap();
@@ -854,7 +855,7 @@ async fn a_draw_that_takes_most_of_the_deadline_serves_all_who_wait_for_it() {
 #[tokio::test(start_paused = true)]
 async fn a_draw_that_nobody_polls_holds_nobody_up() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await.deadline(Duration::from_millis(20));
     for _ in 0..50 {
         let _ = limiter.check("alice").await.unwrap();
@@ -883,7 +884,7 @@ async fn a_draw_that_nobody_polls_holds_nobody_up() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_stands_still_costs_one_lease() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(500_000)).await;
     for _ in 0..5_000 {
         let _ = limiter.check("alice").await.unwrap();
@@ -917,7 +918,7 @@ async fn a_store_that_stands_still_costs_one_lease() {
 #[tokio::test(start_paused = true)]
 async fn where_the_store_is_too_slow_for_leases_nobody_waits_for_one() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone()).max_age(Duration::from_millis(100));
+    let store = QuotaPrefetch::new(slow.clone()).max_age(Duration::from_millis(100));
     let limiter = hot(&store, &fixed(100_000)).await;
     slow.takes(200_000, 200_000);
     let start = Instant::now();
@@ -937,7 +938,7 @@ async fn where_the_store_is_too_slow_for_leases_nobody_waits_for_one() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_fails_is_a_store_that_fails() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await;
     slow.inner.fails.store(true, Ordering::Relaxed);
     slow.takes(1_000, 0);
@@ -956,7 +957,7 @@ async fn a_store_that_fails_is_a_store_that_fails() {
 #[tokio::test(start_paused = true)]
 async fn a_block_and_a_reset_end_a_lease() {
     let backend = MemoryBackend::new();
-    let store = Leases::new(backend.clone()).max_age(Duration::from_millis(500));
+    let store = QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &fixed(1_000)).await;
     let _ = limiter.check("alice").await.unwrap();
     let _ = limiter.check("alice").await.unwrap();
@@ -969,7 +970,7 @@ async fn a_block_and_a_reset_end_a_lease() {
     assert!(!limiter.check("alice").await.unwrap().is_allowed());
 
     // Somebody else's is noticed when the lease has reached its age.
-    let limiter = hot(&Leases::new(backend.clone()).max_age(Duration::from_millis(500)), &fixed(5_000)).await;
+    let limiter = hot(&QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500)), &fixed(5_000)).await;
     for _ in 0..100 {
         let _ = limiter.check("alice").await.unwrap();
     }
@@ -983,7 +984,7 @@ async fn a_block_and_a_reset_end_a_lease() {
 #[tokio::test(start_paused = true)]
 async fn a_draw_that_is_overtaken_by_a_reset_is_lost() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(1_000)).await;
     slow.takes(0, 400_000);
     let late = tokio::spawn({
@@ -1007,7 +1008,7 @@ async fn a_draw_that_is_overtaken_by_a_reset_is_lost() {
 #[tokio::test(start_paused = true)]
 async fn costs_of_any_size_are_met_to_the_unit() {
     for cost in [1, 2, 3, 7, 40, 600] {
-        let store = Leases::new(MemoryBackend::new());
+        let store = QuotaPrefetch::new(MemoryBackend::new());
         let limiter = limiter(&store, &fixed(1_000));
         let mut admitted = 0;
         while limiter.check_cost("alice", cost).await.unwrap().is_allowed() {
@@ -1031,12 +1032,12 @@ async fn costs_of_any_size_are_met_to_the_unit() {
 #[tokio::test(start_paused = true)]
 async fn a_live_lease_needs_no_future() {
     let (_, slow) = slow();
-    let (store, policy, key) = (Leases::new(slow), fixed(1_000), Key::from("alice"));
+    let (store, policy, key) = (QuotaPrefetch::new(slow), fixed(1_000), Key::from("alice"));
     let limiter = hot(&store, &policy).await;
     assert!(store.check_now(&policy, &key, 1).is_none(), "a draw takes time");
     let _ = limiter.check("alice").await.unwrap();
     assert!(store.check_now(&policy, &key, 1).unwrap().is_allowed());
-    let memory = Leases::new(MemoryBackend::new());
+    let memory = QuotaPrefetch::new(MemoryBackend::new());
     for _ in 0..8 {
         assert!(memory.check_now(&policy, &key, 1).unwrap().is_allowed());
     }
@@ -1048,7 +1049,7 @@ async fn a_live_lease_needs_no_future() {
 #[tokio::test(start_paused = true)]
 async fn leases_are_bounded_and_a_flood_of_newcomers_does_not_take_them() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone()).capacity(50);
+    let store = QuotaPrefetch::new(slow.clone()).capacity(50);
     let limiter = hot(&store, &fixed(100_000)).await;
     for _ in 0..1_000 {
         let _ = limiter.check("alice").await.unwrap();
@@ -1065,7 +1066,7 @@ async fn leases_are_bounded_and_a_flood_of_newcomers_does_not_take_them() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
     let (_, slow) = slow();
-    let store = Leases::new(slow.clone());
+    let store = QuotaPrefetch::new(slow.clone());
     let policy = Policy::new("next", Quota::new(1_000, Duration::from_millis(200)).unwrap().fixed_window());
     let limiter = hot(&store, &policy).await;
     while store.stats().held != 3 || store.stats().draws < 4 {
@@ -1089,7 +1090,7 @@ async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
 #[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_lease_is_not_carried_over_a_reset() {
     let backend = MemoryBackend::new();
-    let store = Leases::new(backend.clone());
+    let store = QuotaPrefetch::new(backend.clone());
     let limiter = hot(&store, &fixed(1_000)).await;
     while store.stats().held != 3 || store.stats().draws < 4 {
         let _ = limiter.check("alice").await.unwrap();
@@ -1108,7 +1109,7 @@ async fn what_is_left_of_a_lease_is_not_carried_over_a_reset() {
 /// A lease that may live for ever lives as long as its window.
 #[tokio::test(start_paused = true)]
 async fn the_largest_ages_are_no_trouble() {
-    let store = DenyCache::new(Leases::new(MemoryBackend::new()).max_age(Duration::MAX)).max_age(Duration::MAX);
+    let store = DenyCache::new(QuotaPrefetch::new(MemoryBackend::new()).max_age(Duration::MAX)).max_age(Duration::MAX);
     let policy = Policy::new("long", Quota::new(1_000, Quota::MAX_WINDOW).unwrap().fixed_window());
     let limiter = hot(&store, &policy).await;
     for _ in 8..1_000 {
@@ -1180,7 +1181,7 @@ async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u6
     let mut stores = Vec::new();
     for (number, traffic) in traffic.iter().enumerate() {
         let slow = Slow::new(backend.clone());
-        let limiter = limiter(&Leases::new(slow.clone()), policy);
+        let limiter = limiter(&QuotaPrefetch::new(slow.clone()), policy);
         for task in 0..traffic.tasks {
             let (limiter, slow, traffic) = (limiter.clone(), slow.clone(), traffic.clone());
             let mut random = seed ^ ((number * 31 + task + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -14,13 +14,14 @@ use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Empty};
 use tollgate::config::{Rules, RulesLayer};
-use tollgate::delay_queue::AsOutcome;
-use tollgate::grpc::{self, AsStatus};
+use tollgate::delay_queue::JobResponder;
+use tollgate::grpc::{self, GrpcResponder};
 use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
-use tollgate::reject::SameBody;
+use tollgate::responder::SameBody;
 use tollgate::testing::TestJob;
 use tollgate::{
-    AsError, AsResponse, BoxError, Everyone, Job, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+    BoxError, ErrorResponder, GlobalKey, HttpResponder, Job, Key, MemoryBackend, Policy, Quota, RateLimitLayer,
+    StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -111,14 +112,14 @@ async fn of_several_policies_the_extensions_have_the_decision_that_restricts_mos
     for (layer, first, second) in sizes {
         // A shadow, which restricts nobody, is not the one.
         let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", layer))
-            .and(per_hour("first", first), Everyone)
-            .and(per_hour("second", second), Everyone)
-            .and(per_hour("trial", 1).shadow(), Everyone);
+            .and(per_hour("first", first), GlobalKey)
+            .and(per_hour("second", second), GlobalKey)
+            .and(per_hour("trial", 1).shadow(), GlobalKey);
         let (handler, response) = read(layer.layer(service_fn(tell))).await;
         assert_eq!((handler.as_deref(), response), (Some("4 of 5"), Some((Some(4), 5))));
     }
     let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", 9));
-    let layer = layer.and(per_hour("full", 1), Everyone).and(per_hour("closed", 0), Everyone);
+    let layer = layer.and(per_hour("full", 1), GlobalKey).and(per_hour("closed", 0), GlobalKey);
     let (handler, response) = read(layer.layer(service_fn(tell))).await;
     assert_eq!((handler, response), (None, Some((None, 0))), "what can never be admitted restricts most");
 }
@@ -135,7 +136,7 @@ async fn of_several_layers_the_innermost_is_told_to_the_handler_and_the_strictes
             if answers {
                 outer.clone().layer(inner).boxed_clone()
             } else {
-                outer.clone().with_rejection(AsStatus::new()).layer(inner).boxed_clone()
+                outer.clone().responder(GrpcResponder::new()).layer(inner).boxed_clone()
             }
         };
         for (answers, left) in [(true, 1), (false, 2)] {
@@ -160,13 +161,13 @@ async fn a_handler_finds_no_charge_of_another_layer_where_its_own_lets_the_reque
     };
     let store = MemoryBackend::new();
     let outer = RateLimitLayer::new(store.clone(), tokens());
-    let inner = || RateLimitLayer::new(MemoryBackend::new(), per_hour("inner", 9)).and(per_hour("total", 9), Everyone);
+    let inner = || RateLimitLayer::new(MemoryBackend::new(), per_hour("inner", 9)).and(per_hour("total", 9), GlobalKey);
     outer.layer(inner().layer(handler(&["inner", "total"]))).oneshot(request()).await.unwrap();
     assert_eq!(left(&store).await, 99);
 
     let listed = inner().allow(|_: &Request<()>| true);
     outer.layer(listed.clone().layer(handler(&[]))).oneshot(request()).await.unwrap();
-    outer.layer(listed.clone().with_rejection(AsStatus::new()).layer(handler(&[]))).oneshot(request()).await.unwrap();
+    outer.layer(listed.clone().responder(GrpcResponder::new()).layer(handler(&[]))).oneshot(request()).await.unwrap();
     let rules = "rules: [{ path: /counted, policy: rule, key: everyone }]
 policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }";
     let rules = RulesLayer::new(MemoryBackend::new(), Rules::from_yaml(rules).unwrap());
@@ -178,12 +179,12 @@ policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }
         assert!(job.extensions().get::<RateLimitHandle>().is_none());
         Ok::<_, BoxError>(())
     });
-    let all = RateLimitLayer::new(MemoryBackend::new(), tokens()).with_rejection(AsOutcome);
+    let all = RateLimitLayer::new(MemoryBackend::new(), tokens()).responder(JobResponder);
     let service = all.layer(all.clone().allow(|_: &Job<u32>| true).layer(job));
     service.oneshot(TestJob::new(7).build()).await.unwrap();
 
     // One that is told to leave extensions alone does.
-    let silent = listed.with_rejection(AsResponse::new().extensions(false));
+    let silent = listed.responder(HttpResponder::new().extensions(false));
     outer.layer(silent.layer(handler(&["tokens"]))).oneshot(request()).await.unwrap();
     assert_eq!(left(&store).await, 46);
 }
@@ -192,7 +193,7 @@ policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }
 async fn without_extensions_neither_requests_nor_responses_are_told() {
     let layer = RateLimitLayer::new(MemoryBackend::new(), tokens());
     for (extensions, is_told) in [(true, true), (false, false)] {
-        let layer = layer.clone().with_rejection(AsResponse::new().extensions(extensions));
+        let layer = layer.clone().responder(HttpResponder::new().extensions(extensions));
         let service = layer.clone().layer(service_fn(tell));
         let response = service.clone().oneshot(request()).await.unwrap();
         assert!(response.headers().contains_key("ratelimit"), "fields are told all the same");
@@ -301,7 +302,7 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
         for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
             let store = MemoryBackend::new();
             let service = RateLimitLayer::new(store.clone(), tokens())
-                .with_rejection(AsStatus::new())
+                .responder(GrpcResponder::new())
                 .charge_on(preset)
                 .layer(service_fn(handler));
             let response = service.oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
@@ -324,7 +325,7 @@ async fn the_outcome_of_a_call_is_in_its_trailers_where_bodies_keep_their_type()
         };
         let store = MemoryBackend::new();
         let service = RateLimitLayer::new(store.clone(), tokens())
-            .with_rejection(SameBody::new(AsStatus::new()))
+            .responder(SameBody::new(GrpcResponder::new()))
             .charge_on(grpc::failures())
             .layer(service_fn(handler));
         let response: Response<axum::body::Body> = service.oneshot(request()).await.unwrap();
@@ -376,7 +377,7 @@ async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
                         let answer = Response::builder().header("content-type", content_type);
                         Ok::<_, Infallible>(answer.body(Pieces(pieces)).unwrap())
                     };
-                    let layer = RateLimitLayer::new(store.clone(), tokens()).with_rejection(AsStatus::new());
+                    let layer = RateLimitLayer::new(store.clone(), tokens()).responder(GrpcResponder::new());
                     let service = layer.charge_on(preset).layer(service_fn(handler));
                     let answer = service.oneshot(request()).await.unwrap();
                     assert_eq!(left(&store).await, 99, "it is not known yet");
@@ -399,7 +400,7 @@ async fn a_call_that_is_given_up_before_its_trailers_is_no_success() {
         for frames in 0..=1 {
             let store = MemoryBackend::new();
             let service = RateLimitLayer::new(store.clone(), tokens())
-                .with_rejection(AsStatus::new())
+                .responder(GrpcResponder::new())
                 .charge_on(preset)
                 .layer(service_fn(handler));
             let mut body = service.oneshot(request()).await.unwrap().into_body();
@@ -432,7 +433,7 @@ async fn a_call_that_breaks_before_its_trailers_is_no_success() {
         let handler =
             async |_: Request<()>| Ok::<_, Infallible>(Response::new(Broken(Some(Bytes::from_static(b"message")))));
         let service = RateLimitLayer::new(store.clone(), tokens())
-            .with_rejection(AsStatus::new())
+            .responder(GrpcResponder::new())
             .charge_on(preset)
             .layer(service_fn(handler));
         let body = service.oneshot(request()).await.unwrap().into_body();
@@ -474,7 +475,7 @@ async fn nobody_waits_for_a_correction_and_no_more_than_so_many_are_kept() {
     let many = RateLimitHandle::MAX_PENDING as u32 + 100;
     let policy = Policy::new("many", Quota::per_hour(many).fixed_window());
     let mut service = RateLimitLayer::new(Slow(store.clone()), policy.clone())
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .charge_on(|_: Result<&(), &BoxError>| false)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     let start = tokio::time::Instant::now();
@@ -494,17 +495,17 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
     let service = layer.clone().cost(|_: &Request<()>| 10).charge_on(tollgate::http::successes());
     let service = service.layer(service_fn(status));
     let start = tokio::time::Instant::now();
-    layer.drained().await;
+    layer.wait_idle().await;
     assert_eq!(start.elapsed(), Duration::ZERO, "there is none");
     let ask = || service.clone().oneshot(Request::get("/500").body(()).unwrap());
     ask().await.unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
     ask().await.unwrap();
     assert_eq!(left(&store).await, 80);
-    layer.drained().await;
+    layer.wait_idle().await;
     assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(70), 100));
     // Nothing has ended: others follow.
     ask().await.unwrap();
-    layer.drained().await;
+    layer.wait_idle().await;
     assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(120), 100));
 }

@@ -17,7 +17,7 @@ use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use tollgate::config::{Rules, RulesError, RulesHandle, RulesLayer};
-use tollgate::grpc::AsStatus;
+use tollgate::grpc::GrpcResponder;
 use tollgate::http::PeerAddr;
 use tollgate::rate_limit::{CircuitBreaker, Decision, Mode, QuotaChange, RateLimitHandle, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -920,7 +920,7 @@ async fn a_rule_may_let_requests_wait_for_room() {
 
 #[tokio::test(start_paused = true)]
 async fn rejections_may_become_something_else() {
-    let layer = RulesLayer::new(MemoryBackend::new(), simple("fixed_window", 0)).with_rejection(AsStatus::default());
+    let layer = RulesLayer::new(MemoryBackend::new(), simple("fixed_window", 0)).responder(GrpcResponder::default());
     let handle = layer.handle();
     let service = layer.layer(hello());
     let request = || Request::get("/x").body(()).unwrap();
@@ -1042,7 +1042,7 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
     // Of rules that hold no more as well.
     layer.handle().reload(simple("fixed_window", 8));
     assert_eq!(left().await, Some(8));
-    layer.drained().await;
+    layer.wait_idle().await;
     assert_eq!(left().await, Some(9));
 }
 

@@ -16,7 +16,7 @@ use support::tls::{Certificates, TlsServer};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
-use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, Release};
+use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, ReleaseOutcome};
 use tollgate::{
     AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DelayQueueWorker, Job, Limiter, Locks, Policy, Quota,
     RedisBackend, RedisOptions, StoreError,
@@ -410,7 +410,7 @@ async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
             yield_now().await;
         }
         std::thread::sleep(STILL);
-        assert_eq!(releasing.await.unwrap().unwrap(), Release::Released);
+        assert_eq!(releasing.await.unwrap().unwrap(), ReleaseOutcome::Released);
     }
 }
 

@@ -44,7 +44,7 @@ mod queue {
 
     use tokio::time::{Instant, sleep};
     use tollgate::delay_queue::{
-        Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DelayQueueStore, Due, Ending, Finish,
+        Ack, AckKind, Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DelayQueueStore, Due,
         MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
     use tollgate::testing::{Failure, FaultStore, Faults, Verb};
@@ -183,7 +183,7 @@ mod queue {
         queue.pause().await.unwrap();
         let counts = queue.counts().await.unwrap();
         assert!(counts.waiting == JOBS as u64 - 1 && counts.is_paused, "{counts:?}");
-        assert_eq!(queue.drain().await.unwrap(), JOBS as u64 - 1);
+        assert_eq!(queue.purge().await.unwrap(), JOBS as u64 - 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -325,7 +325,7 @@ mod queue {
         assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
 
         // Nothing else is asked either, and no probe but one in an interval.
-        assert!(queue.counts().await.is_err() && queue.drain().await.is_err());
+        assert!(queue.counts().await.is_err() && queue.purge().await.is_err());
         assert!(queue.get("a").await.is_err() && queue.cancel("a").await.is_err());
         assert!(queue.promote("a").await.is_err() && queue.replace("a", 1).await.is_err());
         assert!(queue.list(State::Waiting, 0, 1).await.is_err() && queue.pause().await.is_err());
@@ -392,7 +392,7 @@ mod queue {
     }
 
     impl DelayQueueStore for OneNode {
-        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, drain, release_unique, replay, forget, scope);
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, purge, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             match queue.part() {
@@ -408,7 +408,7 @@ mod queue {
             }
         }
 
-        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
     }
@@ -420,14 +420,14 @@ mod queue {
     }
 
     impl DelayQueueStore for Weighing {
-        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             self.batches.lock().unwrap().push(jobs.iter().map(NewJob::size).sum());
             self.backend.push(queue, jobs, max_jobs).await
         }
 
-        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
     }
@@ -552,8 +552,8 @@ mod queue {
         let claim = Claim::new(WorkerId::random().unwrap(), 1, Duration::from_secs(60));
         let key = QueueKey::new("test");
         let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
-        let ending = Ending::Dead { reason: Reason::Failed, error: "it failed".into() };
-        let finish = Finish::new(claimed.ticket(), ending);
+        let ending = AckKind::Dead { reason: Reason::Failed, error: "it failed".into() };
+        let finish = Ack::new(claimed.ticket(), ending);
         backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, claim.lease)).await.unwrap();
         assert_eq!(queue.counts().await.unwrap().dead, 1);
         let id = claimed.job.id;
@@ -638,7 +638,7 @@ mod queue {
         let mut finishes = Vec::new();
         while queue.counts().await.unwrap().dead < JOBS as u64 {
             let claimed = backend.claim(&QueueKey::new("test"), &finishes, &claim).await.unwrap();
-            let dead = |ticket| Finish::new(ticket, Ending::Dead { reason: Reason::Refused, error: "no".into() });
+            let dead = |ticket| Ack::new(ticket, AckKind::Dead { reason: Reason::Refused, error: "no".into() });
             finishes = claimed.jobs.iter().map(|job| dead(job.ticket())).collect();
         }
         let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap().is_multiple_of(2);
@@ -714,7 +714,7 @@ mod queue {
         assert!(queue.push(10).await.unwrap().is_new());
     }
 
-    /// A backend that somebody else pushes to whenever it is drained.
+    /// A backend that somebody else pushes to whenever it is purged.
     struct Busy {
         backend: MemoryBackend,
     }
@@ -722,15 +722,15 @@ mod queue {
     impl DelayQueueStore for Busy {
         delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, release_unique, replay, forget, scope);
 
-        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
 
-        async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
             let job = NewJob::new(JobId::unique()?, *b"1");
             self.backend.push(queue, &[job], u64::MAX).await?;
             sleep(Duration::from_millis(10)).await;
-            self.backend.drain(queue, limit, keeps_unique).await
+            self.backend.purge(queue, limit, keeps_unique).await
         }
     }
 
@@ -740,11 +740,11 @@ mod queue {
         for parts in [1, 3] {
             let backend = MemoryBackend::new();
             let queue = DelayQueue::<usize>::new(Busy { backend: backend.clone() }, "test").split(parts);
-            let drain = async || tokio::time::timeout(Duration::from_secs(60), queue.drain()).await.unwrap().unwrap();
-            assert_eq!(drain().await, 0);
+            let purge = async || tokio::time::timeout(Duration::from_secs(60), queue.purge()).await.unwrap().unwrap();
+            assert_eq!(purge().await, 0);
             let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).delay(Duration::from_secs(60)))).await;
             assert!(pushed.iter().all(Result::is_ok));
-            assert_eq!(drain().await, JOBS as u64);
+            assert_eq!(purge().await, JOBS as u64);
             // As many as have come meanwhile.
             let left = queue.counts().await.unwrap().waiting;
             assert!((1..10).contains(&left), "{left}");
@@ -756,8 +756,8 @@ mod queue {
         let lease = Duration::from_secs(60);
         let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
         let claimed = backend.claim(queue, &[], &claim).await.unwrap();
-        let ending = Ending::Dead { reason: Reason::Failed, error: "poison".into() };
-        let finish = |job: tollgate::delay_queue::ClaimedJob| Finish::new(job.ticket(), ending.clone());
+        let ending = AckKind::Dead { reason: Reason::Failed, error: "poison".into() };
+        let finish = |job: tollgate::delay_queue::ClaimedJob| Ack::new(job.ticket(), ending.clone());
         let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
         backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }
@@ -775,9 +775,9 @@ mod queue {
     }
 
     impl DelayQueueStore for Terse {
-        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, scope);
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, scope);
 
-        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
 
@@ -814,9 +814,9 @@ mod queue {
     }
 
     impl DelayQueueStore for Poisoned {
-        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, forget, scope);
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, forget, scope);
 
-        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
 

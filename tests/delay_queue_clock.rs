@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime};
 use support::stores::delegate_queue;
 use tokio::time::{Instant, sleep};
 use tollgate::delay_queue::{
-    Admission, Backoff, Changed, Claim, Claimed, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Finish,
-    JobId, NewJob, QueueKey, State, StoredJob,
+    Ack, Admission, Backoff, Changed, Claim, Claimed, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, JobId,
+    NewJob, QueueKey, State, StoredJob,
 };
 use tollgate::{Job, MemoryBackend, StoreError};
 use tower::service_fn;
@@ -45,7 +45,7 @@ impl Elsewhere {
 }
 
 impl DelayQueueStore for Elsewhere {
-    delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, drain, release_unique, replay, forget, scope);
+    delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, purge, release_unique, replay, forget, scope);
 
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut jobs = jobs.to_vec();
@@ -53,7 +53,7 @@ impl DelayQueueStore for Elsewhere {
         self.inner.push(queue, &jobs, max_jobs).await
     }
 
-    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         let mut claimed = self.inner.claim(queue, finished, claim).await?;
         claimed.now = self.seen(claimed.now);
         for claimed in &mut claimed.jobs {

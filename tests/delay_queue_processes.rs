@@ -30,8 +30,8 @@ use support::worker::{Worker, end_at_panics};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::{
-    Admission, Backoff, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Ending, Finish,
-    Finished, Job, NewJob, Pushed, QueueKey,
+    Ack, AckKind, Admission, Backoff, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Finished,
+    Job, NewJob, Pushed, QueueKey,
 };
 use tollgate::{BoxError, RedisBackend, StoreError};
 use tower::service_fn;
@@ -134,17 +134,17 @@ async fn told_to_stop(mut ended: watch::Receiver<()>) {
 struct Reporter(RedisBackend);
 
 impl DelayQueueStore for Reporter {
-    delegate_queue!(0: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
+    delegate_queue!(0: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay, forget, scope);
 
-    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         let claimed = self.0.claim(queue, finished, claim).await?;
         for (finish, answer) in finished.iter().zip(&claimed.finished) {
             match (answer, &finish.ending) {
-                (Finished::Done, Ending::Done) => {
+                (Finished::Done, AckKind::Done) => {
                     say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token));
                 }
                 // Somebody else has it, or has done it.
-                (Finished::Lost | Finished::Gone, Ending::Done) => say(format_args!("refused")),
+                (Finished::Lost | Finished::Gone, AckKind::Done) => say(format_args!("refused")),
                 _ => {}
             }
         }
@@ -179,9 +179,9 @@ impl Timed {
 }
 
 impl DelayQueueStore for Timed {
-    delegate_queue!(inner: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
+    delegate_queue!(inner: extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay, forget, scope);
 
-    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         self.time(self.inner.claim(queue, finished, claim), |times, ms| times.claims.push(ms)).await
     }
 

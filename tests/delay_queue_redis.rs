@@ -16,9 +16,9 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Ending, Event, Extended,
-    Finish, Finished, Job, JobId, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State,
-    Ticket, Unique, UniqueFor, WorkerId,
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Event, Extended,
+    Finished, Job, JobId, JobLease, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State,
+    Unique, UniqueFor, WorkerId,
 };
 use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
@@ -80,7 +80,7 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
         }
         finishes.clear();
         for job in claimed.jobs {
-            finishes.push(Finish::new(job.ticket(), Ending::Done));
+            finishes.push(Ack::new(job.ticket(), AckKind::Done));
             assert!(seen.insert(job.job.id), "twice");
         }
     }
@@ -129,7 +129,7 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     assert!(expired > 0);
     let counts = queue.counts().await.unwrap();
     assert_eq!((counts.running, counts.waiting), (JOBS as u64, 0));
-    let finish = Finish::new(first.unwrap(), Ending::Done);
+    let finish = Ack::new(first.unwrap(), AckKind::Done);
     let claimed = backend.claim(&key(), &[finish], &claim).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Done]);
 }
@@ -217,8 +217,8 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(queue.counts().await.unwrap().dead, 1);
 
     // Nor is it in the way of those who look at the dead.
-    let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
-    let refused = Finish::new(claimed.jobs[0].ticket(), ending);
+    let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = Ack::new(claimed.jobs[0].ticket(), ending);
     assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
     assert_eq!(queue.counts().await.unwrap().dead, 2);
     assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
@@ -227,12 +227,12 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(backend.replay(&key(), &[broken]).await.unwrap(), [false]);
     assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
     assert_eq!(backend.forget(&key(), &[broken]).await.unwrap(), [true]);
-    assert_eq!(queue.drain().await.unwrap(), 1);
+    assert_eq!(queue.purge().await.unwrap(), 1);
     assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
 }
 
 /// Everything that a queue can be asked for, one after the other.
-async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn(&str, Result<(), StoreError>)) {
+async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl Fn(&str, Result<(), StoreError>)) {
     let (key, claim) = (key(), claim(10));
     let ids = ["high", "normal", "low", "dead"].map(JobId::new);
     for &priority in Priority::ALL {
@@ -262,15 +262,15 @@ async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn
     for state in [State::Waiting, State::Running, State::Dead] {
         looked("list", backend.list(&key, state, 0, 10).await.map(drop));
     }
-    let retry = Ending::Retry { delay: MINUTE, error: "no".into() };
-    for ending in [retry, Ending::Done] {
-        let finish = Finish::new(held[0], ending);
+    let retry = AckKind::Retry { delay: MINUTE, error: "no".into() };
+    for ending in [retry, AckKind::Done] {
+        let finish = Ack::new(held[0], ending);
         looked("finish", backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.map(drop));
     }
     looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
     looked("pause", backend.pause(&key, false).await);
     looked("replay", backend.replay(&key, &ids[3..]).await.map(drop));
-    looked("drain", backend.drain(&key, 10, false).await.map(drop));
+    looked("drain", backend.purge(&key, 10, false).await.map(drop));
     looked("forget", backend.forget(&key, &ids).await.map(drop));
 }
 
@@ -306,8 +306,8 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         };
         let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].ticket();
         push("dead", Priority::Normal).await;
-        let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
-        let finish = Finish::new(take().await, ending);
+        let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+        let finish = Ack::new(take().await, ending);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         let mut held = Vec::new();
         for name in ["a", "b"] {
@@ -370,8 +370,8 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     record[13] |= 3;
     let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
     // Given back beside one that is done, and after its lease has ended.
-    let finishes = [Ending::Release, Ending::Done].into_iter().zip(&tickets);
-    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Finish::new(ticket, ending)).collect();
+    let finishes = [AckKind::Release, AckKind::Done].into_iter().zip(&tickets);
+    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Ack::new(ticket, ending)).collect();
     let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
@@ -433,7 +433,7 @@ async fn large_snoozed_jobs_return_in_several_claims() {
         tickets.extend(backend.claim(&key(), &[], &claim(8)).await.unwrap().jobs.iter().map(ClaimedJob::ticket));
     }
     let delay = Duration::from_millis(10);
-    let finishes: Vec<_> = tickets.into_iter().map(|ticket| Finish::new(ticket, Ending::Snooze { delay })).collect();
+    let finishes: Vec<_> = tickets.into_iter().map(|ticket| Ack::new(ticket, AckKind::Snooze { delay })).collect();
     backend.claim(&key(), &finishes, &claim(0)).await.unwrap();
     sleep(2 * delay).await;
     let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
@@ -484,7 +484,7 @@ async fn a_split_queue_is_seen_page_by_page() {
             }
         }
         assert_eq!((seen.len(), seen == all), (JOBS, true));
-        queue.drain().await.unwrap();
+        queue.purge().await.unwrap();
     }
 }
 
@@ -494,8 +494,8 @@ async fn kill(backend: &RedisBackend, jobs: usize) {
     let mut finishes = Vec::new();
     for _ in 0..jobs {
         let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
-        let dead = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
-        finishes = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), dead())).collect();
+        let dead = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+        finishes = claimed.jobs.iter().map(|job| Ack::new(job.ticket(), dead())).collect();
         if finishes.is_empty() {
             break;
         }
@@ -598,13 +598,13 @@ async fn many_failures_are_noted_in_several_scripts() {
     let mut finishes: Vec<_> = jobs
         .iter()
         .map(|job| {
-            let ending = Ending::Retry { delay: MINUTE, error: Arc::clone(&error) };
-            Finish::new(job.ticket(), ending)
+            let ending = AckKind::Retry { delay: MINUTE, error: Arc::clone(&error) };
+            Ack::new(job.ticket(), ending)
         })
         .collect();
     // The first and the last are done.
-    finishes[0].ending = Ending::Done;
-    finishes[MAX_BATCH - 1].ending = Ending::Done;
+    finishes[0].ending = AckKind::Done;
+    finishes[MAX_BATCH - 1].ending = AckKind::Done;
     let (before, _) = scripts(&server);
     let answer = backend.claim(&key(), &finishes, &claim).await.unwrap();
     assert_eq!(answer.finished, [Finished::Done; MAX_BATCH]);
@@ -627,8 +627,8 @@ async fn jobs_are_finished_while_there_is_no_memory_left() {
     server.limit_memory(1);
     let refused = queue.push("c".to_owned()).await.unwrap_err();
     assert!(matches!(&refused, QueueError::Store(error) if error.is_out_of_memory()), "{refused:?}");
-    let endings = [Ending::Done, Ending::Snooze { delay: MINUTE }];
-    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, ending)| Finish::new(job.ticket(), ending)).collect();
+    let endings = [AckKind::Done, AckKind::Snooze { delay: MINUTE }];
+    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, ending)| Ack::new(job.ticket(), ending)).collect();
     for finish in finishes {
         let answer = backend.claim(&key(), &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.unwrap();
         assert_eq!(answer.finished, [Finished::Done]);
@@ -684,7 +684,7 @@ async fn a_queue_is_resumed_paused_and_tidied_while_there_is_no_memory_left() {
     assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
     let jobs = backend.claim(&key(), &[], &keeper).await.unwrap().jobs;
     assert_eq!(jobs.len(), 1);
-    let finish = Finish::new(jobs[0].ticket(), Ending::Done);
+    let finish = Ack::new(jobs[0].ticket(), AckKind::Done);
     assert_eq!(backend.claim(&key(), &[finish], &keeper).await.unwrap().finished, [Finished::Done]);
     queue.pause().await.unwrap();
     assert!(queue.counts().await.unwrap().is_paused);
@@ -730,7 +730,7 @@ async fn one_push_wakes_one_worker() {
         waiting.push((claim, wakeups));
     }
     // Waits for so many messages, and then until no more of them have come for a while.
-    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Wakeups)>, at_least: usize| {
+    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Notifications)>, at_least: usize| {
         let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
         while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
             assert!(begun.elapsed() < Duration::from_secs(10), "{woken:?} were woken");
@@ -862,10 +862,10 @@ async fn a_unique_key_lasts_as_long_as_its_job() {
     queue.reschedule("a", YEAR).await.unwrap();
     assert!(days("unique") >= 366, "{} days", days("unique"));
     queue.promote("a").await.unwrap();
-    let (retry, snooze) = (Ending::Retry { delay: 2 * YEAR, error: "".into() }, Ending::Snooze { delay: 4 * YEAR });
+    let (retry, snooze) = (AckKind::Retry { delay: 2 * YEAR, error: "".into() }, AckKind::Snooze { delay: 4 * YEAR });
     for (ending, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
         let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
-        let finish = Finish::new(claimed.jobs[0].ticket(), ending);
+        let finish = Ack::new(claimed.jobs[0].ticket(), ending);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         assert!(days("unique") >= least, "{} days", days("unique"));
         queue.promote("a").await.unwrap();
@@ -885,7 +885,7 @@ async fn a_pause_lasts_as_long_as_what_it_holds_up() {
     queue.pause().await.unwrap();
     queue.push("waiting".to_owned()).delay(YEAR).await.unwrap();
     assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
-    let finish = Finish::new(claimed.jobs[0].ticket(), Ending::Snooze { delay: 2 * YEAR });
+    let finish = Ack::new(claimed.jobs[0].ticket(), AckKind::Snooze { delay: 2 * YEAR });
     backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
     assert!(days("snoozed") > 2 * 366);
     assert!(days("state") + 1 >= days("snoozed"), "{} of {} days", days("state"), days("snoozed"));
@@ -1067,7 +1067,7 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     let _: () = set.arg(state).arg(value).arg("KEEPTTL").query(&mut server.connection()).unwrap();
 
     queue.push("b".to_owned()).id("b").await.unwrap();
-    let finish = Finish::new(first.ticket(), Ending::Retry { delay: Duration::ZERO, error: "no".into() });
+    let finish = Ack::new(first.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
     let claimed = backend.claim(&key(), &[finish], &claim(2)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Done]);
     let (begun, mut jobs) = (Instant::now(), claimed.jobs);
@@ -1119,7 +1119,7 @@ impl Failover {
 }
 
 /// Claims until the store answers, and until there is a job if there is to be one.
-async fn claim_again(backend: &RedisBackend, finished: &[Finish], claim: &Claim) -> (Vec<Finished>, Vec<ClaimedJob>) {
+async fn claim_again(backend: &RedisBackend, finished: &[Ack], claim: &Claim) -> (Vec<Finished>, Vec<ClaimedJob>) {
     let claims = async {
         loop {
             match backend.claim(&key(), finished, claim).await {
@@ -1143,7 +1143,7 @@ async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
     let (_, first) = claim_again(&backend, &[], &claim(1)).await;
     block_in_place(|| deployment.fail_over());
 
-    let done = |job: &ClaimedJob| [Finish::new(job.ticket(), Ending::Done)];
+    let done = |job: &ClaimedJob| [Ack::new(job.ticket(), AckKind::Done)];
     // Neither while it waits, nor while somebody else has it.
     assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
     assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
@@ -1247,7 +1247,7 @@ async fn a_user_may_do_no_more_than_the_docs_say() {
     queue.cancel("a").await.unwrap();
     backend.extend(&key(), &[jobs[0].ticket()], MINUTE).await.unwrap();
     let finish =
-        |job: &ClaimedJob| Finish::new(job.ticket(), Ending::Retry { delay: Duration::ZERO, error: "no".into() });
+        |job: &ClaimedJob| Ack::new(job.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
     let finishes: Vec<_> = jobs.iter().map(finish).collect();
     let mut few = worker;
     few.dead = DeadLimits::new(1, MINUTE);
@@ -1256,6 +1256,6 @@ async fn a_user_may_do_no_more_than_the_docs_say() {
     queue.resume().await.unwrap();
     assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
     assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
-    assert_eq!(queue.drain().await.unwrap(), 1);
+    assert_eq!(queue.purge().await.unwrap(), 1);
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
 }

@@ -21,16 +21,17 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
-    Events, Finish, Job, JobId, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring,
-    Schedule, State, UniqueFor, WorkerError,
+    Ack, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Events,
+    Job, JobId, JobResponder, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule,
+    State, UniqueFor, WorkerError,
 };
-use tollgate::idempotency::{Operation, OperationError, Operations};
-use tollgate::lock::{LeaseView, OnMissingKey};
+use tollgate::idempotency::{Idempotent, Operation, OperationError};
+use tollgate::lock::{LeaseHandle, OnMissingKey};
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore, TestJob};
 use tollgate::{
-    AsError, BoxError, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
+    BoxError, ErrorResponder, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend,
+    StoreError,
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -379,7 +380,7 @@ async fn over_the_limit_is_later_and_no_attempt() {
     let noted = record.clone();
     let policy = Policy::new("per second", Quota::per_second(5).fixed_window());
     let service = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsError))
+        .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(ErrorResponder))
         .service(service_fn(move |job| {
             noted.note(&job);
             ready(Ok::<_, BoxError>(()))
@@ -406,10 +407,10 @@ async fn a_job_has_what_its_layers_know_of_it() {
     let fences = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&fences);
     let service = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(backend.clone(), policy).cost(|_: &Job<u32>| 3).with_rejection(AsOutcome))
-        .layer(LockLayer::new(backend).key(|job: &Job<u32>| job.to_string()).with_rejection(AsOutcome))
+        .layer(RateLimitLayer::new(backend.clone(), policy).cost(|_: &Job<u32>| 3).responder(JobResponder))
+        .layer(LockLayer::new(backend).key(|job: &Job<u32>| job.to_string()).responder(JobResponder))
         .service(service_fn(move |job: Job<u32>| {
-            noted.lock().unwrap().push(job.extensions().get::<LeaseView>().unwrap().fence());
+            noted.lock().unwrap().push(job.extensions().get::<LeaseHandle>().unwrap().fence());
             job.extensions().get::<RateLimitHandle>().unwrap().settle(1);
             ready(Ok::<_, BoxError>(()))
         }));
@@ -431,13 +432,13 @@ async fn a_job_has_what_its_layers_know_of_it() {
 async fn a_job_without_its_lock_has_no_lease_of_another() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
-    let outer = LockLayer::new(MemoryBackend::new()).with_rejection(AsOutcome);
+    let outer = LockLayer::new(MemoryBackend::new()).responder(JobResponder);
     let inner = LockLayer::new(MemoryBackend::new()).key(|job: &Job<u32>| (**job > 0).then_some(**job));
     let service = ServiceBuilder::new()
         .layer(outer)
-        .layer(inner.on_missing_key(OnMissingKey::Pass).with_rejection(AsOutcome))
+        .layer(inner.on_missing_key(OnMissingKey::Pass).responder(JobResponder))
         .service(service_fn(move |job: Job<u32>| {
-            noted.lock().unwrap().push(job.extensions().get::<LeaseView>().map(|view| *view.lock().subject()));
+            noted.lock().unwrap().push(job.extensions().get::<LeaseHandle>().map(|view| *view.lock().subject()));
             ready(Ok::<_, BoxError>(()))
         }));
     for payload in [7, 0] {
@@ -454,7 +455,9 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
     let counted = Arc::clone(&done);
     let service = ServiceBuilder::new()
         .layer(
-            LockLayer::new(MemoryBackend::new()).key(|job: &Job<u32>| (**job % 3).to_string()).with_rejection(AsError),
+            LockLayer::new(MemoryBackend::new())
+                .key(|job: &Job<u32>| (**job % 3).to_string())
+                .responder(ErrorResponder),
         )
         .service(service_fn(move |job: Job<u32>| {
             let (seen, counted) = (Arc::clone(&seen), Arc::clone(&counted));
@@ -481,7 +484,7 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
 #[tokio::test(start_paused = true)]
 async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
     let queue = queue(MemoryBackend::new());
-    let operations = Operations::new(MemoryBackend::new(), "payouts");
+    let operations = Idempotent::new(MemoryBackend::new(), "payouts");
     let replays = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&replays);
     let service = service_fn(move |_: Job<u32>| {
@@ -511,7 +514,7 @@ async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
 async fn a_job_whose_operation_was_done_and_not_kept_is_done_if_its_service_says_so() {
     for needs_answer in [false, true] {
         let queue = queue(MemoryBackend::new());
-        let operations = Operations::new(MemoryBackend::new(), "payouts").max_answer(0);
+        let operations = Idempotent::new(MemoryBackend::new(), "payouts").max_answer(0);
         let payments = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&payments);
         let service = service_fn(move |job: Job<u32>| {
@@ -556,7 +559,7 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
             counted.fetch_add(1, Ordering::SeqCst);
             job
         })
-        .layer(LockLayer::new(MemoryBackend::new()).key(|_: &Job<u32>| "one").with_rejection(AsOutcome))
+        .layer(LockLayer::new(MemoryBackend::new()).key(|_: &Job<u32>| "one").responder(JobResponder))
         .service(service_fn(async |job: Job<u32>| {
             if *job == 0 {
                 sleep(secs(20)).await;
@@ -1816,9 +1819,9 @@ struct Fickle<F> {
 }
 
 impl<F: Fn(&QueueKey, &Claim) -> Option<Fate> + Send + Sync> DelayQueueStore for Fickle<F> {
-    delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
+    delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay, forget, scope);
 
-    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         match (self.fate)(queue, claim) {
             None => self.backend.claim(queue, finished, claim).await,
             Some(Fate::Fails) => Err(StoreError::unavailable("its node is down")),
@@ -2402,7 +2405,7 @@ async fn waiting_rate_limit_keeps_the_order_of_jobs() {
     let runs = Record::new();
     let limit = Policy::new("mails", Quota::per_second(2).token_bucket());
     let service = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(backend, limit).wait(secs(10)).with_rejection(AsOutcome))
+        .layer(RateLimitLayer::new(backend, limit).wait(secs(10)).responder(JobResponder))
         .service(runs.service());
     let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(2);
     let events = worker.events();

@@ -17,8 +17,8 @@ use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore};
 use tollgate::{
-    AsError, BoxError, DelayQueue, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend,
-    RedisOptions, StoreError,
+    BoxError, DelayQueue, ErrorResponder, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer,
+    RedisBackend, RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -461,7 +461,7 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     let mut server = RedisServer::start();
     let backend = backend(&server).await;
     let inner = service_fn(async |request: u32| Ok::<_, BoxError>(request));
-    let layer = RateLimitLayer::new(backend, policy()).with_rejection(AsError).deadline(DEADLINE);
+    let layer = RateLimitLayer::new(backend, policy()).responder(ErrorResponder).deadline(DEADLINE);
     let open = layer.clone().on_store_error(OnStoreError::Allow).layer(inner);
     let closed = layer.on_store_error(OnStoreError::Deny).layer(inner);
     // A busy machine may take longer than the deadline, but not each time.
@@ -507,7 +507,7 @@ async fn a_replica_counts_by_itself_while_redis_hangs_and_is_gone_and_follows_it
         .key(|client: &u32| *client)
         .deadline(deadline)
         .replicas(2)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     let meter = ProcessorMeter::start();
     let mut calls = Vec::new();

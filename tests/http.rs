@@ -22,17 +22,17 @@ use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use prost::Message as _;
 use serde_json::{Value, json};
-use tollgate::grpc::AsStatus;
+use tollgate::grpc::GrpcResponder;
 use tollgate::http::{ClientIp, EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_path, peer_ip};
 use tollgate::idempotency::IdempotencyHandle;
-use tollgate::lock::LeaseView;
+use tollgate::lock::LeaseHandle;
 use tollgate::rate_limit::{
-    Announce, BurstQuota, Decision, Limit, LimitStatus, PolicyResolver, RateLimitHandle, RateLimitStore, RateLimited,
-    Receipt, Rejection, Standing,
+    AnnotateResponse, BurstQuota, Decision, Limit, LimitInfo, LimitStatus, PolicyResolver, RateLimitHandle,
+    RateLimitStore, RateLimited, Receipt, Rejection,
 };
-use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody, UpstreamFields};
+use tollgate::responder::{HeaderVersion, NotExecuted, RejectionBody, Responder, UpstreamFields};
 use tollgate::{
-    AsResponse, Everyone, ExtractKey, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey,
+    ExtractKey, GlobalKey, HttpResponder, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey,
     OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
 };
 use tonic_types::StatusExt;
@@ -137,7 +137,7 @@ async fn a_request_on_the_deny_list_gets_403() {
     let detail = "the request is not allowed";
     let blank = json!({"type": "about:blank", "title": "Forbidden", "status": 403, "detail": detail});
     assert_eq!(answer.problem(), blank);
-    let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+    let answer = ask(&layer.responder(GrpcResponder::new()).layer(hello()), request()).await;
     assert_eq!((&answer.headers["grpc-status"], &*answer.body), (&HeaderValue::from_static("7"), ""));
 }
 
@@ -182,9 +182,9 @@ async fn of_several_policies_a_problem_names_the_limits_of_all_that_say_no() {
     let backend = MemoryBackend::new();
     let user = per("user", Quota::per_minute(2)).limit(Quota::per_hour(2).fixed_window());
     let layer = RateLimitLayer::new(backend.clone(), user)
-        .and(per("total", Quota::per_day(3)), Everyone)
-        .and(per("free", Quota::per_day(9)), Everyone)
-        .and(per("trial", Quota::per_day(1)).shadow(), Everyone)
+        .and(per("total", Quota::per_day(3)), GlobalKey)
+        .and(per("free", Quota::per_day(9)), GlobalKey)
+        .and(per("trial", Quota::per_day(1)).shadow(), GlobalKey)
         .cost(|request: &Request<()>| request.uri().path().len() as u32);
     let service = layer.clone().layer(hello());
     let ask = async |path: &str| ask(&service, Request::get(path).body(()).unwrap()).await;
@@ -218,12 +218,12 @@ async fn of_several_policies_a_problem_names_the_limits_of_all_that_say_no() {
 
 #[tokio::test(start_paused = true)]
 async fn rejections_can_be_plain_text() {
-    let plain = AsResponse::new().body(RejectionBody::PlainText);
+    let plain = HttpResponder::new().body(RejectionBody::PlainText);
     let quota = Quota::per_minute(1).fixed_window();
-    let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(plain.clone()).layer(hello());
-    let keyless = layer(quota).key(header("x-api-key")).with_rejection(plain.clone()).layer(hello());
+    let exhausted = layer(Quota::per_minute(0).fixed_window()).responder(plain.clone()).layer(hello());
+    let keyless = layer(quota).key(header("x-api-key")).responder(plain.clone()).layer(hello());
     let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
-    let outage = outage.with_rejection(plain).layer(hello());
+    let outage = outage.responder(plain).layer(hello());
     let cases = [
         (ask(&exhausted, request()).await, 429, "the request exceeds the whole quota of rate limit `api`\n"),
         (ask(&keyless, request()).await, 400, "the request carries no key to count it under\n"),
@@ -253,7 +253,7 @@ async fn a_request_that_passes_without_decision_hears_of_the_policy_only() {
 async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
     let policy = Policy::new("api", Quota::per_minute(1).fixed_window()).shadow();
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key"));
-    for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass, OnMissingKey::Shared] {
+    for on_missing_key in [OnMissingKey::Responder, OnMissingKey::Pass, OnMissingKey::Shared] {
         let answer = ask(&layer.clone().on_missing_key(on_missing_key).layer(hello()), request()).await;
         assert_eq!((answer.status, answer.headers.len()), (StatusCode::OK, 0), "{on_missing_key:?}");
     }
@@ -295,12 +295,12 @@ async fn the_inner_body_passes_through_with_its_length_and_trailers() {
 /// As an argument, and as an option where the layer is not in front, or lets a request pass without.
 #[tokio::test]
 async fn handlers_of_axum_take_what_layers_know() {
-    async fn all(limit: RateLimitHandle, lease: LeaseView, operation: IdempotencyHandle) -> String {
+    async fn all(limit: RateLimitHandle, lease: LeaseHandle, operation: IdempotencyHandle) -> String {
         assert!(lease.fence() > 0 && operation.fence() > 0);
         limit.settle(5);
         format!("{} {}", limit.cost(), operation.attempt())
     }
-    async fn some(limit: Option<RateLimitHandle>, lease: Option<LeaseView>, of: Option<IdempotencyHandle>) -> String {
+    async fn some(limit: Option<RateLimitHandle>, lease: Option<LeaseHandle>, of: Option<IdempotencyHandle>) -> String {
         format!("{} {} {}", limit.is_some(), lease.is_some(), of.is_some())
     }
     let backend = MemoryBackend::new();
@@ -334,13 +334,13 @@ async fn calls_carry_nothing_where_they_are_told_so() {
         let handler = service_fn(move |request: Request<Full<Bytes>>| {
             let left = request.extensions();
             assert_eq!(left.get::<RateLimitHandle>().is_some(), extensions);
-            assert_eq!(left.get::<LeaseView>().is_some(), extensions);
+            assert_eq!(left.get::<LeaseHandle>().is_some(), extensions);
             ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
         });
-        let answer = AsStatus::new().extensions(extensions);
+        let answer = GrpcResponder::new().extensions(extensions);
         let service = ServiceBuilder::new()
-            .layer(layer(Quota::per_minute(5).fixed_window()).with_rejection(answer.clone()))
-            .layer(LockLayer::new(MemoryBackend::new()).with_rejection(answer))
+            .layer(layer(Quota::per_minute(5).fixed_window()).responder(answer.clone()))
+            .layer(LockLayer::new(MemoryBackend::new()).responder(answer))
             .service(handler);
         let response = service.oneshot(Request::post("/").body(Full::default()).unwrap()).await.unwrap();
         assert_eq!(response.extensions().get::<Decision>().is_some(), extensions);
@@ -376,7 +376,7 @@ async fn routes_of_axum_are_counted_as_such() {
         .route("/users/{id}", get(async || ""))
         .nest("/v2", Router::new().route("/users/{id}", get(async || "")))
         .route("/about", get(async || ""))
-        .layer(layer.on_missing_key(OnMissingKey::Reject));
+        .layer(layer.on_missing_key(OnMissingKey::Responder));
     let asked = [
         ("/users/1", 200),
         ("/users/2", 200),
@@ -484,7 +484,7 @@ async fn an_axum_router_can_be_limited_per_route() {
 /// Around a router whose answers stay what they are, so that the layer can be there or not.
 #[tokio::test(start_paused = true)]
 async fn a_whole_axum_router_can_be_limited_by_a_setting() {
-    let limit = layer(Quota::per_minute(1).fixed_window()).with_rejection(AsResponse::new().same_body());
+    let limit = layer(Quota::per_minute(1).fixed_window()).responder(HttpResponder::new().same_body());
     for is_limited in [true, false] {
         let router = Router::new().route("/", get(async || "hello"));
         let app = option_layer(is_limited.then_some(limit.clone())).layer(router);
@@ -535,7 +535,7 @@ async fn a_body_of_ones_own_stays_what_it_is() {
 
     let handler =
         service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(Mine(Box::new(Full::from("hello"))))));
-    let limit = layer(Quota::per_minute(1).fixed_window()).with_rejection(AsResponse::new().same_body());
+    let limit = layer(Quota::per_minute(1).fixed_window()).responder(HttpResponder::new().same_body());
     let service = option_layer(Some(limit)).layer(handler);
     assert_eq!(ask(&service, request()).await.body, "hello");
     let second = ask(&service, request()).await;
@@ -778,19 +778,19 @@ fn each_version_has_its_own_fields() {
         (&[Draft10, Draft6], [&newest[..], &draft_6].concat()),
     ];
     for (versions, expected) in cases {
-        let answer = AsResponse::new().headers(versions.iter().copied());
-        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+        let answer = HttpResponder::new().headers(versions.iter().copied());
+        let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from("k1"), Some(&decision))]);
         assert_eq!(lines(&headers), expected, "{versions:?}");
     }
-    let default = announced(&AsResponse::default(), &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+    let default = announced(&HttpResponder::default(), &[LimitInfo::of(&policy, &Key::from("k1"), Some(&decision))]);
     assert_eq!(lines(&default), newest);
 }
 
 #[test]
 fn older_fields_parse_as_what_their_drafts_say() {
     let (policy, decision) = three_limits();
-    let answer = AsResponse::new().headers([HeaderVersion::Draft7]);
-    let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+    let answer = HttpResponder::new().headers([HeaderVersion::Draft7]);
+    let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from("k1"), Some(&decision))]);
     let dictionary = sfv::Parser::new(headers[STANDING].as_bytes()).parse::<sfv::Dictionary>().unwrap();
     let mut again = sfv::DictSerializer::new();
     for (key, number) in [("limit", 1_000), ("remaining", 3), ("reset", 1_801)] {
@@ -807,9 +807,9 @@ fn older_fields_tell_a_reset_of_0_while_the_whole_quota_is_left_and_nothing_wher
     use HeaderVersion::{Draft6, LegacyDelta};
 
     let policy = api(Quota::per_minute(5).fixed_window());
-    let answer = AsResponse::new().headers([Draft6, LegacyDelta]);
+    let answer = HttpResponder::new().headers([Draft6, LegacyDelta]);
     let whole = Decision::new([LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO)]);
-    let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&whole))]);
+    let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from("k1"), Some(&whole))]);
     assert_eq!(
         (&headers["ratelimit-reset"], &headers["x-ratelimit-reset"]),
         (&"0".parse().unwrap(), &"0".parse().unwrap())
@@ -817,7 +817,7 @@ fn older_fields_tell_a_reset_of_0_while_the_whole_quota_is_left_and_nothing_wher
 
     let never = Decision::never([5]);
     for decision in [None, Some(&never)] {
-        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), decision)]);
+        let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from("k1"), decision)]);
         assert_eq!(lines(&headers), [("ratelimit-policy", "5;w=60")]);
     }
 }
@@ -829,8 +829,8 @@ fn a_legacy_reset_is_an_instant_or_a_span_as_named_last() {
     let policy = api(Quota::per_minute(5).fixed_window());
     let decision = Decision::new([LimitStatus::new(5, 4, Duration::ZERO, Duration::from_millis(9_500))]);
     let reset = |versions: &[HeaderVersion]| {
-        let answer = AsResponse::new().headers(versions.iter().copied());
-        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+        let answer = HttpResponder::new().headers(versions.iter().copied());
+        let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from("k1"), Some(&decision))]);
         headers["x-ratelimit-reset"].to_str().unwrap().parse::<u64>().unwrap()
     };
     for versions in [&[LegacyEpoch][..], &[LegacyDelta, LegacyEpoch]] {
@@ -861,8 +861,8 @@ fn of_stacked_layers_single_values_are_those_of_the_tightest() {
         ([known("inner", 9, 10), known("outer", 10, 20)], ("9", "10")),
     ];
     for (stack, (remaining, reset)) in cases {
-        let standings = [0, 1].map(|i| Standing::of(&stack[i].0, &key, Some(&stack[i].1)));
-        let headers = announced(&AsResponse::new().headers([Draft6, Draft7, LegacyDelta]), &standings);
+        let standings = [0, 1].map(|i| LimitInfo::of(&stack[i].0, &key, Some(&stack[i].1)));
+        let headers = announced(&HttpResponder::new().headers([Draft6, Draft7, LegacyDelta]), &standings);
         let expected = [
             ("ratelimit-policy", "9;w=60"),
             ("ratelimit-policy", "9;w=60"),
@@ -880,7 +880,9 @@ fn of_stacked_layers_single_values_are_those_of_the_tightest() {
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", HeaderValue::from_static("plenty"));
     let (policy, decision) = known("api", 5, 10);
-    AsResponse::new().headers([LegacyDelta]).write_headers(&Standing::of(&policy, &key, Some(&decision)), &mut headers);
+    HttpResponder::new()
+        .headers([LegacyDelta])
+        .write_headers(&LimitInfo::of(&policy, &key, Some(&decision)), &mut headers);
     assert_eq!(headers["x-ratelimit-remaining"], "5");
 }
 
@@ -905,7 +907,7 @@ async fn stacked_layers_of_several_limits_add_a_line_each() {
 fn a_burst_is_told_with_the_time_in_which_it_fills() {
     let told = |limit: u32, burst: u32| {
         let policy = api(Quota::per_second(limit).burst(burst).unwrap().token_bucket());
-        announced(&AsResponse::new(), &[Standing::new(&policy)])[POLICY].to_str().unwrap().to_owned()
+        announced(&HttpResponder::new(), &[LimitInfo::new(&policy)])[POLICY].to_str().unwrap().to_owned()
     };
     assert_eq!(told(10, 10), r#""api";q=10;w=1"#);
     assert_eq!(told(10, 300), r#""api";q=300;w=30"#);
@@ -923,8 +925,8 @@ async fn no_violated_limit_tells_a_later_time_than_retry_after() {
     });
     let policy = api(Quota::per_minute(5).fixed_window()).limit(Quota::per_minute(9).fixed_window()).named("other");
     for version in [HeaderVersion::Draft10, HeaderVersion::Draft7] {
-        let answer = AsResponse::new().headers([version]);
-        let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(answer).layer(hello());
+        let answer = HttpResponder::new().headers([version]);
+        let service = RateLimitLayer::new(store.clone(), policy.clone()).responder(answer).layer(hello());
         let answer = ask(&service, request()).await;
         assert_eq!(answer.retry_after(), Some(2));
         let expected = match version {
@@ -940,8 +942,8 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
     let wait = Duration::from_millis(2_500);
     let store = Store(move || Ok(Decision::new([LimitStatus::new(5, 0, wait, wait)])));
     let policy = api(Quota::per_minute(5).fixed_window());
-    let jittery = AsResponse::new().retry_jitter(Duration::from_millis(4_900));
-    let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(jittery.clone()).layer(hello());
+    let jittery = HttpResponder::new().retry_jitter(Duration::from_millis(4_900));
+    let service = RateLimitLayer::new(store.clone(), policy.clone()).responder(jittery.clone()).layer(hello());
     let mut told = BTreeSet::new();
     for _ in 0..500 {
         let answer = ask(&service, request()).await;
@@ -953,20 +955,20 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
     assert_eq!(told.into_iter().collect::<Vec<_>>(), [3, 4, 5, 6, 7]);
 
     let outage = RateLimitLayer::new(failing(), policy.clone()).on_store_error(OnStoreError::Deny);
-    let outage = outage.with_rejection(jittery.clone()).layer(hello());
+    let outage = outage.responder(jittery.clone()).layer(hello());
     let mut told = BTreeSet::new();
     for _ in 0..500 {
         told.insert(ask(&outage, request()).await.retry_after().unwrap());
     }
     assert_eq!(told.into_iter().collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
 
-    let never = layer(Quota::per_minute(0).fixed_window()).with_rejection(jittery).layer(hello());
+    let never = layer(Quota::per_minute(0).fixed_window()).responder(jittery).layer(hello());
     assert_eq!(ask(&never, request()).await.retry_after(), None, "no wait helps, and jitter does not either");
-    let short = AsResponse::new().retry_jitter(Duration::from_millis(999));
-    let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(short).layer(hello());
+    let short = HttpResponder::new().retry_jitter(Duration::from_millis(999));
+    let service = RateLimitLayer::new(store.clone(), policy.clone()).responder(short).layer(hello());
     assert_eq!(ask(&service, request()).await.retry_after(), Some(3));
-    let endless = AsResponse::new().retry_jitter(Duration::MAX);
-    let service = RateLimitLayer::new(store, policy).with_rejection(endless).layer(hello());
+    let endless = HttpResponder::new().retry_jitter(Duration::MAX);
+    let service = RateLimitLayer::new(store, policy).responder(endless).layer(hello());
     assert!(ask(&service, request()).await.headers[RETRY_AFTER].to_str().unwrap().parse::<u64>().unwrap() >= 3);
 }
 
@@ -974,10 +976,10 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
 fn a_wait_of_any_length_makes_fields_that_parse() {
     let policy = api(Quota::per_minute(5).fixed_window());
     let endless = Decision::new([LimitStatus::new(5, 0, Duration::MAX, Duration::MAX)]);
-    let headers = announced(&AsResponse::new(), &[Standing::of(&policy, &Key::from("k1"), Some(&endless))]);
+    let headers = announced(&HttpResponder::new(), &[LimitInfo::of(&policy, &Key::from("k1"), Some(&endless))]);
     assert_eq!(Member::list(&headers, &STANDING), [Member::of("api", &[("r", 0), ("t", 18_446_744_073_710)])]);
-    let legacy = AsResponse::new().headers([HeaderVersion::LegacyEpoch]);
-    let headers = announced(&legacy, &[Standing::of(&policy, &Key::from("k1"), Some(&endless))]);
+    let legacy = HttpResponder::new().headers([HeaderVersion::LegacyEpoch]);
+    let headers = announced(&legacy, &[LimitInfo::of(&policy, &Key::from("k1"), Some(&endless))]);
     let reset: u64 = headers["x-ratelimit-reset"].to_str().unwrap().parse().unwrap();
     assert!(reset > 18_446_744_073_710, "{reset}");
 }
@@ -989,20 +991,20 @@ const SECRET: &[u8] = b"0123456789abcdef";
 #[test]
 fn a_partition_key_is_a_keyed_digest_in_both_fields() {
     let (policy, decision) = three_limits();
-    let answer = AsResponse::new().partition_secret(SECRET);
+    let answer = HttpResponder::new().partition_secret(SECRET);
     let key = Key::from("203.0.113.7");
-    let headers = announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]);
+    let headers = announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]);
     // HMAC-SHA-256, calculated elsewhere.
     let pk = "pk=:4l56oV8Y55o/0CqPo1sRwg==:";
     let policies = format!(r#""api-1s";q=10;w=1;{pk}, "api-1h";q=1000;w=3600;{pk}, "api-1500ms";q=7;{pk}"#);
     assert_eq!(headers[POLICY], policies);
     assert_eq!(headers[STANDING], format!(r#""api-1s";r=9;t=1;{pk}, "api-1h";r=3;t=1801;{pk}, "api-1500ms";r=7;{pk}"#));
     // And again: nothing of it is random, and nothing of one client is kept for the next.
-    let other = announced(&answer, &[Standing::of(&policy, &Key::from("203.0.113.8"), Some(&decision))]);
+    let other = announced(&answer, &[LimitInfo::of(&policy, &Key::from("203.0.113.8"), Some(&decision))]);
     assert!(other[STANDING].to_str().unwrap().contains("pk=:AY2RnhXIUd2u3QGDTe9vHg==:"));
-    assert_eq!(announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]), headers);
+    assert_eq!(announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]), headers);
     // Of a request of which no key is known there is nothing to tell.
-    let keyless = announced(&answer, &[Standing::new(&policy)]);
+    let keyless = announced(&answer, &[LimitInfo::new(&policy)]);
     assert_eq!(
         lines(&keyless),
         [("ratelimit-policy", r#""api-1s";q=10;w=1, "api-1h";q=1000;w=3600, "api-1500ms";q=7"#)]
@@ -1013,10 +1015,10 @@ fn a_partition_key_is_a_keyed_digest_in_both_fields() {
 fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
     let policy = api(Quota::per_minute(5).fixed_window());
     let pk = |secret: &[u8], key: &str| {
-        let answer = AsResponse::new().partition_secret(secret);
+        let answer = HttpResponder::new().partition_secret(secret);
         let debug = format!("{answer:?}");
         assert!(!debug.contains("48, 49, 50") && !debug.contains("0123456789"), "{debug}");
-        let headers = announced(&answer, &[Standing::of(&policy, &Key::from(key), None)]);
+        let headers = announced(&answer, &[LimitInfo::of(&policy, &Key::from(key), None)]);
         assert!(!headers[POLICY].to_str().unwrap().contains(key));
         let list = sfv::Parser::new(headers[POLICY].as_bytes()).parse::<sfv::List>().unwrap();
         let sfv::ListEntry::Item(item) = &list[0] else { panic!("{list:?}") };
@@ -1039,7 +1041,7 @@ fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
 #[test]
 #[should_panic(expected = "at least 16 bytes")]
 fn a_secret_that_is_none_is_refused() {
-    let _ = AsResponse::new().partition_secret("");
+    let _ = HttpResponder::new().partition_secret("");
 }
 
 /// A block under another name than the layer's own was a block of nobody, and no error.
@@ -1088,13 +1090,13 @@ async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
         let left = |extensions: &Extensions| extensions.get::<Decision>().cloned();
         assert_eq!(left(of_handler.extensions()), left(of_layer.extensions()));
         // What was done before is for the handler to say.
-        let nothing_done = |extensions: &Extensions| extensions.get::<NothingDone>().is_some();
+        let nothing_done = |extensions: &Extensions| extensions.get::<NotExecuted>().is_some();
         assert_eq!((nothing_done(of_handler.extensions()), nothing_done(of_layer.extensions())), (false, true));
         let [of_handler, of_layer] = [of_handler.into_body().collect().await, of_layer.into_body().collect().await];
         assert_eq!(of_handler.unwrap().to_bytes(), of_layer.unwrap().to_bytes());
     };
     let every = [HeaderVersion::Draft10, HeaderVersion::Draft6, HeaderVersion::LegacyDelta];
-    let response = AsResponse::new();
+    let response = HttpResponder::new();
     for answer in [
         response.clone(),
         response.clone().partition_secret(SECRET),
@@ -1103,25 +1105,30 @@ async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
     ] {
         compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
     }
-    let status = AsStatus::new();
+    let status = GrpcResponder::new();
     for answer in
         [status.clone(), status.clone().partition_secret(SECRET).headers(every), status.headers([]).extensions(false)]
     {
         compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
     }
-    let told = AsResponse::new().answer_to(&limited, "alice");
+    let told = HttpResponder::new().answer_to(&limited, "alice");
     assert!([RETRY_AFTER, POLICY, STANDING].iter().all(|field| told.headers().contains_key(field)));
 }
 
 /// What is answered to the second request of two.
 async fn second_of<A>(policy: Policy, answer: A) -> Response<ResponseBody<String>>
 where
-    A: Reject<Rejection, Response<String>, Infallible, Response = Response<ResponseBody<String>>, Error = Infallible>
-        + Announce<Request<()>, Response<ResponseBody<String>>>
+    A: Responder<
+            Rejection,
+            Response<String>,
+            Infallible,
+            Response = Response<ResponseBody<String>>,
+            Error = Infallible,
+        > + AnnotateResponse<Request<()>, Response<ResponseBody<String>>>
         + Clone,
 {
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(|_: &Request<()>| "alice");
-    let service = layer.with_rejection(answer).layer(hello());
+    let service = layer.responder(answer).layer(hello());
     service.clone().oneshot(request()).await.unwrap();
     service.oneshot(request()).await.unwrap()
 }
@@ -1147,13 +1154,13 @@ proptest! {
         let status = |(remaining, retry, reset): &(u32, Duration, Duration)| LimitStatus::new(u32::MAX, *remaining, *retry, *reset);
         let decision = Decision::new(statuses[..limits.len()].iter().map(status));
         let key = Key::from("203.0.113.7");
-        let mut answer = AsResponse::new();
+        let mut answer = HttpResponder::new();
         let mut pk = None;
         if with_pk {
             answer = answer.partition_secret(SECRET);
             pk = Some(base64_of_the_first_key());
         }
-        let headers = announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]);
+        let headers = announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]);
 
         let whole = |wait: Duration| wait.as_nanos().div_ceil(1_000_000_000) as i64;
         let policies = policy.limit_names().zip(policy.limits()).map(|(name, limit)| {
@@ -1228,7 +1235,7 @@ fn base64_of_the_first_key() -> Vec<u8> {
 }
 
 /// What layers of this answer add, the innermost first.
-fn announced(answer: &AsResponse, standings: &[Standing<'_>]) -> HeaderMap {
+fn announced(answer: &HttpResponder, standings: &[LimitInfo<'_>]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for standing in standings {
         answer.write_headers(standing, &mut headers);
@@ -1361,10 +1368,10 @@ async fn nobody_can_spell_the_address_of_another_as_an_api_key() {
 #[tokio::test(start_paused = true)]
 async fn a_grpc_rejection_is_a_status_without_body() {
     let quota = Quota::per_minute(1).fixed_window();
-    let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(AsStatus::new()).layer(hello());
-    let keyless = layer(quota).key(header("x-tenant")).with_rejection(AsStatus::new()).layer(hello());
+    let exhausted = layer(Quota::per_minute(0).fixed_window()).responder(GrpcResponder::new()).layer(hello());
+    let keyless = layer(quota).key(header("x-tenant")).responder(GrpcResponder::new()).layer(hello());
     let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
-    let outage = outage.with_rejection(AsStatus::new()).layer(hello());
+    let outage = outage.responder(GrpcResponder::new()).layer(hello());
     let cases = [
         (exhausted.oneshot(request()).await.unwrap(), "8", "the request exceeds the whole quota of rate limit `api`"),
         (keyless.oneshot(request()).await.unwrap(), "3", "the request carries no key to count it under"),
@@ -1388,7 +1395,7 @@ async fn a_grpc_rejection_is_a_status_without_body() {
 #[tokio::test(start_paused = true)]
 async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
     let policy = Policy::new("50% größer", Quota::per_minute(1).fixed_window());
-    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsStatus::new());
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).responder(GrpcResponder::new());
     let service = layer.layer(hello());
     assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
     let answer = ask(&service, request()).await;
@@ -1412,7 +1419,7 @@ async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
 async fn of_several_policies_a_quota_failure_has_the_limits_of_all_that_say_no() {
     // A limit may have the name of another policy's.
     let total = Policy::new("total", Quota::per_hour(1).sliding_window()).named("api");
-    let layer = layer(Quota::per_minute(1).fixed_window()).and(total, Everyone).with_rejection(AsStatus::new());
+    let layer = layer(Quota::per_minute(1).fixed_window()).and(total, GlobalKey).responder(GrpcResponder::new());
     let service = layer.layer(hello());
     assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
     let answer = ask(&service, request()).await;
@@ -1436,7 +1443,7 @@ async fn a_grpc_client_reads_the_exact_wait_and_the_same_status_twice() {
     for (wait, pushback) in cases {
         let store = Store(move || Ok(Decision::new([LimitStatus::new(5, 0, wait, wait)])));
         let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
-        let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+        let answer = ask(&layer.responder(GrpcResponder::new()).layer(hello()), request()).await;
         assert_eq!(answer.headers["grpc-retry-pushback-ms"], pushback);
         let status = tonic::Status::from_header_map(&answer.headers).unwrap();
         // Exact to the microsecond, rounded up.
@@ -1453,7 +1460,7 @@ async fn a_blocked_grpc_client_hears_of_the_wait_and_of_no_quota() {
     let free = LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO);
     let store = Store(move || Ok(Decision::new([free]).blocked(Duration::from_millis(1_500))));
     let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
-    let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+    let answer = ask(&layer.responder(GrpcResponder::new()).layer(hello()), request()).await;
     let status = tonic::Status::from_header_map(&answer.headers).unwrap();
     assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     assert_eq!(status.message(), "blocked by rate limit `api`, try again in 2 s");
@@ -1463,7 +1470,7 @@ async fn a_blocked_grpc_client_hears_of_the_wait_and_of_no_quota() {
 
 #[tokio::test(start_paused = true)]
 async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
-    let service = layer(Quota::per_minute(5).fixed_window()).with_rejection(AsStatus::new()).layer(hello());
+    let service = layer(Quota::per_minute(5).fixed_window()).responder(GrpcResponder::new()).layer(hello());
     let answer = ask(&service, request()).await;
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.body, "hello");
@@ -1487,7 +1494,7 @@ const UNREADABLE: &[(&str, &str)] = &[("x-rate-limit-limit", "1 or 2"), ("x-rate
 
 /// What a client reads of limits behind a layer, and one more around it, in front of an upstream that sends these fields.
 async fn told(
-    answer: AsResponse,
+    answer: HttpResponder,
     quota: u32,
     upstream: &'static [(&'static str, &'static str)],
 ) -> Vec<(String, String)> {
@@ -1498,9 +1505,9 @@ async fn told(
         }
         ready(Ok::<_, Infallible>(response))
     });
-    let inner = layer(Quota::per_minute(quota).fixed_window()).with_rejection(answer.clone());
+    let inner = layer(Quota::per_minute(quota).fixed_window()).responder(answer.clone());
     let outer = Policy::new("outer", Quota::per_minute(quota + 100).fixed_window());
-    let outer = RateLimitLayer::new(MemoryBackend::new(), outer).with_rejection(answer);
+    let outer = RateLimitLayer::new(MemoryBackend::new(), outer).responder(answer);
     let answer = ask(&outer.layer(inner.layer(proxy)), request()).await;
     let fields = answer.headers.iter();
     fields.map(|(name, value)| (name.to_string(), value.to_str().unwrap().to_owned())).collect()
@@ -1520,25 +1527,25 @@ async fn fields_of_an_upstream_are_replaced_by_default() {
         ("ratelimit", r#""outer";r=199;t=60"#),
     ];
     for upstream in [DRAFT_7, GITHUB, UNREADABLE, &[("ratelimit", r#""up";r=1;t=9"#)]] {
-        let mut fields = told(AsResponse::new(), 100, upstream).await;
+        let mut fields = told(HttpResponder::new(), 100, upstream).await;
         // It belongs to the status.
         let wait = upstream.iter().find(|(name, _)| *name == "retry-after").map(|(_, seconds)| *seconds);
         let position = fields.iter().position(|(name, _)| name == "retry-after");
         assert_eq!(position.map(|at| fields.remove(at).1).as_deref(), wait);
         assert_eq!(fields, pairs(&ours), "{upstream:?}");
     }
-    let legacy = AsResponse::new().headers([HeaderVersion::LegacyDelta]);
+    let legacy = HttpResponder::new().headers([HeaderVersion::LegacyDelta]);
     let ours = [("x-ratelimit-limit", "100"), ("x-ratelimit-remaining", "99"), ("x-ratelimit-reset", "60")];
     assert_eq!(told(legacy, 100, GITHUB).await, pairs(&ours));
     // A layer without fields leaves those of the upstream alone.
     for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
-        assert_eq!(told(AsResponse::new().headers([]), 100, upstream).await, pairs(upstream));
+        assert_eq!(told(HttpResponder::new().headers([]), 100, upstream).await, pairs(upstream));
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn fields_of_the_tighter_source_are_kept() {
-    let tighter = AsResponse::new().upstream_fields(UpstreamFields::KeepTighter);
+    let tighter = HttpResponder::new().upstream_fields(UpstreamFields::KeepTighter);
     for upstream in [DRAFT_7, GITHUB] {
         assert_eq!(told(tighter.clone(), 100, upstream).await, pairs(upstream));
         // Less is left of ours, in the inner layer alone, and is told with all that the layers have to say.
@@ -1555,7 +1562,7 @@ async fn fields_of_the_tighter_source_are_kept() {
 /// The outer layer is the tighter one: what the inner one has not told appears as well.
 #[tokio::test(start_paused = true)]
 async fn layers_that_win_late_tell_all_they_know() {
-    let answer = AsResponse::new().upstream_fields(UpstreamFields::KeepTighter);
+    let answer = HttpResponder::new().upstream_fields(UpstreamFields::KeepTighter);
     let proxy = service_fn(|_: Request<()>| {
         ready(Ok::<_, Infallible>(
             Response::builder().header("ratelimit", "limit=10, remaining=7, reset=30").body(()).unwrap(),
@@ -1563,7 +1570,7 @@ async fn layers_that_win_late_tell_all_they_know() {
     });
     let [inner, outer] = [("inner", 100), ("outer", 5)].map(|(name, quota)| {
         let policy = Policy::new(name, Quota::per_minute(quota).fixed_window());
-        RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(answer.clone())
+        RateLimitLayer::new(MemoryBackend::new(), policy).responder(answer.clone())
     });
     let response = outer.layer(inner.layer(proxy)).oneshot(request()).await.unwrap();
     let standing: Vec<_> = response.headers().get_all(STANDING).iter().collect();
@@ -1572,7 +1579,7 @@ async fn layers_that_win_late_tell_all_they_know() {
 
 #[tokio::test(start_paused = true)]
 async fn fields_of_an_upstream_are_kept_if_told_so() {
-    let keep = AsResponse::new().upstream_fields(UpstreamFields::Keep);
+    let keep = HttpResponder::new().upstream_fields(UpstreamFields::ResponsePolicy);
     for quota in [5, 100] {
         for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
             assert_eq!(told(keep.clone(), quota, upstream).await, pairs(upstream));
@@ -1583,12 +1590,14 @@ async fn fields_of_an_upstream_are_kept_if_told_so() {
 
 #[tokio::test(start_paused = true)]
 async fn metadata_of_a_grpc_upstream_is_replaced_by_default() {
-    for (answer, kept) in [(AsStatus::new(), false), (AsStatus::new().upstream_fields(UpstreamFields::Keep), true)] {
+    for (answer, kept) in
+        [(GrpcResponder::new(), false), (GrpcResponder::new().upstream_fields(UpstreamFields::ResponsePolicy), true)]
+    {
         let proxy = service_fn(|_: Request<()>| {
             let response = Response::builder().header("x-ratelimit-remaining", "7").header("x-ratelimit-reset", "30");
             ready(Ok::<_, Infallible>(response.body(Full::<Bytes>::default()).unwrap()))
         });
-        let limit = layer(Quota::per_minute(100).fixed_window()).with_rejection(answer);
+        let limit = layer(Quota::per_minute(100).fixed_window()).responder(answer);
         let response = limit.layer(proxy).oneshot(request()).await.unwrap();
         let headers = response.headers();
         assert_eq!((headers.contains_key("x-ratelimit-reset"), headers.contains_key(STANDING)), (kept, !kept));

@@ -20,19 +20,19 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
-use tollgate::grpc::AsStatus;
+use tollgate::grpc::GrpcResponder;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
-    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep,
-    OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection,
+    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, OnDisconnect,
+    OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection, ResponsePolicy,
 };
-use tollgate::lock::{Cursor, OnLoss, ReleaseAt, Scope};
+use tollgate::lock::{Cursor, OnLoss, Reach, ReleaseAt};
 use tollgate::rate_limit::RateLimited;
-use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
+use tollgate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    AsError, ConfigError, Everyone, IdempotencyLayer, Key, Limiter, LockError, LockLayer, MemoryBackend, Policy, Quota,
-    RateLimitLayer,
+    ConfigError, ErrorResponder, GlobalKey, IdempotencyLayer, Key, Limiter, LockError, LockLayer, MemoryBackend,
+    Policy, Quota, RateLimitLayer,
 };
 use tower::limit::ConcurrencyLimitLayer;
 use tower::util::BoxCloneService;
@@ -454,7 +454,7 @@ async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
     use StatusCode as S;
     let cases = [
         (
-            Keep::SafeRetry,
+            ResponsePolicy::SafeRetry,
             vec![S::OK, S::FOUND, S::BAD_REQUEST, S::NOT_FOUND, S::CONFLICT, S::UNPROCESSABLE_ENTITY],
             vec![
                 S::INTERNAL_SERVER_ERROR,
@@ -472,8 +472,8 @@ async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
                 S::PRECONDITION_REQUIRED,
             ],
         ),
-        (Keep::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::UNAUTHORIZED], vec![]),
-        (Keep::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
+        (ResponsePolicy::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::UNAUTHORIZED], vec![]),
+        (ResponsePolicy::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
     ];
     for (keep, kept, not_kept) in cases {
         let all = kept.iter().map(|status| (*status, true)).chain(not_kept.iter().map(|status| (*status, false)));
@@ -569,7 +569,7 @@ async fn a_client_that_goes_away_finds_the_answer_when_it_comes_back() {
         let asked = tokio::time::timeout(Duration::from_millis(patience), ask(&app, pay(&patience.to_string()))).await;
         assert!(asked.is_err());
     }
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!((handler.runs(), handler.ended()), (3, 3));
     for patience in [1, 500, 999] {
         assert!(is_replay(&ask(&app, pay(&patience.to_string())).await));
@@ -598,7 +598,7 @@ async fn a_handler_ends_with_its_client_where_that_is_wanted() {
     let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel);
     let app = handler.behind(guard.clone(), slow);
     assert!(tokio::time::timeout(Duration::from_millis(500), ask(&app, pay("k"))).await.is_err());
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!((handler.runs(), handler.ended()), (1, 0));
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     sleep(Duration::from_secs(16)).await;
@@ -657,7 +657,7 @@ async fn a_client_that_has_got_all_that_it_was_told_to_expect_has_not_gone_away(
         // Whoever was cancelled is so by now.
         sleep(Duration::from_millis(1)).await;
         drop(sender);
-        guard.drained().await;
+        guard.wait_idle().await;
         let again = ask(&app, pay("k")).await;
         assert_eq!(is_replay(&again), is_served, "{said:?}, {hint:?}");
         if is_served {
@@ -738,7 +738,7 @@ async fn a_request_that_nobody_waits_for_is_served_to_its_end_or_not_at_all() {
         let mut app = handler.behind(guard.clone(), slow);
         let Ok(ready) = app.ready().await;
         drop(ready.call(pay("k")));
-        guard.drained().await;
+        guard.wait_idle().await;
         assert_eq!((handler.runs(), handler.ended()), (served, served));
         assert_eq!(is_replay(&ask(&app, pay("k")).await), served == 1);
     }
@@ -780,13 +780,13 @@ async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
     assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(problem(ask(&app, pay("k")).await).await.0, 503);
     faults.heal();
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     // Once more after a moment, since the claim may come later than that.
     let before = faults.calls(Verb::Release);
     faults.fail_next(1, Failure::Unavailable);
     assert_eq!(ask(&app, pay("other")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(faults.calls(Verb::Release) - before, 2);
 }
 
@@ -805,12 +805,12 @@ async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
     // It is tried again in the background.
     sleep(Duration::from_secs(1)).await;
     faults.heal();
-    guard.drained().await;
+    guard.wait_idle().await;
     assert!(is_replay(&ask(&app, pay("k")).await));
 
     // And in the end nobody knows.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
-    guard.drained().await;
+    guard.wait_idle().await;
     faults.heal();
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "outcome-unknown".into()));
@@ -870,7 +870,7 @@ async fn what_goes_on_in_the_background_is_in_the_span_of_its_request() {
     });
     let asked = ask(&app, pay("k")).instrument(tracing::info_span!("pay"));
     assert_eq!(text(asked.await).await, "1: hundred");
-    guard.drained().await;
+    guard.wait_idle().await;
     // The store fails, its circuit opens, and the outcome is unknown.
     assert_eq!(*spans.0.lock().unwrap(), [Some("pay"); 3]);
 }
@@ -887,7 +887,7 @@ async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
         echo(request, run)
     });
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
 }
 
@@ -900,7 +900,7 @@ async fn where_memory_is_full_of_answers_a_mark_is_kept() {
     let mut kept = 0;
     for key in 0..8 {
         assert_eq!(ask(&app, pay(&key.to_string())).await.status(), StatusCode::OK);
-        guard.drained().await;
+        guard.wait_idle().await;
         let again = ask(&app, pay(&key.to_string())).await;
         if is_replay(&again) {
             kept += 1;
@@ -915,7 +915,7 @@ async fn where_memory_is_full_of_answers_a_mark_is_kept() {
 /// The story of a handler that took longer than its lease, and was run a second time meanwhile.
 #[tokio::test(start_paused = true)]
 async fn a_handler_outlives_its_lease_by_being_renewed() {
-    for on_unknown in [OnUnknown::Reject, OnUnknown::Retry] {
+    for on_unknown in [OnUnknown::Responder, OnUnknown::Retry] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(100)).on_unknown(on_unknown);
         let app = handler.behind(guard, slow);
@@ -937,7 +937,7 @@ async fn a_handler_outlives_its_lease_by_being_renewed() {
 /// dropped before that.
 #[tokio::test(start_paused = true)]
 async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
-    for (on_unknown, expected) in [(OnUnknown::Reject, 200), (OnUnknown::Retry, 503)] {
+    for (on_unknown, expected) in [(OnUnknown::Responder, 200), (OnUnknown::Retry, 503)] {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
@@ -984,7 +984,7 @@ async fn attempts_have_rising_fences_and_ask_others_under_the_same_key() {
 async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
-    let strict = handler.behind(layer(backend.clone()).max_run(Duration::from_millis(100)), |_, _| pending());
+    let strict = handler.behind(layer(backend.clone()).max_runtime(Duration::from_millis(100)), |_, _| pending());
     assert_eq!(problem(ask(&strict, pay("k")).await).await, (503, "about:blank".into()));
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(ask(&strict, pay("k")).await).await, (409, "outcome-unknown".into()));
@@ -1001,7 +1001,7 @@ async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
 #[tokio::test(start_paused = true)]
 async fn a_time_of_zero_is_found_on_any_backend() {
     let zero = Duration::ZERO;
-    for guard in [layer(MemoryBackend::new()).deadline(zero), layer(MemoryBackend::new()).max_run(zero)] {
+    for guard in [layer(MemoryBackend::new()).deadline(zero), layer(MemoryBackend::new()).max_runtime(zero)] {
         let handler = Handler::new();
         let service = handler.behind(guard.on_store_error(OnStoreError::Allow), echo);
         assert_eq!(problem(ask(&service, pay("k")).await).await, (500, "about:blank".into()));
@@ -1013,7 +1013,7 @@ async fn a_time_of_zero_is_found_on_any_backend() {
 async fn an_answer_that_was_given_by_hand_is_replayed() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
-    let service = handler.behind(layer(backend.clone()).max_run(Duration::from_millis(100)), |_, _| pending());
+    let service = handler.behind(layer(backend.clone()).max_runtime(Duration::from_millis(100)), |_, _| pending());
     for key in ["charged", "forgotten"] {
         assert_eq!(problem(ask(&service, pay(key)).await).await, (503, "about:blank".into()));
     }
@@ -1059,7 +1059,7 @@ async fn an_answer_that_was_given_by_hand_is_replayed() {
 
 #[tokio::test(start_paused = true)]
 async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
-    for (keep, expected) in [(Keep::SafeRetry, 200), (Keep::All, 409)] {
+    for (keep, expected) in [(ResponsePolicy::SafeRetry, 200), (ResponsePolicy::All, 409)] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).keep(keep);
         let app = handler.behind(guard.clone(), |request, run| async move {
@@ -1071,7 +1071,7 @@ async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
             async move { drop(ask(&app, pay("k")).await) }
         });
         assert!(panicked.await.unwrap_err().is_panic());
-        guard.drained().await;
+        guard.wait_idle().await;
         sleep(Duration::from_secs(15)).await;
         assert_eq!(ask(&app, pay("k")).await.status(), expected, "{keep:?}");
     }
@@ -1111,7 +1111,7 @@ async fn a_panic_in_the_middle_of_an_answer_leaves_its_outcome_unknown() {
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "one ");
     let rest = body.collect().await;
     assert_eq!(rest.unwrap_err().to_string(), "the answer broke off before its end");
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
@@ -1146,7 +1146,7 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
 #[tokio::test(start_paused = true)]
 async fn where_all_is_kept_a_client_that_breaks_off_leaves_an_outcome_that_nobody_knows() {
     let handler = Handler::new();
-    let app = handler.behind(layer(MemoryBackend::new()).keep(Keep::All), echo);
+    let app = handler.behind(layer(MemoryBackend::new()).keep(ResponsePolicy::All), echo);
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
@@ -1160,7 +1160,7 @@ async fn where_all_is_kept_a_client_that_breaks_off_leaves_an_outcome_that_nobod
 /// The story of an upload that was taken for done: what its answer was made of broke off after the head of that was out.
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
-    for keep in [Keep::SafeRetry, Keep::Success, Keep::All] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
         let guard = layer(MemoryBackend::new()).keep(keep);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
@@ -1171,9 +1171,9 @@ async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
         assert_eq!(answer.status(), StatusCode::OK);
         sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
         assert!(answer.into_body().collect().await.is_err());
-        guard.drained().await;
+        guard.wait_idle().await;
         let whole = ask(&app, pay("k")).await;
-        if keep == Keep::All {
+        if keep == ResponsePolicy::All {
             assert_eq!(problem(whole).await, (409, "in-flight".into()));
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
@@ -1206,7 +1206,7 @@ async fn a_large_answer_to_a_request_that_broke_off_is_not_recorded_before_its_e
     sender.send(data("hun")).unwrap();
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
     assert!(ask(&app, request("k", body)).await.into_body().collect().await.is_err());
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await.len(), 200);
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
 }
@@ -1214,7 +1214,7 @@ async fn a_large_answer_to_a_request_that_broke_off_is_not_recorded_before_its_e
 /// The story of an upload that was cut off, and that nobody could send again: it was recorded as done as soon as its answer was too large to be kept.
 #[tokio::test(start_paused = true)]
 async fn a_large_answer_is_not_recorded_while_its_request_is_still_read() {
-    for keep in [Keep::SafeRetry, Keep::Success, Keep::All] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
         let guard = layer(MemoryBackend::new()).max_answer(2).keep(keep);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
@@ -1226,8 +1226,8 @@ async fn a_large_answer_is_not_recorded_while_its_request_is_still_read() {
         assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?}");
         sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
         assert!(answer.into_body().collect().await.is_err());
-        guard.drained().await;
-        if keep == Keep::All {
+        guard.wait_idle().await;
+        if keep == ResponsePolicy::All {
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
         } else {
@@ -1338,7 +1338,7 @@ async fn a_replay_is_not_charged_and_waits_for_no_lock() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let service = ServiceBuilder::new()
-        .layer(IdempotencyLayer::new(backend.clone()).scope(Everyone))
+        .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey))
         .layer(RateLimitLayer::new(backend.clone(), quota))
         .layer(LockLayer::new(backend))
         .service(service_fn(move |request: Request<_>| {
@@ -1406,7 +1406,7 @@ async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
         /// Its body comes later, and is longer than what is kept.
         InParts,
     }
-    for (keep, how) in [Keep::SafeRetry, Keep::All, Keep::Success]
+    for (keep, how) in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success]
         .into_iter()
         .flat_map(|keep| [As::Http, As::Grpc, As::InParts].map(|how| (keep, how)))
     {
@@ -1435,7 +1435,7 @@ async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
                 }
             }
             // What was turned away by somebody else has not turned this one away.
-            response.extensions_mut().insert(NothingDone);
+            response.extensions_mut().insert(NotExecuted);
             response.extensions_mut().insert(OutcomeUnknown);
             response
         });
@@ -1453,11 +1453,11 @@ async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
 /// Whatever is kept: nothing was done for the request.
 #[tokio::test(start_paused = true)]
 async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock() {
-    for keep in [Keep::SafeRetry, Keep::All] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let backend = MemoryBackend::new();
         let quota = Policy::new("pay", Quota::per_minute(3).fixed_window());
         let inside = ServiceBuilder::new()
-            .layer(IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep))
+            .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep))
             .layer(RateLimitLayer::new(backend.clone(), quota))
             .layer(LockLayer::new(backend.clone()))
             .service(service_fn(async |_: Request<FingerprintedBody<Stream>>| {
@@ -1491,7 +1491,9 @@ async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock()
 /// It was served once more, and did the same twice: the answer said that nothing was done.
 #[tokio::test(start_paused = true)]
 async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_answers() {
-    for (keep, says_so, runs) in [(Keep::All, false, 1), (Keep::All, true, 2), (Keep::SafeRetry, false, 2)] {
+    for (keep, says_so, runs) in
+        [(ResponsePolicy::All, false, 1), (ResponsePolicy::All, true, 2), (ResponsePolicy::SafeRetry, false, 2)]
+    {
         let limiter = Limiter::new(MemoryBackend::new(), Policy::new("mail", Quota::per_hour(0).fixed_window()));
         let handler = Handler::new();
         let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, _| {
@@ -1500,9 +1502,9 @@ async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_ans
                 // The card is charged, and then the mail is over its limit.
                 let decision = limiter.check("alice").await.unwrap();
                 let limited = RateLimited::of(limiter.policy(), 1, decision).unwrap();
-                let mut response = AsResponse::new().answer_to(&limited, "alice");
+                let mut response = HttpResponder::new().answer_to(&limited, "alice");
                 if says_so {
-                    response.extensions_mut().insert(NothingDone);
+                    response.extensions_mut().insert(NotExecuted);
                 }
                 response.map(|body| body.map_err(|never| match never {}).boxed())
             }
@@ -1535,14 +1537,15 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
         drop(request.into_body().collect().await);
         pending().await
     }
-    let outside = [OnUnknown::Reject, OnUnknown::Retry].map(|on_unknown| {
-        [Keep::SafeRetry, Keep::All].map(|keep| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, keep, inside)))
+    let outside = [OnUnknown::Responder, OnUnknown::Retry].map(|on_unknown| {
+        [ResponsePolicy::SafeRetry, ResponsePolicy::All]
+            .map(|keep| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, keep, inside)))
     });
     for (on_unknown, keep, (max_body, cut_off)) in outside.into_iter().flatten().flatten() {
         let case = format!("{on_unknown:?} {keep:?} {cut_off}");
         let backend = MemoryBackend::new();
-        let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_body(max_body);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep).on_unknown(on_unknown);
+        let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_body(max_body);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep).on_unknown(on_unknown);
         let app = outside.layer(inside.layer(service_fn(reads)));
         let ask = async || {
             let answer = app.clone().oneshot(pay("k")).await.unwrap();
@@ -1569,8 +1572,13 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
 /// had given back.
 #[tokio::test(start_paused = true)]
 async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_body() {
-    let inside = [(Keep::SafeRetry, OnUnknown::Reject), (Keep::All, OnUnknown::Retry), (Keep::All, OnUnknown::Reject)];
-    let outside = [Keep::SafeRetry, Keep::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)]);
+    let inside = [
+        (ResponsePolicy::SafeRetry, OnUnknown::Responder),
+        (ResponsePolicy::All, OnUnknown::Retry),
+        (ResponsePolicy::All, OnUnknown::Responder),
+    ];
+    let outside =
+        [ResponsePolicy::SafeRetry, ResponsePolicy::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)]);
     for ((outside, streams), (keep, on_unknown)) in outside.flat_map(|outside| inside.map(|inside| (outside, inside))) {
         let case = format!("{outside:?} {streams} {keep:?} {on_unknown:?}");
         let (runs, backend) = (Arc::new(AtomicUsize::new(0)), MemoryBackend::new());
@@ -1585,27 +1593,27 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
                 request.into_body().collect().await.unwrap();
                 operation.checkpoint("charged", "").await.unwrap();
                 if run == 1 {
-                    // Given back with `Keep::All`, too.
-                    let response = Response::builder().extension(NothingDone);
+                    // Given back with `ResponsePolicy::All`, too.
+                    let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(503).body(full("")).unwrap());
                 }
                 Ok(Response::new(full("done")))
             }
         });
         let inside = layer(backend.clone()).keep(keep).on_unknown(on_unknown);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(outside);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(outside);
         let app = outside.clone().layer(inside.clone().layer(handler));
         let ask = async |body: &[&str]| {
             let answer = app.clone().oneshot(request("k", of(body))).await.unwrap();
-            let says_nothing_done = answer.extensions().get::<NothingDone>().is_some();
+            let says_nothing_done = answer.extensions().get::<NotExecuted>().is_some();
             let (status, is_replay) = (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"));
             let text = answer
                 .into_body()
                 .collect()
                 .await
                 .map_or_else(|_| "broken off".to_owned(), |text| String::from_utf8(text.to_bytes().to_vec()).unwrap());
-            inside.drained().await;
-            outside.drained().await;
+            inside.wait_idle().await;
+            outside.wait_idle().await;
             (status, is_replay, says_nothing_done, text)
         };
         assert_eq!(ask(&["hundred"]).await.0, 503, "{case}");
@@ -1613,7 +1621,7 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
         let (code, expected) = if streams { (200, "broken off") } else { (422, "key-reused") };
         assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had begun");
         assert!(text.contains(expected), "{case}: {text}");
-        if keep == Keep::All && on_unknown == OnUnknown::Reject {
+        if keep == ResponsePolicy::All && on_unknown == OnUnknown::Responder {
             sleep(Duration::from_secs(15)).await;
             let (status, _, _, text) = ask(&["hundred"]).await;
             assert!(status == 409 && text.contains("outcome-unknown"), "{case}: {status} {text}");
@@ -1634,12 +1642,13 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_knows_to_both() {
     let ways = ["by its time", "by its length", "by a panic"];
-    for (way, keep) in ways.iter().flat_map(|way| [Keep::SafeRetry, Keep::All, Keep::Success].map(|keep| (*way, keep)))
-    {
+    for (way, keep) in ways.iter().flat_map(|way| {
+        [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success].map(|keep| (*way, keep))
+    }) {
         let case = format!("{way} {keep:?}");
         let backend = MemoryBackend::new();
-        let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_body(10);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep);
+        let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_body(10);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep);
         let app = outside.clone().layer(inside.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
                 let body = request.into_body().map_frame(|frame| {
@@ -1659,8 +1668,8 @@ async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_kno
             _ => {}
         }
         assert!(answer.into_body().collect().await.is_err(), "{case}");
-        inside.drained().await;
-        outside.drained().await;
+        inside.wait_idle().await;
+        outside.wait_idle().await;
         let ask = async || {
             let answer = app.clone().oneshot(request("k", of(&["some"]))).await.unwrap();
             let (status, text) = (answer.status().as_u16(), answer.into_body().collect().await.unwrap().to_bytes());
@@ -1680,8 +1689,8 @@ async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_kno
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_a_layer_inside_cuts_off_once_it_is_recorded_is_done_to_both() {
     let backend = MemoryBackend::new();
-    let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_answer(2);
-    let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone);
+    let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_answer(2);
+    let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey);
     let app = outside.clone().layer(inside.layer(service_fn(
         async |_: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
             let frames = futures_util::stream::iter([data("some")]).chain(futures_util::stream::pending());
@@ -1690,7 +1699,7 @@ async fn an_answer_that_a_layer_inside_cuts_off_once_it_is_recorded_is_done_to_b
     )));
     let answer = app.clone().oneshot(pay("k")).await.unwrap();
     assert!(answer.into_body().collect().await.is_err());
-    outside.drained().await;
+    outside.wait_idle().await;
     let again = app.oneshot(pay("k")).await.unwrap();
     let text = again.into_body().collect().await.unwrap().to_bytes();
     assert!(String::from_utf8_lossy(&text).contains("answer-not-kept"), "{text:?}");
@@ -1704,12 +1713,12 @@ async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_k
     async fn pending(_: Request<FingerprintedBody<Stream>>) -> Result<Response<Full<Bytes>>, Infallible> {
         std::future::pending().await
     }
-    for keep in [Keep::SafeRetry, Keep::All, Keep::Success] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
         let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
         let lock = || LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1));
         let http = guard().layer(lock().layer(service_fn(pending)));
-        let grpc = guard().layer(lock().with_rejection(AsStatus::new()).layer(service_fn(pending)));
-        let plain = guard().layer(lock().with_rejection(AsError).layer(service_fn(pending)));
+        let grpc = guard().layer(lock().responder(GrpcResponder::new()).layer(service_fn(pending)));
+        let plain = guard().layer(lock().responder(ErrorResponder).layer(service_fn(pending)));
         assert_eq!(http.clone().oneshot(pay("k")).await.unwrap().status(), 503, "{keep:?}");
         let lost = grpc.clone().oneshot(pay("k")).await.unwrap();
         assert_eq!(lost.headers()["grpc-status"], "10", "{keep:?}");
@@ -1762,11 +1771,11 @@ async fn an_answer_that_a_lock_layer_inside_cuts_off_is_of_an_outcome_that_nobod
             std::future::ready(Ok::<_, Infallible>(response.body(StreamBody::new(frames)).unwrap()))
         })
     };
-    for keep in [Keep::SafeRetry, Keep::All, Keep::Success] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
         let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
         let lock = |secs| LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(secs));
         let http = || lock(1).layer(some_of_it("text/plain"));
-        let grpc = || lock(1).with_rejection(AsStatus::new()).layer(some_of_it("application/grpc"));
+        let grpc = || lock(1).responder(GrpcResponder::new()).layer(some_of_it("application/grpc"));
         asked_twice(guard().layer(http()), &runs, &format!("http, {keep:?}")).await;
         asked_twice(guard().layer(grpc()), &runs, &format!("grpc, {keep:?}")).await;
         // Another lock around it has something to say for itself.
@@ -1835,7 +1844,7 @@ async fn a_handler_that_goes_on_without_its_client_keeps_the_lock_around_it() {
         let second = service.clone().oneshot(pay("b")).await.unwrap();
         assert_eq!(second.status(), if is_free { 200 } else { 409 }, "{begins}, {release_at:?}");
         drop(second);
-        guard.drained().await;
+        guard.wait_idle().await;
         assert_eq!(at_work.load(Ordering::SeqCst), 0);
         let again = service.clone().oneshot(pay("a")).await.unwrap();
         assert_eq!(again.headers()["idempotent-replayed"], "true");
@@ -1869,7 +1878,7 @@ async fn a_handler_that_goes_on_without_its_client_ends_with_the_lock_around_it(
         } else {
             assert!(tokio::time::timeout(Duration::from_millis(500), first).await.is_err());
         }
-        guard.drained().await;
+        guard.wait_idle().await;
         assert_eq!(handler.ended(), usize::from(is_done), "{on_loss:?}");
         sleep(Duration::from_secs(10)).await;
         let again = service.oneshot(pay("k")).await.unwrap();
@@ -1882,7 +1891,7 @@ async fn a_handler_that_goes_on_without_its_client_ends_with_the_lock_around_it(
 async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
-    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
     // UNAVAILABLE the first time, then what another caller would not hear, or of another replica, and NOT_FOUND from then on.
     let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
         let code = ["14", "16", "7", "12", "5"][counted.fetch_add(1, Ordering::SeqCst).min(4)];
@@ -1911,11 +1920,11 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
 #[tokio::test(start_paused = true)]
 async fn with_grpc_an_answer_without_a_status_is_a_failure() {
     for (keep, at_once, is_kept) in [
-        (Keep::SafeRetry, true, false),
-        (Keep::SafeRetry, false, false),
-        (Keep::Success, true, false),
-        (Keep::Success, false, false),
-        (Keep::All, true, true),
+        (ResponsePolicy::SafeRetry, true, false),
+        (ResponsePolicy::SafeRetry, false, false),
+        (ResponsePolicy::Success, true, false),
+        (ResponsePolicy::Success, false, false),
+        (ResponsePolicy::All, true, true),
     ] {
         let handler = Handler::new();
         let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, run| async move {
@@ -1949,9 +1958,9 @@ async fn with_grpc_an_answer_without_a_status_is_a_failure() {
 
 #[tokio::test]
 async fn a_backend_that_reaches_too_few_is_refused() {
-    let error = layer(MemoryBackend::new()).require(Scope::Redis).unwrap_err();
-    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process });
-    assert!(layer(MemoryBackend::new()).require(Scope::Process).is_ok());
+    let error = layer(MemoryBackend::new()).require(Reach::Redis).unwrap_err();
+    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
+    assert!(layer(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 
 /// Whenever a caller goes away, the handler runs at most once, nothing hangs, and whoever comes back is served or gets the answer.
@@ -1998,7 +2007,7 @@ async fn a_request_may_be_dropped_anywhere() {
             });
             let answer = answer.await;
             drop(asking);
-            guard.drained().await;
+            guard.wait_idle().await;
             assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred", "{at}");
             assert_eq!(handler.runs(), 1, "{at}");
             if let Some(answer) = answer {
@@ -2115,7 +2124,7 @@ async fn whoever_waits_does_not_pass_when_the_store_fails() {
             assert_eq!(text(second).await, "1: hundred");
         }
         assert_eq!(text(first.await.unwrap()).await, "1: hundred");
-        guard.drained().await;
+        guard.wait_idle().await;
         assert!(is_replay(&ask(&app, pay("k")).await));
         assert_eq!(handler.runs(), 1, "{failure:?}");
     }
@@ -2236,13 +2245,13 @@ async fn whoever_takes_over_has_to_send_the_same() {
     let backend = MemoryBackend::new();
     let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
     // A renewal tells what the body was.
-    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    let dying = handler.behind(guard.clone().max_runtime(Duration::from_millis(200)), |_, _| pending());
     let alive = handler.behind(guard, echo);
     assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     for other in [of(&["hun", "dreD"]), of(&["hundr"]), of(&["hundred", "!"]), of(&[])] {
         sleep(Duration::from_millis(500)).await;
         let answer = ask(&alive, request("k", other)).await;
-        assert!(answer.extensions().get::<NothingDone>().is_none(), "a handler had begun");
+        assert!(answer.extensions().get::<NotExecuted>().is_none(), "a handler had begun");
         assert_eq!(problem(answer).await, (422, "key-reused".into()));
     }
     assert_eq!(handler.ended(), 0, "nobody has seen the whole of another body");
@@ -2255,7 +2264,7 @@ async fn whoever_takes_over_has_to_send_the_same() {
 async fn what_was_taken_over_and_given_back_is_the_same_request_for_its_retention() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
-    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    let dying = handler.behind(guard.clone().max_runtime(Duration::from_millis(200)), |_, _| pending());
     let failing = handler.behind(guard.clone(), |_, _| async { status(StatusCode::BAD_GATEWAY) });
     let alive = handler.behind(guard, |request, _| async move {
         Response::new(full(request.extensions().get::<IdempotencyHandle>().unwrap().attempt().to_string()))
@@ -2279,7 +2288,7 @@ async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
     let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
-    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    let dying = handler.behind(guard.clone().max_runtime(Duration::from_millis(200)), |_, _| pending());
     assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     sleep(Duration::from_millis(500)).await;
     let runs = Arc::new(AtomicUsize::new(0));
@@ -2300,7 +2309,7 @@ async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
 #[tokio::test(start_paused = true)]
 async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
     let handler = Handler::new();
-    let guard = layer(MemoryBackend::new()).max_answer(100).max_run(Duration::from_secs(60));
+    let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_secs(60));
     let app = handler.behind(guard.clone(), |_, _| async {
         let (sender, body) = stream();
         tokio::spawn(async move {
@@ -2321,14 +2330,14 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
         }
     }
     assert_eq!(read, 50_000);
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(handler.runs(), 1);
 
     // One that stops to read altogether is let go, and its handler with it.
     let app = handler.behind(guard.clone(), |_, _| async { Response::new(Endless.boxed()) });
     let mut stuck = ask(&app, pay("other")).await.into_body();
     stuck.frame().await.unwrap().unwrap();
-    guard.drained().await;
+    guard.wait_idle().await;
     drop(stuck);
     assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
 }
@@ -2338,7 +2347,7 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
 #[tokio::test(start_paused = true)]
 async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
     for (on_unknown, away, goes_on) in
-        [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Reject, 2_000, true)]
+        [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Responder, 2_000, true)]
     {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -2383,7 +2392,7 @@ async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
 async fn an_answer_without_end_ends_when_its_reader_has_gone() {
     for status in [StatusCode::OK, StatusCode::BAD_GATEWAY] {
         let handler = Handler::new();
-        let guard = layer(MemoryBackend::new()).max_answer(100).max_run(Duration::from_millis(300));
+        let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_millis(300));
         let app = handler.behind(guard.clone(), move |_, _| async move {
             let mut response = Response::new(Endless.boxed());
             *response.status_mut() = status;
@@ -2394,7 +2403,7 @@ async fn an_answer_without_end_ends_when_its_reader_has_gone() {
             body.frame().await.unwrap().unwrap();
         }
         drop(body);
-        assert!(tokio::time::timeout(Duration::from_secs(20), guard.drained()).await.is_ok(), "{status}");
+        assert!(tokio::time::timeout(Duration::from_secs(20), guard.wait_idle()).await.is_ok(), "{status}");
     }
 }
 
@@ -2454,7 +2463,7 @@ async fn a_body_that_turns_out_wrong_after_the_answer_was_too_large_breaks_it_of
         sender.send(data(rest)).unwrap();
         let left = tokio::time::timeout(Duration::from_secs(1), answer.collect()).await;
         assert!(left.is_ok_and(|left| left.is_err()), "{path}");
-        assert!(tokio::time::timeout(Duration::from_secs(1), guard.drained()).await.is_ok(), "{path}");
+        assert!(tokio::time::timeout(Duration::from_secs(1), guard.wait_idle()).await.is_ok(), "{path}");
     }
     // Nobody knows what the handler has made of so much of it.
     sleep(Duration::from_secs(15)).await;
@@ -2470,7 +2479,7 @@ async fn a_body_that_turns_out_wrong_after_the_answer_was_too_large_breaks_it_of
 #[tokio::test(start_paused = true)]
 async fn a_body_that_never_ends_is_waited_for_in_bounds() {
     let handler = Handler::new();
-    let app = handler.behind(layer(MemoryBackend::new()).max_run(Duration::from_secs(30)), echo);
+    let app = handler.behind(layer(MemoryBackend::new()).max_runtime(Duration::from_secs(30)), echo);
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
     let begun = Instant::now();
@@ -2511,7 +2520,7 @@ async fn a_handler_goes_on_where_its_caller_has_left_it() {
     assert!(pending);
     // On a thread that knows of no runtime.
     std::thread::spawn(move || drop(asking)).join().unwrap();
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!((handler.runs(), handler.ended()), (1, 1));
     assert!(is_replay(&ask(&app, pay("k")).await));
 }
@@ -2582,17 +2591,17 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
     #[derive(Clone)]
     struct Short;
 
-    impl<B, E> Reject<Rejection, Response<B>, E> for Short {
+    impl<B, E> Responder<Rejection, Response<B>, E> for Short {
         type Response = Response<IdempotentBody<B>>;
         type Error = E;
 
         fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
             let text = Bytes::from(format!("no: {rejection}"));
-            AsResponse::new().reject(rejection).map(|answer: Self::Response| answer.map(|_| text.into()))
+            HttpResponder::new().reject(rejection).map(|answer: Self::Response| answer.map(|_| text.into()))
         }
 
         fn response(&self, response: Response<B>) -> Self::Response {
-            Reject::<Rejection, _, E>::response(&AsResponse::new(), response)
+            Responder::<Rejection, _, E>::response(&HttpResponder::new(), response)
         }
 
         fn error(&self, error: E) -> E {
@@ -2600,7 +2609,7 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
         }
     }
 
-    let service = layer(MemoryBackend::new()).with_rejection(Short).layer(service_fn(
+    let service = layer(MemoryBackend::new()).responder(Short).layer(service_fn(
         async |_: Request<FingerprintedBody<Stream>>| Ok::<_, Infallible>(Response::new(Full::from("paid"))),
     ));
     let answer = service.clone().oneshot(pay("k")).await.unwrap();
@@ -2645,7 +2654,7 @@ fn what_is_dropped_outside_of_a_runtime_is_given_back() {
     drop(asked);
     faults.heal();
     runtime.block_on(async {
-        guard.drained().await;
+        guard.wait_idle().await;
         assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     });
 }
@@ -2717,10 +2726,10 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
 #[tokio::test(start_paused = true)]
 async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
     for (keep, on_unknown) in [
-        (Keep::SafeRetry, OnUnknown::Reject),
-        (Keep::Success, OnUnknown::Reject),
-        (Keep::SafeRetry, OnUnknown::Retry),
-        (Keep::All, OnUnknown::Retry),
+        (ResponsePolicy::SafeRetry, OnUnknown::Responder),
+        (ResponsePolicy::Success, OnUnknown::Responder),
+        (ResponsePolicy::SafeRetry, OnUnknown::Retry),
+        (ResponsePolicy::All, OnUnknown::Retry),
     ] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -2748,8 +2757,8 @@ async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
                 }
                 operation.checkpoint("charged", run.to_string()).await.unwrap();
                 if run == 1 {
-                    // Given back with `Keep::All`, too.
-                    let response = Response::builder().extension(NothingDone);
+                    // Given back with `ResponsePolicy::All`, too.
+                    let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
                 }
                 Ok(Response::new(full(last)))
@@ -2759,13 +2768,13 @@ async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
         let other = ask(&app, request("k", of(&["thou", "san"]))).await;
         assert_eq!(problem(other).await, (422, "key-reused".into()));
-        guard.drained().await;
+        guard.wait_idle().await;
         // One that breaks off before anybody can tell.
         let (sender, body) = stream();
         sender.send(data("thou")).unwrap();
         sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
         assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
-        guard.drained().await;
+        guard.wait_idle().await;
         sleep(Duration::from_secs(60)).await;
         assert_eq!(text(ask(&app, pay("k")).await).await, "1", "{keep:?} {on_unknown:?}");
         assert_eq!(runs.load(Ordering::SeqCst), 4);
@@ -2799,7 +2808,7 @@ async fn an_answer_that_has_begun_for_another_body_gives_the_operation_back() {
     sender.send(data("thou")).unwrap();
     sender.send(data("san")).unwrap();
     assert!(other.into_body().collect().await.is_err());
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "hundred");
     assert!(is_replay(&ask(&app, pay("k")).await));
     assert_eq!(runs.load(Ordering::SeqCst), 3);
@@ -2850,7 +2859,7 @@ async fn an_early_refusal_of_another_body_is_not_kept_for_the_right_one() {
             assert_eq!(other.into_body().collect().await.is_err(), comes);
         }
         drop(unfinished);
-        guard.drained().await;
+        guard.wait_idle().await;
         let again = ask(&app, right()).await;
         assert_eq!((again.status(), is_replay(&again)), (StatusCode::OK, false), "{streams} {comes}");
         assert!(is_replay(&ask(&app, right()).await));
@@ -2911,7 +2920,7 @@ async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
         sender.send(data("san")).unwrap();
         drop(sender);
         assert!(other.into_body().collect().await.is_err(), "{breaks}");
-        guard.drained().await;
+        guard.wait_idle().await;
         let again = ask(&app, pay("k")).await;
         assert_eq!((again.status(), is_replay(&again)), (StatusCode::OK, false), "{breaks}");
         assert_eq!(text(again).await, "done");
@@ -2923,8 +2932,9 @@ async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
 /// Nor is what a handler has made of the beginning of another body, which broke off before anybody could tell: whoever sent the right one was told that this was done.
 #[tokio::test(start_paused = true)]
 async fn a_success_made_of_another_body_that_broke_off_is_not_kept_for_the_right_one() {
-    for (keep, streams) in
-        [Keep::SafeRetry, Keep::Success, Keep::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)])
+    for (keep, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
+        .into_iter()
+        .flat_map(|keep| [(keep, false), (keep, true)])
     {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -2947,8 +2957,8 @@ async fn a_success_made_of_another_body_that_broke_off_is_not_kept_for_the_right
                 read.unwrap();
                 operation.checkpoint("charged", "").await.unwrap();
                 if run == 1 {
-                    // Given back with `Keep::All`, too.
-                    let response = Response::builder().extension(NothingDone);
+                    // Given back with `ResponsePolicy::All`, too.
+                    let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
                 }
                 Ok(Response::new(full("done")))
@@ -2960,8 +2970,8 @@ async fn a_success_made_of_another_body_that_broke_off_is_not_kept_for_the_right
         sender.send(data("thou")).unwrap();
         sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
         assert_eq!(text(ask(&app, request("k", body)).await).await, "stored a part of it");
-        guard.drained().await;
-        if keep == Keep::All {
+        guard.wait_idle().await;
+        if keep == ResponsePolicy::All {
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{streams}");
         } else {
@@ -3062,9 +3072,9 @@ async fn a_claim_that_is_granted_too_late_begins_nothing() {
     });
     faults.delay(Duration::from_millis(60));
     let late = ask(&app, pay("k")).await;
-    assert!(late.extensions().get::<NothingDone>().is_some() && late.headers().contains_key("retry-after"));
+    assert!(late.extensions().get::<NotExecuted>().is_some() && late.headers().contains_key("retry-after"));
     assert_eq!(problem(late).await, (503, "about:blank".into()));
-    guard.drained().await;
+    guard.wait_idle().await;
     faults.heal();
     // What was never begun is no attempt of unknown outcome: another request may have its key.
     assert_eq!(text(ask(&app, at("/pay?twice")).await).await, "2");
@@ -3104,7 +3114,7 @@ async fn an_answer_is_recorded_though_the_client_goes_while_it_is() {
     });
     let asked = tokio::time::timeout(Duration::from_millis(100), ask(&app, pay("k"))).await;
     assert!(asked.is_err() && handler.ended() == 1);
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     assert_eq!(handler.runs(), 1);
 }
@@ -3138,7 +3148,7 @@ async fn a_panic_next_to_a_handler_gives_nothing_back() {
 /// An error of gRPC has the HTTP status 200, and is no answer to what the client has not sent yet.
 #[tokio::test(start_paused = true)]
 async fn with_grpc_a_client_that_breaks_off_is_served_when_it_sends_all_of_it() {
-    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
         let code = if request.into_body().collect().await.is_ok() { "0" } else { "3" };
         let mut response = Response::new(Full::<Bytes>::default());
@@ -3178,7 +3188,7 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
     use axum::routing::{any, any_service, get, post};
     let not_found = async |_: String| StatusCode::NOT_FOUND;
     let no_body = async || StatusCode::NOT_FOUND;
-    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(Everyone);
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(GlobalKey);
     let routes =
         move || Router::new().route("/a", post(not_found)).route("/b/{id}", post(no_body)).route("/c", get(""));
     let own = |router: Router| router.layer(guard());
@@ -3235,7 +3245,7 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
     for (path, is_recorded) in [("/a", true), ("/b/7", false), ("/none", false)] {
         assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, is_recorded), "{path}");
     }
-    let around = guard().keep(Keep::All).layer(routes());
+    let around = guard().keep(ResponsePolicy::All).layer(routes());
     for path in ["/a", "/b/7", "/none"] {
         assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, true), "{path}");
     }
@@ -3283,7 +3293,7 @@ where
 /// The client of a gateway could never get the answer of the service behind it, which was still at work when the gateway asked.
 #[tokio::test(start_paused = true)]
 async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
-    for keep in [Keep::SafeRetry, Keep::All] {
+    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let handler = Handler::new();
         let service = handler.behind(layer(MemoryBackend::new()).max_answer(20), |request, run| async move {
             sleep(Duration::from_secs(1)).await;
@@ -3336,7 +3346,10 @@ async fn a_gateway_of_grpc_records_no_rejection_of_the_service_behind_it() {
     let gateway = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
         counted.fetch_add(1, Ordering::SeqCst);
         let answer: Result<Response<IdempotentBody<Full<Bytes>>>, Infallible> =
-            Reject::<_, Response<Full<Bytes>>, _>::reject(&AsStatus::new(), Rejection::OutcomeUnknown { attempt: 1 });
+            Responder::<_, Response<Full<Bytes>>, _>::reject(
+                &GrpcResponder::new(),
+                Rejection::OutcomeUnknown { attempt: 1 },
+            );
         async { answer.map(received) }
     }));
     for _ in 0..2 {
@@ -3350,7 +3363,7 @@ async fn a_gateway_of_grpc_records_no_rejection_of_the_service_behind_it() {
 #[tokio::test(start_paused = true)]
 async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
     let pause = Duration::from_secs(9);
-    let app = Handler::new().behind(layer(MemoryBackend::new()).max_run(10 * pause), echo);
+    let app = Handler::new().behind(layer(MemoryBackend::new()).max_runtime(10 * pause), echo);
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     let send_slowly = async |letters: &'static [&'static str]| {
         let (sender, body) = stream();
@@ -3371,7 +3384,7 @@ async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
     // What has nothing in it is no progress, and as a whole it may take as long as the handler.
     let (answer, _) = send_slowly(&["h", "", "", ""]).await;
     assert_eq!(problem(answer).await, (408, "about:blank".into()));
-    let app = Handler::new().behind(layer(MemoryBackend::new()).max_run(3 * pause), echo);
+    let app = Handler::new().behind(layer(MemoryBackend::new()).max_runtime(3 * pause), echo);
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     let (sender, body) = stream();
     let feeding = tokio::spawn(async move {
@@ -3391,7 +3404,7 @@ async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
 /// As the repeat of a bidirectional call is, whose client waits for the first part of the answer.
 #[tokio::test(start_paused = true)]
 async fn with_grpc_a_repeat_that_stands_still_may_be_sent_again() {
-    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
         request.into_body().collect().await.unwrap();
         let mut answer = status(StatusCode::OK);
@@ -3479,6 +3492,6 @@ async fn a_caller_runs_no_more_handlers_than_one_may() {
     }
     sleep(Duration::from_millis(10)).await;
     assert_eq!(ask_as("mallory", "f").await.unwrap().status(), 429);
-    guard.drained().await;
+    guard.wait_idle().await;
     assert_eq!(ask_as("mallory", "f").await.unwrap().status(), 200);
 }

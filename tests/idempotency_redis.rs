@@ -116,7 +116,7 @@ async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
         if status == 200 {
             assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), "0");
         }
-        guard.drained().await;
+        guard.wait_idle().await;
     }
     assert_eq!(runs.load(Ordering::SeqCst), 3);
 }
@@ -364,7 +364,7 @@ async fn a_record_that_is_gone_is_a_request_that_is_served_anew() {
         for (process, asked, run) in both {
             run.ends.send(()).unwrap();
             assert_eq!(asked.await.unwrap(), (false, said(run.fence)));
-            timeout(LONG, payment.guards[process].drained()).await.expect("there is nothing left to tell");
+            timeout(LONG, payment.guards[process].wait_idle()).await.expect("there is nothing left to tell");
         }
         assert_eq!(payment.ask(0).await.unwrap(), (true, kept));
         assert!(payment.begun.try_recv().is_err(), "it is not done a third time");
@@ -426,7 +426,7 @@ async fn every_operation_is_done_at_most_once_whatever_breaks() {
     });
     let answers: Vec<_> = clients.join_all().await.into_iter().flatten().collect();
     for guard in &guards {
-        guard.drained().await;
+        guard.wait_idle().await;
     }
     let runs = runs.lock().unwrap();
     assert!(runs.len() > KEYS as usize, "{} operations are too few to say anything", runs.len());

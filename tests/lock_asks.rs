@@ -25,7 +25,7 @@ fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
 
 /// The holder is told whether those who ask are in its process or in another one, and whether it listens before they ask or after.
 async fn a_holder_is_asked<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
-    let (here, there) = (locks(&store).ask_holder(), locks(&store).ask_holder());
+    let (here, there) = (locks(&store).request_release(), locks(&store).request_release());
     for (turn, others) in [&here, &there, &here, &there].into_iter().enumerate() {
         let lease = here.lock("a").await.unwrap();
         let listens_first = turn < 2;
@@ -68,7 +68,7 @@ async fn who_does_not_ask_waits_in_silence<S: LockStore + Clone + Send + Sync + 
 async fn each_holder_is_asked_for_itself() {
     let backend = MemoryBackend::new();
     let silent = Locks::new(backend).wait(LONG);
-    let asking = silent.clone().ask_holder();
+    let asking = silent.clone().request_release();
     let first = silent.lock("a").await.unwrap();
     let second = tokio::spawn(silent.lock("a").into_future());
     tokio::task::yield_now().await;
@@ -86,7 +86,7 @@ async fn each_holder_is_asked_for_itself() {
 #[tokio::test(start_paused = true)]
 async fn who_is_first_since_others_gave_up_asks() {
     let silent = Locks::new(MemoryBackend::new()).wait(LONG);
-    let asking = silent.clone().ask_holder();
+    let asking = silent.clone().request_release();
     let lease = silent.lock("a").await.unwrap();
     let second = tokio::spawn(silent.lock("a").into_future());
     tokio::task::yield_now().await;
@@ -107,7 +107,7 @@ async fn who_is_first_since_others_gave_up_asks() {
 async fn all_who_hold_a_permit_are_asked() {
     let backend = MemoryBackend::new();
     let semaphore = || Semaphore::new(backend.clone(), 2).wait(LONG);
-    let (here, there) = (semaphore(), semaphore().ask_holder());
+    let (here, there) = (semaphore(), semaphore().request_release());
     let (one, other) = (here.acquire("a").await.unwrap(), there.acquire("a").await.unwrap());
     let silent = tokio::spawn(here.acquire("a").into_future());
     assert!(timeout(A_WHILE, one.asked()).await.is_err(), "that one waits in silence");
@@ -124,7 +124,7 @@ async fn all_who_hold_a_permit_are_asked() {
 async fn a_writer_asks_those_who_read() {
     let backend = MemoryBackend::new();
     let pages = || RwLocks::new(backend.clone()).wait(LONG);
-    let (here, there) = (pages(), pages().ask_holder());
+    let (here, there) = (pages(), pages().request_release());
     let readers = [here.read("a").await.unwrap(), there.read("a").await.unwrap()];
     let writer = tokio::spawn(there.write("a").into_future());
     for reader in readers {
@@ -173,7 +173,7 @@ async fn a_holder_is_asked_by_redlock() {
 async fn a_lost_connection_asks_nobody() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    let (here, there) = (locks(&backend), locks(&backend).ask_holder());
+    let (here, there) = (locks(&backend), locks(&backend).request_release());
     let lease = here.lock("a").await.unwrap();
     let mut asked = Box::pin(lease.asked());
     assert!(timeout(A_WHILE / 5, &mut asked).await.is_err());

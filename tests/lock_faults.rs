@@ -32,11 +32,12 @@ use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
     Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
-    Redlock, Release, Released, Renewal, Replication, RunError, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Notifications, Reach, Redlock, ReleaseOutcome, Released, Renewal, Replication, RunError, RwLocks, Segmented,
+    Semaphore, Token,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
-    AsError, BoxError, Lease, Limiter, LockError, LockLayer, Locks, MemoryBackend, Policy, Quota, RedisBackend,
+    BoxError, ErrorResponder, Lease, Limiter, LockError, LockLayer, Locks, MemoryBackend, Policy, Quota, RedisBackend,
     RedisOptions, StoreError,
 };
 use tower::util::BoxCloneService;
@@ -186,7 +187,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     drop(lease);
     // Somebody elsewhere asks for it, and does so again.
     let lease = here.lock("b").await.unwrap();
-    let asks = tokio::spawn(there.clone().ask_holder().lock("b").wait(LONG).into_future());
+    let asks = tokio::spawn(there.clone().request_release().lock("b").wait(LONG).into_future());
     drop_everywhere!(lease.asked(), yield_now().await);
     drop(lease);
     drop(asks.await.unwrap().unwrap());
@@ -350,7 +351,7 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
     drop((lease, view));
     let lease = here.lock("b").await.unwrap();
     let view = lease.view();
-    let asks = tokio::spawn(there.clone().ask_holder().lock("b").into_future());
+    let asks = tokio::spawn(there.clone().request_release().lock("b").into_future());
     drop_everywhere!(view.asked(), yield_now().await);
     drop(lease);
     drop((asks.await.unwrap().unwrap(), view));
@@ -359,7 +360,7 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
     drop_everywhere!(admin.inspect("a"), is_free().await);
     drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
     drop_everywhere!(admin.force_unlock("a"), is_free().await);
-    let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).with_rejection(AsError);
+    let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).responder(ErrorResponder);
     let fenced = fenced.layer(service_fn(async |fence: u64| {
         yield_now().await;
         Ok::<_, BoxError>(fence)
@@ -443,7 +444,7 @@ async fn who_waits_asks_again_when_an_answer_is_lost_and_gets_what_was_granted()
     faults.heal();
     let lease = waiter.await.unwrap().unwrap();
     assert!(faults.calls(Verb::Acquire) >= 2);
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     // What comes to pass late is undone as well.
     locks.shutdown().await;
     drop(locks);
@@ -465,7 +466,7 @@ async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
     let permit = asking.await.unwrap().unwrap();
     sleep(Duration::from_secs(1)).await;
     assert!(!over.is_finished(), "a permit is held");
-    assert_eq!(permit.release().await.unwrap(), Release::Released);
+    assert_eq!(permit.release().await.unwrap(), ReleaseOutcome::Released);
     timeout(LONG, over).await.expect("nothing is left").unwrap();
     assert_eq!(backend.locks(), 0);
 }
@@ -484,7 +485,7 @@ async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_
             sleep(Duration::from_millis(150)).await;
             faults.heal();
             let lease = waiter.await.unwrap().unwrap();
-            assert_eq!(lease.release().await.unwrap(), Release::Released);
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         } else {
             assert!(locks.try_lock("a").await.is_err());
             faults.heal();
@@ -504,7 +505,7 @@ async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_
     faults.heal();
     let lease = waiter.await.unwrap().unwrap();
     sleep(LONG).await;
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     timeout(Duration::from_millis(1), locks.shutdown()).await.expect("nothing is left");
     assert_eq!(faults.calls(Verb::Release), 1);
 }
@@ -813,7 +814,7 @@ async fn what_comes_to_pass_when_a_lease_would_be_over_is_given_back_all_the_sam
         let begun = tokio::time::Instant::now();
         if is_held {
             let lease = locks.lock("a").wait(second).await.unwrap();
-            assert_eq!(lease.release().await.unwrap(), Release::Released);
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         } else {
             assert!(locks.try_lock("a").await.is_err());
         }
@@ -994,7 +995,7 @@ async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     sleep(Duration::from_secs(20)).await;
     assert_eq!(lease.state(), LeaseState::Lost, "a loss is for good");
     assert!(locks.try_lock("a").await.is_ok(), "it does not stand in the way of others");
-    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
 }
 
 /// The deadline counts from before the command was sent: the answer may have been on its way for long.
@@ -1029,7 +1030,7 @@ async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given
     faults.heal();
     let lease = waiter.await.unwrap().unwrap();
     assert!(lease.remaining() > Duration::from_millis(900), "{lease:?}");
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     assert_eq!(backend.locks(), 0);
 }
 
@@ -1109,7 +1110,7 @@ async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold(
         let next = waiter.await.unwrap().unwrap();
         assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
         // What the first one gives back is nobody else's.
-        assert_eq!(forgotten.release().await.unwrap(), Release::Lost);
+        assert_eq!(forgotten.release().await.unwrap(), ReleaseOutcome::Lost);
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
         next.release().await.unwrap();
     }
@@ -1137,7 +1138,7 @@ async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for()
     ];
     sleep(Duration::from_millis(5_001)).await;
     let [first, rest @ ..] = leases;
-    assert_eq!(first.release().await.unwrap(), Release::Lost);
+    assert_eq!(first.release().await.unwrap(), ReleaseOutcome::Lost);
     drop(rest);
     tokio::join!(locks.shutdown(), permits.shutdown());
     assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
@@ -1150,7 +1151,7 @@ async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for()
     let release = lease.release();
     sleep(60 * second).await;
     drop(Locks::new(store).lock("a").wait(Duration::ZERO).await.unwrap());
-    assert_eq!(release.await.unwrap(), Release::Lost);
+    assert_eq!(release.await.unwrap(), ReleaseOutcome::Lost);
 }
 
 /// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
@@ -1179,15 +1180,15 @@ struct Hasty {
 impl LockStore for Hasty {
     delegate_lock!(inner: acquire, acquire_all, renew, release);
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         if let Some(lease) = self.held.lock().await.take() {
             lease.release().await.unwrap();
         }
         LockStore::watch(&self.inner, lock, in_line).await
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 }
 
@@ -1296,8 +1297,8 @@ impl LockStore for Forgetful {
         Ok(released)
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Redis
+    fn scope(&self) -> Reach {
+        Reach::Redis
     }
 }
 
@@ -1306,29 +1307,29 @@ impl LockStore for Forgetful {
 async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
     let store = Forgetful::new();
     let locks = Locks::new(store.clone()).ttl(Duration::from_secs(9));
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Uncertain);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert_eq!(store.inner.locks(), 0);
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
     // What had come to its end before by our own clock was lost, whatever becomes of the answers.
     let lease = locks.lock("a").max_hold(Duration::from_secs(1)).await.unwrap();
     sleep(Duration::from_secs(2)).await;
     store.forgets.store(true, Ordering::SeqCst);
-    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
     // One by one, and the worst of all counts.
     let leases = locks.lock_all(["a", "b", "c"]).await.unwrap();
     let handle = leases.leases()[0].reenter();
     store.forgets.store(true, Ordering::SeqCst);
-    assert_eq!(leases.release().await.unwrap(), Release::Uncertain);
-    assert_eq!(handle.release().await.unwrap(), Release::Released);
+    assert_eq!(leases.release().await.unwrap(), ReleaseOutcome::Uncertain);
+    assert_eq!(handle.release().await.unwrap(), ReleaseOutcome::Released);
 
     let stores = [(); 3].map(|()| Forgetful::new());
     let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Uncertain);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert!(stores.iter().all(|store| store.inner.locks() == 0));
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
     // Those that have answered are enough.
     stores[0].forgets.store(true, Ordering::SeqCst);
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }
 
 /// The same with a connection that breaks when Redis has done what it was told.
@@ -1349,9 +1350,9 @@ async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
     }
     proxy.heal();
     proxy.cut();
-    assert_eq!(timeout(LONG, releasing).await.unwrap().unwrap().unwrap(), Release::Uncertain);
+    assert_eq!(timeout(LONG, releasing).await.unwrap().unwrap().unwrap(), ReleaseOutcome::Uncertain);
     // Over the other connection nothing was lost.
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }
 
 /// Locks that went together on a dead connection were waited for until the response timeout, when nobody waited for them any more, and the connection
@@ -1437,8 +1438,8 @@ fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
         timeout(LONG, giving.join_all()).await.unwrap()
     });
     // One that was told of a store that fails is not told of a loss.
-    assert!(!outcomes.iter().any(|outcome| matches!(outcome, Ok(Release::Lost))), "{outcomes:?}");
-    assert!(outcomes.iter().any(|outcome| matches!(outcome, Ok(Release::Uncertain))), "{outcomes:?}");
+    assert!(!outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Lost))), "{outcomes:?}");
+    assert!(outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Uncertain))), "{outcomes:?}");
 }
 
 #[test]
@@ -1476,7 +1477,7 @@ fn locks_that_outlive_a_runtime_renew_in_the_next() {
         runtime.block_on(async {
             let lease = locks.lock("a").await.unwrap();
             sleep(Duration::from_secs(4)).await;
-            assert_eq!(lease.release().await.unwrap(), Release::Released);
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         });
     }
 }
@@ -1570,8 +1571,8 @@ impl LockStore for Unanswering {
         self.inner.acquire(lock, claim).await
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 }
 
@@ -1751,7 +1752,7 @@ async fn a_lost_connection_is_no_lost_lease() {
         sleep(Duration::from_millis(200)).await;
         assert!(lease.check().is_ok(), "{lease:?}");
     }
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -1778,7 +1779,7 @@ async fn who_waits_hears_again_after_the_listening_connection_was_cut_off() {
     lease.release().await.unwrap();
     let (taken, released) = waiter.await.unwrap();
     is_told_at_once(freed, taken, meter);
-    assert_eq!(released.unwrap(), Release::Released);
+    assert_eq!(released.unwrap(), ReleaseOutcome::Released);
 }
 
 /// What nobody is let in without.
@@ -1820,7 +1821,7 @@ async fn who_cannot_listen_looks_once_a_second() {
         let lease = waiter.await.unwrap().unwrap();
         assert!(freed.elapsed() < Duration::from_secs(1) + SLACK, "{:?}", freed.elapsed());
         // And gives back what it has, as anybody does.
-        assert_eq!(lease.release().await.unwrap(), Release::Released);
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     }
 }
 
@@ -1949,7 +1950,7 @@ async fn who_waits_in_no_line_is_told_by_one_who_did() {
         lease.release().await.unwrap();
         let (taken, released) = waiting.await.unwrap();
         is_told_at_once(given_back, taken, meter);
-        assert_eq!(released.unwrap(), Release::Released);
+        assert_eq!(released.unwrap(), ReleaseOutcome::Released);
     }
 }
 
@@ -1970,7 +1971,7 @@ async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
     // All at once, so that some go together.
     let mut giving: JoinSet<_> = leases.into_iter().map(Lease::release).collect();
     while let Some(released) = giving.join_next().await {
-        assert_eq!(released.unwrap().unwrap(), Release::Released);
+        assert_eq!(released.unwrap().unwrap(), ReleaseOutcome::Released);
     }
     server.limit_memory(0);
     for key in ["a", "b", "c", "d"] {
@@ -2237,7 +2238,7 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
         assert_eq!(leases.len(), if user == "some" { 30 } else { 60 });
         let mut giving = JoinSet::new();
         for lease in leases {
-            giving.spawn(async move { assert_eq!(lease.release().await.unwrap(), Release::Released) });
+            giving.spawn(async move { assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released) });
         }
         giving.join_all().await;
     }
@@ -2251,7 +2252,7 @@ async fn leases_of_a_day_leave_nothing_behind_for_a_day() {
     let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
     let mut giving: JoinSet<_> = leases.into_iter().map(|lease| lease.unwrap().release()).collect();
     while let Some(released) = giving.join_next().await {
-        assert_eq!(released.unwrap().unwrap(), Release::Released);
+        assert_eq!(released.unwrap().unwrap(), ReleaseOutcome::Released);
     }
     let keys: Vec<String> = command(&server, &["KEYS", "*:lease"]);
     assert_eq!(keys.len(), 60);
@@ -2292,7 +2293,9 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
             let given_back = Instant::now();
             let mut giving = JoinSet::new();
             for lease in leases {
-                giving.spawn(async move { assert_eq!(lease.unwrap().release().await.unwrap(), Release::Released) });
+                giving.spawn(
+                    async move { assert_eq!(lease.unwrap().release().await.unwrap(), ReleaseOutcome::Released) },
+                );
             }
             giving.join_all().await;
             let (taken, lease) = waiting.await.unwrap();
@@ -2376,7 +2379,7 @@ async fn a_lock_that_is_taken_again_and_again_keeps_its_time_to_live() {
         let lease = locks.lock("a").await.unwrap();
         assert!(lease.fence() > last, "{} after {last}", lease.fence());
         last = lease.fence();
-        assert_eq!(lease.release().await.unwrap(), Release::Released);
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     }
     let info: String = command(&server, &["INFO", "commandstats"]);
     let written = info.lines().find_map(|line| line.strip_prefix("cmdstat_set:calls="));
@@ -2405,7 +2408,7 @@ async fn those_who_ask_at_the_same_time_share_calls() {
         let locks = locks.clone();
         tasks.spawn(async move {
             for _ in 0..20 {
-                assert_eq!(locks.lock(key).await.unwrap().release().await.unwrap(), Release::Released);
+                assert_eq!(locks.lock(key).await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
             }
         });
     }
@@ -2415,7 +2418,7 @@ async fn those_who_ask_at_the_same_time_share_calls() {
     // Several leases of one holder are given back so, too.
     let leases = locks.lock_all(0..64_u32).await.unwrap();
     let before = calls();
-    assert_eq!(leases.release().await.unwrap(), Release::Released);
+    assert_eq!(leases.release().await.unwrap(), ReleaseOutcome::Released);
     let made = calls() - before;
     assert!(made < 16, "{made} calls for 64 leases");
 }

@@ -21,12 +21,12 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
-    CircuitBreaker, LeaseState, LeaseView, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError,
-    ReleaseAt, Replication, RwLocks, Scope, Semaphore,
+    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError,
+    Reach, ReleaseAt, Replication, RwLocks, Semaphore,
 };
-use tollgate::reject::BusyStatus;
+use tollgate::responder::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{AsError, AsResponse, BoxError, ConfigError, LockError, LockLayer, Locks, MemoryBackend};
+use tollgate::{BoxError, ConfigError, ErrorResponder, HttpResponder, LockError, LockLayer, Locks, MemoryBackend};
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -90,7 +90,7 @@ async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
 
 #[tokio::test(start_paused = true)]
 async fn requests_that_change_nothing_can_need_the_lock_as_well() {
-    let service = by_path().safe_methods(true).layer(service_fn(slow));
+    let service = by_path().lock_safe_methods(true).layer(service_fn(slow));
     for first in [Method::POST, Method::GET] {
         let first = tokio::spawn(service.clone().oneshot(request(first, "/a")));
         tokio::task::yield_now().await;
@@ -112,7 +112,7 @@ async fn busy_has_the_status_that_was_chosen() {
         (BusyStatus::TooManyRequests, StatusCode::TOO_MANY_REQUESTS),
     ];
     for (preset, status) in presets {
-        let layer = by_path().with_rejection(AsResponse::new().busy(preset));
+        let layer = by_path().responder(HttpResponder::new().busy(preset));
         let service = layer.layer(service_fn(slow));
         let _first = tokio::spawn(service.clone().oneshot(post("/a")));
         tokio::task::yield_now().await;
@@ -296,7 +296,7 @@ async fn a_handler_whose_lease_is_lost_is_cancelled() {
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_is_told_of_a_loss_lives_on() {
     async fn stubborn(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
-        let lease = request.extensions().get::<LeaseView>().unwrap().clone();
+        let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
         let lost = lease.lost().await;
         sleep(Duration::from_secs(60)).await;
         assert!(lease.check().is_err());
@@ -319,7 +319,7 @@ async fn a_handler_sees_how_its_lease_stands() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |request: Request<Full<Bytes>>| {
-        let (lease, faults) = (request.extensions().get::<LeaseView>().unwrap().clone(), faults.clone());
+        let (lease, faults) = (request.extensions().get::<LeaseHandle>().unwrap().clone(), faults.clone());
         async move {
             assert_eq!(lease.state(), LeaseState::Held);
             faults.fail(Failure::Unavailable);
@@ -335,7 +335,7 @@ async fn a_handler_sees_how_its_lease_stands() {
         }
     }));
     let response = service.oneshot(post("/a")).await.unwrap();
-    let lease = response.extensions().get::<LeaseView>().unwrap().clone();
+    let lease = response.extensions().get::<LeaseHandle>().unwrap().clone();
     assert_eq!(lease.state(), LeaseState::Held);
     drop(response);
     assert_eq!(lease.state(), LeaseState::Lost, "it was given back");
@@ -368,7 +368,7 @@ async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
     let inner = locks.clone();
     let layer = LockLayer::with_locks(locks).max_hold(Duration::from_millis(20)).on_loss(OnLoss::Notify);
     let service = layer.key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(move |request: Request<Full<Bytes>>| {
-        let (locks, view) = (inner.clone(), request.extensions().get::<LeaseView>().unwrap().clone());
+        let (locks, view) = (inner.clone(), request.extensions().get::<LeaseHandle>().unwrap().clone());
         async move {
             assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
             view.lost().await;
@@ -386,7 +386,7 @@ async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
     let views = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&views);
     let service = by_path().layer(service_fn(move |request: Request<Full<Bytes>>| {
-        let view = request.extensions().get::<LeaseView>().unwrap().clone();
+        let view = request.extensions().get::<LeaseHandle>().unwrap().clone();
         assert!(view.check().is_ok() && view.remaining() > Duration::from_secs(10));
         seen.lock().unwrap().push(view);
         async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
@@ -409,7 +409,7 @@ async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
     let inner = locks.clone();
     let service = LockLayer::with_locks(locks).key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(
         move |request: Request<Full<Bytes>>| {
-            let (locks, view) = (inner.clone(), request.extensions().get::<LeaseView>().unwrap().clone());
+            let (locks, view) = (inner.clone(), request.extensions().get::<LeaseHandle>().unwrap().clone());
             async move {
                 assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
                 // How it is meant to be done.
@@ -502,7 +502,7 @@ async fn a_detached_handler_comes_to_its_end_without_its_lock() {
 #[tokio::test(start_paused = true)]
 async fn a_request_that_needs_no_lock_is_not_detached_with_that_of_another_layer() {
     let locks = Locks::new(MemoryBackend::new());
-    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).safe_methods(true);
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).lock_safe_methods(true);
     let by_order = |request: &Request<_>| (request.uri().path() == "/order").then(|| "order".to_owned());
     let inner = LockLayer::with_locks(locks.clone()).key(by_order).on_missing_key(OnMissingKey::Pass).detached();
     let is_dropped = Arc::new(AtomicBool::new(false));
@@ -585,7 +585,7 @@ async fn a_detached_handler_ends_with_the_locks_around_it() {
 #[tokio::test(start_paused = true)]
 async fn a_request_that_needs_no_lock_is_answered_when_that_of_another_layer_is_lost() {
     let locks = Locks::new(MemoryBackend::new());
-    let outer = LockLayer::with_locks(locks.clone()).safe_methods(true).on_loss(OnLoss::Notify);
+    let outer = LockLayer::with_locks(locks.clone()).lock_safe_methods(true).on_loss(OnLoss::Notify);
     let inner = LockLayer::with_locks(locks).detached();
     let service = outer.max_hold(Duration::from_millis(500)).layer(inner.layer(service_fn(slow)));
     let answer = timeout(Duration::from_secs(10), service.oneshot(request(Method::GET, "/a"))).await;
@@ -844,7 +844,7 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
         assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{told}");
     }
     // All that the layer makes has one memory.
-    let service = layer.with_rejection(tollgate::grpc::AsStatus::new()).layer(handler);
+    let service = layer.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);
     for (request, code) in [(fenced("a", "8"), "10"), (fenced("a", ""), "3"), (post("/"), "3")] {
         let response = service.clone().oneshot(request).await.unwrap();
         assert_eq!(response.headers()["grpc-status"], code);
@@ -859,7 +859,7 @@ async fn whoever_is_turned_away_by_a_fence_may_be_answered_with_the_type_that_is
     use axum::body::Body;
 
     let handler = service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Body::from("written"))));
-    let layer = FenceLayer::new(header("order"), lock_fence).with_rejection(AsResponse::new().same_body());
+    let layer = FenceLayer::new(header("order"), lock_fence).responder(HttpResponder::new().same_body());
     let service = layer.layer(handler);
     for (fence, status, text) in [("9", 200, "written"), ("8", 412, "somebody else's")] {
         let response: Response<Body> = service.clone().oneshot(fenced("a", fence)).await.unwrap();
@@ -874,7 +874,7 @@ async fn whoever_is_turned_away_by_a_fence_may_be_answered_with_the_type_that_is
 async fn what_is_missing_is_said() {
     let layer =
         FenceLayer::new(|order: &(u64, _)| (order.0 > 0).then_some(order.0), |order: &(_, Option<u64>)| order.1);
-    let service = layer.with_rejection(AsError).layer(service_fn(async |order| Ok::<_, BoxError>(order)));
+    let service = layer.responder(ErrorResponder).layer(service_fn(async |order| Ok::<_, BoxError>(order)));
     assert!(service.clone().oneshot((0, Some(7))).await.unwrap_err().is::<MissingKey>());
     for fence in [None, Some(u64::MAX)] {
         let error = service.clone().oneshot((1, fence)).await.unwrap_err();
@@ -890,7 +890,7 @@ async fn whoever_is_turned_away_by_its_fence_keeps_no_place() {
     let limited = ConcurrencyLimitLayer::new(1).layer(write);
     let layer =
         FenceLayer::new(|write: &(u64, _)| (write.0 > 0).then_some(write.0), |write: &(_, Option<u64>)| write.1);
-    let service = Fence::new(limited, layer.with_rejection(AsError));
+    let service = Fence::new(limited, layer.responder(ErrorResponder));
     assert_eq!(service.clone().oneshot((1, Some(7))).await.unwrap(), Some(7));
     for rejected in [(1, Some(6)), (1, None), (0, Some(7))] {
         let mut first = service.clone();
@@ -929,7 +929,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
         let unprotected = Arc::new(AtomicUsize::new(0));
         let seen = Arc::clone(&unprotected);
         let service = on(store).on_store_error(then).layer(service_fn(move |request: Request<Full<Bytes>>| {
-            seen.fetch_add(usize::from(request.extensions().get::<LeaseView>().is_none()), Ordering::SeqCst);
+            seen.fetch_add(usize::from(request.extensions().get::<LeaseHandle>().is_none()), Ordering::SeqCst);
             async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
         }));
         // Another lock, whose store does not fail.
@@ -959,7 +959,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
 async fn what_happens_without_a_key_is_said() {
     let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
     let cases = [
-        (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
+        (OnMissingKey::Responder, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
         (OnMissingKey::Shared, [StatusCode::OK, StatusCode::CONFLICT]),
         (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
     ];
@@ -982,17 +982,17 @@ async fn a_request_that_passes_without_its_lock_has_no_lease_of_another() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
     let handler = service_fn(move |request: Request<Full<Bytes>>| {
-        let lease = request.extensions().get::<LeaseView>();
+        let lease = request.extensions().get::<LeaseHandle>();
         noted.lock().unwrap().push(lease.map(|lease| lease.lock().namespace().to_string()));
         ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
     });
     let store = FaultStore::new(MemoryBackend::new());
     let inner = by("order", &store);
-    let outer = by("tenant", &FaultStore::new(MemoryBackend::new())).safe_methods(true);
+    let outer = by("tenant", &FaultStore::new(MemoryBackend::new())).lock_safe_methods(true);
     let http = outer.layer(inner.layer(handler.clone())).map_response(drop).boxed_clone();
-    let silent = inner.clone().with_rejection(AsResponse::new().extensions(false)).layer(handler.clone());
+    let silent = inner.clone().responder(HttpResponder::new().extensions(false)).layer(handler.clone());
     let silent = outer.layer(silent).map_response(drop).boxed_clone();
-    let grpc = inner.with_rejection(tollgate::grpc::AsStatus::new()).layer(handler);
+    let grpc = inner.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);
     let grpc = outer.layer(grpc).map_response(drop).boxed_clone();
 
     let (tenant, order) = (Some("tenant"), Some("order"));
@@ -1019,7 +1019,7 @@ async fn a_request_that_passes_without_its_lock_has_no_lease_of_another() {
 #[tokio::test(start_paused = true)]
 async fn a_service_without_http_fails_with_an_error_to_downcast() {
     let layer =
-        LockLayer::new(MemoryBackend::new()).key(|job: &u32| (*job > 0).then_some(*job)).with_rejection(AsError);
+        LockLayer::new(MemoryBackend::new()).key(|job: &u32| (*job > 0).then_some(*job)).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |job: u32| {
         sleep(Duration::from_secs(1)).await;
         Ok::<_, BoxError>(job)
@@ -1035,15 +1035,15 @@ async fn a_service_without_http_fails_with_an_error_to_downcast() {
 
 #[tokio::test]
 async fn a_layer_may_demand_more_than_this_process() {
-    let error = by_path().require(Scope::Redis).unwrap_err();
-    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process });
-    assert!(by_path().require(Scope::Process).is_ok());
+    let error = by_path().require(Reach::Redis).unwrap_err();
+    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
+    assert!(by_path().require(Reach::Process).is_ok());
 }
 
 #[tokio::test]
 async fn locks_without_a_layer_may_demand_that_as_well() {
-    let too_small = ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process };
-    for (scope, expected) in [(Scope::Process, Ok(())), (Scope::Redis, Err(too_small))] {
+    let too_small = ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process };
+    for (scope, expected) in [(Reach::Process, Ok(())), (Reach::Redis, Err(too_small))] {
         assert_eq!(Locks::new(MemoryBackend::new()).require(scope).map(drop), expected);
         assert_eq!(Semaphore::new(MemoryBackend::new(), 2).require(scope).map(drop), expected);
         assert_eq!(RwLocks::new(MemoryBackend::new()).require(scope).map(drop), expected);
@@ -1138,7 +1138,7 @@ async fn a_connection_that_is_cut_gives_the_lock_back() {
 async fn grpc_has_codes_for_it() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let layer = on(store).with_rejection(tollgate::grpc::AsStatus::new()).max_hold(Duration::from_secs(2));
+    let layer = on(store).responder(tollgate::grpc::GrpcResponder::new()).max_hold(Duration::from_secs(2));
     let service = layer.layer(service_fn(slow));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
@@ -1170,7 +1170,7 @@ async fn grpc_has_codes_for_it() {
 
 #[tokio::test(start_paused = true)]
 async fn grpc_and_http_have_codes_for_what_is_not_busy() {
-    let grpc = |layer: ByPath| layer.with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+    let grpc = |layer: ByPath| layer.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
     let service = grpc(by_path().wait(Duration::from_secs(9)).max_waiters(0));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
@@ -1180,7 +1180,7 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
     drop(first.await.unwrap().unwrap());
 
     let nobody = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
-    let service = nobody.with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+    let service = nobody.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
     assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "3");
 
     let careful = Locks::new(MemoryBackend::new()).replication(Replication::Require(1)).wait(Duration::ZERO);
@@ -1193,7 +1193,7 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
         let response = layer().layer(service_fn(slow)).oneshot(post("/a")).await.unwrap();
         assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(response.headers()["retry-after"], "1");
-        let service = layer().with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+        let service = layer().responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
         let response = service.oneshot(post("/a")).await.unwrap();
         assert_eq!(response.headers()["grpc-status"], "14");
         assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
@@ -1204,13 +1204,13 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
 #[tokio::test(start_paused = true)]
 async fn a_handler_is_asked_by_the_request_that_waits() {
     async fn patient(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
-        let lease = request.extensions().get::<LeaseView>().unwrap().clone();
+        let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
         let is_asked = timeout(Duration::from_secs(5), lease.asked()).await.is_ok();
         Ok(Response::new(if is_asked { "asked" } else { "in peace" }.into()))
     }
     for asks in [false, true] {
         let layer = by_path().wait(Duration::from_secs(60));
-        let layer = if asks { layer.ask_holder() } else { layer };
+        let layer = if asks { layer.request_release() } else { layer };
         let service = layer.layer(service_fn(patient));
         let requests = [(); 2].map(|()| tokio::spawn(service.clone().oneshot(post("/a"))));
         let mut ends = Vec::new();
@@ -1284,7 +1284,7 @@ impl AtWork {
 async fn an_upgraded_connection_has_the_lock_for_as_long_as_its_task_keeps_it() {
     use axum::response::IntoResponse;
     for keeps in [false, true] {
-        let handler = async move |view: LeaseView, request: axum::extract::Request| {
+        let handler = async move |view: LeaseHandle, request: axum::extract::Request| {
             let permit = view.reenter().filter(|_| keeps);
             tokio::spawn(async move {
                 let connection = hyper::upgrade::on(request).await.unwrap();
@@ -1295,7 +1295,7 @@ async fn an_upgraded_connection_has_the_lock_for_as_long_as_its_task_keeps_it() 
             (StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]).into_response()
         };
         let permits = Semaphore::new(MemoryBackend::new(), 1).wait(Duration::ZERO);
-        let layer = LockLayer::with_semaphore(permits).safe_methods(true);
+        let layer = LockLayer::with_semaphore(permits).lock_safe_methods(true);
         let app = axum::Router::new().route("/", axum::routing::get(handler)).layer(layer);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
@@ -1344,7 +1344,7 @@ async fn a_semaphore_lets_so_many_through() {
         let layer = if is_fair { layer.fair() } else { layer };
         let service = layer
             .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
-            .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests))
+            .responder(HttpResponder::new().busy(BusyStatus::TooManyRequests))
             .layer(service_fn(move |request| inner.clone().serve(request)));
         let requests =
             [post("/a"), post("/a"), post("/a"), post("/a"), post("/a"), post("/b"), request(Method::GET, "/a")];
@@ -1370,7 +1370,7 @@ async fn a_handler_that_has_a_permit_may_ask_for_another() {
         move |request: Request<Full<Bytes>>| {
             let permits = inner.clone();
             async move {
-                let mine = request.extensions().get::<LeaseView>().unwrap().fence();
+                let mine = request.extensions().get::<LeaseHandle>().unwrap().fence();
                 let other = permits.try_acquire("a").await.unwrap();
                 assert!(other.fence() > mine);
                 assert!(permits.try_acquire("a").await.unwrap_err().is_busy());
@@ -1406,9 +1406,9 @@ async fn readers_pass_together_and_a_writer_alone() {
     assert_eq!(outcome(service.clone(), request(Method::GET, "/a")).await.0, StatusCode::CONFLICT);
     assert_eq!(writer.await.unwrap().0, StatusCode::OK);
     // Unless readers are told to write. Said to be as it is by default, it stays so.
-    let whatever = layer.clone().safe_methods(true).safe_methods(false);
+    let whatever = layer.clone().lock_safe_methods(true).lock_safe_methods(false);
     for (layer, status) in
-        [(layer.clone().safe_methods(false), 200), (whatever, 200), (layer.clone().safe_methods(true), 409)]
+        [(layer.clone().lock_safe_methods(false), 200), (whatever, 200), (layer.clone().lock_safe_methods(true), 409)]
     {
         let service = with(&layer);
         let reader = tokio::spawn(outcome(service.clone(), request(Method::GET, "/")));
@@ -1464,7 +1464,7 @@ async fn detached_handlers_without_a_lock_are_bounded() {
         sleep(Duration::from_secs(1)).await;
         Ok::<_, BoxError>(())
     };
-    let service = layer.with_rejection(AsError).layer(service_fn(wait));
+    let service = layer.responder(ErrorResponder).layer(service_fn(wait));
     assert!(timeout(Duration::from_millis(10), service.clone().oneshot(())).await.is_err());
     let error = service.clone().oneshot(()).await.unwrap_err();
     assert!(error.is::<tollgate::lock::Full>(), "{error:?}");

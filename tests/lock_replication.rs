@@ -17,11 +17,11 @@ use support::stores::delegate_lock;
 use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, OnStoreError, Release,
-    Renewal, Replicas, Replication, RwLocks, Segmented,
+    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, OnStoreError,
+    ReleaseOutcome, Renewal, Replicas, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
+use tollgate::{ErrorResponder, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -65,10 +65,10 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
         for replica in &replicas {
             assert_eq!(replica.query::<u64>(&key), 8 + 34, "it was granted before the replicas had it");
         }
-        assert_eq!(lease.release().await.unwrap(), Release::Released);
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     }
     let both = two.lock_all(["a", "b"]).await.unwrap();
-    assert_eq!(both.release().await.unwrap(), Release::Released);
+    assert_eq!(both.release().await.unwrap(), ReleaseOutcome::Released);
     assert_eq!(shortage(three.lock("a").await), (2, 3));
     assert_eq!(shortage(three.lock_all(["d", "e"]).await), (2, 3));
     // What was granted is given back, and is waited for like anything else.
@@ -200,11 +200,11 @@ async fn those_who_want_more_replicas_than_there_are_cost_nobody_else_a_lease() 
         assert!(lease.check().is_ok(), "{lease:?} after {:?}", begun.elapsed());
     }
     // Nor does it cost them a lock.
-    assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
     for asked in asking {
         assert_eq!(shortage(asked.await.unwrap()).1, 2);
     }
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -267,7 +267,7 @@ async fn who_finds_no_connection_to_a_server_that_hangs_is_told_of_a_store_that_
     primary.pause();
     let locks = locks.deadline(Duration::from_secs(1));
     let layer = LockLayer::with_locks(locks).key(|key: &u32| key.to_string());
-    let layer = layer.on_store_error(OnStoreError::Allow).with_rejection(AsError);
+    let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: u32| Ok::<_, LockError>(())));
     let mut asking = Vec::new();
     for key in 0..30 {
@@ -299,7 +299,7 @@ async fn who_waits_for_replicas_goes_on_when_the_primary_becomes_a_replica_itsel
         replicas[0].resume();
     });
     for waiter in waiters {
-        assert_eq!(timeout(LONG, waiter).await.unwrap().unwrap(), Release::Released);
+        assert_eq!(timeout(LONG, waiter).await.unwrap().unwrap(), ReleaseOutcome::Released);
     }
 }
 
@@ -338,7 +338,7 @@ async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
         if owner == struck {
             assert_eq!(shortage(answer), (0, 1), "nobody knows of {turn} but the node that has it");
         } else {
-            assert_eq!(answer.unwrap().release().await.unwrap(), Release::Released);
+            assert_eq!(answer.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
         }
     }
 }
@@ -419,7 +419,7 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
         let (first, second) = tokio::join!(alone.lock("a").into_future(), alone.lock("a").into_future());
         assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
     }
-    let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).with_rejection(AsError);
+    let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
     for _ in 0..10 {
         assert!(service.clone().oneshot(()).await.is_err());
@@ -439,7 +439,7 @@ async fn who_stands_behind_somebody_who_waits_for_replicas_waits_for_the_answer_
     for deadline in [100, 2_000].map(Duration::from_millis) {
         let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
         let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
-        let layer = layer.on_store_error(OnStoreError::Allow).with_rejection(AsError);
+        let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
         let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
         let (first, second, third, fourth) = tokio::join!(
             careful.lock("a").into_future(),

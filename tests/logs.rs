@@ -27,14 +27,14 @@ use tokio::time::{advance, sleep, timeout};
 use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{
-    Failed, IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
+    Failed, IdempotencyHandle, Idempotent, OnDisconnect, OnStoreError, Operation, OperationError, ResponsePolicy,
 };
 use tollgate::lock::{LockKey, LockStore};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
-use tollgate::reject::OutcomeUnknown;
+use tollgate::responder::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Limiter,
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExtractKey, GlobalKey, IdempotencyLayer, Job, Key, Limiter,
     LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
@@ -159,7 +159,7 @@ async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
     // The request is its cost.
     let service = RateLimitLayer::new(store.clone(), policy)
         .cost(|cost: &u32| *cost)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     let ask = |cost: u32| {
         let service = service.clone();
@@ -192,7 +192,7 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(store).name("pay").scope(Everyone).on_store_error(OnStoreError::Allow);
+    let guard = IdempotencyLayer::new(store).name("pay").scope(GlobalKey).on_store_error(OnStoreError::Allow);
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
     }));
@@ -229,7 +229,7 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
 /// Whoever names the methods knows what passes.
 #[tokio::test(start_paused = true)]
 async fn a_key_that_protects_from_nothing_is_one_warning() {
-    let guard = || IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(Everyone);
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(GlobalKey);
     let chosen = guard().methods([Method::POST]);
     for (guard, is_told) in [(guard(), true), (chosen, false)] {
         let log = Log(Arc::default(), true, None);
@@ -263,7 +263,7 @@ async fn a_key_that_protects_from_nothing_is_one_warning() {
 /// A layer around it does that once, and it is replayed.
 #[tokio::test(start_paused = true)]
 async fn a_key_that_a_layer_outside_knows_is_no_warning() {
-    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(Everyone);
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(GlobalKey);
     let handler = service_fn(async |_: Request<FingerprintedBody<FingerprintedBody<Full<Bytes>>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
     });
@@ -320,8 +320,8 @@ async fn a_store_that_fails_for_a_shadow_alone_is_told_apart() {
     let store = Moody::default();
     let policy = |name: &str| Policy::new(name, Quota::per_minute(5).fixed_window());
     let service = RateLimitLayer::new(store.clone(), policy("firm"))
-        .and(policy("trial").shadow(), Everyone)
-        .with_rejection(AsError)
+        .and(policy("trial").shadow(), GlobalKey)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     store.broken.store(true, Ordering::Relaxed);
     for request in 0..20 {
@@ -350,7 +350,7 @@ async fn operations_that_could_not_be_begun_are_no_line_each() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(store).scope(Everyone);
+    let guard = IdempotencyLayer::new(store).scope(GlobalKey);
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
     }));
@@ -384,8 +384,8 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
     let layer = LockLayer::new(store.clone()).on_store_error(tollgate::lock::OnStoreError::Allow);
-    let locked = layer.with_rejection(AsError).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
-    let guard = IdempotencyLayer::new(store).scope(Everyone).on_store_error(OnStoreError::Allow);
+    let locked = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let guard = IdempotencyLayer::new(store).scope(GlobalKey).on_store_error(OnStoreError::Allow);
     let guarded = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
     }));
@@ -431,7 +431,7 @@ async fn why_requests_pass_without_a_lock_is_told() {
     store.faults().fail(Failure::Unavailable);
     let _logging = tracing::subscriber::set_default(log.clone());
     let layer = LockLayer::new(store).on_store_error(tollgate::lock::OnStoreError::Allow);
-    let service = layer.with_rejection(AsError).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     service.oneshot(()).await.unwrap();
     let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
     let cause = "a fault that the test asked for";
@@ -447,7 +447,7 @@ async fn lines_of_an_outage_say_which_locks_they_are_of() {
     let store = FaultStore::new(MemoryBackend::new());
     let _logging = tracing::subscriber::set_default(log.clone());
     let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(1));
-    let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).with_rejection(AsError);
+    let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).responder(ErrorResponder);
     let inner = service_fn(async |_: ()| Ok::<_, BoxError>(()));
     let payments = layer("payments").layer(inner);
     let reports = layer("reports").on_store_error(tollgate::lock::OnStoreError::Allow).layer(inner);
@@ -482,7 +482,7 @@ async fn a_store_that_has_no_room_for_answers_is_one_line() {
     let log = Log(Arc::default(), true, None);
     let backend = MemoryBackend::with_capacity(20);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(backend).name("pay").scope(Everyone);
+    let guard = IdempotencyLayer::new(backend).name("pay").scope(GlobalKey);
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::from(vec![b'x'; 15_000])))
     }));
@@ -517,7 +517,7 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
     let guard = IdempotencyLayer::new(store)
         .name("payments")
         .scope(|_: &Request<Full<Bytes>>| Some("alice"))
-        .max_run(Duration::from_secs(60));
+        .max_runtime(Duration::from_secs(60));
     let failing = faults.clone();
     let named = Arc::new(Mutex::new(Vec::new()));
     let names = Arc::clone(&named);
@@ -540,7 +540,7 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
     };
     assert_eq!(ask("/never").await, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(ask("/late").await, StatusCode::OK);
-    guard.drained().await;
+    guard.wait_idle().await;
     let named = std::mem::take(&mut *named.lock().unwrap());
     assert_eq!(named.len(), 2);
     assert!(named[0].contains("alice") && named[0].ends_with(":k"), "{named:?}");
@@ -563,7 +563,7 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
 async fn a_line_of_work_whose_outcome_is_unknown_says_what_it_has_failed_with() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let payouts = Operations::new(MemoryBackend::new(), "payouts").keep(Keep::All);
+    let payouts = Idempotent::new(MemoryBackend::new(), "payouts").keep(ResponsePolicy::All);
     let timeout = io::Error::other(Failed::outcome_unknown("timed out"));
     let errors: [(BoxError, &str); 3] = [
         (Failed::outcome_unknown("bank timeout").into(), "bank timeout"),
@@ -586,9 +586,9 @@ async fn a_line_names_whatever_was_left_half_way() {
     let log = Log(Arc::default(), true, None);
     let _logging = tracing::subscriber::set_default(log.clone());
     let guard = IdempotencyLayer::new(MemoryBackend::new())
-        .scope(Everyone)
+        .scope(GlobalKey)
         .max_body(3)
-        .keep(Keep::All)
+        .keep(ResponsePolicy::All)
         .on_disconnect(OnDisconnect::Cancel);
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, Infallible>>>| {
         let (parts, body) = request.into_parts();
@@ -621,11 +621,11 @@ async fn a_line_names_whatever_was_left_half_way() {
     let says_so = "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
     assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
 
-    let payouts = Operations::new(MemoryBackend::new(), "payouts");
+    let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
     let run = payouts.run(Operation::new("alice", "k"), "", async |_| pending::<Result<&str, BoxError>>().await);
     assert!(timeout(Duration::from_secs(1), run).await.is_err());
     assert_eq!(log.lines(), [format!("WARN {LEFT} layer=\"payouts\" operation=payouts,alice:k")]);
-    let run = payouts.clone().max_run(Duration::from_secs(1));
+    let run = payouts.clone().max_runtime(Duration::from_secs(1));
     let run = run.run(Operation::new("alice", "l"), "", async |_| pending::<Result<&str, BoxError>>().await);
     assert!(matches!(run.await, Err(OperationError::Cancelled)));
     let lines = log.lines();
@@ -637,7 +637,7 @@ async fn a_line_names_whatever_was_left_half_way() {
 async fn a_line_of_a_request_that_broke_off_says_so() {
     let log = Log(Arc::default(), true, None);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(MemoryBackend::new()).name("uploads").scope(Everyone).keep(Keep::All);
+    let guard = IdempotencyLayer::new(MemoryBackend::new()).name("uploads").scope(GlobalKey).keep(ResponsePolicy::All);
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, io::Error>>>| {
         let mut response = Response::new(Full::<Bytes>::default());
         if request.into_body().collect().await.is_err() {
@@ -661,7 +661,7 @@ async fn an_answer_that_is_lost_for_lack_of_room_is_named() {
     let _logging = tracing::subscriber::set_default(log.clone());
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let payouts = Operations::new(store, "payouts");
+    let payouts = Idempotent::new(store, "payouts");
     let all_have_begun = Barrier::new(ROOM + 1);
     let runs = (0..=ROOM).map(|number| {
         let (faults, all_have_begun) = (&faults, &all_have_begun);
@@ -675,7 +675,7 @@ async fn an_answer_that_is_lost_for_lack_of_room_is_named() {
         assert_eq!(paid.unwrap().answer(), b"paid");
     }
     faults.heal();
-    payouts.drained().await;
+    payouts.wait_idle().await;
     let lost = "WARN an operation cannot be settled in the background: its outcome is unknown layer=\"payouts\" ";
     let lines = log.lines();
     assert_eq!(lines.iter().filter(|line| line.starts_with(lost)).count(), 1, "{lines:#?}");
@@ -693,7 +693,7 @@ async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
     let service = RateLimitLayer::new(Moody::default(), policy)
         .key(|customer: &&'static str| *customer)
         .resolver(plans.time_to_live(Duration::from_millis(1)))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
     let ask = |customer: &'static str| {
         let service = service.clone();
@@ -737,7 +737,7 @@ async fn a_resolver_that_fails_behind_old_answers_is_a_line_that_tells_of_the_ot
         .key(|customer: &&'static str| *customer)
         .resolver(plans)
         .on_store_error(tollgate::OnStoreError::Deny)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
     let ask = async |customer: &'static str| service.clone().oneshot(customer).await.is_ok();
     assert!(ask("alice").await);
@@ -764,7 +764,7 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
     let store = FaultStore::new(MemoryBackend::new());
     let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
     let service = RateLimitLayer::new(store.clone(), policy)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     let locks = Locks::new(store.clone());
     let jobs = DelayQueue::<u8>::new(store.clone(), "mail");
@@ -1470,7 +1470,7 @@ async fn each_call_of_a_rate_limit_store_is_a_span_that_tells_no_key() {
     let store = FaultStore::new(MemoryBackend::new());
     let per_hour = |name| Policy::new(name, Quota::per_hour(1).fixed_window());
     let one =
-        RateLimitLayer::new(store.clone(), per_hour("api")).key(|user: &&'static str| *user).with_rejection(AsError);
+        RateLimitLayer::new(store.clone(), per_hour("api")).key(|user: &&'static str| *user).responder(ErrorResponder);
     let several = one.clone().and(per_hour("total"), |user: &&'static str| *user);
     let answer = service_fn(async |user: &'static str| Ok::<_, BoxError>(user));
     // What need not be waited for has none.
@@ -1498,7 +1498,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     let lease = locks.lock("a").await.unwrap();
     admin.force_unlock("a").await.unwrap();
     log.take();
-    assert_eq!(lease.release().await.unwrap(), tollgate::lock::Release::Lost);
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Lost);
     locks.shutdown().await;
     assert_eq!(log.lines(), ["WARN lock lost"]);
 
@@ -1508,12 +1508,12 @@ async fn a_loss_found_at_release_is_logged_once() {
     admin.force_unlock("a").await.unwrap();
     log.take();
     faults.fail_next(1, Failure::Unavailable);
-    assert_eq!(lease.release().await.unwrap(), tollgate::lock::Release::Uncertain);
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Uncertain);
     assert!(log.lines().is_empty());
 
     // Behind a layer nobody asks what became of the lease.
     let seizing = admin.clone().namespace("requests");
-    let layer = LockLayer::new(locks_store).with_rejection(AsError);
+    let layer = LockLayer::new(locks_store).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
         seizing.force_unlock(Key::EVERYONE).await.unwrap();
         Ok::<_, BoxError>(())

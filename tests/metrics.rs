@@ -22,14 +22,15 @@ use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{ClientIp, FingerprintedBody, PeerAddr, header};
-use tollgate::idempotency::{OnStoreError as OnFailure, OnUnknown, Operation, Operations};
+use tollgate::idempotency::{Idempotent, OnStoreError as OnFailure, OnUnknown, Operation};
 use tollgate::lock::{LockAdmin, Segmented};
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitHandle, RateLimitStore, Receipt,
+    ChargeOn, CircuitBreaker, Decision, DenyCache, PolicyResolver, QuotaPrefetch, RateLimitHandle, RateLimitStore,
+    Receipt,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
     MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -279,7 +280,7 @@ where
     let layer = layer
         .key(|client: &&'static str| *client)
         .deny(|client: &&'static str| *client == "mallory")
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free");
     seen_of(layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client))), clients)
 }
@@ -331,7 +332,7 @@ fn what_is_charged_to_a_request_that_passed_a_resolver_that_failed_is_lost() {
     let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
     let fails = PolicyResolver::new(|_| std::future::ready(Err::<Policy, _>("the database is away")));
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).resolver(fails).on_store_error(OnStoreError::Deny);
-    let layer = layer.with_rejection(AsError).cost(|_: &&'static str| 0).charge_on(Pays);
+    let layer = layer.responder(ErrorResponder).cost(|_: &&'static str| 0).charge_on(Pays);
     let mut seen = seen_of(layer.layer(service_fn(async |client| Ok::<_, BoxError>(client))), &["alice"]);
     seen.retain(|name, _| name.starts_with("tollgate_settlements_total"));
     assert_eq!(seen, expect(&[("tollgate_settlements_total{policy=api,outcome=lost}", 1)]));
@@ -350,7 +351,7 @@ impl<Res, E> ChargeOn<Res, E> for Pays {
 fn requests_of_which_nobody_wants_to_know_more_are_counted_alike() {
     for limit in [Quota::per_hour(10).fixed_window(), Quota::per_hour(10).token_bucket()] {
         let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
-        let layer = layer.key(|client: &&'static str| *client).with_rejection(AsError);
+        let layer = layer.key(|client: &&'static str| *client).responder(ErrorResponder);
         let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
         let expected = [
             ("tollgate_decisions_total{policy=api,outcome=allowed}", 10),
@@ -368,7 +369,7 @@ fn of_small_quotas_somebody_is_near_the_limit_too() {
         let quota = Quota::per_hour(limit);
         for limit in [quota.fixed_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
             let layer = || RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
-            let plain = layer().key(|client: &&'static str| *client).with_rejection(AsError);
+            let plain = layer().key(|client: &&'static str| *client).responder(ErrorResponder);
             let plain = plain.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
             let clients = vec!["alice"; limit.capacity() as usize];
             for seen in [seen_of(plain, &clients), ask(layer(), &clients)] {
@@ -523,7 +524,7 @@ fn what_requests_wait_for_room_is_timed() {
     let (recorder, snapshotter, runtime) = recording();
     let policy = Policy::new("api", Quota::per_second(1).token_bucket());
     let layer =
-        RateLimitLayer::new(MemoryBackend::new(), policy).wait(Duration::from_millis(2_500)).with_rejection(AsError);
+        RateLimitLayer::new(MemoryBackend::new(), policy).wait(Duration::from_millis(2_500)).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -562,9 +563,9 @@ fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
     let several = |store: &FaultStore<MemoryBackend>, user| {
         RateLimitLayer::new(store.clone(), per_hour("user", user))
             .key(|client: &&'static str| *client)
-            .and(per_hour("total", 10), tollgate::Everyone)
-            .and(per_hour("trial", 1).shadow(), tollgate::Everyone)
-            .with_rejection(AsError)
+            .and(per_hour("total", 10), tollgate::GlobalKey)
+            .and(per_hour("trial", 1).shadow(), tollgate::GlobalKey)
+            .responder(ErrorResponder)
             .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)))
     };
     let service = several(&FaultStore::new(MemoryBackend::new()), 1);
@@ -610,7 +611,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let leases = Leases::new(store).max_age(Duration::from_millis(500));
+    let leases = QuotaPrefetch::new(store).max_age(Duration::from_millis(500));
     let cache = DenyCache::new(leases.clone());
     let limiter = Limiter::new(cache.clone(), Policy::new("hot", Quota::per_minute(1_000).fixed_window()));
     let until_some_are_held = async || {
@@ -735,7 +736,7 @@ fn handlers_that_are_cut_off_while_they_answer_are_counted() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         let guard = IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(header("x-user"));
-        let guard = guard.max_run(Duration::from_secs(1)).max_answer(500).max_body(1_000);
+        let guard = guard.max_runtime(Duration::from_secs(1)).max_answer(500).max_body(1_000);
         let service = guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Parts>>| {
             Ok::<_, BoxError>(Response::new(request.into_body()))
         }));
@@ -755,7 +756,7 @@ fn handlers_that_are_cut_off_while_they_answer_are_counted() {
                     send(second);
                 }
                 assert!(answer.collect().await.is_err(), "{key}");
-                guard.drained().await;
+                guard.wait_idle().await;
             }
         });
     });
@@ -789,7 +790,7 @@ fn handler_seconds(snapshotter: &Snapshotter) -> BTreeMap<String, Vec<f64>> {
 fn the_time_of_a_handler_is_that_to_its_end() {
     let (recorder, snapshotter, runtime) = recording();
     let second = Duration::from_secs(1);
-    let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_run(second).max_answer(10);
+    let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_runtime(second).max_answer(10);
     let guard = guard.lease(second).on_unknown(OnUnknown::Retry);
     // How long the answer takes, and then the parts of it, with the end.
     let ask = async |layer: &'static str, sent: &'static str, pause: Duration, parts: &'static [(usize, Duration)]| {
@@ -812,7 +813,7 @@ fn the_time_of_a_handler_is_that_to_its_end() {
         let answer = service.oneshot(request.body(Full::from(sent)).unwrap()).await.unwrap();
         let status = answer.status();
         drop(answer.into_body().collect().await);
-        guard.drained().await;
+        guard.wait_idle().await;
         status
     };
     metrics::with_local_recorder(&recorder, || {
@@ -827,7 +828,7 @@ fn the_time_of_a_handler_is_that_to_its_end() {
             // Another body, which is known before its handler begins.
             tokio::time::sleep(second).await;
             assert_eq!(ask("no_answer", "", SHORT, &[]).await, StatusCode::UNPROCESSABLE_ENTITY);
-            let operations = Operations::new(MemoryBackend::new(), "operations").max_run(second);
+            let operations = Idempotent::new(MemoryBackend::new(), "operations").max_runtime(second);
             let work = async |_| {
                 tokio::time::sleep(LONG).await;
                 Ok::<_, BoxError>("late")
@@ -854,7 +855,7 @@ fn the_time_of_a_handler_is_that_to_its_end() {
 #[test]
 fn operations_that_are_no_requests_are_counted_alike() {
     let (recorder, snapshotter, runtime) = recording();
-    let operations = Operations::new(MemoryBackend::new(), "payouts");
+    let operations = Idempotent::new(MemoryBackend::new(), "payouts");
     let run = async |fingerprint: &str, answer: Result<&'static str, BoxError>| {
         operations.run(Operation::new("alice", "k"), fingerprint, async |_| answer).await.is_ok()
     };
@@ -902,7 +903,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
         let faults = store.faults();
         let breaker = CircuitBreaker::new().failures(2);
         let layer = LockLayer::new(store).namespace("orders").on_store_error(then).circuit_breaker(breaker);
-        let service = layer.with_rejection(AsError).layer(service_fn(async |passes: bool| Ok::<_, BoxError>(passes)));
+        let service = layer.responder(ErrorResponder).layer(service_fn(async |passes: bool| Ok::<_, BoxError>(passes)));
         metrics::with_local_recorder(&recorder, || {
             runtime.block_on(async {
                 service.clone().oneshot(true).await.unwrap();
@@ -951,7 +952,7 @@ fn an_attempt_that_was_given_back_without_an_answer_is_not_unknown() {
             faults.heal();
             assert_eq!(ask("x-second").await.unwrap().status(), StatusCode::OK);
             assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
-            guard.drained().await;
+            guard.wait_idle().await;
         });
     });
     let mut seen = seen(&snapshotter);
@@ -994,7 +995,7 @@ fn an_outage_makes_no_attempt_unknown() {
 fn requests_that_pass_without_a_decision_are_counted_for_each_policy() {
     for (then, outcome) in [(OnStoreError::Allow, "failed_open"), (OnStoreError::Deny, "failed_closed")] {
         let policy = |name: &'static str| Policy::new(name, Quota::per_hour(6).fixed_window());
-        let layer = RateLimitLayer::new(Down, policy("api")).on_store_error(then).with_rejection(AsError);
+        let layer = RateLimitLayer::new(Down, policy("api")).on_store_error(then).responder(ErrorResponder);
         let layer = layer.key(|client: &&'static str| *client).and(policy("total"), |_: &&'static str| "all");
         let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
         let seen = seen_of(service, &["alice", "bob"]);
@@ -1013,7 +1014,7 @@ fn no_store_fails_that_has_no_time_and_needs_none() {
     for ([api, total], outcomes) in
         [(trials, ["api,outcome=allowed", "total,outcome=allowed"]), (never, ["api,outcome=never"; 2])]
     {
-        let layer = RateLimitLayer::new(MemoryBackend::new(), api).deadline(Duration::ZERO).with_rejection(AsError);
+        let layer = RateLimitLayer::new(MemoryBackend::new(), api).deadline(Duration::ZERO).responder(ErrorResponder);
         let layer = layer.key(|client: &&'static str| *client).and(total, |_: &&'static str| "all");
         let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
         let seen = seen_of(service, &["alice"; 7]);
@@ -1167,7 +1168,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
         .key(|client: &&'static str| *client)
         .resolver(plans)
         .circuit_breaker(CircuitBreaker::new().failures(1))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
     let (recorder, snapshotter, runtime) = recording();
     let ask = |clients: &[&'static str]| {
@@ -1445,10 +1446,10 @@ fn metric_that_was_dropped_when_idle_appears_again() {
     let faults = store.faults();
     let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::ZERO);
     let policy = Policy::new("again", Quota::per_second(1).fixed_window());
-    let limit = RateLimitLayer::new(store.clone(), policy).circuit_breaker(breaker).with_rejection(AsError);
+    let limit = RateLimitLayer::new(store.clone(), policy).circuit_breaker(breaker).responder(ErrorResponder);
     let limit = limit.layer(service_fn(async |(): ()| Ok::<_, BoxError>(())));
     let locks = Locks::new(memory.clone()).namespace("again");
-    let operations = Operations::new(memory.clone(), "again");
+    let operations = Idempotent::new(memory.clone(), "again");
     let queue = DelayQueue::<u32>::new(memory, "again");
     let use_all = async |turn: u32| {
         let _ = (limit.clone().oneshot(()).await, limit.clone().oneshot(()).await);
@@ -1537,7 +1538,7 @@ fn handlers_of_detached_layers_are_counted() {
         runtime.block_on(async {
             let layer =
                 LockLayer::new(MemoryBackend::new()).namespace("orders").key(|key: &&'static str| *key).detached();
-            let service = layer.max_running(2).with_rejection(AsError).layer(service_fn(async |_: &'static str| {
+            let service = layer.max_running(2).responder(ErrorResponder).layer(service_fn(async |_: &'static str| {
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 Ok::<_, BoxError>(())
             }));

@@ -15,13 +15,13 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
-    RateLimitHandle, RateLimitStore, RateLimited, Receipt, Screening, Subjects,
+    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LimitStatus, MissingKey, Mode, Outcome,
+    PolicyResolver, RateLimitHandle, RateLimitStore, RateLimited, Receipt, Subjects,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, ConfigError, DelayQueue, Everyone, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError,
-    Policy, Quota, RateLimitLayer, StoreError,
+    BoxError, ConfigError, DelayQueue, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, OnMissingKey,
+    OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -358,7 +358,7 @@ async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
 #[tokio::test(start_paused = true)]
 async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));
-    let layer = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(AsError);
+    let layer = RateLimitLayer::new(store.clone(), policy.clone()).responder(ErrorResponder);
     let service = layer
         .on_store_error(OnStoreError::Deny)
         .cost(|cost: &u32| *cost)
@@ -375,7 +375,7 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     Limiter::new(store.clone(), policy).block(Key::EVERYONE, Duration::from_secs(60)).await.unwrap();
     let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(refused.decision().outcome(), Outcome::Blocked);
-    let nothing = RateLimitLayer::new(store, per_hour(0)).with_rejection(AsError).cost(|cost: &u32| *cost);
+    let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u32| *cost);
     assert!(
         nothing
             .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)))
@@ -445,7 +445,7 @@ async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
     for then in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
         let service = |policy: Policy| {
             let layer = RateLimitLayer::new(store.clone(), policy)
-                .with_rejection(AsError)
+                .responder(ErrorResponder)
                 .on_store_error(then)
                 .deadline(Duration::ZERO);
             layer.layer(service_fn(async |request: &'static str| Ok::<_, BoxError>(request)))
@@ -477,10 +477,10 @@ async fn a_request_counts_for_all_its_subjects_or_for_none() {
         .map(|(name, limit)| Policy::new(name, Quota::per_hour(limit).fixed_window()));
     // A request is (user, address).
     let service = RateLimitLayer::new(backend.clone(), user.clone())
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|request: &(&'static str, &'static str)| request.0)
         .and(address.clone(), |request: &(&'static str, &'static str)| request.1)
-        .and(total.clone(), tollgate::Everyone)
+        .and(total.clone(), tollgate::GlobalKey)
         .layer(service_fn(async |_: (&'static str, &'static str)| Ok::<_, Broken>(())));
     let ask = |user, address| service.clone().oneshot((user, address));
     let who = |error: BoxError| error.downcast::<RateLimited>().unwrap().policy().to_owned();
@@ -528,16 +528,16 @@ async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
     let counted = Arc::clone(&asked);
     let layer = layer(backend.clone(), per_hour(100))
         .allow(|request: &&str| request.starts_with("health"))
-        .screen(move |request: &&str, subjects: &mut Subjects| {
+        .filter(move |request: &&str, subjects: &mut Subjects| {
             counted.fetch_add(1, Relaxed);
             match *request {
                 "free" => subjects.push(plan(1), Some("alice".into())),
                 "paid" => subjects.push(plan(3), Some("alice".into())),
-                "open" => return Screening::Pass,
+                "open" => return FilterAction::Bypass,
                 "nobody" => subjects.push(plan(3), None),
-                _ => return Screening::Deny,
+                _ => return FilterAction::Deny,
             }
-            Screening::Count
+            FilterAction::Limit
         })
         .deny(|request: &&str| request.ends_with("evil"));
     let service = layer.layer(service_fn(echo));
@@ -576,7 +576,7 @@ async fn a_shadow_policy_counts_and_turns_nobody_away() {
 async fn a_shadow_has_no_say_in_the_decision_of_others() {
     let backend = MemoryBackend::new();
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
-    let service = layer(backend.clone(), per_hour(3)).and(trial, tollgate::Everyone).layer(service_fn(echo));
+    let service = layer(backend.clone(), per_hour(3)).and(trial, tollgate::GlobalKey).layer(service_fn(echo));
     for turn in 0..5 {
         assert_eq!(service.clone().oneshot("request").await.is_ok(), turn < 3);
     }
@@ -601,7 +601,7 @@ async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
         for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
             let layer = layer(&store, per_hour(1)).on_store_error(on_store_error);
             memory.reset(&per_hour(1), &Key::EVERYONE).await.unwrap();
-            let service = layer.and(trial.clone(), tollgate::Everyone).layer(service_fn(echo));
+            let service = layer.and(trial.clone(), tollgate::GlobalKey).layer(service_fn(echo));
             assert!(service.clone().oneshot("request").await.is_ok(), "{on_store_error:?}");
             let error = service.oneshot("request").await.unwrap_err();
             assert!(error.is::<RateLimited>(), "{on_store_error:?}: {error}");
@@ -630,11 +630,11 @@ async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
         });
         let shadow = |name: &str| Policy::new(name, Quota::per_hour(1).fixed_window()).shadow();
         let layer = RateLimitLayer::new(store, Policy::new("calls", Quota::per_hour(10).fixed_window()));
-        let layer = layer.on_store_error(OnStoreError::Deny).with_rejection(AsError);
-        let layer = layer.and(shadow("trial"), tollgate::Everyone);
+        let layer = layer.on_store_error(OnStoreError::Deny).responder(ErrorResponder);
+        let layer = layer.and(shadow("trial"), tollgate::GlobalKey);
         let service = match shadows {
             1 => BoxCloneService::new(layer.layer(service_fn(echo))),
-            _ => BoxCloneService::new(layer.and(shadow("other"), tollgate::Everyone).layer(service_fn(echo))),
+            _ => BoxCloneService::new(layer.and(shadow("other"), tollgate::GlobalKey).layer(service_fn(echo))),
         };
         // One after the other, and then at once.
         let mut requests = JoinSet::new();
@@ -669,7 +669,7 @@ async fn a_shadow_that_the_store_hangs_for_is_waited_for_by_probes_only() {
     let trial = || Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
     let layer = layer(store, per_hour(100)).on_store_error(OnStoreError::Deny);
     let layer = layer.circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(10)));
-    let service = layer.and(trial(), tollgate::Everyone).layer(service_fn(echo));
+    let service = layer.and(trial(), tollgate::GlobalKey).layer(service_fn(echo));
     let took = async || {
         let begun = Instant::now();
         service.clone().oneshot("request").await.unwrap();
@@ -711,7 +711,7 @@ async fn a_shadow_lets_requests_without_a_key_pass() {
 async fn a_percentage_of_the_clients_is_limited() {
     let policy = Policy::new("trial", Quota::per_hour(0).fixed_window()).mode(Mode::Percent(30));
     let service = RateLimitLayer::new(MemoryBackend::new(), policy)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
     let mut limited = 0;
@@ -796,7 +796,7 @@ async fn resolver_is_asked_by_the_input_of_a_request() {
         .resolver_from(input, plans)
         .key(|call: &Call| call.client)
         .allow(|call: &Call| call.client == 7)
-        .and(Policy::new("total", Quota::per_hour(1_000).fixed_window()), Everyone)
+        .and(Policy::new("total", Quota::per_hour(1_000).fixed_window()), GlobalKey)
         .layer(service_fn(accept));
     for (client, plan, quota) in [(1, Some("free"), 1), (2, Some("pro"), 4), (3, None, 2), (7, Some("free"), 6)] {
         let calls = [Call { client, plan }; 6].map(|call| service.clone().oneshot(call));
@@ -942,12 +942,12 @@ async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
     for mode in [Mode::Shadow, Mode::Percent(0)] {
         let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
         let trial = RateLimitLayer::new(MemoryBackend::new(), per_hour(9).mode(mode)).resolver(fails);
-        let trial = trial.with_rejection(AsError);
+        let trial = trial.responder(ErrorResponder);
         let total = Policy::new("total", Quota::per_hour(9).fixed_window());
         for (then, passes) in [(OnStoreError::Deny, false), (OnStoreError::Allow, true), (OnStoreError::Local, true)] {
             let trial = trial.clone().on_store_error(then);
             let alone = trial.clone().layer(service_fn(echo)).oneshot("request").await;
-            let several = trial.and(total.clone().shadow(), tollgate::Everyone).layer(service_fn(echo));
+            let several = trial.and(total.clone().shadow(), tollgate::GlobalKey).layer(service_fn(echo));
             for answer in [alone, several.oneshot("request").await] {
                 let failed = answer.err().map(|error| error.is::<StoreError>());
                 assert_eq!(failed, (!passes).then_some(true), "{mode:?} {then:?}");
@@ -956,7 +956,7 @@ async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
     }
 
     let closed = Policy::new("closed", Quota::per_hour(0).fixed_window());
-    let service = layer.on_store_error(OnStoreError::Allow).and(closed, tollgate::Everyone).layer(service_fn(echo));
+    let service = layer.on_store_error(OnStoreError::Allow).and(closed, tollgate::GlobalKey).layer(service_fn(echo));
     let never = service.oneshot("request").await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(never.violated().collect::<Vec<_>>(), ["closed"]);
 }
@@ -984,7 +984,7 @@ async fn a_resolver_that_is_slow_takes_no_time_from_the_store() {
     store.faults().delay(Duration::from_millis(90));
     let asked = Arc::new(AtomicUsize::new(0));
     let service = RateLimitLayer::new(store, per_hour(1))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .resolver(slow_plans(&asked, Duration::from_millis(95), 100))
         .on_store_error(OnStoreError::Deny)
@@ -1032,7 +1032,7 @@ async fn answers_that_are_old_make_room_for_new_ones() {
         }
     });
     let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(0))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .resolver(resolver.capacity(200))
         .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
@@ -1218,7 +1218,7 @@ async fn keys_without_an_answer_take_the_place_of_no_answer() {
         }
     });
     let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .resolver(plans.capacity(known as usize))
         .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
@@ -1247,7 +1247,7 @@ async fn keys_that_come_once_take_the_place_of_nobody_who_came_again() {
         }
     });
     let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .resolver(plans.capacity(2 * known as usize).time_to_live(Duration::from_secs(1)))
         .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
@@ -1289,7 +1289,7 @@ async fn so_many_questions_are_under_way_and_others_wait_for_their_turn() {
     let (asked, most) = (Arc::new(AtomicUsize::new(0)), PolicyResolver::MAX_RUNNING);
     let plans = slow_plans(&asked, Duration::from_millis(300), 100);
     let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(0))
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .key(|client: &usize| *client as u64)
         .resolver(plans)
         .on_store_error(OnStoreError::Deny)
@@ -1427,7 +1427,9 @@ impl Login {
         Self(Limiter::new(MemoryBackend::new(), per_hour(3)))
     }
 
-    fn layer(&self) -> RateLimitLayer<MemoryBackend, tollgate::Everyone, tollgate::rate_limit::UnitCost, AsError> {
+    fn layer(
+        &self,
+    ) -> RateLimitLayer<MemoryBackend, tollgate::GlobalKey, tollgate::rate_limit::UnitCost, ErrorResponder> {
         layer(self.0.store().clone(), self.0.policy().clone())
     }
 
@@ -1537,7 +1539,7 @@ async fn a_handle_may_be_dropped_on_a_thread_without_a_runtime() {
     let later = Later(Arc::default());
     // One that has to be waited for, with a timer.
     let store = FaultStore::new(login.0.store().clone());
-    let layer = RateLimitLayer::new(store.clone(), login.0.policy().clone()).with_rejection(AsError);
+    let layer = RateLimitLayer::new(store.clone(), login.0.policy().clone()).responder(ErrorResponder);
     let service = layer.charge_on(later.clone()).layer(service_fn(echo));
     service.oneshot("request").await.unwrap();
     let before = login.left().await;
@@ -1573,7 +1575,7 @@ async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
         let (memory, later) = (MemoryBackend::new(), Later(Arc::default()));
         let store = FaultStore::new(memory.clone());
         let total = Policy::new("total", Quota::per_hour(9).fixed_window());
-        let own = RateLimitLayer::new(store.clone(), per_hour(9)).with_rejection(AsError).on_store_error(then);
+        let own = RateLimitLayer::new(store.clone(), per_hour(9)).responder(ErrorResponder).on_store_error(then);
         let own = own.charge_on(later.clone()).cost(move |_: &&str| cost);
         let admitted = async |answer: Result<&'static str, BoxError>| {
             answer.unwrap();
@@ -1587,7 +1589,7 @@ async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
         admitted(own.clone().layer(service_fn(echo)).oneshot("request").await).await.charge(3);
         assert_eq!(left(&per_hour(9)).await, 6, "{then:?} {cost}");
         store.faults().fail(Failure::Unavailable);
-        let several = own.clone().and(total.clone(), tollgate::Everyone).layer(service_fn(echo));
+        let several = own.clone().and(total.clone(), tollgate::GlobalKey).layer(service_fn(echo));
         admitted(several.oneshot("request").await).await.settle(cost + 2);
         assert_eq!((left(&per_hour(9)).await, left(&total).await), (4, 7), "{then:?} {cost}");
         // Of what was never charged nothing is given back.
@@ -1635,7 +1637,7 @@ async fn without_a_store_a_request_still_counts_for_all_its_subjects_or_for_none
     for (replicas, per_user, in_total) in [(1, 4, 6), (2, 2, 3)] {
         let service = layer(&Store::failing(|| StoreError::unavailable("connection refused")), per_hour(4))
             .key(|user: &&'static str| *user)
-            .and(total.clone(), tollgate::Everyone)
+            .and(total.clone(), tollgate::GlobalKey)
             .replicas(replicas)
             .layer(service_fn(echo));
         let who = async |user| {
@@ -1757,11 +1759,11 @@ async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
 async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Timeout);
-    let layer = |limit| RateLimitLayer::new(store.clone(), per_hour(limit)).with_rejection(AsError);
+    let layer = |limit| RateLimitLayer::new(store.clone(), per_hour(limit)).responder(ErrorResponder);
     let total = Policy::new("total", Quota::per_hour(9).fixed_window());
     let banned = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(0))));
     for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
-        let several = layer(0).and(total.clone(), tollgate::Everyone).on_store_error(on_store_error);
+        let several = layer(0).and(total.clone(), tollgate::GlobalKey).on_store_error(on_store_error);
         let plan = layer(1).resolver(banned.clone().time_to_live(Duration::ZERO));
         let (several, plan) =
             (several.layer(service_fn(echo)), plan.on_store_error(on_store_error).layer(service_fn(echo)));
@@ -1787,7 +1789,7 @@ async fn a_denial_that_is_remembered_closes_no_circuit() {
             }
         });
         let layer = RateLimitLayer::new(DenyCache::new(store.clone()), per_hour(1))
-            .with_rejection(AsError)
+            .responder(ErrorResponder)
             .key(|client: &&'static str| *client);
         let layer = if waits { layer.wait(Duration::from_secs(1)) } else { layer.resolver(plans.clone()) };
         let service = layer.layer(service_fn(echo));
@@ -1825,7 +1827,7 @@ async fn a_shadow_takes_no_denial_from_the_cache_while_the_store_fails() {
         let cache = DenyCache::new(store.clone()).max_age(Duration::from_secs(60));
         let trial = Policy::new("trial", Quota::per_hour(limit).fixed_window()).shadow();
         let service = RateLimitLayer::new(cache, per_hour(1))
-            .with_rejection(AsError)
+            .responder(ErrorResponder)
             .key(|client: &&'static str| *client)
             .and(trial, |client: &&'static str| *client)
             .layer(service_fn(echo));
@@ -1865,7 +1867,7 @@ async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
     let total = Policy::new("total", Quota::per_hour(9).fixed_window());
     let service = layer(&store, per_hour(3))
         .cost(|request: &&str| request.len() as u32)
-        .and(total, tollgate::Everyone)
+        .and(total, tollgate::GlobalKey)
         .layer(service_fn(echo));
     for _ in 0..5 {
         drop(service.clone().oneshot("r").await);
@@ -1975,14 +1977,14 @@ async fn a_request_that_lacks_an_added_key_is_one_without_key_unless_that_may_be
     type Call = (&'static str, Option<&'static str>);
     let tenant = |call: &Call| call.1;
     for (on_missing_key, passes, left) in [
-        (OnMissingKey::Reject, false, [Some(10), Some(10)]),
+        (OnMissingKey::Responder, false, [Some(10), Some(10)]),
         (OnMissingKey::Shared, true, [Some(9), Some(9)]),
         (OnMissingKey::Pass, true, [Some(9), Some(10)]),
     ] {
         for (if_present, absent) in [(false, None), (true, None), (true, Some(""))] {
             let backend = MemoryBackend::new();
             let policy = |name: &str| Policy::new(name, Quota::per_hour(10).fixed_window());
-            let layer = RateLimitLayer::new(backend.clone(), policy("user")).with_rejection(AsError);
+            let layer = RateLimitLayer::new(backend.clone(), policy("user")).responder(ErrorResponder);
             let layer = layer.key(|call: &Call| call.0).on_missing_key(on_missing_key);
             let layer = match if_present {
                 true => layer.and_if_present(policy("tenant"), tenant),
@@ -2117,10 +2119,10 @@ fn per_hour(limit: u32) -> Policy {
     Policy::new("test", Quota::per_hour(limit).fixed_window())
 }
 
-type Plain<B> = RateLimitLayer<B, tollgate::Everyone, tollgate::rate_limit::UnitCost, AsError>;
+type Plain<B> = RateLimitLayer<B, tollgate::GlobalKey, tollgate::rate_limit::UnitCost, ErrorResponder>;
 
 fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
-    RateLimitLayer::new(store.into_store(), policy).with_rejection(AsError)
+    RateLimitLayer::new(store.into_store(), policy).responder(ErrorResponder)
 }
 
 /// A service in which a request is the number of units that it costs.

@@ -16,10 +16,10 @@ use support::server::RedisServer;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::idempotency::{
-    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnUnknown, Operation,
-    OperationError, Operations,
+    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Idempotent, OnUnknown, Operation,
+    OperationError, ResponsePolicy,
 };
-use tollgate::lock::{RunError, Scope, Segmented};
+use tollgate::lock::{Reach, RunError, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
 
@@ -33,12 +33,12 @@ fn operation() -> Operation {
     Operation::new("alice", "payout-7")
 }
 
-fn operations(store: impl IdempotencyStore + Send + Sync + 'static) -> Operations {
-    Operations::new(store, "payouts").lease(LEASE).deadline(DEADLINE)
+fn operations(store: impl IdempotencyStore + Send + Sync + 'static) -> Idempotent {
+    Idempotent::new(store, "payouts").lease(LEASE).deadline(DEADLINE)
 }
 
 /// Pays, and says how often it was asked to.
-async fn pay(operations: &Operations, paid: &AtomicU32) -> Ran {
+async fn pay(operations: &Idempotent, paid: &AtomicU32) -> Ran {
     operations
         .run(operation(), "100 EUR", async |_| {
             Ok::<_, BoxError>(format!("paid {}", paid.fetch_add(1, Ordering::Relaxed)))
@@ -46,7 +46,7 @@ async fn pay(operations: &Operations, paid: &AtomicU32) -> Ran {
         .await
 }
 
-async fn attempts(operations: &Operations) -> Ran {
+async fn attempts(operations: &Idempotent) -> Ran {
     operations
         .run(operation(), "100 EUR", async |attempt: IdempotencyHandle| {
             Ok::<_, BoxError>(attempt.attempt().to_string())
@@ -83,7 +83,7 @@ async fn operations_of_another_name_are_others<S: IdempotencyStore + Clone + Sen
         ("payouts", "alice,bob", "paid 3"),
         ("payouts", "alice", "paid 0"),
     ] {
-        let operations = Operations::new(store.clone(), name).deadline(DEADLINE);
+        let operations = Idempotent::new(store.clone(), name).deadline(DEADLINE);
         let work = async |attempt: IdempotencyHandle| {
             assert_eq!(*attempt.operation(), Operation::new((name, scope), "7"));
             Ok::<_, BoxError>(format!("paid {}", paid.fetch_add(1, Ordering::Relaxed)))
@@ -97,7 +97,7 @@ async fn what_takes_longer_than_a_lease_is_in_flight_until_it_is_done<S>(store: 
 where
     S: IdempotencyStore + Clone + Send + Sync + 'static,
 {
-    join_all([OnUnknown::Reject, OnUnknown::Retry].map(async |on_unknown| {
+    join_all([OnUnknown::Responder, OnUnknown::Retry].map(async |on_unknown| {
         let here = operations(store.clone()).on_unknown(on_unknown);
         let there = here.clone();
         let operation = Operation::new("alice", if on_unknown == OnUnknown::Retry { "a" } else { "b" });
@@ -132,7 +132,7 @@ async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Syn
     let work = async move |_: IdempotencyHandle| -> Result<&str, BoxError> { panic!("no money at all") };
     let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
     assert!(task.await.unwrap_err().is_panic());
-    operations.drained().await;
+    operations.wait_idle().await;
     assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
 }
 
@@ -163,15 +163,15 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
     );
     let mut unknown = Vec::new();
     for (key, keep, error, is_unknown) in [
-        ("a", Keep::SafeRetry, no_answer(), true),
-        ("b", Keep::SafeRetry, other(), false),
-        ("c", Keep::Success, no_answer(), true),
-        ("d", Keep::All, other(), true),
-        ("e", Keep::All, no_answer(), true),
-        ("f", Keep::All, nothing(), false),
-        ("g", Keep::Success, other(), false),
-        ("h", Keep::SafeRetry, io::Error::other(no_answer_within), true),
-        ("i", Keep::All, io::Error::other(nothing_within), false),
+        ("a", ResponsePolicy::SafeRetry, no_answer(), true),
+        ("b", ResponsePolicy::SafeRetry, other(), false),
+        ("c", ResponsePolicy::Success, no_answer(), true),
+        ("d", ResponsePolicy::All, other(), true),
+        ("e", ResponsePolicy::All, no_answer(), true),
+        ("f", ResponsePolicy::All, nothing(), false),
+        ("g", ResponsePolicy::Success, other(), false),
+        ("h", ResponsePolicy::SafeRetry, io::Error::other(no_answer_within), true),
+        ("i", ResponsePolicy::All, io::Error::other(nothing_within), false),
     ] {
         let operations = operations(store.clone()).keep(keep);
         let operation = Operation::new("alice", key);
@@ -190,12 +190,12 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
         let again = operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await;
         assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{operation}: {again:?}");
     }
-    let operations = operations(store).keep(Keep::All);
+    let operations = operations(store).keep(ResponsePolicy::All);
     let panicking = operations.clone();
     let work = async move |_: IdempotencyHandle| -> Result<&str, BoxError> { panic!("no money at all") };
     let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
     assert!(task.await.unwrap_err().is_panic());
-    operations.drained().await;
+    operations.wait_idle().await;
     sleep(LEASE * 2).await;
     let unknown = attempts(&operations).await;
     assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
@@ -320,7 +320,7 @@ async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync
 }
 
 async fn what_takes_too_long_is_dropped<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
-    let operations = operations(store).max_run(LEASE * 2);
+    let operations = operations(store).max_runtime(LEASE * 2);
     let begun = Instant::now();
     let work = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
     let cancelled = timeout(LEASE * 10, work).await.expect("it ends");
@@ -423,7 +423,7 @@ async fn nothing_is_begun_while_the_store_fails_and_what_is_done_is_kept_when_it
     };
     assert_eq!(operations.run(operation(), "100 EUR", work).await.unwrap().answer(), b"paid");
     faults.heal();
-    operations.drained().await;
+    operations.wait_idle().await;
     assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid");
 }
 
@@ -455,7 +455,7 @@ async fn a_claim_that_is_granted_too_late_begins_nothing() {
     faults.delay(Duration::from_millis(60));
     let late = pay(&operations, &paid).await;
     assert!(matches!(&late, Err(OperationError::Store(error)) if error.is_timeout()), "{late:?}");
-    operations.drained().await;
+    operations.wait_idle().await;
     faults.heal();
     assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid 0");
 }
@@ -507,9 +507,9 @@ fn what_has_failed_is_in_the_chain_of_its_causes() {
 
 #[test]
 fn memory_is_not_taken_for_a_distributed_store() {
-    let refused = operations(MemoryBackend::new()).require(Scope::Redis);
+    let refused = operations(MemoryBackend::new()).require(Reach::Redis);
     assert!(matches!(refused, Err(ConfigError::ScopeTooSmall { .. })), "{refused:?}");
-    assert!(operations(MemoryBackend::new()).require(Scope::Process).is_ok());
+    assert!(operations(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 
 /// The story of a deadline that was found out on Redis only, where each call is late.
@@ -517,7 +517,8 @@ fn memory_is_not_taken_for_a_distributed_store() {
 async fn a_time_of_zero_is_found_on_any_backend() {
     let zero = Duration::ZERO;
     let operations = operations(MemoryBackend::new());
-    for (operations, named) in [(operations.clone().deadline(zero), "deadline"), (operations.max_run(zero), "max_run")]
+    for (operations, named) in
+        [(operations.clone().deadline(zero), "deadline"), (operations.max_runtime(zero), "max_runtime")]
     {
         let refused = attempts(&operations).await;
         let setting = match refused {

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use support::server::{RedisServer, version};
 use support::windows::{Event, Recorder, Windows, now_us};
 use tokio::task::JoinSet;
-use tollgate::rate_limit::{Leases, Limit};
+use tollgate::rate_limit::{Limit, QuotaPrefetch};
 use tollgate::{Limiter, Policy, Quota, RedisBackend};
 
 const PROCESSES: usize = 4;
@@ -184,7 +184,7 @@ fn work_with_leases(url: &str) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (admissions, recorder, stats) = runtime.block_on(async {
         let recorder = Recorder::new(RedisBackend::connect(url).await.expect("the server lets us in"));
-        let leases = Leases::new(recorder.clone());
+        let leases = QuotaPrefetch::new(recorder.clone());
         let policy = Policy::new("leases", limit("leases"));
         let limiter = Limiter::new(leases.clone(), policy).deadline(Duration::from_secs(20));
         let start = Instant::now();

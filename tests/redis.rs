@@ -20,12 +20,12 @@ use tokio::task::{JoinSet, block_in_place};
 use tokio::time::timeout;
 use tollgate::delay_queue::{DelayQueueWorker, Job, Recurring, Schedule};
 use tollgate::http::{FingerprintedBody, header};
-use tollgate::idempotency::{Operation, Operations};
-use tollgate::lock::Scope;
+use tollgate::idempotency::{Idempotent, Operation};
+use tollgate::lock::Reach;
 use tollgate::rate_limit::{Decision, RateLimitStore};
 use tollgate::{
-    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Leases, Limiter,
-    MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Limiter, MemoryBackend,
+    Policy, Quota, QuotaPrefetch, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
@@ -467,22 +467,22 @@ async fn the_memory_backend_is_not_taken_for_a_distributed_one() {
     fn scopes(backend: impl RateLimitStore + Clone) -> [Result<(), ConfigError>; 2] {
         let policy = Policy::new("wide", Quota::per_minute(1).fixed_window());
         [
-            Limiter::new(backend.clone(), policy.clone()).require(Scope::Redis).map(drop),
-            RateLimitLayer::new(backend, policy).require(Scope::Redis).map(drop),
+            Limiter::new(backend.clone(), policy.clone()).require(Reach::Redis).map(drop),
+            RateLimitLayer::new(backend, policy).require(Reach::Redis).map(drop),
         ]
     }
     let server = RedisServer::start();
     for (url, expected) in [
-        ("memory://", Err(ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process })),
+        ("memory://", Err(ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process })),
         (&*server.url(), Ok(())),
     ] {
         let backend = tollgate::connect(url).await.unwrap();
-        assert_eq!(DelayQueue::<u8>::new(backend.clone(), "wide").require(Scope::Redis).map(drop), expected);
-        let (denials, leases) = (DenyCache::new(backend.clone()), Leases::new(backend.clone()));
+        assert_eq!(DelayQueue::<u8>::new(backend.clone(), "wide").require(Reach::Redis).map(drop), expected);
+        let (denials, leases) = (DenyCache::new(backend.clone()), QuotaPrefetch::new(backend.clone()));
         let found = [scopes(backend), scopes(denials), scopes(leases)];
         assert_eq!(found.concat(), vec![expected; 6], "{url}");
     }
-    assert!(Limiter::new(MemoryBackend::new(), policies(1)[0].clone()).require(Scope::Process).is_ok());
+    assert!(Limiter::new(MemoryBackend::new(), policies(1)[0].clone()).require(Reach::Process).is_ok());
 }
 
 #[tokio::test]
@@ -795,7 +795,7 @@ async fn nothing_outlives_the_backend_of_operations_and_queues() {
 
     // One of two is at work, the other one waits for it.
     for _ in 0..2 {
-        let operations = Operations::new(backend.clone(), "payouts").lease(SECOND).wait(LONG).deadline(DEADLINE);
+        let operations = Idempotent::new(backend.clone(), "payouts").lease(SECOND).wait(LONG).deadline(DEADLINE);
         let begins = begins.clone();
         dropped.spawn(async move {
             let work = async |_| {

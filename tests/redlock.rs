@@ -16,8 +16,8 @@ use support::stores::delegate_lock;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockStore, LossReason, Redlock, Release, Released,
-    RwLocks, Scope, Semaphore, Token,
+    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockStore, LossReason, Reach, Redlock, ReleaseOutcome,
+    Released, RwLocks, Semaphore, Token,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
@@ -146,7 +146,7 @@ async fn locks_go_on_while_a_minority_is_killed_or_stopped() {
             sleep(ttl / 10).await;
         }
         let fence = lease.fence();
-        assert_eq!(lease.release().await.unwrap(), Release::Released);
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         let begun = Instant::now();
         let other = there.lock("a").await.unwrap();
         assert!(begun.elapsed() < ttl, "{:?}", begun.elapsed());
@@ -156,7 +156,7 @@ async fn locks_go_on_while_a_minority_is_killed_or_stopped() {
         } else {
             servers[down].resume();
         }
-        assert_eq!(other.release().await.unwrap(), Release::Released);
+        assert_eq!(other.release().await.unwrap(), ReleaseOutcome::Released);
     }
     for locks in [here, there] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
@@ -233,8 +233,8 @@ impl LockStore for Recorder {
     }
 
     /// As far as anybody knows.
-    fn scope(&self) -> Scope {
-        Scope::Redis
+    fn scope(&self) -> Reach {
+        Reach::Redis
     }
 }
 
@@ -251,7 +251,7 @@ async fn a_token_that_was_given_back_is_not_asked_with_again() {
     }
     let lease = locks.lock("a").wait(LONG).await.unwrap();
     assert!(stores.iter().all(|store| store.attempts.load(Ordering::Relaxed) > 1));
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     locks.shutdown().await;
 }
 
@@ -308,8 +308,8 @@ struct Remote(FaultStore<MemoryBackend>);
 impl LockStore for Remote {
     delegate_lock!(0: acquire, acquire_all, renew, release, watch);
 
-    fn scope(&self) -> Scope {
-        Scope::Redis
+    fn scope(&self) -> Reach {
+        Reach::Redis
     }
 }
 
@@ -361,8 +361,8 @@ impl LockStore for Slow {
         LockStore::release(&self.inner, lock, token).await
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Redis
+    fn scope(&self) -> Reach {
+        Reach::Redis
     }
 }
 
@@ -377,7 +377,7 @@ async fn a_store_that_is_slower_than_the_others_is_told_of_a_release_as_well() {
     let locks = Locks::new(Redlock::new(stores.clone()).unwrap()).wait(Duration::ZERO);
     for _ in 0..3 {
         let begun = tokio::time::Instant::now();
-        assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+        assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
         assert!(begun.elapsed() < Duration::from_millis(50), "it is not waited for");
     }
     sleep(Duration::from_millis(200)).await;
@@ -434,7 +434,7 @@ async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
             let request = locks.lock(key).ttl(ttl);
             tasks.spawn(async move { request.await.unwrap().release().await.unwrap() });
         }
-        assert!(tasks.join_all().await.iter().all(|release| *release == Release::Released));
+        assert!(tasks.join_all().await.iter().all(|release| *release == ReleaseOutcome::Released));
         sleep(Duration::from_secs(1)).await;
     }
     let admin = LockAdmin::new(RedisBackend::connect(servers[2].url()).await.unwrap());
@@ -451,15 +451,15 @@ async fn what_the_majority_cannot_decide_is_refused_by_name() {
     let few = Redlock::new([(); 2].map(|()| MemoryBackend::new())).unwrap_err();
     assert_eq!(few, ConfigError::TooFewStores { stores: 2, min: 3 });
     let process = Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap();
-    assert_eq!(LockStore::scope(&process), Scope::Process);
-    assert!(LockLayer::new(process.clone()).require(Scope::Redis).is_err());
-    assert!(Locks::new(process).require(Scope::Redis).is_err());
+    assert_eq!(LockStore::scope(&process), Reach::Process);
+    assert!(LockLayer::new(process.clone()).require(Reach::Redis).is_err());
+    assert!(Locks::new(process).require(Reach::Redis).is_err());
 
     let servers = [(); 3].map(|()| RedisServer::start());
     let stores = connect(&servers).await;
-    assert!(LockStore::scope(&stores) == Scope::Quorum && Scope::Quorum > Scope::Redis);
-    assert!(LockLayer::new(stores.clone()).require(Scope::Quorum).is_ok());
-    assert!(Locks::new(stores.clone()).require(Scope::Quorum).is_ok());
+    assert!(LockStore::scope(&stores) == Reach::Quorum && Reach::Quorum > Reach::Redis);
+    assert!(LockLayer::new(stores.clone()).require(Reach::Quorum).is_ok());
+    assert!(Locks::new(stores.clone()).require(Reach::Quorum).is_ok());
     let refused = [
         Locks::new(stores.clone()).fair().lock("a").await,
         RwLocks::new(stores.clone()).read("a").await,
@@ -519,7 +519,7 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
 async fn only_a_majority_that_forgets_loses_a_lease() {
     let servers = [(); 3].map(|()| RedisServer::start());
     let locks = locks(&servers).await;
-    for (forgetful, expected) in [(1, Release::Released), (2, Release::Lost)] {
+    for (forgetful, expected) in [(1, ReleaseOutcome::Released), (2, ReleaseOutcome::Lost)] {
         let lease = lease_of_all(&locks, &servers).await;
         for server in &servers[..forgetful] {
             let _: u64 = block_in_place(|| server.query("DEL tollgate:2:{lock:default:a}:lease"));
@@ -531,7 +531,7 @@ async fn only_a_majority_that_forgets_loses_a_lease() {
     servers[1].pause();
     let released = lease.release().await;
     servers[1].resume();
-    assert!(!matches!(released, Ok(Release::Lost)), "{released:?}");
+    assert!(!matches!(released, Ok(ReleaseOutcome::Lost)), "{released:?}");
 }
 
 /// The number that was given out last was that of the clocks alone.

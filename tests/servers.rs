@@ -21,11 +21,11 @@ use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
-use tollgate::grpc::AsStatus;
+use tollgate::grpc::GrpcResponder;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState};
 use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
-use tollgate::reject::HeaderVersion;
+use tollgate::responder::HeaderVersion;
 use tollgate::{
     BoxError, IdempotencyLayer, Key, LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
     StoreError,
@@ -182,7 +182,7 @@ async fn tonic_limits_an_address_that_is_passed_on() {
             }
             call
         };
-        let limited = ServiceBuilder::new().map_request(pass_on).layer(by_peer().with_rejection(AsStatus::new()));
+        let limited = ServiceBuilder::new().map_request(pass_on).layer(by_peer().responder(GrpcResponder::new()));
         let (server, _) = serve_echo(limited.into_inner());
         let mut client = GrpcClient::connect(server.addr).await;
         for _ in 0..3 {
@@ -303,7 +303,7 @@ async fn tonic_clients_of_a_broken_store_are_told_to_come_back_in_a_second() {
 #[tokio::test]
 async fn tonic_clients_get_the_fields_that_were_asked_for_and_jitter() {
     within_seconds(async {
-        let answer = AsStatus::new()
+        let answer = GrpcResponder::new()
             .headers([HeaderVersion::LegacyDelta, HeaderVersion::Draft10])
             .partition_secret([7; 32])
             .retry_jitter(Duration::from_secs(1_000));
@@ -332,7 +332,7 @@ async fn tonic_clients_get_the_fields_that_were_asked_for_and_jitter() {
 async fn tonic_runs_a_call_with_a_key_once() {
     within_seconds(async {
         let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-tenant"));
-        let (server, calls) = serve_echo(guard.with_rejection(AsStatus::new()));
+        let (server, calls) = serve_echo(guard.responder(GrpcResponder::new()));
         let mut client = GrpcClient::connect(server.addr).await;
         let acme = [("x-tenant", "acme"), ("idempotency-key", "k")];
         for is_replay in [false, true, true] {
@@ -367,8 +367,8 @@ async fn tonic_clients_get_the_answer_that_was_given_by_hand() {
     within_seconds(async {
         let backend = MemoryBackend::new();
         let guard = IdempotencyLayer::new(backend.clone()).scope(header("x-tenant"));
-        let guard = guard.lease(Duration::from_millis(50)).max_run(Duration::from_millis(50));
-        let (server, calls) = serve_echo(guard.with_rejection(AsStatus::new()));
+        let guard = guard.lease(Duration::from_millis(50)).max_runtime(Duration::from_millis(50));
+        let (server, calls) = serve_echo(guard.responder(GrpcResponder::new()));
         let mut client = GrpcClient::connect(server.addr).await;
         let admin = IdempotencyAdmin::new(backend);
         let of_status = Status::already_exists("paid").into_http::<Bytes>();
@@ -403,7 +403,7 @@ async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
         let locks = Locks::new(MemoryBackend::new());
         let held = locks.lock(Key::digest("acme")).await.unwrap();
         let layer = LockLayer::with_locks(locks).key(header("x-tenant")).wait(Duration::from_secs(600)).max_waiters(1);
-        let (server, calls) = serve_echo(layer.with_rejection(AsStatus::new()));
+        let (server, calls) = serve_echo(layer.responder(GrpcResponder::new()));
         let mut client = GrpcClient::connect(server.addr).await;
         let mut ended = 0;
         while ended < 3 {
@@ -518,14 +518,17 @@ async fn serve_tonic<B>(layer: RateLimitLayer<B, HeaderKey>) -> (Server, Arc<Ato
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
-    serve_tonic_answering(layer, AsStatus::new()).await
+    serve_tonic_answering(layer, GrpcResponder::new()).await
 }
 
-async fn serve_tonic_answering<B>(layer: RateLimitLayer<B, HeaderKey>, answer: AsStatus) -> (Server, Arc<AtomicUsize>)
+async fn serve_tonic_answering<B>(
+    layer: RateLimitLayer<B, HeaderKey>,
+    answer: GrpcResponder,
+) -> (Server, Arc<AtomicUsize>)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
-    serve_echo(layer.with_rejection(answer))
+    serve_echo(layer.responder(answer))
 }
 
 /// Behind a layer.

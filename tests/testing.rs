@@ -7,7 +7,7 @@ use futures_util::FutureExt;
 use tokio::time::{Instant, advance, timeout};
 use tollgate::delay_queue::{self, Due, JobId, NewJob, QueueKey, State, WorkerId};
 use tollgate::idempotency::{Answer, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, Operation, Payload};
-use tollgate::lock::{self, Cursor, LockAdmin, LockKey, Renewal, Token, Wakeups};
+use tollgate::lock::{self, Cursor, LockAdmin, LockKey, Notifications, Renewal, Token};
 use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
 use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
@@ -144,7 +144,7 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     assert!(store.ask_holders(&lock).await.is_err());
     assert!(store.release(&lock, &token).await.is_err());
     for wakeups in [store.watch(&lock, None).await, store.watch_asks(&lock).await] {
-        assert_eq!(format!("{wakeups:?}"), format!("{:?}", Wakeups::none()));
+        assert_eq!(format!("{wakeups:?}"), format!("{:?}", Notifications::none()));
     }
     for (verb, calls) in
         [(Verb::Acquire, 3), (Verb::Renew, 1), (Verb::Name, 1), (Verb::Ask, 1), (Verb::Release, 1), (Verb::Watch, 2)]
@@ -179,7 +179,7 @@ async fn every_verb_of_operations_fails_and_is_counted() {
     assert!(store.checkpoint(&operation, &claim, &payload, &checkpoint).await.is_err());
     assert!(store.complete(&operation, &token, &completion).await.is_err());
     assert!(store.release(&operation, &claim).await.is_err());
-    assert_eq!(format!("{:?}", store.watch(&operation).await), format!("{:?}", Wakeups::none()));
+    assert_eq!(format!("{:?}", store.watch(&operation).await), format!("{:?}", Notifications::none()));
     for verb in [Verb::Begin, Verb::Renew, Verb::Checkpoint, Verb::Complete, Verb::Release, Verb::Watch] {
         assert_eq!(faults.calls(verb), 1, "{verb:?}");
     }
@@ -197,7 +197,7 @@ async fn every_verb_of_queues_fails_and_is_counted() {
     assert!(store.push(&queue, &[NewJob::new(id, *b"x")], 10).await.is_err());
     assert!(store.claim(&queue, &[], &claim).await.is_err());
     assert!(store.extend(&queue, &[], claim.lease).await.is_err());
-    assert_eq!(format!("{:?}", store.watch(&queue, worker).await), format!("{:?}", Wakeups::none()));
+    assert_eq!(format!("{:?}", store.watch(&queue, worker).await), format!("{:?}", Notifications::none()));
     for verb in [Verb::Push, Verb::Claim, Verb::Extend, Verb::Watch] {
         assert_eq!(faults.calls(verb), 1, "{verb:?}");
     }
@@ -209,7 +209,7 @@ async fn every_verb_of_queues_fails_and_is_counted() {
         store.counts(&queue).await.map(drop),
         store.list(&queue, State::Waiting, 0, 1).await.map(drop),
         store.pause(&queue, true).await,
-        store.drain(&queue, 1, false).await.map(drop),
+        store.purge(&queue, 1, false).await.map(drop),
         store.release_unique(&queue, &"key".into()).await.map(drop),
         store.replay(&queue, &[id]).await.map(drop),
         store.forget(&queue, &[id]).await.map(drop),

@@ -22,7 +22,7 @@ use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};
-use tollgate::lock::{Acquired, LockAdmin, LockKey, LockStore, Release, Renewal, Token};
+use tollgate::lock::{Acquired, LockAdmin, LockKey, LockStore, ReleaseOutcome, Renewal, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
 use tollgate::{BoxError, Key, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
@@ -504,7 +504,7 @@ mod on_a_cluster {
             block_in_place(|| cluster.open(slot, to));
         }
         for lease in taken {
-            assert_eq!(lease.release().await.unwrap(), Release::Released);
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         }
         let [(done, claim), given_back, counted] = claims;
         let payload = Payload::default();

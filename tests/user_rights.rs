@@ -13,7 +13,7 @@ use support::server::{RedisServer, wait_until};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{
-    Claim as JobClaim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, JobId, QueueKey, State, WorkerId,
+    Ack, AckKind, Claim as JobClaim, ClaimedJob, DeadLimits, DelayQueueStore, JobId, QueueKey, State, WorkerId,
 };
 use tollgate::idempotency::{
     Begun, Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
@@ -324,8 +324,8 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     queue.cancel("a").await?;
     let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
     backend.extend(&key, &tickets, MINUTE).await?;
-    let ending = Ending::Retry { delay: Duration::ZERO, error: "no".into() };
-    let finishes: Vec<_> = tickets.iter().map(|&ticket| Finish::new(ticket, ending.clone())).collect();
+    let ending = AckKind::Retry { delay: Duration::ZERO, error: "no".into() };
+    let finishes: Vec<_> = tickets.iter().map(|&ticket| Ack::new(ticket, ending.clone())).collect();
     let mut few = worker;
     few.dead = DeadLimits::new(1, MINUTE);
     backend.claim(&key, &finishes, &few).await?;
@@ -334,13 +334,13 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     queue.counts().await?;
     queue.dead(0, 10).await?;
     queue.replay(10, |_| true).await?;
-    queue.drain().await?;
+    queue.purge().await?;
     // One whose worker is gone, one that is done, and one that nobody wants any more.
     queue.push("d".to_owned()).id("d").max_attempts(1).await?;
     let brief = JobClaim::new(worker.worker, 10, Duration::from_millis(20));
     let jobs = backend.claim(&key, &[], &brief).await?.jobs;
     sleep(Duration::from_millis(50)).await;
-    let late: Vec<_> = jobs.iter().map(|job| Finish::new(job.ticket(), Ending::Done)).collect();
+    let late: Vec<_> = jobs.iter().map(|job| Ack::new(job.ticket(), AckKind::Done)).collect();
     backend.claim(&key, &late, &worker).await?;
     queue.forget(10, |_| true).await?;
     drop(wakeups);

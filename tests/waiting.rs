@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{DenyCache, Leases, Outcome, PolicyResolver, RateLimitStore, RateLimited};
+use tollgate::rate_limit::{DenyCache, Outcome, PolicyResolver, QuotaPrefetch, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+use tollgate::{BoxError, ErrorResponder, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceExt, service_fn};
 
@@ -56,7 +56,7 @@ impl Calls {
             served.lock().unwrap().push((number, begun.elapsed().as_millis()));
             ready(Ok::<_, BoxError>(()))
         });
-        BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).with_rejection(AsError).layer(inner))
+        BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).responder(ErrorResponder).layer(inner))
     }
 
     fn served(&self) -> Vec<(u32, u128)> {
@@ -209,7 +209,7 @@ async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
         .cost(|cost: &u32| *cost)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
     let take_all = async || while other.check(Key::EVERYONE).await.unwrap().is_allowed() {};
     take_all().await;
@@ -236,7 +236,7 @@ async fn what_was_too_long_to_wait_is_forgotten_once_somebody_is_admitted() {
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
         .cost(|cost: &u32| *cost)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
     while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
     let large = tokio::spawn(service.clone().oneshot(4));
@@ -279,7 +279,7 @@ async fn those_who_were_asked_about_at_once_keep_their_places() {
     let service = RateLimitLayer::new(store.clone(), second.clone())
         .wait(Duration::from_secs(60))
         .cost(|(_, number): &Call| if *number % 10 == 7 { 8 } else { 1 })
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(inner);
     let other = Limiter::new(store.clone(), second);
     while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
@@ -570,7 +570,7 @@ async fn what_is_given_back_is_had_by_the_first_of_a_line_where_another_one_is_n
         .wait(Duration::from_secs(90))
         .cost(|(cost, _): &Call| *cost)
         .charge_on(|_: Result<&(), &BoxError>| false)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |(_, after): Call| {
             sleep(ms(after.into())).await;
             Ok::<_, BoxError>(())
@@ -608,7 +608,7 @@ async fn who_waits_is_counted_once_by_those_who_have_no_say() {
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
         .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Somebody else takes the room now and then.
     let other = Limiter::new(backend.clone(), policy());
@@ -639,8 +639,8 @@ async fn who_waits_is_held_to_what_the_resolver_says() {
                 served.lock().unwrap().push((number, begun.elapsed().as_millis()));
                 ready(Ok::<_, BoxError>(()))
             });
-            let layer = layer.key(|(customer, _): &Call| *customer).and(total.clone(), tollgate::Everyone);
-            BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+            let layer = layer.key(|(customer, _): &Call| *customer).and(total.clone(), tollgate::GlobalKey);
+            BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
         } else {
             calls.behind(layer)
         };
@@ -667,7 +667,7 @@ async fn who_waits_is_counted_once_where_the_resolver_says_that_nothing_is_enfor
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
         .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Somebody else takes the room now and then, so that the first of the line has to ask more than once.
     let other = Limiter::new(backend.clone(), policy());
@@ -691,7 +691,7 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
         .max_waiters_in_total(1)
         .on_store_error(OnStoreError::Deny)
         .cost(|cost: &u32| *cost)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     let begun = Instant::now();
     let never = async || {
@@ -760,7 +760,7 @@ async fn what_is_given_back_while_the_store_fails_is_had_by_those_who_wait() {
     let service = RateLimitLayer::new(store, minute)
         .wait(Duration::from_secs(90))
         .charge_on(|_: Result<&u32, &BoxError>| false)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(10)).await;
             Ok::<_, BoxError>(number)
@@ -791,9 +791,9 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
             let each = RateLimitLayer::new(store.clone(), total).wait(Duration::from_secs(90));
             let each = each.and(minute.clone(), |(customer, _): &Call| *customer);
             let each = each.charge_on(|_: Result<&u32, &BoxError>| false);
-            BoxCloneService::new(each.with_rejection(AsError).layer(inner))
+            BoxCloneService::new(each.responder(ErrorResponder).layer(inner))
         } else {
-            BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+            BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
         };
         // Where the answers of the store take their time, several are denied before the first of them stands in the line.
         for delay in [0, 6] {
@@ -826,7 +826,7 @@ async fn what_is_given_back_for_several_is_had_by_several() {
         .wait(Duration::from_secs(90))
         .cost(|(_, number): &Call| if *number == 0 { 2 } else { 1 })
         .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() != 0)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(30)).await;
             Ok::<_, BoxError>(number)
@@ -869,11 +869,11 @@ async fn what_never_fits_as_the_resolver_has_said_before_is_not_waited_for() {
     let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("plan", Quota::per_hour(100).fixed_window()));
     let service = layer
         .resolver(resolver(plan))
-        .and(Policy::new("total", Quota::per_second(10).burst(10).unwrap().token_bucket()), tollgate::Everyone)
+        .and(Policy::new("total", Quota::per_second(10).burst(10).unwrap().token_bucket()), tollgate::GlobalKey)
         .wait(Duration::from_secs(60))
         .key(|(customer, _): &Call| *customer)
         .cost(|(_, cost): &Call| *cost)
-        .with_rejection(AsError)
+        .responder(ErrorResponder)
         .layer(service_fn(async |_: Call| Ok::<_, BoxError>(())));
     service.clone().oneshot((ACME, 1)).await.unwrap();
     service.clone().oneshot((GLOBEX, 5)).await.unwrap();
@@ -916,11 +916,12 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several(
         B: RateLimitStore + Clone + Send + Sync + 'static,
     {
         let inner = || service_fn(async |_: Call| Ok::<_, BoxError>(()));
-        let layer = RateLimitLayer::new(store.clone(), total.clone()).deadline(Duration::ZERO).with_rejection(AsError);
+        let layer =
+            RateLimitLayer::new(store.clone(), total.clone()).deadline(Duration::ZERO).responder(ErrorResponder);
         let layer = layer.and(each.clone(), |(customer, _): &Call| *customer);
         let services = [
             BoxCloneService::new(layer.clone().layer(inner())),
-            BoxCloneService::new(layer.and(trial.clone(), tollgate::Everyone).layer(inner())),
+            BoxCloneService::new(layer.and(trial.clone(), tollgate::GlobalKey).layer(inner())),
         ];
         for (service, customer) in services.into_iter().zip([ACME, GLOBEX]) {
             for number in 0..5 {
@@ -936,7 +937,7 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several(
     }
     let policies = [&each, &total, &trial];
     decided(MemoryBackend::new(), policies).await;
-    decided(DenyCache::new(Leases::new(MemoryBackend::new())), policies).await;
+    decided(DenyCache::new(QuotaPrefetch::new(MemoryBackend::new())), policies).await;
 }
 
 /// They were not counted, and the store was said to fail.
@@ -1019,7 +1020,7 @@ where
         ready(Ok::<_, BoxError>(()))
     });
     let layer = layer.and(each, |(customer, _): &Call| *customer);
-    BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+    BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
 }
 
 /// All requests of a layer stood in one line, whosever limit they waited for: others waited behind them, and were told of limits that were not theirs.
@@ -1111,7 +1112,7 @@ async fn what_costs_nothing_waits_for_nobody() {
             own.wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
                 .cost(|cost: &u32| *cost)
-                .with_rejection(AsError)
+                .responder(ErrorResponder)
                 .layer(inner()),
         ),
         BoxCloneService::new(
@@ -1119,7 +1120,7 @@ async fn what_costs_nothing_waits_for_nobody() {
                 .wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
                 .cost(|cost: &u32| *cost)
-                .with_rejection(AsError)
+                .responder(ErrorResponder)
                 .layer(inner()),
         ),
     ];

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::support::server::RedisServer;
 use super::support::windows::{Event, Recorder, Windows, now_us};
-use tollgate::rate_limit::{DenyCache, Leases, RateLimitStore};
+use tollgate::rate_limit::{DenyCache, QuotaPrefetch, RateLimitStore};
 use tollgate::{Key, Limiter, Policy, Quota, RedisBackend};
 
 const THREADS: usize = 2;
@@ -56,7 +56,7 @@ async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
 
 /// Admissions a second of one key. Also answers how often units were drawn.
 async fn lease_per_s(backend: RedisBackend) -> (f64, u64) {
-    let store = Leases::new(backend);
+    let store = QuotaPrefetch::new(backend);
     let limiter = limiter(store.clone(), "leased", Quota::per_second(u32::MAX));
     let keys = [Key::from("everybody")];
     load(&limiter, &keys, 64, true).await;
@@ -118,7 +118,7 @@ async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
     let recorders: Vec<_> = (0..4).map(|_| Recorder::new(backend.clone())).collect();
     let tasks: Vec<_> = (0..128_usize)
         .map(|task| recorders[task % 4].clone())
-        .map(|recorder| limiter(Leases::new(recorder), "windows", quota))
+        .map(|recorder| limiter(QuotaPrefetch::new(recorder), "windows", quota))
         .collect();
     // The tasks of one process share its leases.
     let tasks: Vec<_> = (0..tasks.len())

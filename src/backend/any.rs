@@ -4,8 +4,8 @@ use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
 use crate::delay_queue::{
-    self, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
-    QueueKey, State, StoredJob, Ticket, WorkerId,
+    self, Ack, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease, NewJob,
+    QueueKey, State, StoredJob, WorkerId,
 };
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::{
@@ -13,8 +13,8 @@ use crate::idempotency::{
     OperationStatus, Payload,
 };
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
-use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Released, Renewal, Token};
+use crate::lock::{Cursor, ForceReleased, LockPage, LockRegistry, LockStatus};
 use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
@@ -218,7 +218,7 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.reset(policy, key).await)
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         delegate!(self, store => RateLimitStore::scope(store))
     }
 }
@@ -244,7 +244,7 @@ impl LockStore for AnyBackend {
         delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         delegate!(self, store => LockStore::watch(store, lock, in_line).await)
     }
 
@@ -256,11 +256,11 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.ask_holders(lock).await)
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
         delegate!(self, store => store.watch_asks(lock).await)
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         delegate!(self, store => LockStore::scope(store))
     }
 }
@@ -270,7 +270,7 @@ impl LockRegistry for AnyBackend {
         delegate!(self, store => LockRegistry::inspect(store, lock).await)
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         delegate!(self, store => store.seize(lock).await)
     }
 
@@ -329,11 +329,11 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => IdempotencyStore::release(store, operation, claim).await)
     }
 
-    async fn watch(&self, operation: &Operation) -> Wakeups {
+    async fn watch(&self, operation: &Operation) -> Notifications {
         delegate!(self, store => IdempotencyStore::watch(store, operation).await)
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         delegate!(self, store => IdempotencyStore::scope(store))
     }
 }
@@ -369,17 +369,22 @@ impl DelayQueueStore for AnyBackend {
     async fn claim(
         &self,
         queue: &QueueKey,
-        finished: &[Finish],
+        finished: &[Ack],
         claim: &delay_queue::Claim,
     ) -> Result<Claimed, StoreError> {
         delegate!(self, store => store.claim(queue, finished, claim).await)
     }
 
-    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+    async fn extend(
+        &self,
+        queue: &QueueKey,
+        tickets: &[JobLease],
+        lease: Duration,
+    ) -> Result<Vec<Extended>, StoreError> {
         delegate!(self, store => store.extend(queue, tickets, lease).await)
     }
 
-    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {
         delegate!(self, store => DelayQueueStore::watch(store, queue, worker).await)
     }
 
@@ -417,8 +422,8 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => store.pause(queue, is_paused).await)
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        delegate!(self, store => store.drain(queue, limit, keeps_unique).await)
+    async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        delegate!(self, store => store.purge(queue, limit, keeps_unique).await)
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
@@ -433,7 +438,7 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => DelayQueueStore::forget(store, queue, ids).await)
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         delegate!(self, store => DelayQueueStore::scope(store))
     }
 

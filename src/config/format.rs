@@ -14,7 +14,7 @@ use serde::de::{MapAccess, Visitor};
 use serde_json::value::RawValue;
 use toml_parser::parser::{Event as TomlEvent, EventKind, RecursionGuard};
 
-use super::tree::{Entry, Fault, MAX_DEPTH, Node, Value};
+use super::tree::{Entry, Located, MAX_DEPTH, ParseError, Value};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
@@ -35,7 +35,7 @@ impl Format {
         }
     }
 
-    pub(super) fn parse(self, text: &str) -> Result<Node, Fault> {
+    pub(super) fn parse(self, text: &str) -> Result<Located, ParseError> {
         match self {
             Self::Toml => toml(text),
             Self::Yaml => yaml(text),
@@ -44,22 +44,22 @@ impl Format {
     }
 }
 
-fn too_deep(offset: usize) -> Fault {
-    Fault::new(format!("lists and tables lie more than {MAX_DEPTH} levels deep in each other")).at(offset)
+fn too_deep(offset: usize) -> ParseError {
+    ParseError::new(format!("lists and tables lie more than {MAX_DEPTH} levels deep in each other")).at(offset)
 }
 
-fn given_twice(name: &str, offset: usize) -> Fault {
-    Fault::new(format!("`{name}` is given twice")).at(offset).within(name)
+fn given_twice(name: &str, offset: usize) -> ParseError {
+    ParseError::new(format!("`{name}` is given twice")).at(offset).within(name)
 }
 
 // TOML.
 
-fn toml(text: &str) -> Result<Node, Fault> {
+fn toml(text: &str) -> Result<Located, ParseError> {
     if let Some(offset) = too_deep_toml(text) {
         return Err(too_deep(offset));
     }
     let table = DeTable::parse(text).map_err(|error| {
-        let fault = Fault::new(error.message().replace('\n', ", "));
+        let fault = ParseError::new(error.message().replace('\n', ", "));
         error.span().map_or(fault.clone(), |span| fault.at(span.start))
     })?;
     let offset = table.span().start;
@@ -95,7 +95,7 @@ fn too_deep_toml(text: &str) -> Option<usize> {
     found
 }
 
-fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Node, Fault> {
+fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Located, ParseError> {
     if depth > MAX_DEPTH {
         return Err(too_deep(offset));
     }
@@ -104,11 +104,11 @@ fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Node, F
         let node = from_toml(value, depth).map_err(|fault| fault.within(name.as_str()))?;
         Ok(Entry { name, offset, node })
     });
-    let entries: Result<Vec<Entry>, Fault> = entries.collect();
-    Ok(Node { offset, value: Value::Table(entries?) })
+    let entries: Result<Vec<Entry>, ParseError> = entries.collect();
+    Ok(Located { offset, value: Value::Table(entries?) })
 }
 
-fn from_toml(value: Spanned<DeValue<'_>>, depth: usize) -> Result<Node, Fault> {
+fn from_toml(value: Spanned<DeValue<'_>>, depth: usize) -> Result<Located, ParseError> {
     let offset = value.span().start;
     let value = match value.into_inner() {
         DeValue::Table(table) => return from_table(table, offset, depth + 1),
@@ -123,7 +123,7 @@ fn from_toml(value: Spanned<DeValue<'_>>, depth: usize) -> Result<Node, Fault> {
         DeValue::Boolean(value) => Value::Bool(value),
         DeValue::Datetime(_) => Value::Other("a date or time"),
     };
-    Ok(Node { offset, value })
+    Ok(Located { offset, value })
 }
 
 fn toml_integer(integer: &DeInteger<'_>) -> Value {
@@ -132,14 +132,14 @@ fn toml_integer(integer: &DeInteger<'_>) -> Value {
 
 // JSON.
 
-fn json(text: &str) -> Result<Node, Fault> {
+fn json(text: &str) -> Result<Located, ParseError> {
     // The whole document first: of a mistake within it, serde_json knows the line.
     let raw: &RawValue = serde_json::from_str(text).map_err(|error| json_fault(text, 0, &error))?;
     from_json(text, raw.get(), 0)
 }
 
 /// A fault in `piece`, which begins at `start` in the document.
-fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> Fault {
+fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> ParseError {
     let line_start = piece.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum::<usize>();
     // The place stands behind the message, and is counted from the piece.
     let message = error.to_string();
@@ -148,10 +148,10 @@ fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> Fault {
     while !piece.is_char_boundary(offset) {
         offset -= 1;
     }
-    Fault::new(message).at(start + offset)
+    ParseError::new(message).at(start + offset)
 }
 
-fn from_json(text: &str, piece: &str, depth: usize) -> Result<Node, Fault> {
+fn from_json(text: &str, piece: &str, depth: usize) -> Result<Located, ParseError> {
     // Each piece is a slice of the text, so the addresses say where it lies.
     let offset = (piece.as_ptr() as usize).saturating_sub(text.as_ptr() as usize);
     let fault = |error| json_fault(piece, offset, &error);
@@ -192,7 +192,7 @@ fn from_json(text: &str, piece: &str, depth: usize) -> Result<Node, Fault> {
             _ => Value::Other("a number"),
         },
     };
-    Ok(Node { offset, value })
+    Ok(Located { offset, value })
 }
 
 /// All fields of an object as they stand there, also those that are there twice.
@@ -227,17 +227,17 @@ impl<'de> Deserialize<'de> for JsonFields<'de> {
 /// How much all that stands for something else, by an alias, may amount to: each value counts as one, and so does each byte.
 const MAX_ALIASED: usize = 1 << 20;
 
-fn yaml(text: &str) -> Result<Node, Fault> {
+fn yaml(text: &str) -> Result<Located, ParseError> {
     let mut composer = Composer::default();
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|error| {
             let marker = error.marker();
-            let fault = Fault::new(error.info());
+            let fault = ParseError::new(error.info());
             fault.at(marker.byte_offset().unwrap_or_else(|| offset_of(text, marker.line(), marker.col())))
         })?;
         composer.event(event, span.start.byte_offset().unwrap_or_default())?;
     }
-    composer.document.ok_or_else(|| Fault::new("the document is empty"))
+    composer.document.ok_or_else(|| ParseError::new("the document is empty"))
 }
 
 /// The byte of a line counted from 1 and a column counted from 0.
@@ -248,9 +248,9 @@ fn offset_of(text: &str, line: usize, column: usize) -> usize {
 
 #[derive(Default)]
 struct Composer {
-    document: Option<Node>,
+    document: Option<Located>,
     open: Vec<Open>,
-    anchors: HashMap<usize, (Node, usize)>,
+    anchors: HashMap<usize, (Located, usize)>,
     aliased: usize,
 }
 
@@ -264,23 +264,23 @@ struct Open {
 }
 
 enum OpenKind {
-    List(Vec<Node>),
+    List(Vec<Located>),
     Table { entries: Vec<Entry>, names: HashSet<String>, name: Option<(String, usize)> },
 }
 
 impl Composer {
-    fn event(&mut self, event: Event<'_>, offset: usize) -> Result<(), Fault> {
+    fn event(&mut self, event: Event<'_>, offset: usize) -> Result<(), ParseError> {
         match event {
             Event::DocumentStart(..) if self.document.is_some() => {
-                Err(Fault::new("there is more than one document").at(offset))
+                Err(ParseError::new("there is more than one document").at(offset))
             }
             Event::Scalar(_, _, _, Some(_))
             | Event::SequenceStart(_, _, Some(_))
-            | Event::MappingStart(_, _, Some(_)) => Err(Fault::new("tags have no meaning here").at(offset)),
+            | Event::MappingStart(_, _, Some(_)) => Err(ParseError::new("tags have no meaning here").at(offset)),
             Event::Scalar(text, style, anchor, None) => {
                 let size = 1 + text.len();
                 let value = if style == ScalarStyle::Plain { plain(&text) } else { Value::Text(text.into_owned()) };
-                self.complete(Node { offset, value }, anchor, size)
+                self.complete(Located { offset, value }, anchor, size)
             }
             Event::SequenceStart(_, anchor, None) => self.begin(offset, anchor, OpenKind::List(Vec::new())),
             Event::MappingStart(_, anchor, None) => {
@@ -293,24 +293,24 @@ impl Composer {
                     OpenKind::List(nodes) => Value::List(nodes),
                     OpenKind::Table { entries, .. } => Value::Table(entries),
                 };
-                self.complete(Node { offset, value }, anchor, size)
+                self.complete(Located { offset, value }, anchor, size)
             }
             Event::Alias(anchor) => {
                 let Some((node, size)) = self.anchors.get(&anchor) else {
-                    return Err(Fault::new("an alias stands for something that contains it").at(offset));
+                    return Err(ParseError::new("an alias stands for something that contains it").at(offset));
                 };
                 self.aliased = self.aliased.saturating_add(*size);
                 if self.aliased > MAX_ALIASED || self.open.len() + depth(node) > MAX_DEPTH {
-                    return Err(Fault::new("aliases stand for too much").at(offset));
+                    return Err(ParseError::new("aliases stand for too much").at(offset));
                 }
-                let (node, size) = (Node { offset, value: node.value.clone() }, *size);
+                let (node, size) = (Located { offset, value: node.value.clone() }, *size);
                 self.complete(node, 0, size)
             }
             _ => Ok(()),
         }
     }
 
-    fn begin(&mut self, offset: usize, anchor: usize, kind: OpenKind) -> Result<(), Fault> {
+    fn begin(&mut self, offset: usize, anchor: usize, kind: OpenKind) -> Result<(), ParseError> {
         if self.open.len() >= MAX_DEPTH {
             return Err(too_deep(offset));
         }
@@ -319,12 +319,12 @@ impl Composer {
     }
 
     /// A value is there: it goes to where it belongs.
-    fn complete(&mut self, node: Node, anchor: usize, size: usize) -> Result<(), Fault> {
+    fn complete(&mut self, node: Located, anchor: usize, size: usize) -> Result<(), ParseError> {
         if anchor != 0 {
             // Within a value that has an anchor too, each value would be copied once for each level.
             self.aliased = self.aliased.saturating_add(size);
             if self.aliased > MAX_ALIASED {
-                return Err(Fault::new("anchors name too much").at(node.offset));
+                return Err(ParseError::new("anchors name too much").at(node.offset));
             }
             self.anchors.insert(anchor, (node.clone(), size));
         }
@@ -337,14 +337,14 @@ impl Composer {
             OpenKind::List(nodes) => nodes.push(node),
             OpenKind::Table { entries, names, name } => match (name.take(), node.value) {
                 (Some((name, offset)), value) => {
-                    entries.push(Entry { name, offset, node: Node { offset: node.offset, value } });
+                    entries.push(Entry { name, offset, node: Located { offset: node.offset, value } });
                 }
                 (None, value) => {
                     let text = match value {
                         Value::Text(text) => text,
                         Value::Integer(number) => number.to_string(),
                         Value::Bool(value) => value.to_string(),
-                        _ => return Err(Fault::new("a field has to have a name of text").at(node.offset)),
+                        _ => return Err(ParseError::new("a field has to have a name of text").at(node.offset)),
                     };
                     if !names.insert(text.clone()) {
                         return Err(given_twice(&text, node.offset));
@@ -358,7 +358,7 @@ impl Composer {
 }
 
 /// How many levels of lists and tables a value has.
-fn depth(node: &Node) -> usize {
+fn depth(node: &Located) -> usize {
     match &node.value {
         Value::List(nodes) => 1 + nodes.iter().map(depth).max().unwrap_or(0),
         Value::Table(entries) => 1 + entries.iter().map(|entry| depth(&entry.node)).max().unwrap_or(0),

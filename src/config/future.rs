@@ -9,13 +9,13 @@ use tower_service::Service;
 
 use super::charge::RuleCharge;
 use super::key::RuleKey;
-use super::layer::{Others, RuleCost};
-use super::service::Ready;
-use crate::rate_limit::{self, Announce, ChargeAlways, RateLimitStore, Rejection};
-use crate::reject::Reject;
+use super::layer::{ExtraLimits, RuleCost};
+use super::service::PreparedService;
+use crate::rate_limit::{self, AnnotateResponse, ChargeAlways, RateLimitStore, Rejection};
+use crate::responder::Responder;
 
 type Limited<S, ReqBody, B, A, R> =
-    rate_limit::ResponseFuture<Ready<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, R, Others>;
+    rate_limit::ResponseFuture<PreparedService<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, R, ExtraLimits>;
 
 pin_project! {
     /// The answer of a service behind rules. Dropping it does what dropping the answer of a
@@ -63,8 +63,8 @@ impl<S, ReqBody, ResBody, B, A> Future for ResponseFuture<S, ReqBody, B, A>
 where
     S: Service<Request<ReqBody>, Response = Response<ResBody>>,
     B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, Response<ResBody>, S::Error>
-        + Announce<Request<ReqBody>, <A as Reject<Rejection, Response<ResBody>, S::Error>>::Response>,
+    A: Responder<Rejection, Response<ResBody>, S::Error>
+        + AnnotateResponse<Request<ReqBody>, <A as Responder<Rejection, Response<ResBody>, S::Error>>::Response>,
 {
     type Output = Result<A::Response, A::Error>;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use arc_swap::{ArcSwap, Guard};
 
 use super::error::RulesError;
-use super::rules::{Inner, Rules, read};
+use super::rules::{CompiledRules, Rules, read};
 use super::watch::RulesWatch;
 
 /// Holds the rules that layers enforce, to change them while they do.
@@ -42,7 +42,7 @@ pub struct RulesHandle {
 }
 
 struct State {
-    rules: ArcSwap<Inner>,
+    rules: ArcSwap<CompiledRules>,
     last_error: Mutex<Option<RulesError>>,
 }
 
@@ -59,7 +59,7 @@ impl RulesHandle {
         Rules { inner: self.state.rules.load_full() }
     }
 
-    pub(super) fn current(&self) -> Guard<Arc<Inner>> {
+    pub(super) fn current(&self) -> Guard<Arc<CompiledRules>> {
         self.state.rules.load()
     }
 

@@ -7,7 +7,7 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// Whom a request counts for, as a file says it.
 #[derive(Clone, Debug)]
 pub(super) enum RuleKey {
-    Everyone,
+    GlobalKey,
     PeerIp(PeerIp),
     ClientIp(ClientIp),
     BearerToken(BearerTokenKey),
@@ -19,7 +19,7 @@ pub(super) enum RuleKey {
 impl RuleKey {
     pub(super) fn new(def: &KeyDef, client_ip: &ClientIp) -> Self {
         let part = |part: &KeyPart| match part {
-            KeyPart::Everyone => Self::Everyone,
+            KeyPart::GlobalKey => Self::GlobalKey,
             KeyPart::PeerIp => Self::PeerIp(peer_ip()),
             KeyPart::ClientIp => Self::ClientIp(client_ip.clone()),
             KeyPart::BearerToken => Self::BearerToken(bearer_token()),
@@ -27,14 +27,14 @@ impl RuleKey {
             KeyPart::Header(Header(name)) => Self::Header(HeaderKey::named(name.clone())),
         };
         let first_of = |first, fallback| Self::FirstOf(Box::new(first_of(first, fallback)));
-        def.0.iter().map(part).reduce(first_of).unwrap_or(Self::Everyone)
+        def.0.iter().map(part).reduce(first_of).unwrap_or(Self::GlobalKey)
     }
 }
 
 impl<B> ExtractKey<Request<B>> for RuleKey {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
         match self {
-            Self::Everyone => Some(Key::EVERYONE),
+            Self::GlobalKey => Some(Key::EVERYONE),
             Self::PeerIp(key) => key.extract_key(request),
             Self::ClientIp(key) => key.extract_key(request),
             Self::BearerToken(key) => key.extract_key(request),

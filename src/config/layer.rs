@@ -8,17 +8,17 @@ use tower_layer::Layer;
 use super::charge::RuleCharge;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
-use super::rules::{Found, Inner, Rule};
+use super::rules::{CompiledRules, Found, Rule};
 use super::service::RulesService;
 use super::usage::count_unmatched;
 use crate::error::ConfigError;
 use crate::key::ExtractKey;
-use crate::lock::Scope;
+use crate::lock::Reach;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, InCommon, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost, Screen,
-    Screening, Subjects,
+    ChargeAlways, CircuitBreaker, FilterAction, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost,
+    RequestFilter, SharedState, Subjects,
 };
-use crate::reject::AsResponse;
+use crate::responder::HttpResponder;
 
 /// Enforces [`Rules`](super::Rules) in front of an HTTP service. See the [module docs](crate::config) for examples.
 ///
@@ -26,7 +26,7 @@ use crate::reject::AsResponse;
 /// rule matches pass uncounted. Rules share one circuit to the backend, the counts of the time in which it fails, and the room for
 /// [corrections](crate::rate_limit::RateLimitHandle::MAX_PENDING) that are under way.
 #[must_use]
-pub struct RulesLayer<B, A = AsResponse> {
+pub struct RulesLayer<B, A = HttpResponder> {
     pub(super) shared: Arc<Shared<B, A>>,
 }
 
@@ -34,14 +34,14 @@ pub struct RulesLayer<B, A = AsResponse> {
 pub(super) struct Shared<B, A> {
     backend: B,
     pub(super) handle: RulesHandle,
-    common: InCommon,
+    common: SharedState,
     pub(super) answer: A,
     active: ArcSwapOption<Active<B, A>>,
 }
 
 /// The limits that a set of rules asks for.
 struct Active<B, A> {
-    rules: Arc<Inner>,
+    rules: Arc<CompiledRules>,
     /// By number of the rule; made when it is first needed.
     limits: Box<[OnceLock<RuleLimit<(), B, A>>]>,
 }
@@ -53,7 +53,7 @@ pub(super) enum RuleLimit<S, B, A> {
     ByAnswer(Limit<S, B, A, RuleCharge>),
 }
 
-type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, Others>;
+type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, ExtraLimits>;
 
 impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
     /// Enforces a rule that counts somebody, by `policy` and `key` first of all.
@@ -62,13 +62,13 @@ impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
         let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
             .key(key.clone())
             .cost(RuleCost(*cost))
-            .screened_by(Others(counts[1..].to_vec()))
+            .filtered_by(ExtraLimits(counts[1..].to_vec()))
             .on_missing_key(*on_missing_key)
             .on_store_error(*on_store_error)
             .replicas(*replicas)
             .wait(*wait)
             .having(&shared.common)
-            .with_rejection(shared.answer.clone());
+            .responder(shared.answer.clone());
         let layer = match deadline {
             Some(deadline) => layer.deadline(*deadline),
             None => layer,
@@ -92,13 +92,13 @@ impl<B, A> RuleLimit<(), B, A> {
 impl<B> RulesLayer<B> {
     /// Enforces `rules`, or whatever rules a [`RulesHandle`] holds, on what `backend` counts.
     pub fn new(backend: B, rules: impl Into<RulesHandle>) -> Self {
-        let common = InCommon::new(CircuitBreaker::new());
+        let common = SharedState::new(CircuitBreaker::new());
         Self::of(backend, rules.into(), common, Default::default())
     }
 }
 
 impl<B, A> RulesLayer<B, A> {
-    fn of(backend: B, handle: RulesHandle, common: InCommon, answer: A) -> Self {
+    fn of(backend: B, handle: RulesHandle, common: SharedState, answer: A) -> Self {
         Self { shared: Arc::new(Shared { backend, handle, common, answer, active: ArcSwapOption::empty() }) }
     }
 
@@ -107,7 +107,7 @@ impl<B, A> RulesLayer<B, A> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError>
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
     {
@@ -123,15 +123,15 @@ impl<B, A> RulesLayer<B, A> {
 
     /// Waits until no [correction](crate::rate_limit::RateLimitHandle) is under way any more, by whichever rules: for the end of a program, once it
     /// takes no more requests. For all clones of this layer that were made after its [`circuit_breaker`](Self::circuit_breaker) was said. See
-    /// [`RateLimitLayer::drained`].
-    pub async fn drained(&self) {
-        self.shared.common.drained().await;
+    /// [`RateLimitLayer::wait_idle`].
+    pub async fn wait_idle(&self) {
+        self.shared.common.wait_idle().await;
     }
 }
 
 impl<B: Clone, A> RulesLayer<B, A> {
-    /// What a rejection becomes. Defaults to [`AsResponse`].
-    pub fn with_rejection<A2>(self, answer: A2) -> RulesLayer<B, A2> {
+    /// What a rejection becomes. Defaults to [`HttpResponder`].
+    pub fn responder<A2>(self, answer: A2) -> RulesLayer<B, A2> {
         let Shared { backend, handle, common, .. } = &*self.shared;
         RulesLayer::of(backend.clone(), handle.clone(), common.clone(), answer)
     }
@@ -141,7 +141,7 @@ impl<B: Clone, A: Clone> RulesLayer<B, A> {
     /// When the layer stops to ask a store that fails, for all rules together. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         let Shared { backend, handle, answer, .. } = &*self.shared;
-        Self::of(backend.clone(), handle.clone(), InCommon::new(breaker), answer.clone())
+        Self::of(backend.clone(), handle.clone(), SharedState::new(breaker), answer.clone())
     }
 }
 
@@ -152,7 +152,13 @@ impl<B: Clone, A: Clone> Shared<B, A> {
     }
 
     /// The same by rules that held when the request arrived.
-    fn limit_by<S>(&self, rules: &Arc<Inner>, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
+    fn limit_by<S>(
+        &self,
+        rules: &Arc<CompiledRules>,
+        method: &Method,
+        path: &str,
+        inner: S,
+    ) -> Result<RuleLimit<S, B, A>, S> {
         let matches = rules.find(method, path);
         rules.note(&matches);
         let (index, other) = match matches.found {
@@ -178,7 +184,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
     }
 
     /// The limits that these rules ask for, where others were active.
-    fn renewed(&self, rules: &Arc<Inner>) -> Arc<Active<B, A>> {
+    fn renewed(&self, rules: &Arc<CompiledRules>) -> Arc<Active<B, A>> {
         let new = Arc::new(Active::new(Arc::clone(rules)));
         let mut found = Arc::clone(&new);
         // Nobody replaces limits of the same rules, or of rules that came later: those who wait in their lines would not be seen from then on.
@@ -193,7 +199,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
 }
 
 impl<B, A> Active<B, A> {
-    fn new(rules: Arc<Inner>) -> Self {
+    fn new(rules: Arc<CompiledRules>) -> Self {
         let limits = rules.rules.iter().map(|_| OnceLock::new()).collect();
         Self { rules, limits }
     }
@@ -215,14 +221,14 @@ impl<Req> RequestCost<Req> for RuleCost {
 }
 
 /// All policies of a rule but the first.
-pub(super) struct Others(Vec<(Policy, RuleKey)>);
+pub(super) struct ExtraLimits(Vec<(Policy, RuleKey)>);
 
-impl<B> Screen<Request<B>> for Others {
-    fn screen(&self, request: &Request<B>, subjects: &mut Subjects) -> Screening {
+impl<B> RequestFilter<Request<B>> for ExtraLimits {
+    fn filter(&self, request: &Request<B>, subjects: &mut Subjects) -> FilterAction {
         for (policy, key) in &self.0 {
             subjects.push(policy.clone(), key.extract_key(request));
         }
-        Screening::Count
+        FilterAction::Limit
     }
 }
 
@@ -278,7 +284,7 @@ mod tests {
     #[test]
     fn a_request_that_arrived_before_the_rules_changed_leaves_those_of_the_new_rules_alone() {
         let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;
-        let ask = |rules: &Arc<Inner>| assert!(shared.limit_by(rules, &Method::GET, "/", ()).is_ok());
+        let ask = |rules: &Arc<CompiledRules>| assert!(shared.limit_by(rules, &Method::GET, "/", ()).is_ok());
         let old = shared.handle.rules().inner;
         ask(&old);
         let of_old = shared.active.load_full().unwrap();

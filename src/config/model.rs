@@ -124,7 +124,7 @@ pub(super) struct KeyDef(pub(super) Vec<KeyPart>);
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum KeyPart {
-    Everyone,
+    GlobalKey,
     PeerIp,
     ClientIp,
     BearerToken,
@@ -164,7 +164,7 @@ impl<'de> Deserialize<'de> for KeyDef {
             return Err(D::Error::custom("a list of keys needs at least one"));
         }
         // What comes behind would never be asked.
-        if parts[..parts.len() - 1].contains(&KeyPart::Everyone) {
+        if parts[..parts.len() - 1].contains(&KeyPart::GlobalKey) {
             return Err(D::Error::custom("`everyone` is a key that every request has, so nothing can come behind it"));
         }
         Ok(Self(parts))
@@ -197,7 +197,7 @@ impl ModeDef {
 #[derive(Deserialize)]
 #[serde(remote = "QuotaChange", rename_all = "snake_case")]
 enum QuotaChangeDef {
-    Keep,
+    ResponsePolicy,
     Reset,
     Proportional,
 }
@@ -206,13 +206,13 @@ enum QuotaChangeDef {
 #[serde(remote = "OnUnreadable", rename_all = "snake_case")]
 enum OnUnreadableDef {
     Peer,
-    Reject,
+    Responder,
 }
 
 #[derive(Deserialize)]
 #[serde(remote = "OnMissingKey", rename_all = "snake_case")]
 enum OnMissingKeyDef {
-    Reject,
+    Responder,
     Shared,
     Pass,
 }

@@ -18,7 +18,7 @@ use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normal;
 use super::pattern::check_path;
-use super::tree::{Fault, Step, path};
+use super::tree::{ParseError, PathSegment, path};
 use super::usage::Usage;
 use crate::error::ConfigError;
 use crate::http::{ClientIp, ForwardingHeader, hold_everybody};
@@ -30,10 +30,10 @@ use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
 /// Two are equal if they say the same, in whatever format. Cheap to clone.
 #[derive(Clone)]
 pub struct Rules {
-    pub(super) inner: Arc<Inner>,
+    pub(super) inner: Arc<CompiledRules>,
 }
 
-pub(super) struct Inner {
+pub(super) struct CompiledRules {
     file: File,
     pub(super) rules: Vec<Rule>,
     pub(super) usage: Usage,
@@ -150,13 +150,13 @@ impl Rules {
         if body.trim().is_empty() {
             return Err(RulesError::new("there is nothing in the file"));
         }
-        let place = |fault: Fault| {
+        let place = |fault: ParseError| {
             let error = RulesError::new(&fault.what).of(path(&fault.steps()));
             fault.offset.map_or(error.clone(), |offset| error.at(text, mark + offset))
         };
         let document = format.parse(body).map_err(place)?;
         let file = File::deserialize(&document).map_err(place)?;
-        let inner = Inner::new(file).map_err(|fault| {
+        let inner = CompiledRules::new(file).map_err(|fault| {
             let offset = document.locate(&fault.steps());
             place(fault.at(offset))
         })?;
@@ -245,8 +245,8 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, RulesError> {
     Ok(bytes)
 }
 
-impl Inner {
-    fn new(file: File) -> Result<Self, Fault> {
+impl CompiledRules {
+    fn new(file: File) -> Result<Self, ParseError> {
         let mut policies = BTreeMap::new();
         for (name, def) in &file.policies {
             let policy = policy(name, def).map_err(|fault| fault.within(name.as_str()).within("policies"))?;
@@ -257,7 +257,7 @@ impl Inner {
             None => ClientIp::peer(),
         };
         if file.rules.is_empty() {
-            return Err(Fault::new("there are no rules"));
+            return Err(ParseError::new("there are no rules"));
         }
         let mut rules = Vec::with_capacity(file.rules.len());
         for (index, def) in file.rules.iter().enumerate() {
@@ -315,7 +315,7 @@ impl Inner {
             counts,
             cost: rule.cost.max(more.cost),
             on_missing_key: match (rule.on_missing_key, more.on_missing_key) {
-                (OnMissingKey::Reject, _) | (_, OnMissingKey::Reject) => OnMissingKey::Reject,
+                (OnMissingKey::Responder, _) | (_, OnMissingKey::Responder) => OnMissingKey::Responder,
                 (OnMissingKey::Shared, _) | (_, OnMissingKey::Shared) => OnMissingKey::Shared,
                 (OnMissingKey::Pass, OnMissingKey::Pass) => OnMissingKey::Pass,
             },
@@ -343,14 +343,14 @@ impl Inner {
     }
 }
 
-fn policy(name: &str, def: &PolicyDef) -> Result<Policy, Fault> {
-    model::name(name).map_err(Fault::new)?;
-    let wrong = |what: &str| Err(Fault::new(what).within("limits"));
+fn policy(name: &str, def: &PolicyDef) -> Result<Policy, ParseError> {
+    model::name(name).map_err(ParseError::new)?;
+    let wrong = |what: &str| Err(ParseError::new(what).within("limits"));
     let Some((first, others)) = def.limits.split_first() else { return wrong("a policy needs at least one limit") };
     if def.limits.len() > Policy::MAX_LIMITS {
         return wrong(&format!("a policy takes at most {} limits", Policy::MAX_LIMITS));
     }
-    let at = |index: usize| move |fault: Fault| fault.within(index).within("limits");
+    let at = |index: usize| move |fault: ParseError| fault.within(index).within("limits");
     let mut policy = named(Policy::new(name, limit(first).map_err(at(0))?), first);
     for (before, def_of_limit) in others.iter().enumerate() {
         let index = before + 1;
@@ -363,12 +363,12 @@ fn policy(name: &str, def: &PolicyDef) -> Result<Policy, Fault> {
         if let Some(other) = earlier.iter().position(is_same) {
             let what =
                 format!("limits[{other}] counts the same window by the same algorithm, so one of the two says nothing");
-            return Err(at(index)(Fault::new(what)));
+            return Err(at(index)(ParseError::new(what)));
         }
         if let Some(name) = &def_of_limit.name
             && let Some(other) = earlier.iter().position(|other| other.name.as_ref() == Some(name))
         {
-            return Err(at(index)(Fault::new(format!("limits[{other}] has this name already")).within("name")));
+            return Err(at(index)(ParseError::new(format!("limits[{other}] has this name already")).within("name")));
         }
         policy = named(policy.limit(limit), def_of_limit);
     }
@@ -382,12 +382,12 @@ fn named(policy: Policy, def: &LimitDef) -> Policy {
     }
 }
 
-fn limit(def: &LimitDef) -> Result<Limit, Fault> {
-    let fault = |field: &'static str| move |error: ConfigError| Fault::new(error.to_string()).within(field);
+fn limit(def: &LimitDef) -> Result<Limit, ParseError> {
+    let fault = |field: &'static str| move |error: ConfigError| ParseError::new(error.to_string()).within(field);
     let quota = Quota::new(def.quota, def.per.0).map_err(fault("per"))?;
     match (def.algorithm, def.burst) {
         (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(fault("burst"))?.token_bucket()),
-        (_, Some(_)) => Err(Fault::new("only a token bucket takes a burst").within("burst")),
+        (_, Some(_)) => Err(ParseError::new("only a token bucket takes a burst").within("burst")),
         (AlgorithmName::TokenBucket, None) => Ok(quota.token_bucket()),
         (AlgorithmName::FixedWindow, None) => Ok(quota.fixed_window()),
         (AlgorithmName::SlidingWindow, None) => Ok(quota.sliding_window()),
@@ -395,31 +395,30 @@ fn limit(def: &LimitDef) -> Result<Limit, Fault> {
     }
 }
 
-fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
+fn client_ip(def: &ClientIpDef) -> Result<ClientIp, ParseError> {
     let trusted = || def.trusted.iter().flatten().map(|net| net.0);
     if hold_everybody(trusted()) {
         let what =
             "the networks together hold every address, so each client would choose its own; name those of the proxies";
-        return Err(Fault::new(what).within("trusted"));
+        return Err(ParseError::new(what).within("trusted"));
     }
     let mut client_ip = match (&def.trusted, def.trusted_hops) {
         (Some(_), None) => ClientIp::trusting(trusted()),
         (None, Some(hops @ 1..=ClientIp::MAX_HOPS)) => ClientIp::trusting_hops(hops),
         (None, Some(_)) => {
             let what = format!("the number of trusted hops is 1 to {}", ClientIp::MAX_HOPS);
-            return Err(Fault::new(what).within("trusted_hops"));
+            return Err(ParseError::new(what).within("trusted_hops"));
         }
         (Some(_), Some(_)) => {
             let what = "proxies are trusted either by their networks, `trusted`, or by their number";
-            return Err(Fault::new(what).within("trusted_hops"));
+            return Err(ParseError::new(what).within("trusted_hops"));
         }
-        (None, None) => return Err(Fault::new("missing field `trusted`, or `trusted_hops`")),
+        (None, None) => return Err(ParseError::new("missing field `trusted`, or `trusted_hops`")),
     };
     if let Some(header) = &def.header {
         if def.trusted.as_ref().is_some_and(Vec::is_empty) {
-            return Err(
-                Fault::new("a header is read only from proxies that are trusted, and there are none").within("header")
-            );
+            return Err(ParseError::new("a header is read only from proxies that are trusted, and there are none")
+                .within("header"));
         }
         client_ip = client_ip.header(match header.0.as_str() {
             "x-forwarded-for" => ForwardingHeader::XForwardedFor,
@@ -429,21 +428,23 @@ fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
     }
     client_ip = client_ip.on_unreadable(def.on_unreadable);
     match def.ipv6_prefix {
-        Some(bits) => client_ip.ipv6_prefix(bits).map_err(|error| Fault::new(error.to_string()).within("ipv6_prefix")),
+        Some(bits) => {
+            client_ip.ipv6_prefix(bits).map_err(|error| ParseError::new(error.to_string()).within("ipv6_prefix"))
+        }
         None => Ok(client_ip),
     }
 }
 
 impl Rule {
-    fn new(def: &RuleDef, policies: &BTreeMap<&str, Policy>, client_ip: &ClientIp) -> Result<Self, Fault> {
-        check_path(&def.path).map_err(|what| Fault::new(what).within("path"))?;
+    fn new(def: &RuleDef, policies: &BTreeMap<&str, Policy>, client_ip: &ClientIp) -> Result<Self, ParseError> {
+        check_path(&def.path).map_err(|what| ParseError::new(what).within("path"))?;
         check_methods(def)?;
         let find = |name: &str| {
             policies.get(name).cloned().ok_or_else(|| {
                 let known = policies.keys().copied().take(16).collect::<Vec<_>>().join("`, `");
                 let name = name.chars().take(64).collect::<String>();
                 let known = if known.is_empty() { "there are none".into() } else { format!("there are `{known}`") };
-                Fault::new(format!("there is no policy {name:?}; {known}")).within("policy")
+                ParseError::new(format!("there is no policy {name:?}; {known}")).within("policy")
             })
         };
         let mut counts = Vec::new();
@@ -451,23 +452,23 @@ impl Rule {
             (Some(name), None, false) => {
                 let policy = find(name)?;
                 let Some(key) = &def.key else {
-                    return Err(Fault::new("missing field `key`; `everyone` is one that all requests share"));
+                    return Err(ParseError::new("missing field `key`; `everyone` is one that all requests share"));
                 };
                 counts.push((policy, RuleKey::new(key, client_ip)));
             }
             (None, Some(_), false) if def.key.is_some() => {
-                return Err(Fault::new("each of `policies` has a key of its own").within("key"));
+                return Err(ParseError::new("each of `policies` has a key of its own").within("key"));
             }
             (None, Some(defs), false) if defs.is_empty() => {
-                return Err(Fault::new("a rule needs at least one policy").within("policies"));
+                return Err(ParseError::new("a rule needs at least one policy").within("policies"));
             }
             (None, Some(defs), false) => {
                 for (index, count) in defs.iter().enumerate() {
-                    let at = |fault: Fault| fault.within(index).within("policies");
+                    let at = |fault: ParseError| fault.within(index).within("policies");
                     let policy = find(&count.policy).map_err(at)?;
                     if defs[..index].iter().any(|other| other.policy == count.policy) {
                         let what = format!("a rule counts by `{}` once only", count.policy);
-                        return Err(at(Fault::new(what).within("policy")));
+                        return Err(at(ParseError::new(what).within("policy")));
                     }
                     counts.push((policy, RuleKey::new(&count.key, client_ip)));
                 }
@@ -484,20 +485,22 @@ impl Rule {
                     ("charge", def.charge.is_some()),
                 ];
                 if let Some((field, _)) = unread.into_iter().find(|(_, given)| *given) {
-                    return Err(Fault::new("has no meaning where requests are unlimited").within(field));
+                    return Err(ParseError::new("has no meaning where requests are unlimited").within(field));
                 }
             }
             (None, None, false) => {
-                return Err(Fault::new("a rule has one of `policy`, `policies` and `unlimited = true`"));
+                return Err(ParseError::new("a rule has one of `policy`, `policies` and `unlimited = true`"));
             }
             (Some(_), Some(_), _) => {
-                return Err(Fault::new("a rule has either `policy` or `policies`").within("policies"));
+                return Err(ParseError::new("a rule has either `policy` or `policies`").within("policies"));
             }
-            (_, _, true) => return Err(Fault::new("a rule is either unlimited or has policies").within("unlimited")),
+            (_, _, true) => {
+                return Err(ParseError::new("a rule is either unlimited or has policies").within("unlimited"));
+            }
         }
         let cost = def.cost.unwrap_or(1);
         if cost == 0 {
-            return Err(Fault::new("a cost of 0 is never counted; say `unlimited = true`").within("cost"));
+            return Err(ParseError::new("a cost of 0 is never counted; say `unlimited = true`").within("cost"));
         }
         // A quota of 0 is meant to deny everything.
         let too_small = |(_, limit): &(&Policy, &Limit)| limit.capacity() > 0 && limit.capacity() < cost;
@@ -505,22 +508,24 @@ impl Rule {
         if let Some((policy, limit)) = limits.find(too_small) {
             let what =
                 format!("a cost of {cost} never fits into the {} of policy `{}`", limit.capacity(), policy.name());
-            return Err(Fault::new(what).within("cost"));
+            return Err(ParseError::new(what).within("cost"));
         }
         if def.replicas == Some(0) {
-            return Err(Fault::new("there is at least one replica").within("replicas"));
+            return Err(ParseError::new("there is at least one replica").within("replicas"));
         }
         if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != OnStoreError::Local) {
-            return Err(Fault::new("has no meaning where no process counts for itself").within("replicas"));
+            return Err(ParseError::new("has no meaning where no process counts for itself").within("replicas"));
         }
-        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Everyone)) {
-            return Err(Fault::new("has no meaning where every request has a key").within("on_missing_key"));
+        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::GlobalKey)) {
+            return Err(ParseError::new("has no meaning where every request has a key").within("on_missing_key"));
         }
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
-            return Err(Fault::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline"));
+            return Err(
+                ParseError::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline")
+            );
         }
         if def.wait.is_some_and(|wait| wait.0.is_zero()) {
-            return Err(Fault::new("nobody waits for no time; leave `wait` out").within("wait"));
+            return Err(ParseError::new("nobody waits for no time; leave `wait` out").within("wait"));
         }
         Ok(Self {
             counts,
@@ -535,22 +540,26 @@ impl Rule {
     }
 }
 
-fn check_methods(def: &RuleDef) -> Result<(), Fault> {
+fn check_methods(def: &RuleDef) -> Result<(), ParseError> {
     let Some(methods) = &def.methods else { return Ok(()) };
     if methods.is_empty() {
-        return Err(Fault::new("a rule for no method matches nothing; leave `methods` out for all").within("methods"));
+        return Err(
+            ParseError::new("a rule for no method matches nothing; leave `methods` out for all").within("methods")
+        );
     }
     for (index, method) in methods.iter().enumerate() {
         if methods[..index].contains(method) {
-            return Err(Fault::new(format!("`{}` is named twice", method.0)).within(index).within("methods"));
+            return Err(ParseError::new(format!("`{}` is named twice", method.0)).within(index).within("methods"));
         }
     }
     Ok(())
 }
 
 /// A router per method, so that the most specific rule is chosen among those that cover the method of a request.
-fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
-    let at = |index: usize, field: Step, what: String| Fault::new(what).within(field).within(index).within("rules");
+fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
+    let at = |index: usize, field: PathSegment, what: String| {
+        ParseError::new(what).within(field).within(index).within("rules")
+    };
     let paths: Vec<Cow<'_, str>> = rules.iter().map(|def| normal(&def.path)).collect();
     // Which rule covers a method of a path; `None` is all methods that no other rule of the path names.
     let mut covers: HashMap<(&str, Option<&Method>), usize> = HashMap::new();
@@ -566,7 +575,7 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
             }
             if let Some(other) = covers.insert((path, Some(&method.0)), index) {
                 let what = format!("rules[{other}] has the same path and method");
-                return Err(Fault::new(what).within(i).within("methods").within(index).within("rules"));
+                return Err(ParseError::new(what).within(i).within("methods").within(index).within("rules"));
             }
         }
         if def.methods.is_none()

@@ -8,14 +8,14 @@ use tower_service::Service;
 
 use super::future::ResponseFuture;
 use super::layer::{RuleLimit, RulesLayer, Shared};
-use crate::rate_limit::{Announce, RateLimitStore, Rejection};
-use crate::reject::{AsResponse, Reject};
+use crate::rate_limit::{AnnotateResponse, RateLimitStore, Rejection};
+use crate::responder::{HttpResponder, Responder};
 
 /// An HTTP service behind rules. See the [module docs](crate::config) for examples.
 ///
 /// Ready when the inner service is, as [`RateLimit`](crate::rate_limit::RateLimit) is.
 #[must_use]
-pub struct RulesService<S, B, A = AsResponse> {
+pub struct RulesService<S, B, A = HttpResponder> {
     inner: S,
     shared: Arc<Shared<B, A>>,
 }
@@ -46,8 +46,8 @@ impl<S, ReqBody, ResBody, B, A> Service<Request<ReqBody>> for RulesService<S, B,
 where
     S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, Response<ResBody>, S::Error>
-        + Announce<Request<ReqBody>, <A as Reject<Rejection, Response<ResBody>, S::Error>>::Response>
+    A: Responder<Rejection, Response<ResBody>, S::Error>
+        + AnnotateResponse<Request<ReqBody>, <A as Responder<Rejection, Response<ResBody>, S::Error>>::Response>
         + Clone,
 {
     type Response = A::Response;
@@ -61,7 +61,7 @@ where
     fn call(&mut self, mut request: Request<ReqBody>) -> Self::Future {
         // `self.inner` is the instance that reported ready. Use it here and leave a clone for next time.
         let fresh = self.inner.clone();
-        let ready = Ready(Some(mem::replace(&mut self.inner, fresh)));
+        let ready = PreparedService(Some(mem::replace(&mut self.inner, fresh)));
         match self.shared.limit(request.method(), request.uri().path(), ready) {
             Ok(RuleLimit::Always(mut limited)) => ResponseFuture::limited(limited.call(request)),
             Ok(RuleLimit::ByAnswer(mut limited)) => ResponseFuture::settled(limited.call(request)),
@@ -74,15 +74,15 @@ where
 }
 
 /// A service that is ready, to be called once. Its clones are empty, since nobody is going to call them.
-pub(super) struct Ready<S>(Option<S>);
+pub(super) struct PreparedService<S>(Option<S>);
 
-impl<S> Clone for Ready<S> {
+impl<S> Clone for PreparedService<S> {
     fn clone(&self) -> Self {
         Self(None)
     }
 }
 
-impl<S: Service<Req>, Req> Service<Req> for Ready<S> {
+impl<S: Service<Req>, Req> Service<Req> for PreparedService<S> {
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;

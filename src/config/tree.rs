@@ -14,7 +14,7 @@ pub(super) const MAX_DEPTH: usize = 32;
 
 /// A value and the byte at which it begins.
 #[derive(Clone, Debug)]
-pub(super) struct Node {
+pub(super) struct Located {
     pub(super) offset: usize,
     pub(super) value: Value,
 }
@@ -28,7 +28,7 @@ pub(super) enum Value {
     Text(String),
     /// Something that only one format has.
     Other(&'static str),
-    List(Vec<Node>),
+    List(Vec<Located>),
     Table(Vec<Entry>),
 }
 
@@ -36,56 +36,60 @@ pub(super) enum Value {
 pub(super) struct Entry {
     pub(super) name: String,
     pub(super) offset: usize,
-    pub(super) node: Node,
+    pub(super) node: Located,
 }
 
 /// A step from a value to one that lies in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum PathSegment {
     Name(String),
     Index(usize),
 }
 
-impl From<&str> for Step {
+impl From<&str> for PathSegment {
     fn from(name: &str) -> Self {
         Self::Name(name.to_owned())
     }
 }
 
-impl From<usize> for Step {
+impl From<usize> for PathSegment {
     fn from(index: usize) -> Self {
         Self::Index(index)
     }
 }
 
 /// Steps as people write them: `policies.api.limits[1]`.
-pub(super) fn path(steps: &[Step]) -> String {
+pub(super) fn path(steps: &[PathSegment]) -> String {
     let mut path = String::new();
     for step in steps {
         let bare = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte));
         let dot = if path.is_empty() { "" } else { "." };
         let written = match step {
-            Step::Name(name) if bare(name) && !name.is_empty() => write!(path, "{dot}{name}"),
-            Step::Name(name) => write!(path, "{dot}{name:?}"),
-            Step::Index(index) => write!(path, "[{index}]"),
+            PathSegment::Name(name) if bare(name) && !name.is_empty() => write!(path, "{dot}{name}"),
+            PathSegment::Name(name) => write!(path, "{dot}{name:?}"),
+            PathSegment::Index(index) => write!(path, "[{index}]"),
         };
         written.expect("a string takes all that is written");
     }
     path
 }
 
-impl Node {
+impl Located {
     /// Where the value lies to which these steps lead, or the last of them that leads anywhere.
-    pub(super) fn locate(&self, steps: &[Step]) -> usize {
+    pub(super) fn locate(&self, steps: &[PathSegment]) -> usize {
         let Some((step, rest)) = steps.split_first() else { return self.offset };
         match (step, &self.value) {
-            (Step::Name(name), Value::Table(entries)) => match entries.iter().find(|entry| entry.name == *name) {
-                // Of a table that is spread over the document, as TOML's may be, the name says more.
-                Some(entry) if rest.is_empty() && matches!(entry.node.value, Value::Table(_)) => entry.offset,
-                Some(entry) => entry.node.locate(rest),
-                None => self.offset,
-            },
-            (Step::Index(index), Value::List(nodes)) => nodes.get(*index).map_or(self.offset, |node| node.locate(rest)),
+            (PathSegment::Name(name), Value::Table(entries)) => {
+                match entries.iter().find(|entry| entry.name == *name) {
+                    // Of a table that is spread over the document, as TOML's may be, the name says more.
+                    Some(entry) if rest.is_empty() && matches!(entry.node.value, Value::Table(_)) => entry.offset,
+                    Some(entry) => entry.node.locate(rest),
+                    None => self.offset,
+                }
+            }
+            (PathSegment::Index(index), Value::List(nodes)) => {
+                nodes.get(*index).map_or(self.offset, |node| node.locate(rest))
+            }
             _ => self.offset,
         }
     }
@@ -93,14 +97,14 @@ impl Node {
 
 /// What is wrong with a document.
 #[derive(Clone, Debug)]
-pub(super) struct Fault {
+pub(super) struct ParseError {
     pub(super) what: String,
     /// The way to the value, the last step first.
-    back: Vec<Step>,
+    back: Vec<PathSegment>,
     pub(super) offset: Option<usize>,
 }
 
-impl Fault {
+impl ParseError {
     pub(super) fn new(what: impl Into<String>) -> Self {
         Self { what: what.into(), back: Vec::new(), offset: None }
     }
@@ -110,34 +114,34 @@ impl Fault {
         self
     }
 
-    pub(super) fn within(mut self, step: impl Into<Step>) -> Self {
+    pub(super) fn within(mut self, step: impl Into<PathSegment>) -> Self {
         self.back.push(step.into());
         self
     }
 
-    pub(super) fn steps(&self) -> Vec<Step> {
+    pub(super) fn steps(&self) -> Vec<PathSegment> {
         self.back.iter().rev().cloned().collect()
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ParseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.what)
     }
 }
 
-impl std::error::Error for Fault {}
+impl std::error::Error for ParseError {}
 
-impl serde::de::Error for Fault {
+impl serde::de::Error for ParseError {
     fn custom<T: fmt::Display>(what: T) -> Self {
         Self::new(what.to_string())
     }
 }
 
-impl<'de> Deserializer<'de> for &'de Node {
-    type Error = Fault;
+impl<'de> Deserializer<'de> for &'de Located {
+    type Error = ParseError;
 
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, ParseError> {
         let visited = match &self.value {
             Value::Null => visitor.visit_unit(),
             Value::Bool(value) => visitor.visit_bool(*value),
@@ -148,25 +152,25 @@ impl<'de> Deserializer<'de> for &'de Node {
             },
             Value::Float(value) => visitor.visit_f64(*value),
             Value::Text(text) => visitor.visit_borrowed_str(text),
-            Value::Other(what) => Err(Fault::invalid_type(Unexpected::Other(what), &visitor)),
+            Value::Other(what) => Err(ParseError::invalid_type(Unexpected::Other(what), &visitor)),
             Value::List(nodes) => visitor.visit_seq(Items { nodes, next: 0 }),
             Value::Table(entries) => {
-                let mut fields = Fields { entries, value: None };
+                let mut fields = HeaderConfig { entries, value: None };
                 visitor.visit_map(&mut fields).and_then(|value| fields.end().map(|()| value))
             }
         };
         visited.map_err(|fault| fault.at(self.offset))
     }
 
-    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, ParseError> {
         match self.value {
             // It may be what is left of something that was taken out by mistake, and what is left out may mean more: all methods, say.
-            Value::Null => Err(Fault::new("there is no value: leave the field out").at(self.offset)),
+            Value::Null => Err(ParseError::new("there is no value: leave the field out").at(self.offset)),
             _ => visitor.visit_some(self),
         }
     }
 
-    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Fault> {
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, ParseError> {
         visitor.visit_newtype_struct(self).map_err(|fault| fault.at(self.offset))
     }
 
@@ -175,12 +179,14 @@ impl<'de> Deserializer<'de> for &'de Node {
         _: &'static str,
         _: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Fault> {
+    ) -> Result<V::Value, ParseError> {
         let visited = match &self.value {
             Value::Text(name) => visitor.visit_enum(name.as_str().into_deserializer()),
             Value::Table(entries) => match entries.as_slice() {
                 [entry] => visitor.visit_enum(Variant { entry }),
-                _ => Err(Fault::new(format!("a table with one field is expected here, not with {}", entries.len()))),
+                _ => {
+                    Err(ParseError::new(format!("a table with one field is expected here, not with {}", entries.len())))
+                }
             },
             _ => return self.deserialize_any(visitor),
         };
@@ -194,14 +200,14 @@ impl<'de> Deserializer<'de> for &'de Node {
 }
 
 struct Items<'de> {
-    nodes: &'de [Node],
+    nodes: &'de [Located],
     next: usize,
 }
 
 impl<'de> SeqAccess<'de> for Items<'de> {
-    type Error = Fault;
+    type Error = ParseError;
 
-    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, Fault> {
+    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, ParseError> {
         let index = self.next;
         let Some(node) = self.nodes.get(index) else { return Ok(None) };
         self.next += 1;
@@ -209,18 +215,18 @@ impl<'de> SeqAccess<'de> for Items<'de> {
     }
 }
 
-struct Fields<'de> {
+struct HeaderConfig<'de> {
     entries: &'de [Entry],
     value: Option<&'de Entry>,
 }
 
-impl Fields<'_> {
+impl HeaderConfig<'_> {
     /// Nothing may be left over.
-    fn end(&self) -> Result<(), Fault> {
+    fn end(&self) -> Result<(), ParseError> {
         match self.entries.first() {
             None => Ok(()),
             Some(Entry { name, offset, .. }) => {
-                Err(Fault::new(format!("no more fields are expected here, but there is `{name}`"))
+                Err(ParseError::new(format!("no more fields are expected here, but there is `{name}`"))
                     .at(*offset)
                     .within(name.as_str()))
             }
@@ -228,24 +234,24 @@ impl Fields<'_> {
     }
 }
 
-impl<'de> MapAccess<'de> for &mut Fields<'de> {
-    type Error = Fault;
+impl<'de> MapAccess<'de> for &mut HeaderConfig<'de> {
+    type Error = ParseError;
 
-    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, Fault> {
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, ParseError> {
         let Some((entry, rest)) = self.entries.split_first() else { return Ok(None) };
         (self.entries, self.value) = (rest, Some(entry));
-        let name: StrDeserializer<'_, Fault> = entry.name.as_str().into_deserializer();
+        let name: StrDeserializer<'_, ParseError> = entry.name.as_str().into_deserializer();
         seed.deserialize(name).map(Some).map_err(|fault| fault.at(entry.offset).within(entry.name.as_str()))
     }
 
-    fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, Fault> {
-        let Some(entry) = self.value.take() else { return Err(Fault::new("a value without a name")) };
+    fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, ParseError> {
+        let Some(entry) = self.value.take() else { return Err(ParseError::new("a value without a name")) };
         entry.deserialize(seed)
     }
 }
 
 impl Entry {
-    fn deserialize<'de, T: DeserializeSeed<'de>>(&'de self, seed: T) -> Result<T::Value, Fault> {
+    fn deserialize<'de, T: DeserializeSeed<'de>>(&'de self, seed: T) -> Result<T::Value, ParseError> {
         seed.deserialize(&self.node).map_err(|fault| fault.at(self.node.offset).within(self.name.as_str()))
     }
 }
@@ -256,34 +262,34 @@ struct Variant<'de> {
 }
 
 impl<'de> EnumAccess<'de> for Variant<'de> {
-    type Error = Fault;
+    type Error = ParseError;
     type Variant = Self;
 
-    fn variant_seed<V: DeserializeSeed<'de>>(self, seed: V) -> Result<(V::Value, Self), Fault> {
+    fn variant_seed<V: DeserializeSeed<'de>>(self, seed: V) -> Result<(V::Value, Self), ParseError> {
         let Entry { name, offset, .. } = self.entry;
-        let deserializer: StrDeserializer<'_, Fault> = name.as_str().into_deserializer();
+        let deserializer: StrDeserializer<'_, ParseError> = name.as_str().into_deserializer();
         let variant = seed.deserialize(deserializer).map_err(|fault| fault.at(*offset).within(name.as_str()))?;
         Ok((variant, self))
     }
 }
 
 impl<'de> VariantAccess<'de> for Variant<'de> {
-    type Error = Fault;
+    type Error = ParseError;
 
-    fn unit_variant(self) -> Result<(), Fault> {
+    fn unit_variant(self) -> Result<(), ParseError> {
         let Entry { name, offset, .. } = self.entry;
-        Err(Fault::new(format!("`{name}` takes no value, write it as text")).at(*offset).within(name.as_str()))
+        Err(ParseError::new(format!("`{name}` takes no value, write it as text")).at(*offset).within(name.as_str()))
     }
 
-    fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Fault> {
+    fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, ParseError> {
         self.entry.deserialize(seed)
     }
 
-    fn tuple_variant<V: Visitor<'de>>(self, _: usize, _: V) -> Result<V::Value, Fault> {
-        self.unit_variant().and(Err(Fault::new("not a variant with fields")))
+    fn tuple_variant<V: Visitor<'de>>(self, _: usize, _: V) -> Result<V::Value, ParseError> {
+        self.unit_variant().and(Err(ParseError::new("not a variant with fields")))
     }
 
-    fn struct_variant<V: Visitor<'de>>(self, _: &'static [&'static str], _: V) -> Result<V::Value, Fault> {
-        self.unit_variant().and(Err(Fault::new("not a variant with fields")))
+    fn struct_variant<V: Visitor<'de>>(self, _: &'static [&'static str], _: V) -> Result<V::Value, ParseError> {
+        self.unit_variant().and(Err(ParseError::new("not a variant with fields")))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::time::Instant;
 
-use super::rules::{Inner, Matches, Rules};
+use super::rules::{CompiledRules, Matches, Rules};
 
 /// Which rules have matched a request since they were loaded.
 pub(super) struct Usage {
@@ -35,7 +35,7 @@ impl Usage {
     }
 }
 
-impl Inner {
+impl CompiledRules {
     /// Notes what a request has found. Rules that match nothing are reported by a request, since no task outlives the rules this way.
     pub(super) fn note(&self, matches: &Matches) {
         for index in matches.matching.into_iter().flatten() {

@@ -60,7 +60,7 @@ impl Default for Backoff {
 }
 
 /// Any part of a time; all of it where there are no random numbers.
-pub(super) fn share(time: Duration) -> Duration {
+pub(crate) fn share(time: Duration) -> Duration {
     let share = getrandom::u32().unwrap_or(u32::MAX);
     time.mul_f64(f64::from(share) / f64::from(u32::MAX))
 }

@@ -6,28 +6,29 @@ use std::time::Duration;
 use super::id::JobId;
 use super::record::{Due, NewJob, StoredJob};
 use super::store::{
-    Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Extended, Finish, QueueKey, State, Ticket,
+    Ack, Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Extended, JobLease, QueueKey, State,
     WorkerId,
 };
-use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Scope, Wakeups};
+use crate::lock::{Notifications, Reach};
+use crate::store::deadline::Deadline;
 
-pub(super) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
+pub(crate) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
 /// A store of any type. Its calls own what they need, and end with their deadline, which is the last argument.
-pub(super) trait AnyStore: Send + Sync {
+pub(crate) trait DynStore: Send + Sync {
     fn push(self: Arc<Self>, to: QueueKey, jobs: Vec<NewJob>, max: u64, limit: Duration) -> Call<Vec<Admission>>;
-    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Finish>, claim: Claim, limit: Duration) -> Call<Claimed>;
+    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Ack>, claim: Claim, limit: Duration) -> Call<Claimed>;
     fn extend(
         self: Arc<Self>,
         of: QueueKey,
-        tickets: Vec<Ticket>,
+        tickets: Vec<JobLease>,
         lease: Duration,
         limit: Duration,
     ) -> Call<Vec<Extended>>;
-    fn watch(self: Arc<Self>, queue: QueueKey, worker: WorkerId) -> Pin<Box<dyn Future<Output = Wakeups> + Send>>;
+    fn watch(self: Arc<Self>, queue: QueueKey, worker: WorkerId)
+    -> Pin<Box<dyn Future<Output = Notifications> + Send>>;
     fn get(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Option<StoredJob>>;
     fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, limit: Duration) -> Call<Cancelled>;
     fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, limit: Duration) -> Call<Changed>;
@@ -42,11 +43,11 @@ pub(super) trait AnyStore: Send + Sync {
         limit: Duration,
     ) -> Call<Vec<StoredJob>>;
     fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, limit: Duration) -> Call<()>;
-    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize>;
+    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize>;
     fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool>;
     fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
     fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
-    fn scope(&self) -> Scope;
+    fn scope(&self) -> Reach;
     fn identity(&self) -> Option<usize>;
 }
 
@@ -54,26 +55,30 @@ fn bounded<T>(call: impl Future<Output = Result<T, StoreError>> + Send + 'static
     Box::pin(Deadline::new(call, limit))
 }
 
-impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
+impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
     fn push(self: Arc<Self>, to: QueueKey, jobs: Vec<NewJob>, max: u64, limit: Duration) -> Call<Vec<Admission>> {
         bounded(async move { DelayQueueStore::push(&*self, &to, &jobs, max).await }, limit)
     }
 
-    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Finish>, claim: Claim, limit: Duration) -> Call<Claimed> {
+    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Ack>, claim: Claim, limit: Duration) -> Call<Claimed> {
         bounded(async move { DelayQueueStore::claim(&*self, &from, &finished, &claim).await }, limit)
     }
 
     fn extend(
         self: Arc<Self>,
         of: QueueKey,
-        tickets: Vec<Ticket>,
+        tickets: Vec<JobLease>,
         lease: Duration,
         limit: Duration,
     ) -> Call<Vec<Extended>> {
         bounded(async move { DelayQueueStore::extend(&*self, &of, &tickets, lease).await }, limit)
     }
 
-    fn watch(self: Arc<Self>, queue: QueueKey, worker: WorkerId) -> Pin<Box<dyn Future<Output = Wakeups> + Send>> {
+    fn watch(
+        self: Arc<Self>,
+        queue: QueueKey,
+        worker: WorkerId,
+    ) -> Pin<Box<dyn Future<Output = Notifications> + Send>> {
         Box::pin(async move { DelayQueueStore::watch(&*self, &queue, worker).await })
     }
 
@@ -112,8 +117,8 @@ impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
         bounded(async move { DelayQueueStore::pause(&*self, &queue, is_paused).await }, limit)
     }
 
-    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize> {
-        bounded(async move { DelayQueueStore::drain(&*self, &queue, count, keeps).await }, limit)
+    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize> {
+        bounded(async move { DelayQueueStore::purge(&*self, &queue, count, keeps).await }, limit)
     }
 
     fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool> {
@@ -128,7 +133,7 @@ impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
         bounded(async move { DelayQueueStore::forget(&*self, &queue, &ids).await }, limit)
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         DelayQueueStore::scope(self)
     }
 

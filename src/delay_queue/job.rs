@@ -7,8 +7,8 @@ use std::time::SystemTime;
 use tokio::sync::watch;
 
 use super::id::JobId;
-use super::record::{Headers, Note, Priority, StoredJob};
-use super::store::{ClaimedJob, Ticket};
+use super::record::{FailureInfo, Headers, Priority, StoredJob};
+use super::store::{ClaimedJob, JobLease};
 
 /// A job that was claimed, on its way through a service: what was pushed, and what there is to know about it.
 ///
@@ -16,12 +16,12 @@ use super::store::{ClaimedJob, Ticket};
 #[derive(Clone)]
 pub struct Job<T> {
     payload: T,
-    about: Arc<About>,
+    about: Arc<JobMeta>,
     extensions: Extensions,
     cancellation: Cancellation,
 }
 
-struct About {
+struct JobMeta {
     token: u64,
     // But for the payload.
     stored: StoredJob,
@@ -35,7 +35,7 @@ impl<T> Job<T> {
         let (sender, is_cancelled) = watch::channel(false);
         let job = Self {
             payload,
-            about: Arc::new(About { token, stored }),
+            about: Arc::new(JobMeta { token, stored }),
             extensions: Extensions::default(),
             cancellation: Cancellation { is_cancelled },
         };
@@ -92,7 +92,7 @@ impl<T> Job<T> {
 
     /// Why the attempt before this one has failed.
     #[must_use]
-    pub fn last_failure(&self) -> Option<&Note> {
+    pub fn last_failure(&self) -> Option<&FailureInfo> {
         self.about.stored.note.as_ref()
     }
 
@@ -109,9 +109,9 @@ impl<T> Job<T> {
 
     /// The right to finish it.
     #[must_use]
-    pub fn ticket(&self) -> Ticket {
-        let About { token, stored } = &*self.about;
-        Ticket { id: stored.id, token: *token, unique: stored.unique }
+    pub fn ticket(&self) -> JobLease {
+        let JobMeta { token, stored } = &*self.about;
+        JobLease { id: stored.id, token: *token, unique: stored.unique }
     }
 
     /// What layers tell each other and the service.

@@ -105,7 +105,7 @@
 //! ```
 //! # #[cfg(feature = "json")] {
 //! use std::time::Duration;
-//! use tollgate::delay_queue::{AsOutcome, Backoff, DelayQueueWorker, Outcome};
+//! use tollgate::delay_queue::{JobResponder, Backoff, DelayQueueWorker, Outcome};
 //! use tollgate::{BoxError, DelayQueue, Job, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, service_fn};
 //!
@@ -124,8 +124,8 @@
 //! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
 //! let limit = RateLimitLayer::new(backend.clone(), mails).wait(Duration::from_secs(10)); // jobs wait for room in their order
 //! let service = ServiceBuilder::new()
-//!     .layer(limit.with_rejection(AsOutcome)) // without room in that time: later, and no attempt
-//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).with_rejection(AsOutcome)) // one at a time for each address
+//!     .layer(limit.responder(JobResponder)) // without room in that time: later, and no attempt
+//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).responder(JobResponder)) // one at a time for each address
 //!     .concurrency_limit(16) // decides how many jobs are claimed
 //!     .timeout(Duration::from_secs(30)) // a failure, and tried again
 //!     .service(service_fn(send));
@@ -141,7 +141,7 @@
 //! # }
 //! ```
 //!
-//! What those layers know of a job is in its extensions: see [`AsOutcome`]. [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several
+//! What those layers know of a job is in its extensions: see [`JobResponder`]. [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several
 //! jobs of a key run at a time, in all processes together: so many of each tenant, say.
 //!
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
@@ -161,7 +161,7 @@
 //! waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a concurrency of 2 that is about one
 //! second. Let jobs wait for longer than that, so that none is snoozed.
 //!
-//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit. The order is not kept then:
+//! Without `wait`, or if the wait is over, [`JobResponder`] has the worker snooze each job over the limit. The order is not kept then:
 //!
 //! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Until then it is not claimed, and newer
 //!   jobs take the room that comes free. With new jobs all the time a job may be snoozed any number of times.
@@ -248,25 +248,19 @@ mod removal;
 mod schedule;
 mod store;
 
-mod events;
 mod worker;
 
-mod calls;
 mod erased;
-mod meters;
+mod metrics;
 mod notices;
-mod reject;
-mod runner;
-mod running;
-mod slots;
+mod responder;
 mod trace;
 
-pub use crate::circuit::CircuitBreaker;
+pub use crate::store::circuit::CircuitBreaker;
 
 pub use self::backoff::Backoff;
 pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
-pub use self::events::{Event, Events};
 pub use self::id::JobId;
 #[cfg(all(test, feature = "redis"))]
 pub(crate) use self::id::UniqueIds;
@@ -276,15 +270,16 @@ pub use self::job::{Cancellation, Extensions, Job};
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
-pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
-pub use self::reject::AsOutcome;
-pub use self::removal::{Cancel, Drain};
+pub use self::record::{Due, FailureInfo, Headers, NewJob, Priority, Reason, StoredJob, Unique, UniqueFor};
+pub use self::removal::{Cancel, Purge};
+pub use self::responder::JobResponder;
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
 #[cfg(feature = "redis")]
 pub(crate) use self::store::batch_len;
 pub use self::store::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died, Ending,
-    Expired, Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died,
+    Expired, Extended, Finished, JobLease, MAX_BATCH, MAX_NOTE, QueueKey, State, WorkerId,
 };
+pub use self::worker::events::{Event, Events};
 pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};

@@ -8,7 +8,7 @@ use crate::key::Key;
 
 /// Logs each job that dies and each that a shutdown cuts off, up to a number of them a second.
 #[derive(Debug)]
-pub(super) struct Notices {
+pub(crate) struct Notices {
     queue: Key,
     // The second that is counted.
     since: Instant,
@@ -21,12 +21,12 @@ const MOST: u64 = 100;
 const SECOND: Duration = Duration::from_secs(1);
 
 impl Notices {
-    pub(super) fn new(queue: Key, now: Instant) -> Self {
+    pub(crate) fn new(queue: Key, now: Instant) -> Self {
         Self { queue, since: now, logged: 0, suppressed: 0 }
     }
 
     /// Logs a job that is dead.
-    pub(super) fn died(&mut self, job: &JobId, attempts: u16, reason: Reason, error: &str, now: Instant) {
+    pub(crate) fn died(&mut self, job: &JobId, attempts: u16, reason: Reason, error: &str, now: Instant) {
         if self.admits(now) {
             let queue = &self.queue;
             tracing::warn!(%queue, %job, attempts, ?reason, error, "a job is dead: it will not be tried again");
@@ -34,7 +34,7 @@ impl Notices {
     }
 
     /// Logs a job that still runs when the grace of a shutdown is over.
-    pub(super) fn cut_off(&mut self, job: &JobId, attempts: u16, now: Instant) {
+    pub(crate) fn cut_off(&mut self, job: &JobId, attempts: u16, now: Instant) {
         if self.admits(now) {
             let (queue, reason) = (&self.queue, "shutdown");
             tracing::warn!(%queue, %job, attempts, reason, "a job is cut off: it did not end within the grace of a shutdown");
@@ -50,7 +50,7 @@ impl Notices {
     }
 
     /// Begins another second if this one is over. Logs how many jobs were suppressed in it.
-    pub(super) fn sum_up(&mut self, now: Instant) {
+    pub(crate) fn sum_up(&mut self, now: Instant) {
         if now.saturating_duration_since(self.since) >= SECOND {
             self.end();
             (self.since, self.logged, self.suppressed) = (now, 0, 0);
@@ -58,7 +58,7 @@ impl Notices {
     }
 
     /// When to [sum up](Self::sum_up), if jobs were suppressed.
-    pub(super) fn sum_up_at(&self) -> Option<Instant> {
+    pub(crate) fn sum_up_at(&self) -> Option<Instant> {
         (self.suppressed > 0).then(|| self.since + SECOND)
     }
 

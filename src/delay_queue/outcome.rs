@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::backoff::Backoff;
 use super::record::{Due, Reason};
-use super::store::{Ending, MAX_NOTE};
-use crate::error::{BoxError, Occupied, causes};
+use super::store::{AckKind, MAX_NOTE};
+use crate::error::{BoxError, ContentionHint, causes};
 use crate::idempotency::OperationError;
 use crate::rate_limit::Denial;
 
@@ -123,8 +123,8 @@ impl Error for Said {
 
 /// What a failure means for a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    Ends(Ending),
+pub(crate) enum FailureAction {
+    Ends(AckKind),
     /// Over a limit that has room for the next one after this time.
     Limited(Duration),
     /// Somebody else is at it for so long at the most, and may be done at any time.
@@ -138,15 +138,15 @@ const LONGEST_FOR_LOCK: Duration = Duration::from_secs(1);
 /// No less, so that it is not claimed in a circle.
 const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
 
-impl Verdict {
+impl FailureAction {
     /// What follows from the failure of an attempt.
-    pub(super) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
+    pub(crate) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
         Self::said(error)
-            .unwrap_or_else(|| Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) }))
+            .unwrap_or_else(|| Self::Ends(AckKind::Retry { delay: backoff.delay(attempt), error: note(error) }))
     }
 
     /// What an error says of the job, if it says more than that the attempt has failed.
-    pub(super) fn said(error: &BoxError) -> Option<Self> {
+    pub(crate) fn said(error: &BoxError) -> Option<Self> {
         causes(&**error).find_map(|cause| Self::of_one(cause, error))
     }
 
@@ -154,9 +154,9 @@ impl Verdict {
     fn of_one(cause: &(dyn Error + 'static), whole: &BoxError) -> Option<Self> {
         if let Some(said) = cause.downcast_ref::<Said>() {
             return Some(match &said.kind {
-                Kind::Retry(delay) => Self::Ends(Ending::Retry { delay: bounded(*delay), error: note(whole) }),
-                Kind::Snooze(delay) => Self::Ends(Ending::Snooze { delay: bounded(*delay).max(SHORTEST_SNOOZE) }),
-                Kind::Dead(_) => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
+                Kind::Retry(delay) => Self::Ends(AckKind::Retry { delay: bounded(*delay), error: note(whole) }),
+                Kind::Snooze(delay) => Self::Ends(AckKind::Snooze { delay: bounded(*delay).max(SHORTEST_SNOOZE) }),
+                Kind::Dead(_) => Self::Ends(AckKind::Dead { reason: Reason::Refused, error: note(whole) }),
                 Kind::Cancel => Self::Cancelled,
             });
         }
@@ -164,13 +164,13 @@ impl Verdict {
             return Some(match denial.wait() {
                 Some(wait) => Self::Limited(bounded(wait).max(SHORTEST_SNOOZE)),
                 // It asks for more than there ever is.
-                None => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
+                None => Self::Ends(AckKind::Dead { reason: Reason::Refused, error: note(whole) }),
             });
         }
         if let Some(OperationError::InFlight { remaining }) = cause.downcast_ref() {
             return Some(Self::busy(*remaining));
         }
-        cause.downcast_ref().map(|Occupied(wait)| Self::busy(*wait))
+        cause.downcast_ref().map(|ContentionHint(wait)| Self::busy(*wait))
     }
 
     fn busy(wait: Duration) -> Self {
@@ -184,12 +184,12 @@ fn bounded(delay: Duration) -> Duration {
 }
 
 /// What there is to say about an error and its sources, up to as much as is kept.
-pub(super) fn note(error: &BoxError) -> Arc<str> {
+pub(crate) fn note(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next.filter(|_| text.len() < MAX_NOTE) {
         // What these say the error above them has said already.
-        if !(cause.is::<Said>() || cause.is::<Denial>() || cause.is::<Occupied>()) {
+        if !(cause.is::<Said>() || cause.is::<Denial>() || cause.is::<ContentionHint>()) {
             text.push_str(": ");
             text.push_str(&cause.to_string());
         }
@@ -239,18 +239,18 @@ mod tests {
         }
     }
 
-    fn verdict(error: impl Into<BoxError>) -> Verdict {
-        Verdict::of(&error.into(), 1, &Backoff::fixed(Duration::ZERO))
+    fn verdict(error: impl Into<BoxError>) -> FailureAction {
+        FailureAction::of(&error.into(), 1, &Backoff::fixed(Duration::ZERO))
     }
 
     #[test]
     fn what_is_about_to_be_free_is_not_asked_for_in_a_circle() {
         let now = tokio::time::Instant::now();
-        let Verdict::Busy(wait) = verdict(OperationError::InFlight { remaining: Duration::ZERO }) else {
+        let FailureAction::Busy(wait) = verdict(OperationError::InFlight { remaining: Duration::ZERO }) else {
             panic!("it is")
         };
         for _ in 0..100 {
-            let delay = crate::delay_queue::running::Spread::new(now).turn(wait, now);
+            let delay = crate::delay_queue::worker::running_job::RetryStagger::new(now).turn(wait, now);
             assert!(delay >= SHORTEST_SNOOZE, "{delay:?}");
         }
     }
@@ -259,15 +259,15 @@ mod tests {
     fn an_outcome_is_found_however_deep_it_lies() {
         let delay = Duration::from_secs(7);
         let deep = || Wrapped(Box::new(Wrapped(Outcome::snooze(delay).into())));
-        assert_eq!(verdict(Outcome::snooze(delay)), Verdict::Ends(Ending::Snooze { delay }));
-        assert_eq!(verdict(deep()), Verdict::Ends(Ending::Snooze { delay }));
-        assert_eq!(verdict(Wrapped(Outcome::cancel().into())), Verdict::Cancelled);
+        assert_eq!(verdict(Outcome::snooze(delay)), FailureAction::Ends(AckKind::Snooze { delay }));
+        assert_eq!(verdict(deep()), FailureAction::Ends(AckKind::Snooze { delay }));
+        assert_eq!(verdict(Wrapped(Outcome::cancel().into())), FailureAction::Cancelled);
     }
 
     #[test]
     fn snoozed_job_waits_for_a_moment_at_least() {
         let snoozed = verdict(Outcome::snooze(Duration::ZERO));
-        assert_eq!(snoozed, Verdict::Ends(Ending::Snooze { delay: SHORTEST_SNOOZE }));
+        assert_eq!(snoozed, FailureAction::Ends(AckKind::Snooze { delay: SHORTEST_SNOOZE }));
     }
 
     fn limited(decision: Decision) -> RateLimited {
@@ -296,7 +296,7 @@ mod tests {
         for make in errors {
             let error = || make(lock, full, wait);
             let bare = verdict(error());
-            assert!(!matches!(&bare, Verdict::Ends(Ending::Retry { delay: Duration::ZERO, .. })), "{bare:?}");
+            assert!(!matches!(&bare, FailureAction::Ends(AckKind::Retry { delay: Duration::ZERO, .. })), "{bare:?}");
             let within = || Transparent(Box::new(Transparent(error())));
             assert_eq!(verdict(within()), bare);
             assert_eq!(verdict(io::Error::other(error())), bare);
@@ -316,9 +316,9 @@ mod tests {
         let error = "the mail was not sent: nobody listens".into();
         assert_eq!(
             verdict(Wrapped("nobody listens".into())),
-            Verdict::Ends(Ending::Retry { delay: Duration::ZERO, error })
+            FailureAction::Ends(AckKind::Retry { delay: Duration::ZERO, error })
         );
-        let Verdict::Ends(Ending::Dead { reason: Reason::Refused, error }) =
+        let FailureAction::Ends(AckKind::Dead { reason: Reason::Refused, error }) =
             verdict(Outcome::dead("no such customer").because("404"))
         else {
             panic!("it is dead");

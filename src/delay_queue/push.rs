@@ -5,12 +5,12 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::calls::Patience;
 use super::error::QueueError;
 use super::id::JobId;
 use super::queue::Terms;
 use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
 use super::store::{Admission, QueueKey};
+use super::worker::store_client::Patience;
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 
@@ -58,7 +58,7 @@ pub struct Push {
 type Encoded = Result<Vec<u8>, Arc<dyn Error + Send + Sync>>;
 
 impl Push {
-    pub(super) fn new(terms: Terms, payload: Encoded) -> Self {
+    pub(crate) fn new(terms: Terms, payload: Encoded) -> Self {
         let max_attempts = terms.max_attempts;
         Self {
             terms,
@@ -138,7 +138,7 @@ impl Push {
         self
     }
 
-    pub(super) const fn terms(&self) -> &Terms {
+    pub(crate) const fn terms(&self) -> &Terms {
         &self.terms
     }
 
@@ -154,13 +154,13 @@ impl Push {
     }
 
     /// How many ids are tried for it, about: see [`Terms::fresh_id`].
-    pub(super) fn tries(&self) -> u32 {
+    pub(crate) fn tries(&self) -> u32 {
         let is_found = self.id.is_some() || self.drawn.get().is_some();
         if is_found || self.unique.is_none() { 1 } else { self.terms.parts.into() }
     }
 
     /// What a store is given, if it can be. `unique` is what a job is called that nobody has named.
-    pub(super) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
+    pub(crate) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
         let payload = self.payload.map_err(QueueError::Encode)?;
         if let Due::In(delay) = self.due {
             check_delay(delay)?;
@@ -191,7 +191,7 @@ impl Push {
 }
 
 /// Refuses a delay that is longer than the longest one.
-pub(super) fn check_delay(delay: Duration) -> Result<(), ConfigError> {
+pub(crate) fn check_delay(delay: Duration) -> Result<(), ConfigError> {
     let max = Due::MAX_DELAY;
     if delay > max { Err(ConfigError::DelayOutOfRange { delay, max }) } else { Ok(()) }
 }
@@ -262,7 +262,7 @@ pub struct Pushed {
 }
 
 impl Pushed {
-    pub(super) fn of(id: JobId, admission: Option<Admission>, terms: &Terms) -> Result<Self, QueueError> {
+    pub(crate) fn of(id: JobId, admission: Option<Admission>, terms: &Terms) -> Result<Self, QueueError> {
         match admission {
             Some(Admission::New) => Ok(Self { id, is_new: true }),
             Some(Admission::Exists(id)) => Ok(Self { id, is_new: false }),

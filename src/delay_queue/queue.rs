@@ -6,25 +6,25 @@ use std::time::Duration;
 
 use tokio::task::yield_now;
 
-use super::calls::{Calls, Patience};
 use super::codec::{Codec, Json};
-use super::erased::{AnyStore, Call};
+use super::erased::{Call, DynStore};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::outcome::note;
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
-use super::removal::{Cancel, Drain};
+use super::removal::{Cancel, Purge};
 use super::store::{
-    Admission, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
-    MAX_BATCH, QueueKey, State, Ticket, WorkerId, batch_len,
+    Ack, AckKind, Admission, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Extended,
+    JobLease, MAX_BATCH, QueueKey, State, WorkerId, batch_len,
 };
-use crate::circuit::CircuitBreaker;
-use crate::deadline::leaves_time;
+use super::worker::store_client::{Patience, StoreClient};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::{Scope, Wakeups};
+use crate::lock::{Notifications, Reach};
+use crate::store::circuit::CircuitBreaker;
+use crate::store::deadline::require_nonzero_deadline;
 
 /// How many ids a push of many tries until others have their turn.
 const TRIES: u32 = 1_024;
@@ -41,23 +41,23 @@ pub struct DelayQueue<T, C = Json> {
 
 /// Where a queue is, and what its jobs may be.
 #[derive(Clone)]
-pub(super) struct Terms {
-    store: Arc<dyn AnyStore>,
+pub(crate) struct Terms {
+    store: Arc<dyn DynStore>,
     name: Key,
-    pub(super) parts: u16,
-    pub(super) max_jobs: u64,
-    pub(super) max_size: usize,
-    pub(super) max_attempts: u16,
+    pub(crate) parts: u16,
+    pub(crate) max_jobs: u64,
+    pub(crate) max_size: usize,
+    pub(crate) max_attempts: u16,
     deadline: Duration,
-    calls: Arc<Calls>,
+    calls: Arc<StoreClient>,
 }
 
 impl Terms {
     /// Asks the store, if the circuit lets us, for as long as it may take.
-    pub(super) async fn ask<A>(
+    pub(crate) async fn ask<A>(
         &self,
         queue: QueueKey,
-        call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>,
+        call: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
     ) -> Result<A, StoreError> {
         self.ask_later(queue, &mut Patience::none(), call).await
     }
@@ -67,9 +67,9 @@ impl Terms {
         &self,
         queue: QueueKey,
         patience: &mut Patience,
-        call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>,
+        call: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
     ) -> Result<A, StoreError> {
-        leaves_time(self.deadline)?;
+        require_nonzero_deadline(self.deadline)?;
         self.calls.admit(&queue, patience).await?;
         let answer = call(Arc::clone(&self.store), self.deadline).await;
         self.calls.ended(&queue, &answer);
@@ -77,7 +77,7 @@ impl Terms {
     }
 
     /// Pushes jobs that lie in one part of the queue.
-    pub(super) async fn push(
+    pub(crate) async fn push(
         &self,
         queue: QueueKey,
         jobs: Vec<NewJob>,
@@ -90,11 +90,11 @@ impl Terms {
     }
 
     /// The part of the queue that a job lies in.
-    pub(super) fn home(&self, id: &JobId) -> QueueKey {
+    pub(crate) fn home(&self, id: &JobId) -> QueueKey {
         self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
     }
 
-    pub(super) fn part(&self, part: u16) -> QueueKey {
+    pub(crate) fn part(&self, part: u16) -> QueueKey {
         QueueKey::new(self.name).with_part(part)
     }
 
@@ -107,7 +107,7 @@ impl Terms {
 
     /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
     /// meet.
-    pub(super) fn fresh_id(
+    pub(crate) fn fresh_id(
         &self,
         unique: Option<&Unique>,
         make: impl FnOnce() -> Result<JobId, StoreError>,
@@ -147,7 +147,7 @@ impl<T, C> DelayQueue<T, C> {
             max_size: 64 * 1_024,
             max_attempts: NewJob::DEFAULT_ATTEMPTS,
             deadline: Duration::from_millis(100),
-            calls: Arc::new(Calls::new(name, CircuitBreaker::new(), 1)),
+            calls: Arc::new(StoreClient::new(name, CircuitBreaker::new(), 1)),
         };
         Self { terms, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
     }
@@ -160,7 +160,7 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Among whom the queue is one and the same.
     #[must_use]
-    pub fn scope(&self) -> Scope {
+    pub fn scope(&self) -> Reach {
         self.terms.store.scope()
     }
 
@@ -170,7 +170,7 @@ impl<T, C> DelayQueue<T, C> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if it is the same among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.scope().require(scope)?;
         Ok(self)
     }
@@ -232,7 +232,7 @@ impl<T, C> DelayQueue<T, C> {
     /// of a [split](Self::split) queue has a circuit of its own. A [worker](super::DelayQueueWorker) is not told: it asks by itself until the store works.
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.terms.calls = Arc::new(Calls::new(self.terms.name, breaker, self.terms.parts));
+        self.terms.calls = Arc::new(StoreClient::new(self.terms.name, breaker, self.terms.parts));
         self
     }
 
@@ -388,7 +388,7 @@ impl<T, C> DelayQueue<T, C> {
     /// Releases a unique key, whichever job holds it and for however long, so that another job with this key can be pushed. Answers whether a job held it.
     ///
     /// The job that held the key stays as it is, if it is there: a job that is pushed with the key after this may run at the same time.
-    /// [`cancel`](Self::cancel) and [`drain`](Self::drain) release the keys of the jobs that they remove.
+    /// [`cancel`](Self::cancel) and [`purge`](Self::purge) release the keys of the jobs that they remove.
     ///
     /// Each part of a [split](Self::split) queue is asked, one after the other, since a job with an id lies where its id says.
     ///
@@ -544,7 +544,7 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. Their unique keys are released, unless you
-    /// [keep](Drain::keep_unique) those that are held for a time. What is running goes on. To let workers come to
+    /// [keep](Purge::keep_unique) those that are held for a time. What is running goes on. To let workers come to
     /// an end, see [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
     /// As many as are waiting when it begins, in each part of the queue: it has an end however fast jobs are pushed meanwhile. Those may be among
@@ -557,8 +557,8 @@ impl<T, C> DelayQueue<T, C> {
     /// # Cancellation
     ///
     /// Removes a batch at a time, so that dropping the future leaves the rest.
-    pub fn drain(&self) -> Drain {
-        Drain::new(self.terms.clone())
+    pub fn purge(&self) -> Purge {
+        Purge::new(self.terms.clone())
     }
 
     /// Dead jobs, the oldest first: see [`list`](Self::list).
@@ -632,7 +632,7 @@ impl<T, C> DelayQueue<T, C> {
     async fn dead_by_id(
         &self,
         ids: impl IntoIterator<Item: Into<JobId>>,
-        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<Vec<bool>, QueueError> {
         let mut parts: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.terms.parts.into()];
         let mut answers = Vec::new();
@@ -655,7 +655,7 @@ impl<T, C> DelayQueue<T, C> {
         &self,
         queue: QueueKey,
         ids: &[JobId],
-        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<Vec<bool>, StoreError> {
         let mut answers = Vec::with_capacity(ids.len());
         while answers.len() < ids.len() {
@@ -674,7 +674,7 @@ impl<T, C> DelayQueue<T, C> {
         &self,
         limit: usize,
         mut filter: impl FnMut(&StoredJob) -> bool,
-        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<usize, QueueError> {
         let mut changed = 0;
         for queue in self.parts() {
@@ -713,7 +713,7 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// The parts of the queue, each a queue of its own for the store.
-    pub(super) fn parts(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
+    pub(crate) fn parts(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
         let name = self.terms.name;
         (0..self.terms.parts).map(move |part| QueueKey::new(name).with_part(part))
     }
@@ -722,15 +722,15 @@ impl<T, C> DelayQueue<T, C> {
 /// What a worker needs.
 impl<T, C> DelayQueue<T, C> {
     /// How many dead jobs are kept: they leave room for others.
-    pub(super) fn dead_limits(&self) -> DeadLimits {
+    pub(crate) fn dead_limits(&self) -> DeadLimits {
         DeadLimits { count: self.dead.count.min(self.terms.max_jobs / 2), ..self.dead }
     }
 
     /// See [`DelayQueueStore::claim`].
-    pub(super) async fn claim(
+    pub(crate) async fn claim(
         &self,
         queue: QueueKey,
-        finished: Vec<Finish>,
+        finished: Vec<Ack>,
         claim: Claim,
         limit: Duration,
     ) -> Result<Claimed, StoreError> {
@@ -738,10 +738,10 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// See [`DelayQueueStore::extend`].
-    pub(super) async fn extend(
+    pub(crate) async fn extend(
         &self,
         queue: QueueKey,
-        tickets: Vec<Ticket>,
+        tickets: Vec<JobLease>,
         lease: Duration,
         limit: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
@@ -749,18 +749,18 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// See [`DelayQueueStore::watch`].
-    pub(super) async fn watch(&self, queue: QueueKey, worker: WorkerId) -> Wakeups {
+    pub(crate) async fn watch(&self, queue: QueueKey, worker: WorkerId) -> Notifications {
         Arc::clone(&self.terms.store).watch(queue, worker).await
     }
 
     /// Makes a job of what was claimed, and what cancels it. If its payload cannot be read, the error is what puts it among the dead.
-    pub(super) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), Ending>
+    pub(crate) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), AckKind>
     where
         C: Codec<T>,
     {
         match self.codec.decode(&claimed.job.payload) {
             Ok(payload) => Ok(Job::new(claimed, payload)),
-            Err(error) => Err(Ending::Dead { reason: Reason::Undecodable, error: note(&error) }),
+            Err(error) => Err(AckKind::Dead { reason: Reason::Undecodable, error: note(&error) }),
         }
     }
 }
@@ -797,8 +797,8 @@ mod tests {
         let claimed = numbers.claim(queue, Vec::new(), claim, second).await.unwrap().jobs.remove(0);
         let ticket = claimed.ticket();
         let ending = numbers.open(claimed).unwrap_err();
-        assert!(matches!(ending, Ending::Dead { reason: Reason::Undecodable, .. }), "{ending:?}");
-        numbers.claim(queue, vec![Finish { ticket, ending }], claim, second).await.unwrap();
+        assert!(matches!(ending, AckKind::Dead { reason: Reason::Undecodable, .. }), "{ending:?}");
+        numbers.claim(queue, vec![Ack { ticket, ending }], claim, second).await.unwrap();
         let dead = texts.get("a").await.unwrap().unwrap();
         assert_eq!((dead.state, texts.decode(&dead).unwrap().as_str()), (State::Dead, "not a number"));
     }

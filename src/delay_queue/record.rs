@@ -70,12 +70,12 @@ pub struct Unique {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UniqueFor {
-    /// Until it is done, [cancelled](super::DelayQueue::cancel), [drained](super::DelayQueue::drain) or dead; and again when it is [replayed](super::DelayQueue::replay).
+    /// Until it is done, [cancelled](super::DelayQueue::cancel), [purged](super::DelayQueue::purge) or dead; and again when it is [replayed](super::DelayQueue::replay).
     WaitingOrRunning,
     /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
     /// For so long after it was pushed, at most [`Due::MAX_DELAY`], also if it is done or dead before. [`cancel`](super::DelayQueue::cancel),
-    /// [`Outcome::cancel`](super::Outcome::cancel), [`drain`](super::DelayQueue::drain), [`forget`](super::DelayQueue::forget) and
+    /// [`Outcome::cancel`](super::Outcome::cancel), [`purge`](super::DelayQueue::purge), [`forget`](super::DelayQueue::forget) and
     /// [`release_unique`](super::DelayQueue::release_unique) end the time. A dead job that is removed for want of room, or for its age, does not end it.
     /// A key whose time is over keeps nobody out, but takes room
     /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
@@ -152,7 +152,7 @@ pub struct StoredJob {
     /// What keeps it from being pushed twice.
     pub unique: Option<Unique>,
     /// Why the last attempt has failed, and why it is dead.
-    pub note: Option<Note>,
+    pub note: Option<FailureInfo>,
     /// What travels with it.
     pub headers: Headers,
     /// What it is about.
@@ -182,14 +182,14 @@ impl StoredJob {
 /// Why an attempt has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Note {
+pub struct FailureInfo {
     /// What kind of failure it was.
     pub reason: Reason,
     /// The beginning of what there was to say.
     pub error: Arc<str>,
 }
 
-impl Note {
+impl FailureInfo {
     /// For stores: why an attempt has failed, with the first [`MAX_NOTE`] bytes of `error`.
     #[must_use]
     pub fn new(reason: Reason, error: &str) -> Self {

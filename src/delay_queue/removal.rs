@@ -20,7 +20,7 @@ pub struct Cancel {
 }
 
 impl Cancel {
-    pub(super) const fn new(terms: Terms, id: JobId) -> Self {
+    pub(crate) const fn new(terms: Terms, id: JobId) -> Self {
         Self { terms, id, keeps_unique: false }
     }
 
@@ -52,15 +52,15 @@ impl fmt::Debug for Cancel {
     }
 }
 
-/// A queue that is about to be drained: `.await` it. See [`DelayQueue::drain`](super::DelayQueue::drain).
+/// A queue that is about to be purged: `.await` it. See [`DelayQueue::purge`](super::DelayQueue::purge).
 #[must_use = "nothing is removed until this is awaited"]
-pub struct Drain {
+pub struct Purge {
     terms: Terms,
     keeps_unique: bool,
 }
 
-impl Drain {
-    pub(super) const fn new(terms: Terms) -> Self {
+impl Purge {
+    pub(crate) const fn new(terms: Terms) -> Self {
         Self { terms, keeps_unique: false }
     }
 
@@ -72,7 +72,7 @@ impl Drain {
     }
 }
 
-impl IntoFuture for Drain {
+impl IntoFuture for Purge {
     type Output = Result<u64, QueueError>;
     type IntoFuture = Answer<u64>;
 
@@ -84,9 +84,8 @@ impl IntoFuture for Drain {
                 let mut left = terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.waiting;
                 while left > 0 {
                     let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);
-                    let drained =
-                        terms.ask(queue, |store, limit| store.drain(queue, size, keeps_unique, limit)).await?;
-                    let batch = drained as u64;
+                    let purged = terms.ask(queue, |store, limit| store.purge(queue, size, keeps_unique, limit)).await?;
+                    let batch = purged as u64;
                     (removed, left) = (removed + batch, left.saturating_sub(batch));
                     if batch == 0 {
                         break;
@@ -98,8 +97,8 @@ impl IntoFuture for Drain {
     }
 }
 
-impl fmt::Debug for Drain {
+impl fmt::Debug for Purge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Drain").field("keeps_unique", &self.keeps_unique).finish_non_exhaustive()
+        f.debug_struct("Purge").field("keeps_unique", &self.keeps_unique).finish_non_exhaustive()
     }
 }

@@ -9,7 +9,7 @@ use super::record::UniqueFor;
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Scope, Wakeups};
+use crate::lock::{Notifications, Reach};
 
 /// What a delay queue needs of a backend: jobs, each in one state at a time, every change of it one atomic step.
 ///
@@ -24,7 +24,7 @@ use crate::lock::{Scope, Wakeups};
 /// ```
 ///
 /// The backend keeps the time: delays are durations, and only [`Due::At`] is an instant. Whoever has claimed a job holds a
-/// [`Ticket`] for it, and only the holder of the last one can finish it. Every backend passes the same contract tests, which
+/// [`JobLease`] for it, and only the holder of the last one can finish it. Every backend passes the same contract tests, which
 /// `tollgate::testing` (feature `testing`) has for others.
 ///
 /// # Cancellation
@@ -51,7 +51,7 @@ pub trait DelayQueueStore {
     fn claim(
         &self,
         queue: &QueueKey,
-        finished: &[Finish],
+        finished: &[Ack],
         claim: &Claim,
     ) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
 
@@ -60,14 +60,14 @@ pub trait DelayQueueStore {
     fn extend(
         &self,
         queue: &QueueKey,
-        tickets: &[Ticket],
+        tickets: &[JobLease],
         lease: Duration,
     ) -> impl Future<Output = Result<Vec<Extended>, StoreError>> + Send;
 
     /// Wake-ups for a worker that waits for jobs, for when there are some earlier than it was told. The future is ready
     /// once none can be missed any more: the worker claims again then, and after each wake-up. Where one can be lost on its way
-    /// [`Claimed::next`] has the worker look now and then in any case. A store that cannot tell answers [`Wakeups::none`].
-    fn watch(&self, queue: &QueueKey, worker: WorkerId) -> impl Future<Output = Wakeups> + Send;
+    /// [`Claimed::next`] has the worker look now and then in any case. A store that cannot tell answers [`Notifications::none`].
+    fn watch(&self, queue: &QueueKey, worker: WorkerId) -> impl Future<Output = Notifications> + Send;
 
     /// A job in whatever state it is; `None` if there is none of this id.
     fn get(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Option<StoredJob>, StoreError>> + Send;
@@ -119,7 +119,7 @@ pub trait DelayQueueStore {
 
     /// Removes jobs that are waiting, at most [`MAX_BATCH`] of them. Answers how many; 0 says that none is left. Their unique keys are free, unless
     /// `keeps_unique` says to keep those that are held for a [time](UniqueFor::Time).
-    fn drain(
+    fn purge(
         &self,
         queue: &QueueKey,
         limit: usize,
@@ -138,7 +138,7 @@ pub trait DelayQueueStore {
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Among whom a queue is one and the same.
-    fn scope(&self) -> Scope;
+    fn scope(&self) -> Reach;
 
     /// What clones of a store have in common and no other store that there is: an address. `None` is unknown.
     #[doc(hidden)]
@@ -324,7 +324,7 @@ impl Default for DeadLimits {
 /// The right to finish one job, for as long as nobody has claimed it anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Ticket {
+pub struct JobLease {
     /// Which job.
     pub id: JobId,
     /// The fencing token: larger than that of each claim of this job before.
@@ -336,17 +336,17 @@ pub struct Ticket {
 /// What becomes of a job that was claimed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Finish {
+pub struct Ack {
     /// Which one.
-    pub ticket: Ticket,
+    pub ticket: JobLease,
     /// What becomes of it.
-    pub ending: Ending,
+    pub ending: AckKind,
 }
 
-impl Finish {
+impl Ack {
     /// What becomes of the job of this ticket.
     #[must_use]
-    pub const fn new(ticket: Ticket, ending: Ending) -> Self {
+    pub const fn new(ticket: JobLease, ending: AckKind) -> Self {
         Self { ticket, ending }
     }
 }
@@ -355,7 +355,7 @@ impl Finish {
 /// case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Ending {
+pub enum AckKind {
     /// It is done, and forgotten.
     Done,
     /// It is not to be done any more, and forgotten. Its unique key is free, also one that is held for a [time](UniqueFor::Time).
@@ -384,7 +384,7 @@ pub enum Ending {
     },
 }
 
-impl Ending {
+impl AckKind {
     /// Whether the job is gone after it.
     pub(crate) const fn forgets(&self) -> bool {
         matches!(self, Self::Done | Self::Cancelled)
@@ -405,7 +405,7 @@ pub enum Finished {
     /// It was not done, and is gone: somebody has [cancelled](DelayQueueStore::cancel) it meanwhile.
     Cancelled,
     /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it. Of one that is
-    /// [done](Ending::Done) or [cancelled](Ending::Cancelled), also where a job of its id is there that was pushed after this one was claimed.
+    /// [done](AckKind::Done) or [cancelled](AckKind::Cancelled), also where a job of its id is there that was pushed after this one was claimed.
     Gone,
     /// Somebody else has the job, or will have it: the lease had ended, or the store has forgotten it. Nothing was changed.
     Lost,
@@ -512,8 +512,8 @@ impl ClaimedJob {
 
     /// The right to finish it.
     #[must_use]
-    pub const fn ticket(&self) -> Ticket {
-        Ticket { id: self.job.id, token: self.token, unique: self.job.unique }
+    pub const fn ticket(&self) -> JobLease {
+        JobLease { id: self.job.id, token: self.token, unique: self.job.unique }
     }
 }
 
@@ -576,7 +576,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    pub(super) const fn of(&self, state: State) -> u64 {
+    pub(crate) const fn of(&self, state: State) -> u64 {
         match state {
             State::Waiting => self.waiting,
             State::Running => self.running,

@@ -11,13 +11,13 @@ use super::record::Headers;
 
 /// The name of the header that carries where a job comes from, as the W3C's
 /// [trace context](https://www.w3.org/TR/trace-context/) writes it.
-pub(super) const TRACEPARENT: &str = "traceparent";
+pub(crate) const TRACEPARENT: &str = "traceparent";
 /// What goes with it, of whoever traces.
 #[cfg(feature = "otel")]
 const TRACESTATE: &str = "tracestate";
 
 /// A span around an attempt. It begins a trace of its own, whatever the worker runs in: whoever pushed the job has not waited for it.
-pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
+pub(crate) fn span<T>(queue: &str, job: &Job<T>) -> Span {
     let span = tracing::info_span!(
         parent: None,
         "job",
@@ -37,7 +37,7 @@ pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
 
 /// Links the span of an attempt to the one in which the job was pushed, for who exports spans with OpenTelemetry.
 #[cfg(feature = "otel")]
-pub(super) fn link(span: &Span, headers: &Headers) {
+pub(crate) fn link(span: &Span, headers: &Headers) {
     let context = || {
         let (trace, parent, flags) = ids(headers.get(TRACEPARENT)?)?;
         let state = headers.get(TRACESTATE).and_then(|state| state.parse().ok()).unwrap_or_default();
@@ -53,7 +53,7 @@ pub(super) fn link(span: &Span, headers: &Headers) {
 
 /// Says in `headers` where the current span is in its trace, if OpenTelemetry knows it.
 #[cfg(feature = "otel")]
-pub(super) fn insert_current(headers: &mut Headers) {
+pub(crate) fn insert_current(headers: &mut Headers) {
     let context = Span::current().context();
     let span = context.span();
     let context = span.span_context();

@@ -9,16 +9,16 @@ use crate::rate_limit::{ChargeOn, RateLimitHandle};
 /// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
 /// else; and in the last message of a body of gRPC-Web, unless that is compressed. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
 /// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the
-/// answers [`AsStatus`](super::AsStatus) and [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
+/// answers [`GrpcResponder`](super::GrpcResponder) and [`HttpResponder`](crate::HttpResponder), whose bodies look out for trailers.
 ///
 /// ```
-/// use tollgate::grpc::{AsStatus, failures};
+/// use tollgate::grpc::{GrpcResponder, failures};
 /// use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, http::header};
 ///
 /// let policy = Policy::new("errors", Quota::per_minute(10).fixed_window());
 /// let layer = RateLimitLayer::new(MemoryBackend::new(), policy)
 ///     .key(header("x-tenant"))
-///     .with_rejection(AsStatus::new())
+///     .responder(GrpcResponder::new())
 ///     .charge_on(failures());
 /// let server = tonic::transport::Server::builder().layer(layer); // .add_service(..)
 /// ```

@@ -1,12 +1,12 @@
 use ::http::Response;
 
 use super::details::Any;
-use super::status::{AsStatus, Code, answer, detailed};
+use super::status::{Code, GrpcResponder, answer, detailed};
 use crate::http::{IS_REJECTED, IdempotentBody, REJECTED, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
-use crate::reject::{NothingDone, OutcomeUnknown, Reject};
+use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
 
-impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
+impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<IdempotentBody<B>>;
     type Error = E;
 
@@ -43,7 +43,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
         if is_half_done {
-            response.extensions_mut().remove::<NothingDone>();
+            response.extensions_mut().remove::<NotExecuted>();
             response.extensions_mut().insert(OutcomeUnknown);
         }
         Ok(response.map(IdempotentBody::other))
@@ -96,13 +96,13 @@ mod tests {
         for (rejection, code, pushback, nothing_done) in cases {
             let name = format!("{rejection:?}");
             let rejected: Result<Response<IdempotentBody<()>>, Infallible> =
-                Reject::<_, Response<()>, _>::reject(&AsStatus::new(), rejection);
+                Responder::<_, Response<()>, _>::reject(&GrpcResponder::new(), rejection);
             let Ok(response) = rejected;
             let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap());
             assert_eq!(header("grpc-status"), Some(code), "{name}");
             assert_eq!(header("grpc-retry-pushback-ms"), pushback, "{name}");
             assert_eq!(header("grpc-status-details-bin").is_some(), pushback.is_some(), "{name}");
-            assert_eq!(response.extensions().get::<NothingDone>().is_some(), nothing_done, "{name}");
+            assert_eq!(response.extensions().get::<NotExecuted>().is_some(), nothing_done, "{name}");
             assert_eq!(response.extensions().get::<OutcomeUnknown>().is_some(), !nothing_done, "{name}");
         }
     }

@@ -5,16 +5,16 @@ use bytes::Bytes;
 use http_body::Body;
 
 use super::details::Any;
-use super::status::{AsStatus, Code, answer, conclusive, detailed, trailers};
+use super::status::{Code, GrpcResponder, answer, conclusive, detailed, trailers};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
-use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::{NothingDone, OutcomeUnknown, Reject};
+use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
+use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
 
 /// A client is not told to wait for longer than this, however long the lease may last.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 const LOST_TEXT: &str = "the request was cancelled on the way and may have had effects";
 
-impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
+impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<ResponseBody<B>>;
     type Error = E;
 
@@ -39,7 +39,7 @@ impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
     }
 }
 
-impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
+impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<LockedBody<B>>;
     type Error = E;
 
@@ -60,7 +60,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             }
             Rejection::Lock(LockError::Lost(_)) => {
                 let mut response = conclusive(Code::Aborted, LOST_TEXT);
-                response.extensions_mut().remove::<NothingDone>();
+                response.extensions_mut().remove::<NotExecuted>();
                 response.extensions_mut().insert(OutcomeUnknown);
                 response
             }
@@ -85,11 +85,11 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     }
 }
 
-impl<ReqBody, B> Occupy<Request<ReqBody>, Response<LockedBody<B>>> for AsStatus
+impl<ReqBody, B> BindLease<Request<ReqBody>, Response<LockedBody<B>>> for GrpcResponder
 where
     B: Body<Data = Bytes>,
 {
-    fn attach(&self, lease: LeaseView, request: &mut Request<ReqBody>) {
+    fn attach(&self, lease: LeaseHandle, request: &mut Request<ReqBody>) {
         if !self.fields.no_extensions {
             request.extensions_mut().insert(lease);
         }
@@ -97,11 +97,11 @@ where
 
     fn pass(&self, request: &mut Request<ReqBody>) {
         if !self.fields.no_extensions {
-            request.extensions_mut().remove::<LeaseView>();
+            request.extensions_mut().remove::<LeaseHandle>();
         }
     }
 
-    fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
+    fn occupy(&self, stay: LeaseGuard, response: &mut Response<LockedBody<B>>) {
         LockedBody::occupy(response, stay, Some(lost));
     }
 }

@@ -1,7 +1,7 @@
 //! Rejections for services that speak gRPC, tonic's for instance.
 //!
 //! A plain HTTP 429 tells a gRPC client nothing of a limit. By the [status mapping] of gRPC it is `UNAVAILABLE`, which retry policies try
-//! again, without details and without a wait. tonic 0.14 reads the problem document as a message, and reports `INTERNAL`. [`AsStatus`]
+//! again, without details and without a wait. tonic 0.14 reads the problem document as a message, and reports `INTERNAL`. [`GrpcResponder`]
 //! answers with a gRPC status instead, in a response without a body ("trailers-only"):
 //!
 //! | case | status | details | `grpc-retry-pushback-ms` |
@@ -33,7 +33,7 @@
 //! ```
 //! use http::Request;
 //! use tollgate::http::{PeerAddr, peer_ip};
-//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::GrpcResponder};
 //! use tonic::{body::Body, transport::server::{Server, TcpConnectInfo}};
 //! use tower::util::MapRequestLayer;
 //!
@@ -44,7 +44,7 @@
 //!     call
 //! };
 //! let policy = Policy::new("rpc", Quota::per_second(100).fixed_window());
-//! let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).with_rejection(AsStatus::new());
+//! let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).responder(GrpcResponder::new());
 //! let server = Server::builder().layer(MapRequestLayer::new(pass_on)).layer(limit); // .add_service(..)
 //! ```
 //!
@@ -59,12 +59,12 @@
 //!
 //! ```
 //! use std::time::Duration;
-//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus, http::header};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::GrpcResponder, http::header};
 //!
 //! let policy = Policy::new("rpc", Quota::per_second(100).fixed_window());
 //! let layer = RateLimitLayer::new(MemoryBackend::new(), policy)
 //!     .key(header("x-tenant"))
-//!     .with_rejection(AsStatus::new().retry_jitter(Duration::from_millis(200)));
+//!     .responder(GrpcResponder::new().retry_jitter(Duration::from_millis(200)));
 //! let server = tonic::transport::Server::builder().layer(layer); // .add_service(..)
 //! ```
 //!
@@ -72,14 +72,14 @@
 //!
 //! ```
 //! use http::{Request, Response};
-//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::GrpcResponder};
 //! use tonic_types::StatusExt;
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! let policy = Policy::new("rpc", Quota::per_minute(0).fixed_window());
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsStatus::new()))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(GrpcResponder::new()))
 //!     .service(service_fn(async |_: Request<String>| Ok::<_, tollgate::BoxError>(Response::new(String::new()))));
 //!
 //! let response = service.oneshot(Request::new(String::new())).await?;
@@ -101,5 +101,5 @@ mod status;
 mod web;
 
 pub use self::charge::{ChargeStatus, failures, successes};
-pub use self::status::AsStatus;
+pub use self::status::GrpcResponder;
 pub(crate) use self::web::WebTrailers;

@@ -10,13 +10,13 @@ use prost::Message as _;
 use super::details::{Any, Status, Violation};
 use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, answer_to, leave, tell};
 use crate::key::Key;
-use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
-use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret, UpstreamFields};
+use crate::rate_limit::{AnnotateResponse, Limit, LimitInfo, RateLimitHandle, RateLimited, Rejection, ceil_seconds};
+use crate::responder::{HeaderConfig, HeaderVersion, NotExecuted, PartitionKeyMac, Responder, UpstreamFields};
 
 /// A rejection becomes a gRPC status. See the [module docs](crate::grpc). Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct AsStatus {
-    pub(super) fields: Fields,
+pub struct GrpcResponder {
+    pub(super) fields: HeaderConfig,
     retry_jitter: Duration,
 }
 
@@ -39,7 +39,7 @@ const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 /// What `grpc-message` has to escape besides what is not ASCII.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
 
-impl AsStatus {
+impl GrpcResponder {
     /// With the newest header fields and exact waits.
     #[must_use]
     pub fn new() -> Self {
@@ -54,7 +54,7 @@ impl AsStatus {
         self
     }
 
-    /// Tells the client its partition key: see [`AsResponse::partition_secret`](crate::AsResponse::partition_secret).
+    /// Tells the client its partition key: see [`HttpResponder::partition_secret`](crate::HttpResponder::partition_secret).
     /// Defaults to not telling it.
     ///
     /// # Panics
@@ -62,7 +62,7 @@ impl AsStatus {
     /// If the secret has fewer than 16 bytes.
     #[must_use]
     pub fn partition_secret(mut self, secret: impl AsRef<[u8]>) -> Self {
-        self.fields.secret = Some(Secret::new(secret.as_ref()));
+        self.fields.secret = Some(PartitionKeyMac::new(secret.as_ref()));
         self
     }
 
@@ -75,14 +75,14 @@ impl AsStatus {
     }
 
     /// Whether requests and responses carry in their extensions what layers know of them: see
-    /// [`AsResponse::extensions`](crate::AsResponse::extensions). Defaults to true.
+    /// [`HttpResponder::extensions`](crate::HttpResponder::extensions). Defaults to true.
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {
         self.fields.no_extensions = !extensions;
         self
     }
 
-    /// Whose rate-limit fields a response has: see [`AsResponse::upstream_fields`](crate::AsResponse::upstream_fields). Defaults to
+    /// Whose rate-limit fields a response has: see [`HttpResponder::upstream_fields`](crate::HttpResponder::upstream_fields). Defaults to
     /// [`UpstreamFields::Replace`].
     #[must_use]
     pub const fn upstream_fields(mut self, fields: UpstreamFields) -> Self {
@@ -90,11 +90,11 @@ impl AsStatus {
         self
     }
 
-    /// The whole answer of a layer that has these settings to a call over its limit, metadata included, but for [`NothingDone`]: for services
-    /// that ask a [`Limiter`](crate::Limiter), see [`AsResponse::answer_to`](crate::AsResponse::answer_to). A method of tonic fails with the status in it:
+    /// The whole answer of a layer that has these settings to a call over its limit, metadata included, but for [`NotExecuted`]: for services
+    /// that ask a [`Limiter`](crate::Limiter), see [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). A method of tonic fails with the status in it:
     ///
     /// ```
-    /// use tollgate::grpc::AsStatus;
+    /// use tollgate::grpc::GrpcResponder;
     /// use tollgate::rate_limit::RateLimited;
     /// use tollgate::{BoxError, Limiter, MemoryBackend, Policy, Quota};
     /// use tonic::Status;
@@ -104,7 +104,7 @@ impl AsStatus {
     /// let limiter = Limiter::new(MemoryBackend::new(), policy);
     /// let decision = limiter.check("alice").await?;
     /// let limited = RateLimited::of(limiter.policy(), 1, decision).ok_or("a no")?;
-    /// let answer = AsStatus::new().answer_to(&limited, "alice");
+    /// let answer = GrpcResponder::new().answer_to(&limited, "alice");
     /// let status = Status::from_header_map(answer.headers()).ok_or("a status")?;
     /// assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     /// assert!(status.metadata().contains_key("ratelimit-policy"));
@@ -123,7 +123,7 @@ impl AsStatus {
     }
 }
 
-impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
+impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<ResponseBody<B>>;
     type Error = E;
 
@@ -157,7 +157,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     }
 }
 
-impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
+impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for GrpcResponder {
     fn attaches(&self) -> bool {
         !self.fields.no_extensions
     }
@@ -176,7 +176,7 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
         self.fields.are_announced()
     }
 
-    fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+    fn announce(&self, standing: &LimitInfo<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             leave(decision, response.extensions_mut());
         }
@@ -220,7 +220,7 @@ pub(super) fn detailed<B>(
 
 pub(super) fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
     let mut response = Response::new(ResponseBody::rejection(""));
-    response.extensions_mut().insert(NothingDone);
+    response.extensions_mut().insert(NotExecuted);
     *response.headers_mut() = trailers(code, message);
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response

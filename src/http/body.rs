@@ -135,7 +135,7 @@ impl<B> ResponseBody<B> {
 }
 
 /// The body of an inner service where there is none, as with the answers that handlers give by
-/// [`AsResponse::answer_to`](crate::AsResponse::answer_to). There is no value of it.
+/// [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). There is no value of it.
 #[derive(Clone, Copy, Debug)]
 pub enum Never {}
 
@@ -155,7 +155,7 @@ impl<B> From<Bytes> for ResponseBody<B> {
     }
 }
 
-/// For [`SameBody`](crate::reject::SameBody): what the router answered stays as it is.
+/// For [`SameBody`](crate::responder::SameBody): what the router answered stays as it is.
 #[cfg(feature = "axum")]
 impl From<ResponseBody<Self>> for axum::body::Body {
     #[inline]

@@ -8,7 +8,7 @@ use axum::{Extension, RequestPartsExt};
 
 use crate::idempotency::IdempotencyHandle;
 use crate::key::{ExtractKey, Key, Or, first_of, lack};
-use crate::lock::LeaseView;
+use crate::lock::LeaseHandle;
 use crate::rate_limit::RateLimitHandle;
 
 /// What a layer has left in the extensions of a request. An `Option` of it is for handlers whose requests may pass without: see the type.
@@ -35,7 +35,7 @@ macro_rules! from_extensions {
 }
 
 from_extensions! {
-    "a `LockLayer`" LeaseView,
+    "a `LockLayer`" LeaseHandle,
     "a `RateLimitLayer`" RateLimitHandle,
     "an `IdempotencyLayer`" IdempotencyHandle,
 }

@@ -12,9 +12,9 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 
 use crate::key::Key;
-use crate::per_thread::PerThread;
-use crate::rate_limit::{Decision, Limit, LimitStatus, Outcome, Policy, Standing, ceil_seconds};
-use crate::reject::{Fields, HeaderVersion, Secret};
+use crate::rate_limit::{Decision, Limit, LimitInfo, LimitStatus, Outcome, Policy, ceil_seconds};
+use crate::responder::{HeaderConfig, HeaderVersion, PartitionKeyMac};
+use crate::store::sharded_refs::ShardedRefs;
 
 pub(super) const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -39,7 +39,7 @@ pub const EXPOSED_HEADERS: [HeaderName; 4] =
 ///
 /// Lists are added to, so that layers on top of each other all have their say. Of fields that hold a single value the one
 /// of the tightest limit stays.
-pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &mut HeaderMap) {
+pub(crate) fn write_fields(fields: &HeaderConfig, standing: &LimitInfo<'_>, headers: &mut HeaderMap) {
     use HeaderVersion::{Draft6, Draft7, Draft10, LegacyDelta, LegacyEpoch};
 
     let (policy, versions) = (standing.policy, fields.versions);
@@ -73,7 +73,7 @@ pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &m
 }
 
 /// The units left of the tightest limit and the seconds until more become available, if a decision was made.
-pub(super) fn tightest(standing: &Standing<'_>) -> Option<(u64, u64)> {
+pub(super) fn tightest(standing: &LimitInfo<'_>) -> Option<(u64, u64)> {
     let known = standing.decision.filter(|decision| decision.outcome() != Outcome::Never)?;
     let tightest = Tightest::of(known)?;
     Some((tightest.remaining.into(), tightest.reset_seconds()))
@@ -91,12 +91,12 @@ struct Announcement {
 /// The value of a field in many responses.
 struct Text {
     text: String,
-    copies: PerThread<HeaderValue>,
+    copies: ShardedRefs<HeaderValue>,
 }
 
 impl Text {
     fn list(members: Vec<String>) -> Self {
-        Self { text: members.join(", "), copies: PerThread::default() }
+        Self { text: members.join(", "), copies: ShardedRefs::default() }
     }
 
     fn value(&self) -> HeaderValue {
@@ -231,7 +231,7 @@ fn value(text: &[u8]) -> HeaderValue {
 /// `;pk=:` and 16 bytes in base64 and `:`.
 type Partition = [u8; 30];
 
-fn partition(secret: &Secret, key: &Key) -> Partition {
+fn partition(secret: &PartitionKeyMac, key: &Key) -> Partition {
     let mut parameter = *b";pk=:                        :";
     let written = BASE64.encode_slice(secret.mac(key.as_str().as_bytes()), &mut parameter[5..29]);
     debug_assert_eq!(written, Ok(24));

@@ -10,10 +10,10 @@ use pin_project_lite::pin_project;
 
 use super::body::ResponseBody;
 use super::problem::{Kind, Problem};
-use super::reject::{REJECTED, STORE_RETRY, STORE_TEXT};
+use super::responder::{REJECTED, STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
-use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::{AsResponse, BusyStatus, NothingDone, OutcomeUnknown, Reject};
+use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
+use crate::responder::{BusyStatus, HttpResponder, NotExecuted, OutcomeUnknown, Responder};
 
 /// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -30,7 +30,7 @@ pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
     is_number.then(|| fence.parse().ok())?
 }
 
-impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsResponse {
+impl<B, E> Responder<fencing::Rejection, Response<B>, E> for HttpResponder {
     type Response = Response<ResponseBody<B>>;
     type Error = E;
 
@@ -54,7 +54,7 @@ impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsResponse {
     }
 }
 
-impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
+impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
     type Response = Response<LockedBody<B>>;
     type Error = E;
 
@@ -81,7 +81,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let (kind, status) = (Kind::LockLost, StatusCode::SERVICE_UNAVAILABLE);
                 let detail = "the request was cancelled on the way and may have had effects";
                 let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
-                response.extensions_mut().remove::<NothingDone>();
+                response.extensions_mut().remove::<NotExecuted>();
                 response.extensions_mut().insert(OutcomeUnknown);
                 response.headers_mut().remove(REJECTED);
                 response
@@ -107,14 +107,14 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     }
 }
 
-impl AsResponse {
+impl HttpResponder {
     fn later<B>(&self, kind: Kind, detail: &str) -> Response<ResponseBody<B>> {
         let status = StatusCode::SERVICE_UNAVAILABLE;
         self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
     }
 }
 
-impl<ReqBody, B> Occupy<Request<ReqBody>, Response<LockedBody<B>>> for AsResponse
+impl<ReqBody, B> BindLease<Request<ReqBody>, Response<LockedBody<B>>> for HttpResponder
 where
     B: Body<Data = Bytes>,
 {
@@ -122,7 +122,7 @@ where
         matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE)
     }
 
-    fn attach(&self, lease: LeaseView, request: &mut Request<ReqBody>) {
+    fn attach(&self, lease: LeaseHandle, request: &mut Request<ReqBody>) {
         if !self.fields.no_extensions {
             request.extensions_mut().insert(lease);
         }
@@ -130,11 +130,11 @@ where
 
     fn pass(&self, request: &mut Request<ReqBody>) {
         if !self.fields.no_extensions {
-            request.extensions_mut().remove::<LeaseView>();
+            request.extensions_mut().remove::<LeaseHandle>();
         }
     }
 
-    fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
+    fn occupy(&self, stay: LeaseGuard, response: &mut Response<LockedBody<B>>) {
         LockedBody::occupy(response, stay, None);
     }
 }
@@ -146,11 +146,11 @@ pin_project! {
     pub struct LockedBody<B> {
         #[pin]
         body: ResponseBody<B>,
-        stay: Option<Stay>,
+        stay: Option<LeaseGuard>,
         // What it ends with if the lease is lost; an error if that is nothing.
         on_loss: Option<fn() -> HeaderMap>,
         // Who is told of that besides whoever reads it.
-        cut_off: Option<CutOff>,
+        cut_off: Option<AbortMarker>,
         is_over: bool,
     }
 }
@@ -163,11 +163,11 @@ impl<B> LockedBody<B> {
 
 impl<B: Body<Data = Bytes>> LockedBody<B> {
     /// With the trailers for a lease that is lost, where a body has to end with any.
-    pub(crate) fn occupy(response: &mut Response<Self>, stay: Stay, on_loss: Option<fn() -> HeaderMap>) {
+    pub(crate) fn occupy(response: &mut Response<Self>, stay: LeaseGuard, on_loss: Option<fn() -> HeaderMap>) {
         if response.body().body.is_end_stream() {
             return;
         }
-        let cut_off = CutOff::around(response.extensions_mut().remove());
+        let cut_off = AbortMarker::around(response.extensions_mut().remove());
         response.extensions_mut().insert(cut_off.clone());
         let body = response.body_mut();
         (body.stay, body.on_loss, body.cut_off) = (Some(stay), on_loss, Some(cut_off));
@@ -176,7 +176,7 @@ impl<B: Body<Data = Bytes>> LockedBody<B> {
 
 /// In the extensions of a response: whether its handler was cut off half way. Where it has begun to answer, that is known once the body has ended.
 #[derive(Clone, Debug)]
-pub(crate) struct CutOff(Arc<Made>);
+pub(crate) struct AbortMarker(Arc<Made>);
 
 /// What a handler has come to that was cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,10 +192,10 @@ pub(crate) enum Cut {
 struct Made {
     cut: OnceLock<Cut>,
     // That of a layer further in. What is between the two layers has looked at it, and has nothing to do with the one further out.
-    inner: Option<CutOff>,
+    inner: Option<AbortMarker>,
 }
 
-impl CutOff {
+impl AbortMarker {
     pub(crate) fn around(inner: Option<Self>) -> Self {
         Self(Arc::new(Made { cut: OnceLock::new(), inner }))
     }

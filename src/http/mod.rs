@@ -83,7 +83,7 @@
 //! | key is [blocked](crate::Limiter::block) | 429 | [`#abnormal-usage-detected`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
 //! | costs more than the quota | 429 | [`#quota-exceeded`] | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
 //! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
-//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names an extension that the server has not set | `RateLimit-Policy` |
+//! | no key ([`OnMissingKey::Responder`](crate::OnMissingKey::Responder)) | 400 | `about:blank`; in debug builds `detail` names an extension that the server has not set | `RateLimit-Policy` |
 //! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
 //! | no decision, but passed | that of the inner service | | `RateLimit-Policy` |
 //!
@@ -112,8 +112,8 @@
 //! * Let clients read the answer also when writing has failed.
 //! * Or let a proxy in front read the whole request first, as nginx does by default (`proxy_request_buffering on`).
 //!
-//! [`AsResponse`](crate::AsResponse) has the settings: other header fields, plain text, jitter, partition keys. A handler that asks a
-//! [`Limiter`](crate::Limiter) itself gives the same answer by [`AsResponse::answer_to`](crate::AsResponse::answer_to).
+//! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. A handler that asks a
+//! [`Limiter`](crate::Limiter) itself gives the same answer by [`HttpResponder::answer_to`](crate::HttpResponder::answer_to).
 //!
 //! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
 //! [`#abnormal-usage-detected`]: https://iana.org/assignments/http-problem-types#abnormal-usage-detected
@@ -121,7 +121,7 @@
 //!
 //! ## Header fields
 //!
-//! Unless told [otherwise](crate::reject::HeaderVersion) the fields follow draft-ietf-httpapi-ratelimit-headers-10. Every
+//! Unless told [otherwise](crate::responder::HeaderVersion) the fields follow draft-ietf-httpapi-ratelimit-headers-10. Every
 //! limit of the policy is a member, under [the name](crate::Policy::limit_names) that it has for clients:
 //!
 //! ```text
@@ -135,13 +135,13 @@
 //! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all of them become available anew | unless whole seconds |
 //! | `r` | what remains | |
 //! | `t` | the seconds until more becomes available, rounded up | while all of it is |
-//! | `pk` | [a keyed digest](crate::AsResponse::partition_secret) of whom it counts for | unless there is a secret |
+//! | `pk` | [a keyed digest](crate::HttpResponder::partition_secret) of whom it counts for | unless there is a secret |
 //!
 //! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost, and
 //! so never earlier than the `t` of a limit that stands in the way: that one may have more to give before it has enough.
 //! The `t` of a limit that has room may be later; nobody has to wait for that one.
 //!
-//! | [`HeaderVersion`](crate::reject::HeaderVersion) | of two limits a response says |
+//! | [`HeaderVersion`](crate::responder::HeaderVersion) | of two limits a response says |
 //! | --- | --- |
 //! | `Draft10` (default) | as above |
 //! | `Draft7` | `RateLimit-Policy: 100;w=60, 5000;w=86400`, `RateLimit: limit=100, remaining=42, reset=18` |
@@ -154,13 +154,13 @@
 //! ## Behind a proxy of your own
 //!
 //! If the inner service is a proxy, a response may have the rate-limit fields of its upstream, whose names begin with `RateLimit`, `X-RateLimit` or
-//! `X-Rate-Limit`. All fields of a response come from one source, and [`UpstreamFields`](crate::reject::UpstreamFields) says which:
+//! `X-Rate-Limit`. All fields of a response come from one source, and [`UpstreamFields`](crate::responder::UpstreamFields) says which:
 //!
-//! | setting of [`AsResponse::upstream_fields`](crate::AsResponse::upstream_fields) | the response has |
+//! | setting of [`HttpResponder::upstream_fields`](crate::HttpResponder::upstream_fields) | the response has |
 //! | --- | --- |
 //! | `Replace` (default) | the fields of the layers |
 //! | `KeepTighter` | the fields of the source with fewer units left, of equal ones the later reset; those of the layers where one of the two cannot be read |
-//! | `Keep` | the fields of the upstream, where it sends any |
+//! | `ResponsePolicy` | the fields of the upstream, where it sends any |
 //!
 //! A number of at least 1,000,000,000 in `X-RateLimit-Reset` is read as seconds since 1970, and from 100,000,000,000 on as milliseconds.
 //!
@@ -239,20 +239,20 @@
 //! ```
 //! use std::time::Duration;
 //! use axum::{Router, body::Body, http::Request, routing::get};
-//! use tollgate::reject::HeaderVersion::{Draft10, LegacyDelta};
-//! use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tollgate::responder::HeaderVersion::{Draft10, LegacyDelta};
+//! use tollgate::{HttpResponder, MemoryBackend, Policy, Quota, RateLimitLayer};
 //! use tower::ServiceExt;
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! # let secret = [7; 32];
-//! let answer = AsResponse::new()
+//! let answer = HttpResponder::new()
 //!     .headers([Draft10, LegacyDelta])
 //!     .retry_jitter(Duration::from_secs(10))
 //!     .partition_secret(secret); // of 16 bytes or more, the same in all replicas
 //! let policy = Policy::new("api", Quota::per_minute(100).fixed_window()).limit(Quota::per_day(5_000).sliding_window());
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(answer));
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(answer));
 //!
 //! let response = app.oneshot(Request::get("/").body(Body::empty())?).await?;
 //! let policy = response.headers()["ratelimit-policy"].to_str()?;
@@ -333,7 +333,7 @@ mod idempotency;
 mod key;
 mod lock;
 mod problem;
-mod reject;
+mod responder;
 pub(crate) mod same_body;
 mod upstream;
 
@@ -356,8 +356,8 @@ pub use self::lock::{LOCK_FENCE, LockedBody, lock_fence};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
-pub(crate) use self::reject::{IS_REJECTED, REJECTED};
+pub(crate) use self::responder::{IS_REJECTED, REJECTED};
 #[cfg(feature = "grpc")]
-pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, answer_to, leave};
+pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, answer_to, leave};
 #[cfg(feature = "grpc")]
 pub(crate) use self::upstream::tell;

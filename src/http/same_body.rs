@@ -1,10 +1,10 @@
 use ::http::{Request, Response};
 
-use crate::rate_limit::{Announce, RateLimitHandle, Standing};
-use crate::reject::Reject;
+use crate::rate_limit::{AnnotateResponse, LimitInfo, RateLimitHandle};
+use crate::responder::Responder;
 
 /// The answers of `A` with a body of the type that the inner service has, so that a [`RateLimitLayer`](crate::RateLimitLayer) or a
-/// [`FenceLayer`](crate::lock::fencing::FenceLayer) changes no type. [`AsResponse::same_body`](crate::AsResponse::same_body) makes one.
+/// [`FenceLayer`](crate::lock::fencing::FenceLayer) changes no type. [`HttpResponder::same_body`](crate::HttpResponder::same_body) makes one.
 ///
 /// That is for places that take no other: where a layer is there or not by a setting (`tower::util::option_layer`), or stands in front of a whole
 /// `axum::Router`. There each request is spared what `Router::layer` boxes and clones for it, and is counted before a route is looked for, so
@@ -17,13 +17,13 @@ use crate::reject::Reject;
 /// # #[cfg(feature = "axum")] {
 /// use std::net::SocketAddr;
 /// use axum::{Router, ServiceExt, extract::Request, routing::get};
-/// use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer, http::peer_ip};
+/// use tollgate::{HttpResponder, MemoryBackend, Policy, Quota, RateLimitLayer, http::peer_ip};
 /// use tower::Layer;
 /// use tower::util::option_layer;
 ///
 /// # async fn serve(is_limited: bool) -> std::io::Result<()> {
 /// let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
-/// let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).with_rejection(AsResponse::new().same_body());
+/// let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).responder(HttpResponder::new().same_body());
 ///
 /// // `with_state` makes the routes once, and not for every request, as `axum::serve` does with a router.
 /// let router = Router::new().route("/", get(async || "hello")).with_state(());
@@ -45,9 +45,9 @@ impl<A> SameBody<A> {
     }
 }
 
-impl<A, R, B, M, E> Reject<R, Response<B>, E> for SameBody<A>
+impl<A, R, B, M, E> Responder<R, Response<B>, E> for SameBody<A>
 where
-    A: Reject<R, Response<B>, E, Response = Response<M>>,
+    A: Responder<R, Response<B>, E, Response = Response<M>>,
     B: From<M>,
 {
     type Response = Response<B>;
@@ -67,9 +67,9 @@ where
     }
 }
 
-impl<A, ReqBody, B> Announce<Request<ReqBody>, Response<B>> for SameBody<A>
+impl<A, ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for SameBody<A>
 where
-    A: Announce<Request<ReqBody>, Response<B>>,
+    A: AnnotateResponse<Request<ReqBody>, Response<B>>,
 {
     #[inline]
     fn attaches(&self) -> bool {
@@ -92,7 +92,7 @@ where
     }
 
     #[inline]
-    fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+    fn announce(&self, standing: &LimitInfo<'_>, response: &mut Response<B>) {
         self.0.announce(standing, response);
     }
 }

@@ -8,8 +8,8 @@ use std::cmp::Reverse;
 use ::http::{HeaderMap, HeaderName, Response};
 
 use super::headers::{DRAFT_6, LEGACY, RATELIMIT, Triple, tightest, write_fields};
-use crate::rate_limit::Standing;
-use crate::reject::{Fields, UpstreamFields};
+use crate::rate_limit::LimitInfo;
+use crate::responder::{HeaderConfig, UpstreamFields};
 
 /// Whose fields a response has, in its extensions: layers on top of each other each add theirs.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ struct Withheld {
 type Left = (u64, Reverse<u64>);
 
 /// Adds the fields of a layer to those of other layers. The fields of an upstream are kept or removed as `fields` say.
-pub(crate) fn tell<B>(fields: &Fields, standing: &Standing<'_>, response: &mut Response<B>) {
+pub(crate) fn tell<B>(fields: &HeaderConfig, standing: &LimitInfo<'_>, response: &mut Response<B>) {
     if !fields.are_written() {
         return;
     }
@@ -70,7 +70,7 @@ impl UpstreamFields {
     fn is_replaced(self, ours: Option<Left>, headers: &HeaderMap) -> bool {
         match self {
             Self::Replace => true,
-            Self::Keep => false,
+            Self::ResponsePolicy => false,
             Self::KeepTighter => match (ours, left_upstream(headers)) {
                 (Some(ours), Some(theirs)) => ours <= theirs,
                 _ => true,

@@ -5,10 +5,10 @@ use std::time::Duration;
 use super::answer::Answer;
 use super::checkpoint::Checkpoint;
 use super::store::{Claim, IdempotencyStore, Operation};
-use crate::deadline::{Deadline, leaves_time};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Cursor;
+use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// What those who run services ask of a backend, and no request needs: how far operations are, to forget one, and to complete one by hand.
 pub trait IdempotencyRegistry: IdempotencyStore {
@@ -125,7 +125,7 @@ impl OperationPage {
 
 /// Looks at operations, completes them by hand, and lets them be begun anew: for those who run a service, and not for the service.
 ///
-/// An operation of unknown outcome is refused for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)), until somebody has found out
+/// An operation of unknown outcome is refused for its retention ([`OnUnknown::Responder`](super::OnUnknown::Responder)), until somebody has found out
 /// what became of it. The log names it, and so does [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
 ///
 /// ```
@@ -204,7 +204,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     }
 
     /// Whose operations are [listed](Self::list). That of a layer is what its scope makes of a request, then the method and the path: where it is a
-    /// header, `(Key::digest(value), "POST", "/payments")`. That of [`Operations`](super::Operations) has their name in front: `("payouts", "alice")`.
+    /// header, `(Key::digest(value), "POST", "/payments")`. That of [`Idempotent`](super::Idempotent) has their name in front: `("payouts", "alice")`.
     /// Defaults to all.
     #[must_use]
     pub fn scope(mut self, scope: impl Into<Key>) -> Self {
@@ -262,7 +262,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// What was completed by this before, and [inspected](Self::inspect) since, can be completed with another answer. Those who have got the one before
     /// are not told. What its handler has answered is not replaced.
     ///
-    /// Whether the operation is of a layer or of [`Operations`](super::Operations) is not in its record: what is made for the one is an error of the store to
+    /// Whether the operation is of a layer or of [`Idempotent`](super::Idempotent) is not in its record: what is made for the one is an error of the store to
     /// who asks for the other again, until it is completed with an [`Answer`] that fits.
     ///
     /// A handler that is heard of again is told that the operation is not its own any more. Its answer goes to its own caller, and is not kept.
@@ -309,7 +309,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
 
     async fn within_deadline<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         // Also where the answer need not be waited for, so that a test on memory finds it.
-        leaves_time(self.deadline)?;
+        require_nonzero_deadline(self.deadline)?;
         Deadline::new(call, self.deadline).await
     }
 }

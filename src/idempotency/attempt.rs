@@ -12,16 +12,16 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tracing::Instrument as _;
 
 use super::checkpoint::Checkpoint;
-use super::erased::AnyStore;
+use super::erased::DynStore;
 use super::handle::HasPayload;
-use super::meters::{Ended, Meters};
+use super::metrics::{Ended, Meters};
 use super::per_scope::PerScope;
 use super::rejection::{Rejection, ScopeBound};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
-use crate::circuit::{Circuit, CircuitBreaker, Outage, Watch};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::{Scope, Token, Wakeups};
+use crate::lock::{Notifications, Reach, Token};
+use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
 /// to the end of its lease.
@@ -38,13 +38,13 @@ const RETRY_FULL: Duration = Duration::from_secs(1);
 const SHORTEST: Duration = Duration::from_secs(1);
 
 /// What all attempts of one layer have in common.
-pub(crate) struct Home {
-    store: Arc<dyn AnyStore>,
+pub(crate) struct Coordinator {
+    store: Arc<dyn DynStore>,
     terms: Terms,
     circuit: Circuit,
     meters: OnceLock<Meters>,
     // Whether the log has been told that there is no room for answers.
-    full: Outage,
+    full: OutageTracker,
     running: AtomicUsize,
     running_per_scope: PerScope,
     waiting: AtomicUsize,
@@ -69,7 +69,7 @@ impl Default for Terms {
     }
 }
 
-impl Watch for Home {
+impl CircuitObserver for Coordinator {
     fn failed(&self) {
         self.meters().store_failed();
     }
@@ -95,14 +95,14 @@ impl Watch for Home {
     }
 }
 
-impl Home {
+impl Coordinator {
     pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         Self::over(Arc::new(store), Terms::default())
     }
 
-    fn over(store: Arc<dyn AnyStore>, terms: Terms) -> Self {
+    fn over(store: Arc<dyn DynStore>, terms: Terms) -> Self {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), Outage::of_a_store());
+        let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), OutageTracker::of_a_store());
         let (running_per_scope, idle) = (PerScope::default(), Notify::new());
         Self { store, terms, circuit, meters, full, running, running_per_scope, waiting, background, idle }
     }
@@ -116,8 +116,8 @@ impl Home {
 
     /// Whether there is time for the store to answer, and for work that may take so long. Memory, which is not waited for, would not show
     /// it.
-    pub(crate) fn check_times(&self, max_run: Option<Duration>) -> Result<(), ConfigError> {
-        let times = [("deadline", Some(self.terms.limit)), ("max_run", max_run)];
+    pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
+        let times = [("deadline", Some(self.terms.limit)), ("max_runtime", max_runtime)];
         let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
         none.map_or(Ok(()), |(setting, _)| Err(ConfigError::ZeroTimeout { setting }))
     }
@@ -139,7 +139,7 @@ impl Home {
         answer
     }
 
-    pub(crate) fn scope(&self) -> Scope {
+    pub(crate) fn scope(&self) -> Reach {
         self.store.scope()
     }
 
@@ -163,12 +163,12 @@ impl Home {
     }
 
     /// A place to wait for somebody else, unless `most` do so already.
-    pub(super) fn stand_by(self: &Arc<Self>, most: usize) -> Option<Running> {
+    pub(super) fn register_waiter(self: &Arc<Self>, most: usize) -> Option<Running> {
         Running::new(self, |home| &home.waiting, most)
     }
 
     /// Waits until nothing is being done, in the background neither.
-    pub(crate) async fn drained(&self) {
+    pub(crate) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
@@ -182,8 +182,8 @@ impl Home {
 
 /// One request for an operation, from the first word to the store to the last: all that is known of it, in one place, since there is
 /// one for each request.
-pub(crate) struct Order<P: ?Sized> {
-    home: Arc<Home>,
+pub(crate) struct OperationContext<P: ?Sized> {
+    home: Arc<Coordinator>,
     operation: Operation,
     claim: Claim,
     // Before the claim was, or the last renewal.
@@ -197,12 +197,12 @@ pub(crate) struct Order<P: ?Sized> {
     body: P,
 }
 
-impl<P: ?Sized> Order<P> {
+impl<P: ?Sized> OperationContext<P> {
     pub(crate) const fn operation(&self) -> &Operation {
         &self.operation
     }
 
-    pub(super) const fn home(&self) -> &Arc<Home> {
+    pub(super) const fn home(&self) -> &Arc<Coordinator> {
         &self.home
     }
 
@@ -245,7 +245,7 @@ impl<P: ?Sized> Order<P> {
     fn ends(&self) -> Option<Instant> {
         let Claim { takes_over, lease, .. } = self.claim;
         let may_end = takes_over && !self.is_done();
-        may_end.then(|| *self.sent() + usable(lease))
+        may_end.then(|| *self.sent() + safe_ttl(lease))
     }
 
     /// The number of one more checkpoint.
@@ -260,8 +260,8 @@ impl<P: ?Sized> Order<P> {
     }
 }
 
-impl<P: HasPayload + 'static> Order<P> {
-    pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
+impl<P: HasPayload + 'static> OperationContext<P> {
+    pub(crate) fn new(home: &Arc<Coordinator>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
         let (sent, checkpoint, is_done) = (Mutex::new(Instant::now()), AtomicU32::new(0), AtomicBool::new(false));
         let (home, runtime) = (Arc::clone(home), OnceLock::new());
         Arc::new(Self { home, operation, claim, sent, checkpoint, is_done, runtime, body })
@@ -284,13 +284,13 @@ impl<P: HasPayload + 'static> Order<P> {
         if let Ok(runtime) = Handle::try_current() {
             self.runtime.get_or_init(|| runtime);
         }
-        let mut attempt = self.attempt(End::GiveBackClaim);
+        let mut attempt = self.attempt(DropAction::GiveBackClaim);
         let begun = match home.circuit.admit() {
             Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
             Err(error) => Err(error),
         };
         if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
-            attempt.end = End::Settled;
+            attempt.end = DropAction::Settled;
         }
         let begun = begun?;
         if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
@@ -308,16 +308,16 @@ impl<P: HasPayload + 'static> Order<P> {
         // Nothing is a probe that may not even ask the store.
         home.circuit.admit_no_probe().ok()?;
         let begun = home.noted(home.store.begin_now(operation, claim)?);
-        Some(begun.map(|begun| self.attempt(End::Settled).begun(begun)))
+        Some(begun.map(|begun| self.attempt(DropAction::Settled).begun(begun)))
     }
 
-    fn attempt(self: &Arc<Self>, end: End) -> Attempt<P> {
+    fn attempt(self: &Arc<Self>, end: DropAction) -> Attempt<P> {
         let [is_at_work, is_answering, is_told] = [const { AtomicBool::new(false) }; 3];
         Attempt { order: Arc::clone(self), end, is_at_work, is_answering, is_told }
     }
 
     /// Wake-ups for somebody who waits for the operation.
-    pub(super) async fn watch(&self) -> Wakeups {
+    pub(super) async fn watch(&self) -> Notifications {
         self.home.store.watch(&self.operation).await
     }
 
@@ -329,7 +329,7 @@ impl<P: HasPayload + 'static> Order<P> {
             let renewed = self.renewed(sent);
             let renewed = if takes_over {
                 // By the clock alone, since no answer may come.
-                timeout_at(sent + usable(lease), renewed).await.unwrap_or_default()
+                timeout_at(sent + safe_ttl(lease), renewed).await.unwrap_or_default()
             } else {
                 renewed.await
             };
@@ -421,7 +421,7 @@ impl<P: HasPayload + 'static> Order<P> {
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
     fn settle_in_background(self: &Arc<Self>, end: Settlement, what: Settled) {
-        let telling = Telling { order: Arc::clone(self), what, is_over: false };
+        let telling = BackgroundSettle { order: Arc::clone(self), what, is_over: false };
         let runtime = Handle::try_current().ok().or_else(|| self.runtime.get().cloned());
         let running = Running::new(&self.home, |home| &home.background, MAX_BACKGROUND);
         let (Some(runtime), Some(running)) = (runtime, running) else { return };
@@ -493,19 +493,19 @@ pub(crate) enum Settlement {
 }
 
 /// What the store is being told of in the background, until that is over, or is dropped for the lack of room or of a runtime.
-struct Telling<P: HasPayload + 'static> {
-    order: Arc<Order<P>>,
+struct BackgroundSettle<P: HasPayload + 'static> {
+    order: Arc<OperationContext<P>>,
     what: Settled,
     is_over: bool,
 }
 
-impl<P: HasPayload + 'static> Telling<P> {
+impl<P: HasPayload + 'static> BackgroundSettle<P> {
     fn ends(mut self) {
         self.is_over = true;
     }
 }
 
-impl<P: HasPayload + 'static> Drop for Telling<P> {
+impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
     fn drop(&mut self) {
         if self.is_over {
             return;
@@ -530,14 +530,14 @@ pub(crate) struct MostRunning {
 
 /// Counts something that is being done until it ends in whatever way.
 pub(crate) struct Running {
-    home: Arc<Home>,
-    count: fn(&Home) -> &AtomicUsize,
+    home: Arc<Coordinator>,
+    count: fn(&Coordinator) -> &AtomicUsize,
     // What is counted for its scope, too.
     scope: Option<u64>,
 }
 
 impl Running {
-    fn new(home: &Arc<Home>, count: fn(&Home) -> &AtomicUsize, most: usize) -> Option<Self> {
+    fn new(home: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
         // Never more than there is room for, not for a moment: the last one that ends would not be known to be the last.
         let add = |running| (running < most).then_some(running + 1);
         count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
@@ -573,8 +573,8 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
 
 /// An operation that is this process's to do.
 pub(crate) struct Attempt<P: HasPayload + 'static> {
-    order: Arc<Order<P>>,
-    end: End,
+    order: Arc<OperationContext<P>>,
+    end: DropAction,
     is_at_work: AtomicBool,
     is_answering: AtomicBool,
     // Whether the log names it as one of unknown outcome.
@@ -592,7 +592,7 @@ enum Settled {
 
 /// What becomes of an attempt that is dropped.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum DropAction {
     /// It may not even have begun: somebody else may.
     GiveBackClaim,
     /// As `Leave`, but a panic of its own gives it back.
@@ -610,20 +610,20 @@ impl<P: HasPayload + 'static> Attempt<P> {
     fn begun(mut self, begun: Begun) -> Begin<P> {
         match begun {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
-                self.end = End::Leave;
+                self.end = DropAction::Leave;
                 if let Some(last) = &checkpoint {
                     self.order.checkpoint.store(last.number(), Ordering::Relaxed);
                 }
                 Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
             }
             begun => {
-                self.end = End::Settled;
+                self.end = DropAction::Settled;
                 Begin::Not(begun)
             }
         }
     }
 
-    pub(crate) const fn order(&self) -> &Arc<Order<P>> {
+    pub(crate) const fn order(&self) -> &Arc<OperationContext<P>> {
         &self.order
     }
 
@@ -634,13 +634,13 @@ impl<P: HasPayload + 'static> Attempt<P> {
 
     /// Lets the attempt be given back if it is dropped by a panic of its own, which is a failure like any other then.
     pub(crate) fn gives_back_panics(mut self) -> Self {
-        self.end = End::GiveBackPanic;
+        self.end = DropAction::GiveBackPanic;
         self
     }
 
     /// Lets the attempt be given back when it is dropped.
     pub(crate) fn gives_back(&mut self) {
-        self.end = End::GiveBack;
+        self.end = DropAction::GiveBack;
     }
 
     /// Does a part of what the attempt is for. A panic in here is its own; others have nothing to do with it.
@@ -676,11 +676,11 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// for as long as a lease lasts; the caller gets its answer in any case.
     pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
         if let Some(settled) = self.order.settle_now(&end) {
-            self.end = End::Settled;
+            self.end = DropAction::Settled;
             self.settled(settled, end);
             return None;
         }
-        self.end = End::Settled;
+        self.end = DropAction::Settled;
         let mut settling = Settling { order: Arc::clone(&self.order), end: Some(end) };
         Some(async move {
             if let Some(end) = &settling.end {
@@ -722,7 +722,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
 
 /// What the store is being told. Both ends may be told twice, so whoever does not wait for it has it told in the background.
 struct Settling<P: HasPayload + 'static> {
-    order: Arc<Order<P>>,
+    order: Arc<OperationContext<P>>,
     end: Option<Settlement>,
 }
 
@@ -737,11 +737,13 @@ impl<P: HasPayload + 'static> Drop for Settling<P> {
 impl<P: HasPayload + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
         let gives_back = match self.end {
-            End::GiveBackClaim | End::GiveBack => true,
-            End::GiveBackPanic => thread::panicking() && *self.is_at_work.get_mut() && !*self.is_answering.get_mut(),
-            End::Leave | End::Settled => false,
+            DropAction::GiveBackClaim | DropAction::GiveBack => true,
+            DropAction::GiveBackPanic => {
+                thread::panicking() && *self.is_at_work.get_mut() && !*self.is_answering.get_mut()
+            }
+            DropAction::Leave | DropAction::Settled => false,
         };
-        if !gives_back && self.end != End::Settled {
+        if !gives_back && self.end != DropAction::Settled {
             if !*self.is_told.get_mut() {
                 let (layer, operation) = (self.order.layer(), self.order.operation());
                 tracing::warn!(layer, %operation, "an operation was left: its outcome is unknown when its lease has ended");
@@ -749,14 +751,14 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             self.order.home.meters().ended(Ended::Unknown);
         }
         if gives_back {
-            let what = if self.end == End::GiveBackClaim { Settled::Claim } else { Settled::Attempt };
+            let what = if self.end == DropAction::GiveBackClaim { Settled::Claim } else { Settled::Attempt };
             self.order.settle_in_background(Settlement::Release, what);
         }
     }
 }
 
 /// For how much of a lease its holder may rely on it: clocks differ by up to 1 %, and timers come late.
-fn usable(lease: Duration) -> Duration {
+fn safe_ttl(lease: Duration) -> Duration {
     (lease - lease / 100).saturating_sub(Duration::from_millis(2))
 }
 
@@ -768,7 +770,7 @@ mod tests {
     /// The story of somebody who waited for ever: the last handler ended while one that was turned away was counted, so it was not the last.
     #[test]
     fn what_is_turned_away_is_not_counted_for_a_moment() {
-        let home = Arc::new(Home::new(MemoryBackend::new()));
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
         thread::scope(|scope| {
             let turned_away =
                 scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
@@ -781,7 +783,7 @@ mod tests {
 
     #[test]
     fn who_is_turned_away_or_has_ended_is_not_counted_for_its_scope() {
-        let home = Arc::new(Home::new(MemoryBackend::new()));
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
         let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
         let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
         assert!(matches!(home.admit(&alice, most), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use super::checkpoint::Checkpoint;
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
-use crate::deadline::Deadline;
 use crate::error::StoreError;
-use crate::lock::{Scope, Token, Wakeups};
+use crate::lock::{Notifications, Reach, Token};
+use crate::store::deadline::Deadline;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
 /// A store of any type. Its calls end with their deadline.
-pub(super) trait AnyStore: Send + Sync {
+pub(super) trait DynStore: Send + Sync {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun>;
     fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;
     fn renew<'a>(
@@ -43,11 +43,11 @@ pub(super) trait AnyStore: Send + Sync {
         completion: &Completion,
     ) -> Option<Result<bool, StoreError>>;
     fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool>;
-    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>>;
-    fn scope(&self) -> Scope;
+    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
+    fn scope(&self) -> Reach;
 }
 
-impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
+impl<S: IdempotencyStore + Send + Sync> DynStore for S {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun> {
         Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), limit))
     }
@@ -100,11 +100,11 @@ impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
         Box::pin(Deadline::new(IdempotencyStore::release(self, operation, claim), limit))
     }
 
-    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>> {
+    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>> {
         Box::pin(IdempotencyStore::watch(self, operation))
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         IdempotencyStore::scope(self)
     }
 }

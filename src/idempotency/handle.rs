@@ -1,12 +1,12 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::attempt::Order;
+use super::attempt::OperationContext;
 use super::checkpoint::{Checkpoint, CheckpointError};
 use super::store::{Operation, Payload};
 use crate::key::Key;
 
-/// What a handler can know of the operation that it does. [`Operations`](super::Operations) give it to what they run; a layer puts it in the extensions of the request, but for a request that passes without a record:
+/// What a handler can know of the operation that it does. [`Idempotent`](super::Idempotent) give it to what they run; a layer puts it in the extensions of the request, but for a request that passes without a record:
 /// for the lack of a key ([`OnMissingKey::Pass`](super::OnMissingKey::Pass)) or of a store
 /// ([`OnStoreError::Allow`](super::OnStoreError::Allow)). Where there may be such, ask for an `Option` of it. With the feature `axum` handlers
 /// can also take it as an argument by itself, without `Extension`.
@@ -25,7 +25,7 @@ use crate::key::Key;
 /// ```
 #[derive(Clone)]
 pub struct IdempotencyHandle {
-    order: Arc<Order<dyn HasPayload>>,
+    order: Arc<OperationContext<dyn HasPayload>>,
     attempt: u32,
     fence: u64,
     last: Option<Arc<Checkpoint>>,
@@ -45,12 +45,17 @@ pub(crate) trait HasPayload: Send + Sync {
 }
 
 impl IdempotencyHandle {
-    pub(crate) fn new(order: Arc<Order<dyn HasPayload>>, attempt: u32, fence: u64, last: Option<Checkpoint>) -> Self {
+    pub(crate) fn new(
+        order: Arc<OperationContext<dyn HasPayload>>,
+        attempt: u32,
+        fence: u64,
+        last: Option<Checkpoint>,
+    ) -> Self {
         Self { order, attempt, fence, last: last.map(Arc::new) }
     }
 
     /// Which operation this is: the scope of whoever asks, with the method and the path, and the key that the client has chosen; of
-    /// [`Operations`](super::Operations) their name and the scope, and the key. It prints as the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
+    /// [`Idempotent`](super::Idempotent) their name and the scope, and the key. It prints as the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
     /// find.
     ///
     /// Keys of [`header`](crate::http::header) are digests. A scope of one's own is there as it is, unless it is long.

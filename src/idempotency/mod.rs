@@ -6,7 +6,7 @@
 //!
 //! # What it promises, and what not
 //!
-//! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`Keep`] gives
+//! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`ResponsePolicy`] gives
 //!   back or you chose [`OnUnknown::Retry`] or [`OnStoreError::Allow`], whatever the number of processes and of retries, and whether or not its
 //!   client is still there: it goes on in a task of its own when the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
@@ -60,14 +60,14 @@
 //! use std::time::Duration;
 //! use http::Method;
 //! use tollgate::http::header;
-//! use tollgate::idempotency::{CircuitBreaker, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
-//! use tollgate::lock::Scope;
-//! use tollgate::{AsResponse, IdempotencyLayer, MemoryBackend};
+//! use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+//! use tollgate::lock::Reach;
+//! use tollgate::{HttpResponder, IdempotencyLayer, MemoryBackend};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let guard = IdempotencyLayer::new(MemoryBackend::new())
 //!     .name("payments") // in metrics
-//!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+//!     .require(Reach::Process)? // Reach::Redis would refuse the memory backend
 //!     .scope(header("x-api-key"))
 //!     .methods([Method::POST, Method::PATCH, Method::PUT])
 //!     .header("x-request-key")
@@ -77,7 +77,7 @@
 //!     .retention(Duration::from_secs(3 * 86_400))
 //!     .wait(Duration::from_secs(2))
 //!     .max_waiters_in_total(100)
-//!     .max_run(Duration::from_secs(60))
+//!     .max_runtime(Duration::from_secs(60))
 //!     .max_running(1_000)
 //!     .max_running_per_scope(100)
 //!     .max_records_per_scope(10_000)
@@ -85,14 +85,14 @@
 //!     .max_body(1_024 * 1_024)
 //!     .body_timeout(Duration::from_secs(5))
 //!     .keep_cookies(false)
-//!     .keep(Keep::All)
+//!     .keep(ResponsePolicy::All)
 //!     .on_missing_key(OnMissingKey::Pass)
 //!     .on_unknown(OnUnknown::Retry)
 //!     .on_store_error(OnStoreError::Deny)
 //!     .on_disconnect(OnDisconnect::Finish)
 //!     .deadline(Duration::from_millis(200))
 //!     .circuit_breaker(CircuitBreaker::new().failures(10))
-//!     .with_rejection(AsResponse::new());
+//!     .responder(HttpResponder::new());
 //! # drop(guard);
 //! # Ok(())
 //! # }
@@ -133,7 +133,7 @@
 //!
 //! # What is recorded
 //!
-//! By [default](Keep::SafeRetry) these responses are recorded, so that the same request gets them again, and these are not, so that it is served again:
+//! By [default](ResponsePolicy::SafeRetry) these responses are recorded, so that the same request gets them again, and these are not, so that it is served again:
 //!
 //! | response | recorded | |
 //! | --- | --- | --- |
@@ -143,15 +143,15 @@
 //! | 404, of a router | no | "not here": nothing has read the body, and no route is known. In a rolling deploy another replica may have it |
 //! | 405 | no | unless the body was read |
 //! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may be due to a header that is no part of the same request |
-//! | a rejection of a layer of this crate | no | by `NothingDone` in the extensions, or over a connection by the field `Tollgate-Rejected` of locks and idempotency |
+//! | a rejection of a layer of this crate | no | by `NotExecuted` in the extensions, or over a connection by the field `Tollgate-Rejected` of locks and idempotency |
 //! | any other 4xx, 409 and 423 among them | yes | |
 //! | gRPC `OK`, `INVALID_ARGUMENT`, `NOT_FOUND`, `ALREADY_EXISTS`, `FAILED_PRECONDITION`, `OUT_OF_RANGE` | yes | |
 //! | gRPC with any other status, or without one | no | |
 //!
 //! With the feature `axum` and `Router::layer` or `route_layer` the layer knows whether there is a route, but for one with a wildcard and a service that is
 //! nested by `nest_service`. Elsewhere, as around a whole router or in front of a plain tower service, all it can see is whether the body was read. There
-//! a 404 of a handler that reads no body is given back like that of a router. With [`Keep::All`] all 404 and 405 are recorded. A router's own
-//! fallback that reads the body says `tollgate::reject::NothingDone`.
+//! a 404 of a handler that reads no body is given back like that of a router. With [`ResponsePolicy::All`] all 404 and 405 are recorded. A router's own
+//! fallback that reads the body says `tollgate::responder::NotExecuted`.
 //!
 //! # Bodies
 //!
@@ -165,15 +165,15 @@
 //! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
 //! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known and the handler reads no more of the request, which could still break off (with gRPC at
 //! its end, since the status comes last, as that to a request that has broken off; of a next attempt once its body is known to be the same): its handler is not run again, and its
-//! reader may take the time that it likes, where until then the answer has to come to its end within `max_run`. With [`OnUnknown::Retry`] it breaks off if
+//! reader may take the time that it likes, where until then the answer has to come to its end within `max_runtime`. With [`OnUnknown::Retry`] it breaks off if
 //! the lease ends before that status is stored: somebody else may begin then.
 //!
 //! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
-//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`Keep::All`] with [`OnUnknown::Reject`]: the outcome
+//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`ResponsePolicy::All`] with [`OnUnknown::Responder`]: the outcome
 //! is unknown, as that of any handler that was dropped half way. Until so much was read a [checkpoint](IdempotencyHandle::checkpoint) is [refused](CheckpointError::Unread): one
 //! of another body would take the place of the one before. So read the body before the first checkpoint. Where the handler answers before it has read so much, the rest is compared before
 //! its answer is kept, or given whole: if the body stands still for longer than [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or since the handler has not dropped it, an
-//! answer that is no success is given, and not kept, and with [`Keep::All`] the outcome is unknown.
+//! answer that is no success is given, and not kept, and with [`ResponsePolicy::All`] the outcome is unknown.
 //!
 //! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
 //! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
@@ -193,9 +193,9 @@
 //!
 //! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
 //! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away with a response is
-//! not kept, whatever its status. What they turn away [with an error](crate::AsError) is a failure as any other, since whoever gets one cannot tell whether a handler
-//! has failed with it half way: with [`Keep::All`] the outcome is unknown then. So it is, whatever is kept, of a handler that a `LockLayer` has cancelled since its lock was lost, by what that
-//! answers: a response with `tollgate::reject::OutcomeUnknown`, which a [`Reject`](crate::reject::Reject) of your own has to put there itself, or a [`BoxError`](crate::BoxError) with
+//! not kept, whatever its status. What they turn away [with an error](crate::ErrorResponder) is a failure as any other, since whoever gets one cannot tell whether a handler
+//! has failed with it half way: with [`ResponsePolicy::All`] the outcome is unknown then. So it is, whatever is kept, of a handler that a `LockLayer` has cancelled since its lock was lost, by what that
+//! answers: a response with `tollgate::responder::OutcomeUnknown`, which a [`Responder`](crate::responder::Responder) of your own has to put there itself, or a [`BoxError`](crate::BoxError) with
 //! [`LockError::Lost`](crate::LockError::Lost) among its causes; and of one whose answer it has cut off for that before the record had it: one that is too large is recorded before its end. Put it
 //! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
@@ -206,12 +206,12 @@
 //! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
 //! outer one does the operation, on its own terms, and the inner one lets it pass. Of two that find different ones each has a record: the outer one gives back
 //! what the inner one refuses, so that it asks that again the next time, and what that has given back since its handler was sent another body than the attempt before. What the inner one has cancelled half way, by its time, its lease or its `max_body`, is of
-//! unknown outcome to both, also where its answer had begun and the record did not have it yet, and completed by hand or forgotten in both. It says so as a `LockLayer` does, and so has a `Reject` of your own.
+//! unknown outcome to both, also where its answer had begun and the record did not have it yet, and completed by hand or forgotten in both. It says so as a `LockLayer` does, and so has a `Responder` of your own.
 //!
 //! A timeout goes outside, where the handler goes on to its end after it and the client finds the answer when it comes back. One that is inside drops
 //! the handler half way, and its answer, 408 or 503 or an error, is one that is given back: the next try runs from the start, on top of what the
-//! first has done. A handler that has waited in vain for somebody else says so with `tollgate::reject::OutcomeUnknown` in the extensions of its answer,
-//! so that this is not done twice. What bounds the handler itself is [`max_run`](crate::http::IdempotencyLayer::max_run), after which the record says that
+//! first has done. A handler that has waited in vain for somebody else says so with `tollgate::responder::OutcomeUnknown` in the extensions of its answer,
+//! so that this is not done twice. What bounds the handler itself is [`max_runtime`](crate::http::IdempotencyLayer::max_runtime), after which the record says that
 //! the outcome is unknown.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
@@ -224,7 +224,7 @@
 //!
 //! # What is no request
 //!
-//! [`Operations`] do anything else once that has a name: a message of a broker, a job, a command. Their records, leases and attempts are those of the
+//! [`Idempotent`] do anything else once that has a name: a message of a broker, a job, a command. Their records, leases and attempts are those of the
 //! layer. Those of one name have nothing to do with those of another.
 //!
 //! # Metrics
@@ -251,8 +251,8 @@
 //! # Cancellation
 //!
 //! A request whose client goes away before it is served is given back in the background; after that the handler runs to its end all the same
-//! ([`OnDisconnect`]), for no longer than `max_run`. `IdempotencyLayer::drained` waits for that at the end of a program. A
-//! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
+//! ([`OnDisconnect`]), for no longer than `max_runtime`. `IdempotencyLayer::wait_idle` waits for that at the end of a program. A
+//! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`ResponsePolicy`].
 
 mod admin;
 mod answer;
@@ -267,15 +267,17 @@ mod attempt;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
 mod erased;
 mod handle;
+mod idempotent;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
-mod meters;
+mod metrics;
 mod operation_error;
-mod operations;
-mod waiting;
+mod waiters;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, MostRunning, Order, Running, Settlement};
-pub use crate::circuit::CircuitBreaker;
+pub(crate) use self::attempt::{
+    Attempt, Begin, Coordinator, Granted, MostRunning, OperationContext, Running, Settlement,
+};
+pub use crate::store::circuit::CircuitBreaker;
 
 pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
 pub use self::answer::Answer;
@@ -283,10 +285,10 @@ pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;
 pub use self::handle::IdempotencyHandle;
+pub use self::idempotent::{Done, Idempotent};
 #[cfg(feature = "http")]
-pub(crate) use self::meters::Verdict;
+pub(crate) use self::metrics::Verdict;
 pub use self::operation_error::{Failed, OperationError};
-pub use self::operations::{Done, Operations};
-pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+pub use self::policy::{OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, ResponsePolicy};
 pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
 pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};

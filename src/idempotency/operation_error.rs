@@ -3,14 +3,14 @@ use std::fmt;
 use std::iter;
 use std::time::Duration;
 
-use crate::error::{BoxError, ConfigError, Occupied, StoreError, causes};
-use crate::lock::HalfDone;
+use crate::error::{BoxError, ConfigError, ContentionHint, StoreError, causes};
+use crate::lock::PartialEffects;
 
 /// Why an operation has no answer.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperationError {
-    /// The work has failed, with this error. What becomes of the operation is up to [`Operations::keep`](super::Operations::keep) and [`Failed`](struct@Failed).
+    /// The work has failed, with this error. What becomes of the operation is up to [`Idempotent::keep`](super::Idempotent::keep) and [`Failed`](struct@Failed).
     Failed(BoxError),
     /// Something else was asked for under the same name.
     Mismatch,
@@ -25,7 +25,7 @@ pub enum OperationError {
         attempt: u32,
     },
     /// It was done before, and its answer was too large to be kept, or there was no room for it. That does not change before the time for which answers
-    /// are [kept](super::Operations::retention) is over, so there is no use in asking again.
+    /// are [kept](super::Idempotent::retention) is over, so there is no use in asking again.
     ///
     /// A job of a delay queue is tried again with it as with any error, and ends among the dead: there may be more to it than the operation, which cannot
     /// go on without the answer. A job that needs to know no more than that it was done says so:
@@ -33,9 +33,9 @@ pub enum OperationError {
     /// ```
     /// use tollgate::BoxError;
     /// use tollgate::delay_queue::Job;
-    /// use tollgate::idempotency::{Operation, OperationError, Operations};
+    /// use tollgate::idempotency::{Operation, OperationError, Idempotent};
     ///
-    /// async fn pay(payouts: &Operations, job: Job<String>) -> Result<(), BoxError> {
+    /// async fn pay(payouts: &Idempotent, job: Job<String>) -> Result<(), BoxError> {
     ///     let work = async |_| Ok::<_, BoxError>(format!("paid {}", *job));
     ///     match payouts.run(Operation::new("payouts", job.id().as_str()), job.as_bytes(), work).await {
     ///         Ok(_) | Err(OperationError::NotKept) => Ok(()),
@@ -45,7 +45,7 @@ pub enum OperationError {
     /// ```
     NotKept,
     /// The work was dropped half way, since its lease was lost and somebody else may have begun, or since it took
-    /// [longer than it may](super::Operations::max_run). It may have had effects.
+    /// [longer than it may](super::Idempotent::max_runtime). It may have had effects.
     Cancelled,
     /// A setting cannot work; nothing was asked of the store.
     Config(ConfigError),
@@ -75,29 +75,29 @@ impl Error for OperationError {
             Self::Config(error) => Some(error),
             Self::Store(error) => Some(error),
             // For how long is no error that could be borrowed.
-            Self::InFlight { .. } => Some(Occupied::FOR_LONG),
+            Self::InFlight { .. } => Some(ContentionHint::FOR_LONG),
             _ => None,
         }
     }
 }
 
-/// Says of an operation that has failed whether something may have come of it, whatever [`Operations::keep`](super::Operations::keep) says of
+/// Says of an operation that has failed whether something may have come of it, whatever [`Idempotent::keep`](super::Idempotent::keep) says of
 /// others.
 ///
-/// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
+/// What is done by [`Idempotent`](super::Idempotent) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
 /// shows it as its own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts.
 /// The loss of a lock, [`LockError::Lost`](crate::LockError::Lost) or [`Lost`](crate::lock::Lost), counts as [`outcome_unknown`](Self::outcome_unknown)
 /// wherever it is found: what ran under the lock may have been dropped half way.
-/// The handler of a request says so in its response: see `tollgate::reject::NothingDone` and `OutcomeUnknown`.
+/// The handler of a request says so in its response: see `tollgate::responder::NotExecuted` and `OutcomeUnknown`.
 ///
 /// ```
 /// use std::io;
 /// use tollgate::BoxError;
-/// use tollgate::idempotency::{Failed, Operation, OperationError, Operations};
+/// use tollgate::idempotency::{Failed, Operation, OperationError, Idempotent};
 ///
 /// # async fn ask_the_bank(_: &str) -> io::Result<String> { Err(io::ErrorKind::TimedOut.into()) }
 /// # #[tokio::main(flavor = "current_thread")] async fn main() {
-/// let payouts = Operations::new(tollgate::MemoryBackend::new(), "payouts");
+/// let payouts = Idempotent::new(tollgate::MemoryBackend::new(), "payouts");
 /// let paid = payouts.run(Operation::new("alice", "payout-7"), "100 EUR", async |attempt| {
 ///     ask_the_bank(&attempt.derive("pay")).await.map_err(|error| match error.kind() {
 ///         // It may have been paid: nobody tries again until somebody has had a look.
@@ -137,7 +137,7 @@ impl Failed {
         causes(error).find_map(|cause| {
             let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
             let said = failed.or_else(|| cause.downcast_ref()).map(|said| said.is_unknown);
-            said.or_else(|| cause.is::<HalfDone>().then_some(true))
+            said.or_else(|| cause.is::<PartialEffects>().then_some(true))
         })
     }
 }
@@ -171,7 +171,7 @@ impl Error for Said {
 pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
     let sources = iter::successors(error.source(), |&error| error.source());
     // What these say the error above them has said already.
-    let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<Occupied>()));
+    let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<ContentionHint>()));
     sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }
 

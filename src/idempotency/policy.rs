@@ -1,14 +1,14 @@
 /// Which answers are kept, so that the same request gets them again, and what becomes of an operation that has failed. Defaults to [`SafeRetry`](Self::SafeRetry).
 ///
 /// An answer that is not kept is as if nothing had happened: the next request with the key is served again. None of them keeps what a layer of
-/// this crate on the inside has turned away with a response (an error of [`AsError`](crate::AsError) is a failure as any other, but for that of a lock that was lost half way), nor an answer with `tollgate::reject::NothingDone` in its extensions. One with
-/// `tollgate::reject::OutcomeUnknown` in them is neither kept nor given back: the outcome is unknown when the lease has ended.
+/// this crate on the inside has turned away with a response (an error of [`ErrorResponder`](crate::ErrorResponder) is a failure as any other, but for that of a lock that was lost half way), nor an answer with `tollgate::responder::NotExecuted` in its extensions. One with
+/// `tollgate::responder::OutcomeUnknown` in them is neither kept nor given back: the outcome is unknown when the lease has ended.
 ///
 /// What a handler answers to a request that has broken off while it was read is kept if it is a success and comes to its end; of a next attempt, which may have been
 /// sent another body, if as much was read as by the one before, too. Otherwise that is a failure without an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Keep {
+pub enum ResponsePolicy {
     /// All but those that say "not now": 5xx, 408, 425, 429, and any 4xx with `Retry-After`; those that say "not here": 404 and 405 where no handler is known to
     /// have run (see [the table](super#what-is-recorded)); and but for those that may have been answered because of a header that is no part
     /// of what makes the same request: 401, 403, 406, 407, 412, 415, 417, 421 and 428, so that a client that forgot its credentials, or has sent a wrong
@@ -23,31 +23,31 @@ pub enum Keep {
     Success,
 }
 
-impl Keep {
+impl ResponsePolicy {
     /// Whether what has failed is given back.
     pub(crate) fn gives_failures_back(self) -> bool {
         self != Self::All
     }
 }
 
-/// What happens to a request that has no key. Defaults to [`Reject`](Self::Reject).
+/// What happens to a request that has no key. Defaults to [`Responder`](Self::Responder).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP.
     #[default]
-    Reject,
+    Responder,
     /// It is served, as often as it comes.
     Pass,
 }
 
-/// What happens to a request whose operation was begun by somebody who was not heard of in time. Defaults to [`Reject`](Self::Reject).
+/// What happens to a request whose operation was begun by somebody who was not heard of in time. Defaults to [`Responder`](Self::Responder).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUnknown {
     /// It is turned away for as long as the record is kept: 409 with HTTP. Somebody has to look what became of it.
     #[default]
-    Reject,
+    Responder,
     /// It is served again, as the next [attempt](super::IdempotencyHandle::attempt). A handler whose own lease is lost is cancelled then.
     ///
     /// What that one was sent is in the record as of its first renewal, a third of a lease after it has begun, or its first checkpoint. Before

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::checkpoint::Checkpoint;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Scope, Token, Wakeups};
+use crate::lock::{Notifications, Reach, Token};
 
 /// What idempotency needs of a backend: one record for each operation, every change of it one atomic step that only the token
 /// which has it may take.
@@ -102,11 +102,11 @@ pub trait IdempotencyStore {
     fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed
-    /// any more: the caller asks again then, and after each wake-up. A store that cannot tell answers [`Wakeups::none`].
-    fn watch(&self, operation: &Operation) -> impl Future<Output = Wakeups> + Send;
+    /// any more: the caller asks again then, and after each wake-up. A store that cannot tell answers [`Notifications::none`].
+    fn watch(&self, operation: &Operation) -> impl Future<Output = Notifications> + Send;
 
     /// Among whom an operation is done once.
-    fn scope(&self) -> Scope;
+    fn scope(&self) -> Reach;
 }
 
 /// Which operation: what the client calls it, within the scope that is the client's own.

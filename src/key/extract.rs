@@ -174,9 +174,9 @@ impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
 
 /// Gives every request the same key, so that all share one quota. What a layer does until it is told a key.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Everyone;
+pub struct GlobalKey;
 
-impl<Req> ExtractKey<Req> for Everyone {
+impl<Req> ExtractKey<Req> for GlobalKey {
     fn extract_key(&self, _: &Req) -> Option<Key> {
         Some(Key::EVERYONE)
     }

@@ -1,8 +1,8 @@
 //! Who is asking.
 
+mod ascii;
 mod extract;
 pub(crate) mod lack;
-mod words;
 
 use std::borrow::Cow;
 use std::error::Error;
@@ -13,8 +13,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 use sha2::{Digest, Sha256};
 
-pub use self::extract::{Everyone, ExtractKey, IntoKey, Or, first_of};
-use self::words::{OCTETS, plain_words, two_plain_words};
+use self::ascii::{OCTETS, plain_words, two_plain_words};
+pub use self::extract::{ExtractKey, GlobalKey, IntoKey, Or, first_of};
 
 /// Who is asking: the subject that a quota is counted for.
 ///
@@ -137,12 +137,12 @@ impl Key {
     }
 
     #[inline]
-    fn words(&self) -> [u64; 6] {
-        let mut words = [0; 6];
-        for (word, bytes) in words.iter_mut().zip(self.bytes.as_chunks().0) {
+    fn ascii_words(&self) -> [u64; 6] {
+        let mut ascii_words = [0; 6];
+        for (word, bytes) in ascii_words.iter_mut().zip(self.bytes.as_chunks().0) {
             *word = u64::from_le_bytes(*bytes);
         }
-        words
+        ascii_words
     }
 
     /// A number that others hardly ever have: to put equal keys beside each other without comparing their texts each time. Not for tables, since
@@ -150,7 +150,7 @@ impl Key {
     #[cfg(feature = "redis")]
     #[inline]
     pub(crate) fn sum(&self) -> u64 {
-        self.words().iter().fold(0, |sum, word| (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
+        self.ascii_words().iter().fold(0, |sum, word| (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
     }
 
     /// The text and some of the zeros behind it, to be hashed: there is no zero in a text. Whole words but for the last byte, which is where a hash
@@ -227,9 +227,9 @@ impl Key {
 
     // Each word is put together in a register, and written once to where it stays: what was written in pieces is read late.
     #[inline]
-    fn of_words(words: [u64; 6]) -> Self {
+    fn of_words(ascii_words: [u64; 6]) -> Self {
         let mut key = Self::EMPTY;
-        for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(words) {
+        for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(ascii_words) {
             *bytes = word.to_le_bytes();
         }
         key
@@ -369,7 +369,11 @@ impl Error for ParseKeyError {}
 impl PartialEq for Key {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
-        self.words().iter().zip(other.words()).fold(0, |different, (word, other)| different | (word ^ other)) == 0
+        self.ascii_words()
+            .iter()
+            .zip(other.ascii_words())
+            .fold(0, |different, (word, other)| different | (word ^ other))
+            == 0
     }
 }
 

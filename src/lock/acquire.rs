@@ -9,23 +9,23 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use super::context;
 use super::erased::{Answers, Call};
-use super::errand::{Errand, LINGERS};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, OtherKind, QueueFull};
-use super::gate::{Entered, News, Offer, Place, Refusal, Turn};
-use super::hold::{FENCES, Hold, after, usable};
-use super::keeper::jittered;
+use super::gate::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, Place};
+use super::grant::{FENCES, Grant, after, safe_ttl};
 use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::Terms;
-use super::meters::{Outcome, Way};
-use super::nested;
+use super::locks_state::Shared;
+use super::metrics::{HandoffKind, Outcome};
 use super::pickup::{Acquire, Request};
-use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, Scope, Token};
-use crate::circuit::Circuit;
+use super::release_task::{IN_FLIGHT_GRACE, ReleaseTask};
+use super::renewal::jittered;
+use super::store::{Acquired, Claim, Line, Reach, Token};
 use crate::error::{ConfigError, StoreError};
+use crate::store::circuit::Circuit;
 
 /// How long somebody who waits goes without looking, told or not: a message may be lost.
 const POLL: Duration = Duration::from_secs(1);
@@ -111,27 +111,27 @@ async fn take_all(
         may_ask(home, lock, terms)?;
         loop {
             // Not from hand to hand: that would be one of them without the others.
-            let mut coming = pin!(come(home, lock, terms, begun, place, false));
+            let mut coming = pin!(wait_for_turn(home, lock, terms, begun, place, false));
             let offer = tokio::select! {
                 biased;
                 offer = &mut coming => offer?,
                 // The store is not asked for those that come before as long as this one is waited for.
                 () = ready(()) => {
                     has_waited = true;
-                    tell(&asked, Some(Refusal::Busy(give_up)));
+                    tell(&asked, Some(Failure::Busy(give_up)));
                     coming.await?
                 }
             };
             match offer {
-                Offer::Turn(turn) => break asked.push((Attempts::new(home, lock, terms)?, turn)),
-                Offer::Lease(lease) => drop(lease),
+                Handoff::LeaderPermit(turn) => break asked.push((Acquisition::new(home, lock, terms)?, turn)),
+                Handoff::Lease(lease) => drop(lease),
             }
         }
     }
     if has_waited {
         tell(&asked, None);
     }
-    contend(home, &mut asked, terms, give_up).await
+    acquire_once(home, &mut asked, terms, give_up).await
 }
 
 /// Takes the lease of a lock, for whoever counts what becomes of asking for it.
@@ -144,41 +144,41 @@ pub(super) async fn take(
 ) -> Result<Lease, LockError> {
     may_ask(home, lock, terms)?;
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
-    let mut asked: Asked = match come(home, lock, terms, begun, place, true).await? {
-        Offer::Lease(lease) => {
-            home.meters(lock).handed_over(Way::Hand, lease.since().elapsed());
+    let mut asked: Asked = match wait_for_turn(home, lock, terms, begun, place, true).await? {
+        Handoff::Lease(lease) => {
+            home.meters(lock).handed_over(HandoffKind::Hand, lease.since().elapsed());
             return Ok(lease);
         }
-        Offer::Turn(turn) => smallvec![(Attempts::new(home, lock, terms)?, turn)],
+        Handoff::LeaderPermit(turn) => smallvec![(Acquisition::new(home, lock, terms)?, turn)],
     };
-    let mut leases = contend(home, &mut asked, terms, after(begun, terms.wait)).await?;
+    let mut leases = acquire_once(home, &mut asked, terms, after(begun, terms.wait)).await?;
     leases.pop().ok_or_else(|| too_late().into())
 }
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
     check(terms)?;
-    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
+    if home.store.scope() == Reach::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
     {
         return Err(ConfigError::NotByQuorum.into());
     }
     if home.is_closed() {
         return Err(Closed.into());
     }
-    if !home.is_semaphore && nested::holds(home, lock) {
+    if !home.is_semaphore && context::holds(home, lock) {
         return Err(Nested::new(*lock).into());
     }
     Ok(())
 }
 
 /// Waits until it is our turn to ask the store for a lock, or somebody in this process hands over the lease, if that would do.
-async fn come(
+async fn wait_for_turn(
     home: &Arc<Shared>,
     lock: &LockKey,
     terms: &Terms,
     begun: Instant,
     place: Place,
     by_hand: bool,
-) -> Result<Offer, LockError> {
+) -> Result<Handoff, LockError> {
     // What this process is giving back is free for it, and the store is not to say that it is held.
     if let Some(releases) = home.gate.releases(lock, terms.deadline) {
         Box::pin(releases).await;
@@ -186,16 +186,16 @@ async fn come(
     let entered = if terms.is_fair { home.join(*lock, terms)? } else { home.enter(*lock, terms, place, by_hand)? };
     match entered {
         // A shutdown that has begun since this was looked at may not have seen that somebody is here.
-        Entered::Turn(_) if home.is_closed() => Err(Closed.into()),
-        Entered::Turn(turn) => Ok(Offer::Turn(turn)),
+        Entered::LeaderPermit(_) if home.is_closed() => Err(Closed.into()),
+        Entered::LeaderPermit(turn) => Ok(Handoff::LeaderPermit(turn)),
         // Apart, so that who need not wait has no room for it to carry along.
-        entered => Box::pin(stand_behind(home, *lock, *terms, entered, begun, place, by_hand)).await,
+        entered => Box::pin(wait_in_queue(home, *lock, *terms, entered, begun, place, by_hand)).await,
     }
 }
 
 /// Waits behind whoever is in front: in line, for as long as the caller is ready to, and then for what the store says to them. That is
 /// why the caller does not get the lock, so those who are told of a store that fails are told by the store.
-async fn stand_behind(
+async fn wait_in_queue(
     home: &Arc<Shared>,
     lock: LockKey,
     mut terms: Terms,
@@ -203,14 +203,14 @@ async fn stand_behind(
     begun: Instant,
     place: Place,
     by_hand: bool,
-) -> Result<Offer, LockError> {
+) -> Result<Handoff, LockError> {
     let give_up = after(begun, terms.wait);
     // The wait may be over when it comes, as after a release of this process that took its time.
     let mut answer_by = after(give_up.max(Instant::now()), terms.limit());
     loop {
         match entered {
-            Entered::Turn(_) if home.is_closed() => return Err(Closed.into()),
-            Entered::Turn(turn) => return Ok(Offer::Turn(turn)),
+            Entered::LeaderPermit(_) if home.is_closed() => return Err(Closed.into()),
+            Entered::LeaderPermit(turn) => return Ok(Handoff::LeaderPermit(turn)),
             Entered::Line { mut waiting, is_free_soon, news } => {
                 // What is being given back is waited for also by those who do not want to wait.
                 let until = if is_free_soon { answer_by } else { give_up };
@@ -250,11 +250,11 @@ async fn stand_behind(
 }
 
 /// Ready with the last failure when the circuit to the store has opened, for those who heed that.
-async fn circuit_opens(home: &Shared, news: Option<News>) -> StoreError {
+async fn circuit_opens(home: &Shared, news: Option<FailureWatch>) -> StoreError {
     if let Some(mut news) = news {
         while news.changed().await.is_ok() {
             let heard = news.borrow_and_update().clone();
-            if let (Some(Refusal::Failed(error)), Err(_)) = (heard, home.circuit().admit_no_probe()) {
+            if let (Some(Failure::Failed(error)), Err(_)) = (heard, home.circuit().admit_no_probe()) {
                 return error;
             }
         }
@@ -280,16 +280,21 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
 }
 
 /// What is asked for, all at once: nearly always one lock.
-type Asked = SmallVec<[(Attempts, Turn); 1]>;
+type Asked = SmallVec<[(Acquisition, LeaderPermit); 1]>;
 type Leases = SmallVec<[Lease; 1]>;
 
 /// Lets others in this process know what the store says; `None` before it is asked.
-fn tell(asked: &Asked, refusal: Option<Refusal>) {
+fn tell(asked: &Asked, refusal: Option<Failure>) {
     asked.iter().for_each(|(_, turn)| turn.hears(refusal.clone()));
 }
 
 /// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
-async fn contend(home: &Arc<Shared>, asked: &mut Asked, terms: &Terms, give_up: Instant) -> Result<Leases, LockError> {
+async fn acquire_once(
+    home: &Arc<Shared>,
+    asked: &mut Asked,
+    terms: &Terms,
+    give_up: Instant,
+) -> Result<Leases, LockError> {
     if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
@@ -298,12 +303,12 @@ async fn contend(home: &Arc<Shared>, asked: &mut Asked, terms: &Terms, give_up: 
             granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
         // Apart, so that who gets them at once has no room for it to carry along.
-        heard => Box::pin(insist(home, heard, asked, terms, give_up)).await,
+        heard => Box::pin(retry(home, heard, asked, terms, give_up)).await,
     }
 }
 
 /// Goes on asking after the first answers.
-async fn insist(
+async fn retry(
     home: &Arc<Shared>,
     mut heard: Result<(Answers, Instant), StoreError>,
     asked: &mut Asked,
@@ -328,15 +333,15 @@ async fn insist(
         match answer {
             Ok(((answers, now), None)) => {
                 if let (Some(told), Some((attempts, _))) = (told, asked.first()) {
-                    home.meters(&attempts.lock).handed_over(Way::Message, now - told);
+                    home.meters(&attempts.lock).handed_over(HandoffKind::Message, now - told);
                 }
                 return granted(asked, &answers, now).ok_or_else(|| too_late().into());
             }
             Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
-                let Attempts { lock, claim, .. } = &asked[at].0;
+                let Acquisition { lock, claim, .. } = &asked[at].0;
                 let required = claim.replicas.count;
                 let until = give_up.min(after(Instant::now(), claim.ttl));
-                tell(asked, Some(Refusal::NotReplicated { replicas, until }));
+                tell(asked, Some(Failure::NotReplicated { replicas, until }));
                 let next = Instant::now() + jittered(pause);
                 if next >= give_up {
                     return Err(NotReplicated::new(*lock, replicas, required).into());
@@ -348,11 +353,11 @@ async fn insist(
                 }
             }
             Ok((_, Some((at, Acquired::OtherKind { held })))) => {
-                let Attempts { lock, claim, .. } = &asked[at].0;
+                let Acquisition { lock, claim, .. } = &asked[at].0;
                 return Err(OtherKind::new(*lock, claim.kind, held).into());
             }
             Ok((_, Some((at, answer)))) => {
-                tell(asked, Some(Refusal::Busy(after(Instant::now(), remaining(&answer)))));
+                tell(asked, Some(Failure::Busy(after(Instant::now(), remaining(&answer)))));
                 let (attempts, turn) = &mut asked[at];
                 let (lock, remaining) = (attempts.lock, remaining(&answer));
                 if matches!(answer, Acquired::LineFull { .. }) {
@@ -400,7 +405,7 @@ async fn insist(
                     && !Circuit::is_cause_of(&error)
                     && !std::mem::replace(&mut is_second, true) => {}
             Err(error) => {
-                tell(asked, Some(Refusal::Failed(error.clone())));
+                tell(asked, Some(Failure::Failed(error.clone())));
                 // Who is refused now is refused the next time.
                 let is_passing = error.is_timeout() || error.is_unavailable();
                 let is_cut_off = terms.heeds_circuit && home.circuit().admit_no_probe().is_err();
@@ -417,7 +422,7 @@ async fn insist(
         }
         // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
         // nothing any more.
-        if home.store.scope() == Scope::Quorum {
+        if home.store.scope() == Reach::Quorum {
             asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
         }
         heard = Attempt::new(home, asked, terms.limit()).await;
@@ -426,7 +431,7 @@ async fn insist(
 
 /// The attempts to take a lease by one token. If one of them may have come to pass, it is undone when this is dropped; who stands in
 /// line leaves it then.
-struct Attempts {
+struct Acquisition {
     home: Arc<Shared>,
     lock: LockKey,
     claim: Claim,
@@ -441,7 +446,7 @@ struct Attempts {
     settles: Option<Instant>,
 }
 
-impl Attempts {
+impl Acquisition {
     fn new(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<Self, StoreError> {
         let line = match (terms.is_fair, terms.wait.is_zero()) {
             (false, _) => Line::Ignore,
@@ -481,20 +486,20 @@ impl Attempts {
                     self.sent = self.sent_before;
                 }
             }
-            Err(_) => self.settles = Some(Instant::now() + LINGERS),
+            Err(_) => self.settles = Some(Instant::now() + IN_FLIGHT_GRACE),
         }
     }
 
     /// When the last attempt was sent, if there is time left at `now` in a lease that it was granted.
     fn good_since(&self, now: Instant) -> Option<Instant> {
-        self.sent.filter(|sent| now < *sent + usable(self.claim.ttl))
+        self.sent.filter(|sent| now < *sent + safe_ttl(self.claim.ttl))
     }
 
     /// Makes a lease of what was granted, unless there is no time left in it at `now`. The turn is to be dropped after that.
-    fn granted(&mut self, turn: &mut Turn, fence: u64, now: Instant) -> Option<Lease> {
+    fn granted(&mut self, turn: &mut LeaderPermit, fence: u64, now: Instant) -> Option<Lease> {
         let sent = self.good_since(now)?;
         self.sent = None;
-        let hold = Arc::new(Hold::new(self.lock, &self.claim, self.limit, self.settles, sent, fence));
+        let hold = Arc::new(Grant::new(self.lock, &self.claim, self.limit, self.settles, sent, fence));
         let fence = hold.hand_to(self.max_hold, now).unwrap_or(fence);
         turn.holds(&hold);
         self.home.keep(&hold);
@@ -503,13 +508,13 @@ impl Attempts {
     }
 }
 
-impl Drop for Attempts {
+impl Drop for Acquisition {
     fn drop(&mut self) {
         self.undo();
     }
 }
 
-impl Attempts {
+impl Acquisition {
     /// Goes on as somebody else who has not asked for anything yet.
     fn begin_again(&mut self) -> Result<(), StoreError> {
         self.undo();
@@ -522,7 +527,7 @@ impl Attempts {
         if let Some(sent) = self.sent.take() {
             let granted_by = self.settles.map_or(sent, |settles| settles.max(sent));
             let until = after(granted_by, self.claim.ttl.max(Claim::PLACE));
-            let errand = Errand::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
+            let errand = ReleaseTask::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
             if let Some(errand) = errand {
                 errand.in_background();
             }
@@ -627,7 +632,7 @@ impl Drop for Attempt<'_> {
         let Some(call) = self.call.take() else { return };
         let (home, mut asked) = (Arc::clone(self.home), std::mem::take(self.asked));
         // What becomes of it is not known either if the task is dropped with its runtime.
-        let settles = Some(Instant::now() + LINGERS);
+        let settles = Some(Instant::now() + IN_FLIGHT_GRACE);
         let before: SmallVec<[_; 1]> =
             asked.iter_mut().map(|(attempts, _)| std::mem::replace(&mut attempts.settles, settles)).collect();
         self.home.spawn(async move {
@@ -659,7 +664,7 @@ mod tests {
             let lock = LockKey::new("test", "a");
             may_ask(home, &lock, &terms).unwrap();
             locks.shutdown().await;
-            let came = come(home, &lock, &terms, Instant::now(), home.gate.place(), true).await;
+            let came = wait_for_turn(home, &lock, &terms, Instant::now(), home.gate.place(), true).await;
             assert!(matches!(came, Err(LockError::Closed(_))));
             // And leaves nothing behind.
             locks.shutdown().await;

@@ -5,9 +5,9 @@ use std::time::Duration;
 use super::kind::LockKind;
 use super::lock_key::LockKey;
 use super::store::LockStore;
-use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::store::deadline::Deadline;
 
 /// What those who run locks ask of a backend, and no holder needs: who holds what, and to take it away.
 pub trait LockRegistry: LockStore {
@@ -15,7 +15,7 @@ pub trait LockRegistry: LockStore {
     fn inspect(&self, lock: &LockKey) -> impl Future<Output = Result<LockStatus, StoreError>> + Send;
 
     /// Takes a lease away from all who hold it.
-    fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<Seized, StoreError>> + Send;
+    fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
     /// The leases of a namespace that are held. Looks at about `most` of what it keeps and answers with those of them that are held, if any, and
     /// where to go on.
@@ -85,7 +85,7 @@ impl LockHolder {
 /// What came of taking a lease away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Seized {
+pub struct ForceReleased {
     /// How many have held it.
     pub holders: usize,
     /// All fences that the store gives out for this lock from now on are larger than this one. What it protects may refuse those up to here at once. A process
@@ -93,7 +93,7 @@ pub struct Seized {
     pub fence: u64,
 }
 
-impl Seized {
+impl ForceReleased {
     /// For stores: so many have held it, and all later fences are larger than this one.
     #[must_use]
     pub const fn new(holders: usize, fence: u64) -> Self {
@@ -221,7 +221,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// # Errors
     ///
     /// If the store fails. Whether the lock was taken away is not known then.
-    pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<Seized, StoreError> {
+    pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
         let lock = LockKey::new(self.namespace, key);
         let seized = Deadline::new(self.store.seize(&lock), self.deadline).await?;
         tracing::warn!(%lock, holders = seized.holders, "lock taken away from its holder");

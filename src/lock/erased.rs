@@ -6,9 +6,9 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::lock_key::LockKey;
-use super::store::{Acquired, Claim, LockStore, Released, Renewal, Scope, Token, Wakeups};
-use crate::deadline::Deadline;
+use super::store::{Acquired, Claim, LockStore, Notifications, Reach, Released, Renewal, Token};
 use crate::error::StoreError;
+use crate::store::deadline::Deadline;
 
 /// Nearly always one.
 pub(super) type Wanted = SmallVec<[(LockKey, Claim); 1]>;
@@ -17,21 +17,21 @@ pub(super) type Answers = SmallVec<[Acquired; 1]>;
 pub(super) type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// A store of any type. Its calls own what they need, so one that is under way can be carried on when its caller is gone.
-pub(super) trait AnyStore: Send + Sync {
+pub(super) trait DynStore: Send + Sync {
     /// Takes all or none: there is an answer for each.
     fn acquire(self: Arc<Self>, wanted: Wanted, limit: Duration) -> Call<Result<Answers, StoreError>>;
     fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>>;
 
     fn shard(&self, lock: &LockKey) -> u32;
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
-    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups>;
+    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Notifications>;
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
     fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>>;
-    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Wakeups>;
-    fn scope(&self) -> Scope;
+    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Notifications>;
+    fn scope(&self) -> Reach;
 }
 
-impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
+impl<S: LockStore + Send + Sync + 'static> DynStore for S {
     fn acquire(self: Arc<Self>, wanted: Wanted, limit: Duration) -> Call<Result<Answers, StoreError>> {
         let call = async move {
             match &*wanted {
@@ -55,7 +55,7 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
         Box::pin(async move { LockStore::release(&*self, &lock, &token).await })
     }
 
-    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups> {
+    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Notifications> {
         Box::pin(async move { LockStore::watch(&*self, &lock, in_line.as_ref()).await })
     }
 
@@ -67,11 +67,11 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
         Box::pin(async move { LockStore::ask_holders(&*self, &lock).await })
     }
 
-    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Wakeups> {
+    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Notifications> {
         Box::pin(async move { LockStore::watch_asks(&*self, &lock).await })
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         LockStore::scope(self)
     }
 }

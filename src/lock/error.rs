@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::lock_key::LockKey;
-use crate::error::{ConfigError, Occupied, StoreError};
+use crate::error::{ConfigError, ContentionHint, StoreError};
 
 /// Why there is no lease, or no longer one. Each case is a type of its own, so "held by somebody else" and "the store is down"
 /// cannot be confused.
@@ -100,12 +100,12 @@ cases!(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Busy {
     lock: LockKey,
-    occupied: Occupied,
+    occupied: ContentionHint,
 }
 
 impl Busy {
     pub(crate) const fn new(lock: LockKey, retry_after: Duration) -> Self {
-        Self { lock, occupied: Occupied(retry_after) }
+        Self { lock, occupied: ContentionHint(retry_after) }
     }
 
     /// Which lock.
@@ -159,7 +159,7 @@ impl fmt::Display for QueueFull {
 
 impl Error for QueueFull {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(Occupied::FOR_LONG)
+        Some(ContentionHint::FOR_LONG)
     }
 }
 
@@ -308,7 +308,7 @@ pub enum LossReason {
     Taken,
     /// It was held for as long as [`max_hold`](super::Locks::max_hold) allows.
     MaxHold,
-    /// It was given back. Only a [`LeaseView`](super::LeaseView) lives to see that.
+    /// It was given back. Only a [`LeaseHandle`](super::LeaseHandle) lives to see that.
     GivenBack,
 }
 
@@ -345,21 +345,21 @@ impl fmt::Display for Lost {
 // Whoever shows this as an error of its own, as `LockError` does, has the same source.
 impl Error for Lost {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&HalfDone)
+        Some(&PartialEffects)
     }
 }
 
 /// Beneath every [`Lost`], to be found by its type: what was done under the lease may have been cut off half way.
 #[derive(Debug)]
-pub(crate) struct HalfDone;
+pub(crate) struct PartialEffects;
 
-impl fmt::Display for HalfDone {
+impl fmt::Display for PartialEffects {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("what was done under it may have had effects")
     }
 }
 
-impl Error for HalfDone {}
+impl Error for PartialEffects {}
 
 #[cfg(test)]
 mod tests {

@@ -9,13 +9,13 @@ use pin_project_lite::pin_project;
 use tokio::task::JoinHandle;
 use tower_service::Service;
 
+use super::context::{Held, Passage};
 use super::error::LockError;
-use super::layer::{ReleaseAt, Settings, Stay};
+use super::layer::{LeaseGuard, ReleaseAt, Settings};
 use super::lease::Lease;
-use super::nested::{Held, Passage};
-use super::rejection::{Occupy, Rejection};
+use super::rejection::{BindLease, Rejection};
 use super::running::Place;
-use crate::reject::Reject;
+use crate::responder::Responder;
 
 type BoxLease = Pin<Box<dyn Future<Output = Result<Lease, LockError>> + Send>>;
 
@@ -38,7 +38,7 @@ pin_project! {
         // The lock is asked for, or waited for; the service that reported ready waits with the request.
         Acquiring { lease: BoxLease, place: Option<Place>, call: Option<(S, Req)> },
         // The inner service is at work, with the lock unless the request needs none.
-        Calling { #[pin] future: F, stay: Option<Stay>, held: Option<Held> },
+        Calling { #[pin] future: F, stay: Option<LeaseGuard>, held: Option<Held> },
         // The request is turned away without asking anybody.
         Rejected { rejection: Option<Rejection> },
         // The answer was given; nothing of the request or the inner service is left.
@@ -69,8 +69,8 @@ impl<S: Service<Req>, Req, K, A> ResponseFuture<S, Req, K, A> {
 impl<S, Req, K, A> Future for ResponseFuture<S, Req, K, A>
 where
     S: Service<Req>,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    A: Responder<Rejection, S::Response, S::Error>
+        + BindLease<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
 {
     type Output = Result<A::Response, A::Error>;
 
@@ -120,7 +120,7 @@ where
                     answer.attach(lease.view(), &mut request);
                     let held = Held::present().and(&lease, settings.on_loss, settings.release_at);
                     let future = held.scope(|| Passage::Locked(place).scope(|| ready.call(request)));
-                    let stay = Stay::new(lease, settings.on_loss);
+                    let stay = LeaseGuard::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {

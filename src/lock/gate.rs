@@ -10,22 +10,22 @@ use smallvec::SmallVec;
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::time::{Instant, timeout};
 
-use super::errand::Errand;
 use super::error::{Busy, LockError, NotReplicated, QueueFull};
-use super::hold::Hold;
+use super::grant::Grant;
 use super::lease::Lease;
 use super::local_queue::{Front, GivenBack, LocalQueue, Position};
 use super::lock_key::{KnownHash, LockKey};
 use super::locks::Terms;
-use super::shared::Shared;
-use super::store::Wakeups;
+use super::locks_state::Shared;
+use super::release_task::ReleaseTask;
+use super::store::Notifications;
 use crate::error::StoreError;
 
 /// More than threads would be in here at once.
 const SHARDS: usize = 16;
 
 /// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
-pub(super) struct Gate {
+pub(super) struct LocalQueues {
     shards: [Mutex<Shard>; SHARDS],
     // How many queues and crowds are in the shards, and turns apart from these. Whoever adds one looks whether all is closed after that, and whoever closes it looks at
     // this after that, so these are in one order for all: one of the two sees the other.
@@ -39,25 +39,25 @@ pub(super) struct Gate {
 struct Shard {
     queues: HashMap<LockKey, QueueEntry, KnownHash>,
     // How many stand in the line that the store keeps for a lock. That knows who is first.
-    crowds: HashMap<LockKey, usize, KnownHash>,
+    fair_waiters: HashMap<LockKey, usize, KnownHash>,
     // What is being given back, but for the leases that a queue is in front with.
     releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, KnownHash>,
 }
 
 /// The queue of a key, and what its waiters are to know of the store.
 struct QueueEntry {
-    queue: LocalQueue<Arc<Hold>, Waiter>,
+    queue: LocalQueue<Arc<Grant>, Waiter>,
     // How long the store may take to answer whoever asks, if that one waits for replicas; zero otherwise.
     limit: Duration,
     // What the store said last, unless the lease is held here.
-    heard: Option<Refusal>,
+    heard: Option<Failure>,
     // For those who want to hear what it says next, if there are any.
-    news: Option<watch::Sender<Option<Refusal>>>,
+    news: Option<watch::Sender<Option<Failure>>>,
 }
 
 /// Why the store has not granted a lease, for all in this process who want it.
 #[derive(Clone)]
-pub(super) enum Refusal {
+pub(super) enum Failure {
     /// Others have it until then, unless they renew it.
     Busy(Instant),
     /// So few replicas know of it. Whoever is in front asks again until then.
@@ -67,7 +67,7 @@ pub(super) enum Refusal {
 }
 
 /// Tells what whoever is in front hears of the store. Ends when nobody is in front any more.
-pub(super) type News = watch::Receiver<Option<Refusal>>;
+pub(super) type FailureWatch = watch::Receiver<Option<Failure>>;
 
 struct Waiter {
     // The length of a lease that would do from hand to hand, if any would, and how many replicas have to know of it.
@@ -77,35 +77,35 @@ struct Waiter {
     max_hold: Option<Duration>,
     // Whether whoever holds the lease is asked for it when this one is first.
     asks: bool,
-    offer: oneshot::Sender<Offer>,
+    offer: oneshot::Sender<Handoff>,
 }
 
 /// What somebody in the line is given.
-pub(super) enum Offer {
+pub(super) enum Handoff {
     /// The lease, from hand to hand.
     Lease(Lease),
     /// The right to ask the store.
-    Turn(Turn),
+    LeaderPermit(LeaderPermit),
 }
 
 /// What whoever comes to the gate finds.
 pub(super) enum Entered {
-    Turn(Turn),
+    LeaderPermit(LeaderPermit),
     Line {
         waiting: Waiting,
         is_free_soon: bool,
-        news: Option<News>,
+        news: Option<FailureWatch>,
     },
     /// What the store says to whoever is in front goes for this one, too.
-    Behind(News),
+    Behind(FailureWatch),
 }
 
 /// The right to ask the store for a lock, which one at a time has. Whoever has it and drops it passes it on.
-pub(super) struct Turn {
+pub(super) struct LeaderPermit {
     home: Arc<Shared>,
     lock: LockKey,
     /// The subscription, which whoever comes next need not make again.
-    pub(super) wakeups: Option<Wakeups>,
+    pub(super) wakeups: Option<Notifications>,
     /// Whether others, in other processes, were told at the same time that the lock is free.
     pub(super) is_shared: bool,
     is_over: bool,
@@ -128,7 +128,7 @@ pub(super) struct Waiting {
     home: Arc<Shared>,
     lock: LockKey,
     position: Position,
-    offer: oneshot::Receiver<Offer>,
+    offer: oneshot::Receiver<Handoff>,
 }
 
 /// A lease that is being given back. A caller of this process that wants the same key waits for the end of this.
@@ -138,7 +138,7 @@ pub(super) struct PendingRelease {
     ended: Arc<Semaphore>,
 }
 
-impl Gate {
+impl LocalQueues {
     pub(super) fn new() -> Self {
         Self {
             shards: Default::default(),
@@ -163,7 +163,7 @@ impl Gate {
     }
 
     /// Why somebody who waits no longer is turned away, or who tells that next. `None` if nobody is in front.
-    pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<News, Refusal>> {
+    pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<FailureWatch, Failure>> {
         self.shard(lock).queues.get_mut(lock).map(QueueEntry::overhear)
     }
 
@@ -172,7 +172,7 @@ impl Gate {
         let shard = self.shard(lock);
         let until = shard.queues.get(lock).and_then(|entry| match (entry.queue.front(), &entry.heard) {
             (Front::Held(hold), _) => Some(hold.expires()),
-            (_, Some(Refusal::Busy(until) | Refusal::NotReplicated { until, .. })) => Some(*until),
+            (_, Some(Failure::Busy(until) | Failure::NotReplicated { until, .. })) => Some(*until),
             _ => None,
         });
         let remaining = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
@@ -202,7 +202,7 @@ impl Gate {
     }
 }
 
-impl Refusal {
+impl Failure {
     /// The same for somebody who asks now, unless so much time has gone by that the store has more to say.
     fn lasts(&self) -> bool {
         match self {
@@ -232,19 +232,19 @@ impl QueueEntry {
     }
 
     /// Why somebody who does not wait is turned away, or who tells that next.
-    fn overhear(&mut self) -> Result<News, Refusal> {
+    fn overhear(&mut self) -> Result<FailureWatch, Failure> {
         let refusal = match self.queue.front() {
-            Front::Held(hold) => Some(Refusal::Busy(hold.expires())),
-            Front::Acquiring | Front::Releasing => self.heard.clone().filter(Refusal::lasts),
+            Front::Held(hold) => Some(Failure::Busy(hold.expires())),
+            Front::Acquiring | Front::Releasing => self.heard.clone().filter(Failure::lasts),
         };
         refusal.map_or_else(|| Ok(self.news()), Err)
     }
 
-    fn news(&mut self) -> News {
+    fn news(&mut self) -> FailureWatch {
         self.news.get_or_insert_with(|| watch::channel(None).0).subscribe()
     }
 
-    fn tell(&mut self, refusal: Refusal) {
+    fn tell(&mut self, refusal: Failure) {
         // Until nobody wants to hear it any more.
         let _ = self.news.take_if(|news| news.send(Some(refusal)).is_err());
     }
@@ -271,18 +271,18 @@ impl Shared {
         let gate = &self.gate;
         if self.is_semaphore && terms.wait.is_zero() {
             // Whoever is in front may have to wait for a reason of their own.
-            let mut turn = Turn::new(self, lock);
+            let mut turn = LeaderPermit::new(self, lock);
             turn.is_over = true;
             turn.is_apart = true;
             gate.locks.fetch_add(1, Ordering::SeqCst);
-            return Ok(Entered::Turn(turn));
+            return Ok(Entered::LeaderPermit(turn));
         }
         let mut shard = gate.shard(&lock);
         let entry = match shard.queues.entry(lock) {
             Entry::Vacant(vacant) => {
                 vacant.insert(QueueEntry::new(terms.replicas_limit()));
                 gate.locks.fetch_add(1, Ordering::SeqCst);
-                return Ok(Entered::Turn(Turn::new(self, lock)));
+                return Ok(Entered::LeaderPermit(LeaderPermit::new(self, lock)));
             }
             Entry::Occupied(occupied) => occupied.into_mut(),
         };
@@ -319,29 +319,29 @@ impl Shared {
     pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
         let gate = &self.gate;
         let mut shard = gate.shard(&lock);
-        let crowd = shard.crowds.get(&lock).copied().unwrap_or_default();
+        let crowd = shard.fair_waiters.get(&lock).copied().unwrap_or_default();
         // Whoever asks first of all does not wait yet.
         if crowd > terms.max_waiters && !terms.wait.is_zero() {
             return Err(QueueFull::new(lock).into());
         }
-        shard.crowds.insert(lock, crowd + 1);
+        shard.fair_waiters.insert(lock, crowd + 1);
         if crowd == 0 {
             gate.locks.fetch_add(1, Ordering::SeqCst);
         }
         drop(shard);
-        let mut turn = Turn::new(self, lock);
+        let mut turn = LeaderPermit::new(self, lock);
         turn.is_over = true;
         turn.is_in_crowd = true;
-        Ok(Entered::Turn(turn))
+        Ok(Entered::LeaderPermit(turn))
     }
 
     fn leave_crowd(&self, lock: &LockKey) {
         let gate = &self.gate;
         let mut shard = gate.shard(lock);
-        let Some(crowd) = shard.crowds.get_mut(lock) else { return };
+        let Some(crowd) = shard.fair_waiters.get_mut(lock) else { return };
         *crowd -= 1;
         if *crowd == 0 {
-            shard.crowds.remove(lock);
+            shard.fair_waiters.remove(lock);
             drop(shard);
             self.leave_gate();
         }
@@ -370,8 +370,8 @@ impl Shared {
     }
 
     /// Lets the next in line ask the store, and whoever comes behind if that one has gone.
-    fn pass_on(&self, mut turn: Turn, mut waiter: Waiter) {
-        while let Err(Offer::Turn(back)) = waiter.offer.send(Offer::Turn(turn)) {
+    fn pass_on(&self, mut turn: LeaderPermit, mut waiter: Waiter) {
+        while let Err(Handoff::LeaderPermit(back)) = waiter.offer.send(Handoff::LeaderPermit(turn)) {
             turn = back;
             match self.next(&turn.lock) {
                 Some(next) => waiter = next,
@@ -385,7 +385,7 @@ impl Shared {
 
     /// Takes a lease back from whoever is done with it. The next in line gets it from hand to hand, if it is still good for
     /// that; otherwise the answer is what is left to do.
-    pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Option<Errand> {
+    pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) -> Option<ReleaseTask> {
         let gate = &self.gate;
         loop {
             let mut shard = gate.shard(hold.lock());
@@ -404,11 +404,11 @@ impl Shared {
                 GivenBack::Handoff(waiter, fence) => (waiter, fence),
                 GivenBack::Release => {
                     self.keeper.remove(hold);
-                    return Some(Errand::release(self, hold, Turn::new(self, *hold.lock()), now));
+                    return Some(ReleaseTask::release(self, hold, LeaderPermit::new(self, *hold.lock()), now));
                 }
                 GivenBack::Unknown => {
                     // First of all, so that a shutdown sees one of them.
-                    let errand = Errand::given_back(self, hold, now);
+                    let errand = ReleaseTask::given_back(self, hold, now);
                     self.keeper.remove(hold);
                     return Some(errand);
                 }
@@ -416,24 +416,24 @@ impl Shared {
             if waiter.max_hold.is_some() {
                 self.keeper.look_again(hold);
             }
-            match waiter.offer.send(Offer::Lease(Lease::new(self, hold, fence, now))) {
-                Err(Offer::Lease(lease)) => lease.forget(),
-                Ok(()) | Err(Offer::Turn(_)) => return None,
+            match waiter.offer.send(Handoff::Lease(Lease::new(self, hold, fence, now))) {
+                Err(Handoff::Lease(lease)) => lease.forget(),
+                Ok(()) | Err(Handoff::LeaderPermit(_)) => return None,
             }
         }
     }
 
     /// Lets others ask the store for a lock whose lease was lost, also if whoever had it does not care.
-    pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Hold>) {
+    pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Grant>) {
         let mut shard = self.gate.shard(hold.lock());
         if shard.queues.get_mut(hold.lock()).is_some_and(|entry| entry.queue.lost(hold)) {
             drop(shard);
-            drop(Turn::new(self, *hold.lock()));
+            drop(LeaderPermit::new(self, *hold.lock()));
         }
     }
 }
 
-impl Turn {
+impl LeaderPermit {
     /// Only for whoever has just put themselves in front.
     fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
         Self {
@@ -448,7 +448,7 @@ impl Turn {
     }
 
     /// The store has granted the lease: it stays in front until it is given back. This is to be dropped once the lease is being kept.
-    pub(super) fn holds(&mut self, hold: &Arc<Hold>) {
+    pub(super) fn holds(&mut self, hold: &Arc<Grant>) {
         if self.home.is_semaphore || self.is_in_crowd {
             // The next one may ask for another, or asks already.
             return;
@@ -458,14 +458,14 @@ impl Turn {
             entry.queue.granted(Arc::clone(hold));
             entry.heard = None;
             if entry.news.is_some() {
-                entry.tell(Refusal::Busy(hold.expires()));
+                entry.tell(Failure::Busy(hold.expires()));
             }
             entry.ask();
         }
     }
 
     /// Lets the others in this process know why the store has not granted the lease; `None` if it is about to be asked.
-    pub(super) fn hears(&self, refusal: Option<Refusal>) {
+    pub(super) fn hears(&self, refusal: Option<Failure>) {
         // Those who are not in front ask for themselves alone.
         if self.is_over {
             return;
@@ -479,7 +479,7 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for LeaderPermit {
     fn drop(&mut self) {
         if !self.is_over
             && let Some(waiter) = self.home.next(&self.lock)
@@ -506,7 +506,7 @@ impl Drop for Turn {
 
 impl Waiting {
     /// Waits to be next. `None` if that can never be.
-    pub(super) async fn offer(&mut self) -> Option<Offer> {
+    pub(super) async fn offer(&mut self) -> Option<Handoff> {
         (&mut self.offer).await.ok()
     }
 }

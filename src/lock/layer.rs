@@ -13,30 +13,30 @@ use super::error::Lost;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::{Locks, Replication};
-use super::meters::Outcome;
+use super::metrics::Outcome;
 use super::rejection::Full;
 use super::running::{Place, Places};
 use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
-use super::store::{LockStore, Scope};
-use crate::circuit::{CircuitBreaker, Outage};
+use super::store::{LockStore, Reach};
 use crate::error::{ConfigError, StoreError};
-use crate::key::{Everyone, Key};
-use crate::reject::AsResponse;
+use crate::key::{GlobalKey, Key};
+use crate::responder::HttpResponder;
+use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
 /// Lets one request at a time through, for each key. See the [module docs](crate::lock#in-front-of-a-service) for examples.
 ///
 /// With HTTP a rejection is a response, and the lock is held until the *body* of the answer has ended. A service that does not
-/// speak HTTP needs [`.with_rejection(AsError)`](Self::with_rejection).
+/// speak HTTP needs [`.responder(ErrorResponder)`](Self::responder).
 ///
 /// A handler that asks for the lock of its own request is told [`Nested`](super::Nested) by the [`Locks`] that the layer was made
 /// [with](Self::with_locks), and by no other: others on the same backend wait, for as long as they are ready to.
 ///
-/// Type parameters: the [key](crate::ExtractKey), what a rejection [becomes](crate::reject::Reject), and whether handlers are
+/// Type parameters: the [key](crate::ExtractKey), what a rejection [becomes](crate::responder::Responder), and whether handlers are
 /// [detached](Self::detached) from their clients.
 #[must_use]
-pub struct LockLayer<K = Everyone, A = AsResponse, D = Attached> {
+pub struct LockLayer<K = GlobalKey, A = HttpResponder, D = Attached> {
     settings: Settings,
     key: Arc<K>,
     answer: A,
@@ -64,7 +64,7 @@ pub(super) struct Settings {
     // For requests whose handlers are detached.
     places: Option<Places>,
     // Whether the log has been told that requests pass without a lock.
-    unprotected: Arc<Outage>,
+    unprotected: Arc<OutageTracker>,
 }
 
 /// What requests take that change nothing.
@@ -75,13 +75,13 @@ pub(super) enum Safe {
     Lock,
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
+/// What happens to a request that has no key, or an empty one. Defaults to [`Responder`](Self::Responder).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
-    Reject,
+    Responder,
     /// All such requests share one lock.
     Shared,
     /// It passes without a lock and without a lease in its extensions.
@@ -108,8 +108,8 @@ pub enum OnLoss {
     /// a status in the trailers with gRPC.
     #[default]
     Cancel,
-    /// Nothing is cancelled. The [`LeaseView`](super::LeaseView) in the extensions of the request says so: [`lost`](super::LeaseView::lost) ends and
-    /// [`check`](super::LeaseView::check) fails. To ignore a loss is the same, and not to look: the answer of a handler that does not is sent as if nothing
+    /// Nothing is cancelled. The [`LeaseHandle`](super::LeaseHandle) in the extensions of the request says so: [`lost`](super::LeaseHandle::lost) ends and
+    /// [`check`](super::LeaseHandle::check) fails. To ignore a loss is the same, and not to look: the answer of a handler that does not is sent as if nothing
     /// had happened. The log and the metrics tell of it in any case.
     Notify,
 }
@@ -117,13 +117,13 @@ pub enum OnLoss {
 /// When the lock of a request is given back. Defaults to [`BodyEnd`](Self::BodyEnd).
 ///
 /// A connection that is upgraded, to a WebSocket for instance, goes on when its answer has ended: a 101 has no body. The task that serves it keeps the lock
-/// by a handle of its own, [`LeaseView::reenter`](super::LeaseView::reenter): see [`LockLayer::with_semaphore`] for an example.
+/// by a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see [`LockLayer::with_semaphore`] for an example.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReleaseAt {
     /// When the body of the answer has ended, has failed or is dropped. A client that reads slowly holds the lock meanwhile, up to
-    /// [`max_hold`](LockLayer::max_hold). An answer that has no such body does not keep it, as with [`AsError`](crate::reject::AsError), and one
-    /// of your own only if it [says so](super::Occupy::occupy).
+    /// [`max_hold`](LockLayer::max_hold). An answer that has no such body does not keep it, as with [`ErrorResponder`](crate::responder::ErrorResponder), and one
+    /// of your own only if it [says so](super::BindLease::occupy).
     #[default]
     BodyEnd,
     /// When the handler has answered. What it streams then is no longer under the lock.
@@ -157,31 +157,31 @@ impl LockLayer {
             safe: Safe::Nothing,
             is_rw: false,
             places: None,
-            unprotected: Arc::new(Outage::of_a_store()),
+            unprotected: Arc::new(OutageTracker::of_a_store()),
         };
-        Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
+        Self { settings, key: Arc::new(GlobalKey), answer: HttpResponder::default(), handlers: PhantomData }
     }
 
     /// Lets as many requests at a time through for each key as the semaphore has permits, with its [settings](Self::with_locks): a limit of what runs at the same time, over
     /// all processes that share the store.
     ///
     /// A permit whose process has died is free again when its [time to live](Self::ttl) is over, so the number never drifts. Requests that change nothing need a
-    /// permit only if [told so](Self::safe_methods).
+    /// permit only if [told so](Self::lock_safe_methods).
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
     /// use std::time::Duration;
     /// use tollgate::http::header;
     /// use tollgate::lock::Semaphore;
-    /// use tollgate::reject::BusyStatus;
-    /// use tollgate::{AsResponse, LockLayer, MemoryBackend};
+    /// use tollgate::responder::BusyStatus;
+    /// use tollgate::{HttpResponder, LockLayer, MemoryBackend};
     ///
     /// // Five reports at a time for each tenant; who comes sixth waits for up to two seconds.
     /// let reports = Semaphore::new(MemoryBackend::new(), 5).namespace("reports");
     /// let layer = LockLayer::with_semaphore(reports.wait(Duration::from_secs(2)))
-    ///     .safe_methods(true)
+    ///     .lock_safe_methods(true)
     ///     .key(header("x-tenant"))
-    ///     .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests));
+    ///     .responder(HttpResponder::new().busy(BusyStatus::TooManyRequests));
     /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
     /// # }
     /// ```
@@ -193,11 +193,11 @@ impl LockLayer {
     /// # #[cfg(feature = "axum")] {
     /// use axum::{Router, extract::Request, http::StatusCode, response::IntoResponse, routing::get};
     /// use std::time::Duration;
-    /// use tollgate::lock::{LeaseView, Semaphore};
+    /// use tollgate::lock::{LeaseHandle, Semaphore};
     /// use tollgate::{LockLayer, MemoryBackend};
     ///
     /// # async fn serve(_: hyper::upgrade::Upgraded) {}
-    /// async fn socket(view: LeaseView, request: Request) -> impl IntoResponse {
+    /// async fn socket(view: LeaseHandle, request: Request) -> impl IntoResponse {
     ///     // Here and not in the task: with the answer the permit would be gone.
     ///     let Some(permit) = view.reenter() else { return Err(StatusCode::SERVICE_UNAVAILABLE) };
     ///     tokio::spawn(async move {
@@ -213,7 +213,7 @@ impl LockLayer {
     ///
     /// // Five sockets at a time, for an hour each; GET needs no permit unless told so.
     /// let sockets = Semaphore::new(MemoryBackend::new(), 5).namespace("sockets").wait(Duration::ZERO);
-    /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600))).safe_methods(true);
+    /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600))).lock_safe_methods(true);
     /// let app: Router = Router::new().route("/socket", get(socket)).layer(layer);
     /// # }
     /// ```
@@ -247,19 +247,19 @@ impl LockLayer {
 
 impl<K, A, D> LockLayer<K, A, D> {
     /// What a request locks: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
-    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
+    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
     pub fn key<K2>(self, key: K2) -> LockLayer<K2, A, D> {
         let Self { settings, key: _, answer, handlers } = self;
         LockLayer { settings, key: Arc::new(key), answer, handlers }
     }
 
-    /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do not
+    /// What a rejection becomes. Defaults to [`HttpResponder`]; [`ErrorResponder`](crate::responder::ErrorResponder) is for services that do not
     /// speak HTTP.
     ///
-    /// With a type of your own it is also up to its [`Occupy`](super::Occupy) which requests are [safe](Self::safe_methods), where a handler finds its
-    /// [`LeaseView`](super::LeaseView), and that the lock is held until the [body has ended](ReleaseAt::BodyEnd): see the
-    /// [examples](crate::reject#examples).
-    pub fn with_rejection<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
+    /// With a type of your own it is also up to its [`BindLease`](super::BindLease) which requests are [safe](Self::lock_safe_methods), where a handler finds its
+    /// [`LeaseHandle`](super::LeaseHandle), and that the lock is held until the [body has ended](ReleaseAt::BodyEnd): see the
+    /// [examples](crate::responder#examples).
+    pub fn responder<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
         let Self { settings, key, answer: _, handlers } = self;
         LockLayer { settings, key, answer, handlers }
     }
@@ -313,9 +313,9 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Asks whoever holds the lock to give it back, while a request [waits](Self::wait) for it. Defaults to waiting in silence. The handler that has it is told
-    /// by [`LeaseView::asked`](super::LeaseView::asked), and goes on or comes to its end, as it likes: see [`Locks::ask_holder`].
-    pub fn ask_holder(self) -> Self {
-        self.with(Locks::ask_holder)
+    /// by [`LeaseHandle::asked`](super::LeaseHandle::asked), and goes on or comes to its end, as it likes: see [`Locks::request_release`].
+    pub fn request_release(self) -> Self {
+        self.with(Locks::request_release)
     }
 
     /// First come, first served among all processes, for requests that [wait](Self::wait), and those that do not pass none of them: see [`Locks::fair`].
@@ -364,10 +364,10 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
-    /// no [`LeaseView`](super::LeaseView) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side with false, and the write
+    /// no [`LeaseHandle`](super::LeaseHandle) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side with false, and the write
     /// side with true. With gRPC, and where no HTTP is spoken, no request is known to be one of them, and with an
-    /// answer [of your own](Self::with_rejection) those are that it [says so](super::Occupy::is_safe) of.
-    pub fn safe_methods(mut self, locks_safe: bool) -> Self {
+    /// answer [of your own](Self::responder) those are that it [says so](super::BindLease::is_safe) of.
+    pub fn lock_safe_methods(mut self, locks_safe: bool) -> Self {
         self.settings.safe = match (locks_safe, self.settings.is_rw) {
             (true, _) => Safe::Lock,
             (false, true) => Safe::Read,
@@ -376,7 +376,7 @@ impl<K, A, D> LockLayer<K, A, D> {
         self
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Responder`].
     pub fn on_missing_key(mut self, on_missing_key: OnMissingKey) -> Self {
         self.settings.on_missing_key = on_missing_key;
         self
@@ -405,7 +405,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.settings.locks.scope().require(scope)?;
         Ok(self)
     }
@@ -519,13 +519,13 @@ impl Settings {
 }
 
 /// The time in which a request has its lock. Ends when it is dropped.
-pub struct Stay {
+pub struct LeaseGuard {
     // Before the lease, which means nothing to it once it was given back.
     loss: Option<Pin<Box<dyn Future<Output = Lost> + Send>>>,
     lease: Lease,
 }
 
-impl Stay {
+impl LeaseGuard {
     pub(super) fn new(lease: Lease, on_loss: OnLoss) -> Self {
         let loss = (on_loss == OnLoss::Cancel).then(|| Box::pin(lease.loss()) as _);
         Self { loss, lease }
@@ -543,8 +543,8 @@ impl Stay {
     }
 }
 
-impl fmt::Debug for Stay {
+impl fmt::Debug for LeaseGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stay").field("lease", &self.lease).finish_non_exhaustive()
+        f.debug_struct("LeaseGuard").field("lease", &self.lease).finish_non_exhaustive()
     }
 }

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::errand::Errand;
 use super::error::{LossReason, Lost};
-use super::hold::Hold;
+use super::grant::Grant;
 use super::lock_key::LockKey;
+use super::locks_state::Shared;
 use super::pickup::Attended;
-use super::shared::Shared;
+use super::release_task::ReleaseTask;
 use crate::error::StoreError;
 
 /// A lock that is held: until it is given back, dropped or lost.
@@ -33,13 +33,13 @@ use crate::error::StoreError;
 /// lock until [`max_hold`](super::Locks::max_hold) ends, or the process.
 #[must_use = "the lock is given back when the lease is dropped"]
 pub struct Lease {
-    grant: Arc<Grant>,
+    grant: Arc<LeaseInner>,
 }
 
 /// What all handles of one lease share.
-struct Grant {
+struct LeaseInner {
     home: Arc<Shared>,
-    hold: Arc<Hold>,
+    hold: Arc<Grant>,
     fence: u64,
     since: Instant,
     is_returned: bool,
@@ -60,7 +60,7 @@ pub enum LeaseState {
 /// What became of a handle that was given back. What is further down is worse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum Release {
+pub enum ReleaseOutcome {
     /// The lock is free, or somebody else's by now.
     Released,
     /// There are other handles of this lease, which keep the lock.
@@ -77,9 +77,9 @@ pub enum Release {
 }
 
 impl Lease {
-    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Hold>, fence: u64, since: Instant) -> Self {
+    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Grant>, fence: u64, since: Instant) -> Self {
         let (home, hold) = (Arc::clone(home), Arc::clone(hold));
-        Self { grant: Arc::new(Grant { home, hold, fence, since, is_returned: false }) }
+        Self { grant: Arc::new(LeaseInner { home, hold, fence, since, is_returned: false }) }
     }
 
     /// Which lock.
@@ -140,7 +140,7 @@ impl Lease {
         async move { Lost::new(*hold.lock(), hold.lost().await) }
     }
 
-    /// Waits until somebody who waits for the lock [asks](super::Locks::ask_holder) for it, or has asked before. For `select!`, beside the work: to come to an end
+    /// Waits until somebody who waits for the lock [asks](super::Locks::request_release) for it, or has asked before. For `select!`, beside the work: to come to an end
     /// sooner than one would otherwise, or not to care.
     ///
     /// # Cancellation
@@ -173,15 +173,15 @@ impl Lease {
 
     /// Something that looks at this lease and keeps nothing, to be handed around.
     #[must_use]
-    pub fn view(&self) -> LeaseView {
-        LeaseView { grant: Arc::downgrade(&self.grant), hold: Arc::clone(&self.grant.hold), fence: self.grant.fence }
+    pub fn view(&self) -> LeaseHandle {
+        LeaseHandle { grant: Arc::downgrade(&self.grant), hold: Arc::clone(&self.grant.hold), fence: self.grant.fence }
     }
 
     /// Gives the lock back, and says when that is done.
     ///
-    /// If the store does not know the lease any more, the answer is [`Release::Lost`]. The log and the
+    /// If the store does not know the lease any more, the answer is [`ReleaseOutcome::Lost`]. The log and the
     /// [metrics](super#metrics) tell of that, also of a lease that is dropped. A lease that goes on to the next
-    /// waiter of this process is [`Release::Released`] without asking the store; its last holder finds out.
+    /// waiter of this process is [`ReleaseOutcome::Released`] without asking the store; its last holder finds out.
     ///
     /// # Errors
     ///
@@ -191,13 +191,13 @@ impl Lease {
     /// # Cancellation
     ///
     /// Once the future is polled or dropped, the lock is given back, whether or not it is polled to its end.
-    pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
+    pub fn release(self) -> impl Future<Output = Result<ReleaseOutcome, StoreError>> + Send + use<> {
         let outcome = match Arc::into_inner(self.grant) {
-            None => Err(Release::Shared),
+            None => Err(ReleaseOutcome::Shared),
             Some(mut grant) => {
                 let now = Instant::now();
                 let is_lost = grant.hold.look(now).is_err();
-                let release = if is_lost { Release::Lost } else { Release::Released };
+                let release = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
                 match grant.give_back(now) {
                     // From hand to hand, or nothing left of it.
                     None => Err(release),
@@ -222,7 +222,7 @@ impl Lease {
         async move { Lost::new(*hold.lock(), hold.lost().await) }
     }
 
-    pub(super) fn hold(&self) -> &Arc<Hold> {
+    pub(super) fn hold(&self) -> &Arc<Grant> {
         &self.grant.hold
     }
 
@@ -243,8 +243,8 @@ impl Lease {
     }
 }
 
-impl Grant {
-    fn give_back(&mut self, now: Instant) -> Option<Errand> {
+impl LeaseInner {
+    fn give_back(&mut self, now: Instant) -> Option<ReleaseTask> {
         self.is_returned = true;
         self.home.meters(self.hold.lock()).held(now - self.since);
         self.home.note_loss(&self.hold, now);
@@ -254,7 +254,7 @@ impl Grant {
     }
 }
 
-impl Drop for Grant {
+impl Drop for LeaseInner {
     fn drop(&mut self) {
         if self.is_returned {
             return;
@@ -272,16 +272,16 @@ impl Drop for Grant {
 /// The lock is given back when the lease is, whoever has a view. What becomes of the lease is lost on a view from then on:
 /// [`check`](Self::check) fails.
 ///
-/// A request that passes without its lock has none, as with a safe method, also where it has that of a layer further out. With the feature `axum` it is an argument that a handler can take: `LeaseView`, or an
+/// A request that passes without its lock has none, as with a safe method, also where it has that of a layer further out. With the feature `axum` it is an argument that a handler can take: `LeaseHandle`, or an
 /// `Option` of it where there may be none.
 #[derive(Clone)]
-pub struct LeaseView {
-    grant: Weak<Grant>,
-    hold: Arc<Hold>,
+pub struct LeaseHandle {
+    grant: Weak<LeaseInner>,
+    hold: Arc<Grant>,
     fence: u64,
 }
 
-impl LeaseView {
+impl LeaseHandle {
     /// Which lock.
     #[must_use]
     pub fn lock(&self) -> &LockKey {
@@ -351,9 +351,9 @@ impl LeaseView {
     }
 }
 
-impl fmt::Debug for LeaseView {
+impl fmt::Debug for LeaseHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LeaseView").field("lock", self.lock()).field("fence", &self.fence).finish_non_exhaustive()
+        f.debug_struct("LeaseHandle").field("lock", self.lock()).field("fence", &self.fence).finish_non_exhaustive()
     }
 }
 

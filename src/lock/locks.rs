@@ -5,17 +5,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire;
+use super::context::Held;
 use super::error::{LockError, Lost};
 use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
-use super::nested::Held;
+use super::locks_state::Shared;
 use super::run_error::{RunError, ended};
-use super::shared::Shared;
-use super::store::{LockStore, Replicas, Scope};
-use crate::circuit::CircuitBreaker;
+use super::store::{LockStore, Reach, Replicas};
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::store::circuit::CircuitBreaker;
 
 /// Locks by key, for one piece of work at a time.
 ///
@@ -223,7 +223,7 @@ impl Locks {
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
     /// let backend = MemoryBackend::new();
-    /// let uploads = Locks::new(backend.clone()).ask_holder();
+    /// let uploads = Locks::new(backend.clone()).request_release();
     ///
     /// let lease = uploads.lock("film.mkv").await?;
     /// let holder = tokio::spawn(async move {
@@ -237,7 +237,7 @@ impl Locks {
     /// # }
     /// ```
     #[must_use]
-    pub fn ask_holder(mut self) -> Self {
+    pub fn request_release(mut self) -> Self {
         self.terms.asks = true;
         self
     }
@@ -370,24 +370,24 @@ impl Locks {
         self.terms.wait
     }
 
-    /// Among whom the locks exclude each other: [`Scope::Process`] on the memory backend.
+    /// Among whom the locks exclude each other: [`Reach::Process`] on the memory backend.
     #[must_use]
-    pub fn scope(&self) -> Scope {
+    pub fn scope(&self) -> Reach {
         self.shared.store.scope()
     }
 
     /// Makes sure that the locks hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
     ///
     /// ```
-    /// use tollgate::{Locks, MemoryBackend, lock::Scope};
+    /// use tollgate::{Locks, MemoryBackend, lock::Reach};
     ///
-    /// assert!(Locks::new(MemoryBackend::new()).require(Scope::Redis).is_err());
+    /// assert!(Locks::new(MemoryBackend::new()).require(Reach::Redis).is_err());
     /// ```
     ///
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.scope().require(scope)?;
         Ok(self)
     }
@@ -399,7 +399,7 @@ impl Locks {
     /// lock never came, what it may yet be granted is given back for five seconds more. Use `tokio::time::timeout` around it.
     pub async fn shutdown(&self) {
         self.shared.close();
-        self.shared.drained().await;
+        self.shared.wait_idle().await;
     }
 }
 
@@ -476,7 +476,7 @@ impl LockRequest {
     /// # Errors
     ///
     /// See [`RunError`]. That the lock could not be given back in time is none: it is tried again in the background. Neither is a release
-    /// of which the outcome is [uncertain](super::Release::Uncertain).
+    /// of which the outcome is [uncertain](super::ReleaseOutcome::Uncertain).
     ///
     /// # Cancellation
     ///

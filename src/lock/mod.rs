@@ -104,9 +104,9 @@
 //! ```
 //! # #[cfg(feature = "http")] {
 //! use axum::{Extension, Router, extract::Request, routing::post};
-//! use tollgate::{LockLayer, MemoryBackend, lock::LeaseView};
+//! use tollgate::{LockLayer, MemoryBackend, lock::LeaseHandle};
 //!
-//! async fn pay(Extension(lease): Extension<LeaseView>) -> String {
+//! async fn pay(Extension(lease): Extension<LeaseHandle>) -> String {
 //!     // UPDATE orders SET paid = true, fence = $1 WHERE id = 42 AND fence <= $1
 //!     format!("paid by {}", lease.fence())
 //! }
@@ -124,25 +124,25 @@
 //! # #[cfg(feature = "http")] {
 //! use std::time::Duration;
 //! use tollgate::http::header;
-//! use tollgate::lock::{OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope};
-//! use tollgate::reject::BusyStatus;
-//! use tollgate::{AsResponse, LockLayer, MemoryBackend};
+//! use tollgate::lock::{OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Reach};
+//! use tollgate::responder::BusyStatus;
+//! use tollgate::{HttpResponder, LockLayer, MemoryBackend};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let lock = LockLayer::new(MemoryBackend::new())
-//!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+//!     .require(Reach::Process)? // Reach::Redis would refuse the memory backend
 //!     .namespace("uploads")
 //!     .key(header("upload-id"))
 //!     .wait(Duration::from_secs(2))
 //!     .max_waiters(8)
 //!     .ttl(Duration::from_secs(10))
 //!     .max_hold(Duration::from_secs(60))
-//!     .safe_methods(true)
+//!     .lock_safe_methods(true)
 //!     .on_missing_key(OnMissingKey::Pass)
 //!     .on_store_error(OnStoreError::Deny)
 //!     .on_loss(OnLoss::Notify)
 //!     .release_at(ReleaseAt::HandlerDone)
-//!     .with_rejection(AsResponse::new().busy(BusyStatus::Locked));
+//!     .responder(HttpResponder::new().busy(BusyStatus::Locked));
 //! # drop(lock);
 //! # Ok(())
 //! # }
@@ -191,7 +191,7 @@
 //! The caller keeps its position among the waiters of its process, and its own [`wait`](Locks::wait). Once it is polled again it waits on, or gets
 //! [`LockError::Busy`] if its wait is over. In fair locks and read/write locks it joins the queue of the store again, at the end.
 //!
-//! [`Locks::ask_holder`] has those who wait ask the holder to give the lock back: [`Lease::asked`] tells the holder, who decides.
+//! [`Locks::request_release`] has those who wait ask the holder to give the lock back: [`Lease::asked`] tells the holder, who decides.
 //!
 //! # What is asked of the store
 //!
@@ -238,7 +238,7 @@
 
 mod admin;
 mod error;
-mod hold;
+mod grant;
 mod kind;
 mod lease;
 mod lock_key;
@@ -257,42 +257,42 @@ mod rejection;
 mod service;
 
 mod acquire;
+mod context;
 mod delivery;
 mod erased;
-mod errand;
 mod fence_floor;
 mod future;
 mod gate;
-mod keeper;
 mod local_queue;
-mod meters;
-mod nested;
+mod locks_state;
+mod metrics;
 mod pickup;
+mod release_task;
+mod renewal;
 mod running;
-mod shared;
 mod together;
 
-pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
-pub(crate) use self::error::HalfDone;
+pub use self::admin::{Cursor, ForceReleased, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus};
+#[cfg(feature = "http")]
+pub(crate) use self::context::Held;
+pub(crate) use self::error::PartialEffects;
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, OtherKind, QueueFull};
 #[cfg(feature = "redis")]
 pub(crate) use self::fence_floor::FenceFloor;
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::kind::LockKind;
-pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
-pub use self::lease::{Lease, LeaseState, LeaseView, Release};
+pub use self::layer::{Attached, Detached, LeaseGuard, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt};
+pub use self::lease::{Lease, LeaseHandle, LeaseState, ReleaseOutcome};
 pub(crate) use self::lock_key::KnownHash;
 pub use self::lock_key::LockKey;
 pub use self::locks::{LockRequest, Locks, Replication};
-pub use self::multi::{Leases, MultiRequest};
-#[cfg(feature = "http")]
-pub(crate) use self::nested::Held;
+pub use self::multi::{MultiLease, MultiRequest};
 pub use self::redlock::Redlock;
-pub use self::rejection::{Full, MissingKey, Occupy, Rejection};
+pub use self::rejection::{BindLease, Full, MissingKey, Rejection};
 pub use self::run_error::RunError;
 pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
 pub use self::service::{Detach, Lock};
-pub use self::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
-pub use crate::circuit::CircuitBreaker;
+pub use self::store::{Acquired, Claim, Line, LockStore, Notifications, Reach, Released, Renewal, Replicas, Token};
+pub use crate::store::circuit::CircuitBreaker;

@@ -8,18 +8,18 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::acquire::acquire_all;
+use super::context::Held;
 use super::erased::Call;
 use super::error::{Busy, Closed, LockError, Lost};
 use super::gate::Place;
-use super::hold::after;
-use super::lease::{Lease, Release};
+use super::grant::after;
+use super::lease::{Lease, ReleaseOutcome};
 use super::lock_key::LockKey;
 use super::locks::{Locks, Terms, unless_lost};
-use super::meters::Outcome;
-use super::nested::Held;
+use super::locks_state::Shared;
+use super::metrics::Outcome;
 use super::pickup::{Acquire, Request};
 use super::run_error::{RunError, ended};
-use super::shared::Shared;
 use super::store::Claim;
 use super::together::together;
 use crate::error::StoreError;
@@ -115,7 +115,7 @@ impl MultiRequest {
     /// # Cancellation
     ///
     /// Dropping the future drops `body` and gives the locks back.
-    pub async fn run<T, F>(self, body: impl FnOnce(Leases) -> F + Send) -> Result<T, RunError<T>>
+    pub async fn run<T, F>(self, body: impl FnOnce(MultiLease) -> F + Send) -> Result<T, RunError<T>>
     where
         F: Future<Output = T> + Send,
         T: Send,
@@ -150,7 +150,7 @@ impl Several {
 }
 
 impl Request for Several {
-    type Grant = Leases;
+    type Grant = MultiLease;
 
     fn home(&self) -> &Arc<Shared> {
         &self.home
@@ -160,17 +160,17 @@ impl Request for Several {
         (self.wait, self.terms.ttl)
     }
 
-    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Leases, LockError>> {
+    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<MultiLease, LockError>> {
         let (home, locks, terms) = (Arc::clone(&self.home), self.locks.clone(), self.terms);
         let (give_up, place) = (after(begun, self.wait), Place { is_back, ..self.place });
         // Before anything can fail that they count.
         if let Some(lock) = locks.first() {
             home.meters(lock);
         }
-        Box::pin(async move { Leases::take(&home, &locks, terms, give_up, place).await })
+        Box::pin(async move { MultiLease::take(&home, &locks, terms, give_up, place).await })
     }
 
-    fn since(leases: &Leases) -> Instant {
+    fn since(leases: &MultiLease) -> Instant {
         leases.leases.iter().map(Lease::since).max().unwrap_or_else(Instant::now)
     }
 
@@ -181,14 +181,14 @@ impl Request for Several {
         longest.map_or_else(|| Closed.into(), LockError::from)
     }
 
-    fn count(&self, outcome: &Result<Leases, LockError>, begun: Instant) {
+    fn count(&self, outcome: &Result<MultiLease, LockError>, begun: Instant) {
         if let Some(lock) = self.locks.first() {
             self.home.meters(lock).asked(Outcome::of(outcome), begun.elapsed());
         }
     }
 }
 
-impl Leases {
+impl MultiLease {
     async fn take(
         home: &Arc<Shared>,
         locks: &[LockKey],
@@ -229,7 +229,7 @@ fn lost_before(lost: &Lost) -> LockError {
 }
 
 impl IntoFuture for MultiRequest {
-    type Output = Result<Leases, LockError>;
+    type Output = Result<MultiLease, LockError>;
     type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
 
     fn into_future(self) -> Self::IntoFuture {
@@ -246,11 +246,11 @@ impl fmt::Debug for MultiRequest {
 /// Several locks that are held together: see [`Locks::lock_all`]. Dropping it gives all of them back.
 #[derive(Debug)]
 #[must_use = "the locks are given back when this is dropped"]
-pub struct Leases {
+pub struct MultiLease {
     leases: Vec<Lease>,
 }
 
-impl Leases {
+impl MultiLease {
     pub(super) const fn of(leases: Vec<Lease>) -> Self {
         Self { leases }
     }
@@ -295,8 +295,8 @@ impl Leases {
     /// # Errors
     ///
     /// The first error of the store there was, if any. All are given back in any case, or tried again in the background.
-    pub async fn release(mut self) -> Result<Release, StoreError> {
+    pub async fn release(mut self) -> Result<ReleaseOutcome, StoreError> {
         let outcomes = together(self.leases.drain(..).map(Lease::release)).await;
-        outcomes.into_iter().try_fold(Release::Released, |worst, outcome| Ok(worst.max(outcome?)))
+        outcomes.into_iter().try_fold(ReleaseOutcome::Released, |worst, outcome| Ok(worst.max(outcome?)))
     }
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::context::Held;
 use super::delivery::{Delivery, Expired, Polled};
 use super::erased::Call;
 use super::error::LockError;
-use super::hold::after;
-use super::keeper::{Role, Watched};
-use super::nested::Held;
-use super::shared::Shared;
+use super::grant::after;
+use super::locks_state::Shared;
+use super::renewal::{Role, Watched};
 
 /// An acquisition by a caller, which can begin again after the caller has missed a lease.
 pub(super) trait Request: Unpin + Send + 'static {

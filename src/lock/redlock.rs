@@ -11,7 +11,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use super::fence_floor::FenceFloor;
 use super::kind::LockKind;
 use super::lock_key::LockKey;
-use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use super::store::{Acquired, Claim, Line, LockStore, Notifications, Reach, Released, Renewal, Token};
 use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
@@ -392,7 +392,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         Ok(Released { was_held: held >= quorum, is_wanted })
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         let (lock, in_line, quorum) = (*lock, in_line.copied(), self.quorum());
         let answers = self
             .ask(
@@ -400,7 +400,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
                 |answers| answers.iter().flatten().count() >= quorum,
             )
             .await;
-        Wakeups::any(answers.into_iter().flatten().flatten())
+        Notifications::any(answers.into_iter().flatten().flatten())
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -421,17 +421,17 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
         let (lock, quorum) = (*lock, self.quorum());
         let call = |store| -> Call<'_, _> { Box::pin(async move { Ok(S::watch_asks(store, &lock).await) }) };
         let answers = self.ask(call, |answers| answers.iter().flatten().count() >= quorum).await;
-        Wakeups::any(answers.into_iter().flatten().flatten())
+        Notifications::any(answers.into_iter().flatten().flatten())
     }
 
     /// Of stores that hold within a process: no more than that.
-    fn scope(&self) -> Scope {
-        let is_shared = self.stores.iter().all(|store| store.scope() > Scope::Process);
-        if is_shared { Scope::Quorum } else { Scope::Process }
+    fn scope(&self) -> Reach {
+        let is_shared = self.stores.iter().all(|store| store.scope() > Reach::Process);
+        if is_shared { Reach::Quorum } else { Reach::Process }
     }
 }
 

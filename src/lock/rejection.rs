@@ -2,8 +2,8 @@ use std::error::Error;
 use std::fmt;
 
 use super::error::LockError;
-use super::layer::Stay;
-use super::lease::LeaseView;
+use super::layer::LeaseGuard;
+use super::lease::LeaseHandle;
 use crate::error::BoxError;
 
 /// Why a request was turned away by a [`LockLayer`](super::LockLayer), or cancelled.
@@ -12,7 +12,7 @@ use crate::error::BoxError;
 pub enum Rejection {
     /// There is no lease, or no longer one.
     Lock(LockError),
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Responder) such requests.
     MissingKey(MissingKey),
     /// So many requests of the layer are at work that one more is not let in.
     Full(Full),
@@ -58,17 +58,17 @@ impl Error for Full {}
 
 /// What a lock has to do with requests and responses of one kind.
 ///
-/// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
+/// Implemented for the same types as [`Responder`](crate::responder::Responder), which has the other half of the answer.
 ///
-/// A method that is left out changes what the lock protects: every request takes it then, handlers find no [`LeaseView`], and it is given back
-/// before the body of the answer has ended. Over HTTP an answer of your own passes them on to [`AsResponse`](crate::reject::AsResponse), as in the
-/// [examples](crate::reject#examples).
+/// A method that is left out changes what the lock protects: every request takes it then, handlers find no [`LeaseHandle`], and it is given back
+/// before the body of the answer has ended. Over HTTP an answer of your own passes them on to [`HttpResponder`](crate::responder::HttpResponder), as in the
+/// [examples](crate::responder#examples).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say which of the requests `{Req}` need a lock, and how long the answers `{Res}` keep it",
-    note = "the default answers with an HTTP response (feature `http`); for other services call `.with_rejection(AsError)`",
-    note = "an answer of your own for a lock implements `Occupy` beside `Reject`; over HTTP all of its methods are passed on to `AsResponse`, or the lock is given back before the body of the answer has ended"
+    note = "the default answers with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
+    note = "an answer of your own for a lock implements `BindLease` beside `Responder`; over HTTP all of its methods are passed on to `HttpResponder`, or the lock is given back before the body of the answer has ended"
 )]
-pub trait Occupy<Req, Res> {
+pub trait BindLease<Req, Res> {
     /// Whether the request changes nothing, so that it needs no lock. Unless told otherwise every request may.
     fn is_safe(&self, request: &Req) -> bool {
         let _ = request;
@@ -76,7 +76,7 @@ pub trait Occupy<Req, Res> {
     }
 
     /// Gives a request a look at its lease. Unless told otherwise there is no place for that.
-    fn attach(&self, lease: LeaseView, request: &mut Req) {
+    fn attach(&self, lease: LeaseHandle, request: &mut Req) {
         let _ = (lease, request);
     }
 
@@ -87,10 +87,10 @@ pub trait Occupy<Req, Res> {
     }
 
     /// Lets `response` keep the lock until it has come to its end. Unless told otherwise it has, when it is there.
-    fn occupy(&self, stay: Stay, response: &mut Res) {
+    fn occupy(&self, stay: LeaseGuard, response: &mut Res) {
         let _ = response;
         drop(stay);
     }
 }
 
-impl<Req, Res> Occupy<Req, Res> for crate::reject::AsError {}
+impl<Req, Res> BindLease<Req, Res> for crate::responder::ErrorResponder {}

@@ -2,8 +2,8 @@ use std::error::Error;
 use std::fmt;
 
 use super::error::{LockError, Lost};
-use super::hold::Hold;
-use super::lease::Release;
+use super::grant::Grant;
+use super::lease::ReleaseOutcome;
 use crate::error::StoreError;
 
 /// Why a body was not under its lock from its beginning to its end.
@@ -52,13 +52,13 @@ impl<T> RunError<T> {
 /// What comes of a body that has ended, once the store has said what became of its leases.
 pub(super) fn ended<'a, T>(
     output: T,
-    release: Result<Release, StoreError>,
-    holds: impl IntoIterator<Item = &'a Hold>,
+    release: Result<ReleaseOutcome, StoreError>,
+    holds: impl IntoIterator<Item = &'a Grant>,
 ) -> Result<T, RunError<T>> {
-    if !matches!(release, Ok(Release::Lost)) {
+    if !matches!(release, Ok(ReleaseOutcome::Lost)) {
         return Ok(output);
     }
-    let lost = |hold: &Hold| Some(Lost::new(*hold.lock(), hold.noted_loss()?));
+    let lost = |hold: &Grant| Some(Lost::new(*hold.lock(), hold.noted_loss()?));
     match holds.into_iter().find_map(lost) {
         Some(lost) => Err(RunError::Unprotected { lost, output }),
         None => Ok(output),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::lock_key::LockKey;
-use super::shared::Shared;
+use super::locks_state::Shared;
 
 /// The places of a layer and its clones, of which each request at work has one.
 #[derive(Clone)]

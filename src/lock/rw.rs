@@ -3,11 +3,11 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
-use super::shared::Shared;
-use super::store::{LockStore, Scope};
-use crate::circuit::CircuitBreaker;
+use super::locks_state::Shared;
+use super::store::{LockStore, Reach};
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::store::circuit::CircuitBreaker;
 
 /// Locks by key that many readers hold together, or one writer alone.
 ///
@@ -80,11 +80,11 @@ impl RwLocks {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// Asks all who hold a lease to give it back, for as long as somebody waits who cannot have one beside theirs: see [`Locks::ask_holder`]. Defaults to
+    /// Asks all who hold a lease to give it back, for as long as somebody waits who cannot have one beside theirs: see [`Locks::request_release`]. Defaults to
     /// waiting in silence.
     #[must_use]
-    pub fn ask_holder(self) -> Self {
-        self.with(Locks::ask_holder)
+    pub fn request_release(self) -> Self {
+        self.with(Locks::request_release)
     }
 
     /// How many may wait for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
@@ -145,7 +145,7 @@ impl RwLocks {
 
     /// Among whom the locks hold: see [`Locks::scope`].
     #[must_use]
-    pub fn scope(&self) -> Scope {
+    pub fn scope(&self) -> Reach {
         self.locks.scope()
     }
 
@@ -154,7 +154,7 @@ impl RwLocks {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         Ok(Self { locks: self.locks.require(scope)? })
     }
 

@@ -7,18 +7,18 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::acquire;
+use super::context::Held;
 use super::erased::Call;
 use super::error::{Busy, LockError};
-use super::hold::after;
-use super::keeper::jittered;
-use super::lease::{Lease, Release};
+use super::grant::after;
+use super::lease::{Lease, ReleaseOutcome};
 use super::lock_key::LockKey;
 use super::locks::{LockRequest, Locks, Terms, unless_lost};
-use super::meters::{Meters, Outcome};
-use super::nested::Held;
+use super::locks_state::Shared;
+use super::metrics::{Meters, Outcome};
 use super::pickup::{Acquire, Request};
+use super::renewal::jittered;
 use super::run_error::{RunError, ended};
-use super::shared::Shared;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -329,7 +329,7 @@ impl Segment {
     /// # Errors
     ///
     /// If the store does not answer.
-    pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
+    pub fn release(self) -> impl Future<Output = Result<ReleaseOutcome, StoreError>> + Send + use<> {
         self.lease.release()
     }
 }

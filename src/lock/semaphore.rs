@@ -3,11 +3,11 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
-use super::shared::Shared;
-use super::store::{LockStore, Scope};
-use crate::circuit::CircuitBreaker;
+use super::locks_state::Shared;
+use super::store::{LockStore, Reach};
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::store::circuit::CircuitBreaker;
 
 /// So many at a time: permits by key, each of which is a [`Lease`](super::Lease) that expires with a holder that has died.
 ///
@@ -71,11 +71,11 @@ impl Semaphore {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// Asks all who hold a permit to give theirs back, for as long as somebody waits for one: see [`Locks::ask_holder`]. Defaults to waiting in
+    /// Asks all who hold a permit to give theirs back, for as long as somebody waits for one: see [`Locks::request_release`]. Defaults to waiting in
     /// silence.
     #[must_use]
-    pub fn ask_holder(self) -> Self {
-        self.with(Locks::ask_holder)
+    pub fn request_release(self) -> Self {
+        self.with(Locks::request_release)
     }
 
     /// How many may stand in line for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
@@ -126,7 +126,7 @@ impl Semaphore {
 
     /// Among whom the permits are counted: see [`Locks::scope`].
     #[must_use]
-    pub fn scope(&self) -> Scope {
+    pub fn scope(&self) -> Reach {
         self.locks.scope()
     }
 
@@ -135,7 +135,7 @@ impl Semaphore {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if permits are counted among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         Ok(Self { locks: self.locks.require(scope)? })
     }
 

@@ -7,13 +7,13 @@ use std::task::{Context, Poll};
 use tower_service::Service;
 use tracing::Instrument;
 
+use super::context::{Held, Passage};
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, OnMissingKey, Safe, Settings};
-use super::nested::{Held, Passage};
-use super::rejection::{MissingKey, Occupy, Rejection};
-use super::shared::{Running, Shared};
-use crate::key::{Everyone, ExtractKey, Key};
-use crate::reject::{AsResponse, Reject};
+use super::locks_state::{Running, Shared};
+use super::rejection::{BindLease, MissingKey, Rejection};
+use crate::key::{ExtractKey, GlobalKey, Key};
+use crate::responder::{HttpResponder, Responder};
 
 /// A service behind a lock. See the [module docs](crate::lock#in-front-of-a-service) for examples.
 ///
@@ -21,7 +21,7 @@ use crate::reject::{AsResponse, Reject};
 /// reported ready is held while the request waits; where that holds a permit (a concurrency limit below this layer), a rejected
 /// request gives it back unused.
 #[must_use]
-pub struct Lock<S, K = Everyone, A = AsResponse> {
+pub struct Lock<S, K = GlobalKey, A = HttpResponder> {
     inner: S,
     shared: Arc<(Settings, Arc<K>, A)>,
 }
@@ -52,8 +52,8 @@ impl<S, Req, K, A> Service<Req> for Lock<S, K, A>
 where
     S: Service<Req> + Clone,
     K: ExtractKey<Req>,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    A: Responder<Rejection, S::Response, S::Error>
+        + BindLease<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
 {
     type Response = A::Response;
     type Error = A::Error;
@@ -74,7 +74,7 @@ where
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
             (None, OnMissingKey::Pass) => return self.pass(request),
-            (None, OnMissingKey::Reject) => {
+            (None, OnMissingKey::Responder) => {
                 drop(self.take_ready());
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
@@ -97,8 +97,8 @@ impl<S, K, A> Lock<S, K, A> {
     fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, K, A>
     where
         S: Service<Req>,
-        A: Reject<Rejection, S::Response, S::Error>
-            + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        A: Responder<Rejection, S::Response, S::Error>
+            + BindLease<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
     {
         self.shared.2.pass(&mut request);
         let future = Passage::Free.scope(|| self.inner.call(request));

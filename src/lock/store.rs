@@ -60,8 +60,8 @@ pub trait LockStore {
 
     /// Wake-ups for somebody who waits for the lease: whenever it is given back and nobody stands in line for it, or for the token of somebody
     /// who does, when it may be their turn. The future is ready once no release can be missed any more: the caller tries again then, and
-    /// after each wake-up. A store that cannot tell answers [`Wakeups::none`].
-    fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Wakeups> + Send;
+    /// after each wake-up. A store that cannot tell answers [`Notifications::none`].
+    fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Notifications> + Send;
 
     /// Notes what a holder is called, for those who look at the lock. Unless a store has a place for that this is nothing.
     fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
@@ -77,13 +77,13 @@ pub trait LockStore {
     }
 
     /// Wake-ups for a holder, whenever the lease is [asked for](Self::ask_holders). Ready once none can be missed any more.
-    fn watch_asks(&self, lock: &LockKey) -> impl Future<Output = Wakeups> + Send {
+    fn watch_asks(&self, lock: &LockKey) -> impl Future<Output = Notifications> + Send {
         let _ = lock;
-        std::future::ready(Wakeups::none())
+        std::future::ready(Notifications::none())
     }
 
     /// Among whom the leases exclude each other.
-    fn scope(&self) -> Scope;
+    fn scope(&self) -> Reach;
 }
 
 /// Who holds a lease: 16 random bytes, others for each acquisition.
@@ -332,7 +332,7 @@ impl Released {
 /// Among whom leases exclude each other, quotas are counted together, operations run once and queues are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum Scope {
+pub enum Reach {
     /// Only within this process.
     Process,
     /// All processes that use the same Redis primary.
@@ -341,14 +341,14 @@ pub enum Scope {
     Quorum,
 }
 
-impl Scope {
+impl Reach {
     /// An error if this is less than what is `needed`.
     pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {
         if self < needed { Err(ConfigError::ScopeTooSmall { needed, has: self }) } else { Ok(()) }
     }
 }
 
-impl fmt::Display for Scope {
+impl fmt::Display for Reach {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Process => "one process",
@@ -359,7 +359,7 @@ impl fmt::Display for Scope {
 }
 
 /// Tells somebody who waits when to look again: see [`LockStore::watch`].
-pub struct Wakeups {
+pub struct Notifications {
     changes: SmallVec<[watch::Receiver<()>; 1]>,
     // What ends the subscriptions when it is dropped. After the receivers, so that they are not counted any more.
     keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
@@ -368,7 +368,7 @@ pub struct Wakeups {
 /// How long somebody who is told by one of several waits for what the others have to say, at the most.
 const LONGEST_LULL_US: u32 = 4_000;
 
-impl Wakeups {
+impl Notifications {
     /// A wake-up for each time that something is sent. `keep` is dropped with the last of them.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
@@ -427,8 +427,8 @@ impl Wakeups {
     }
 }
 
-impl fmt::Debug for Wakeups {
+impl fmt::Debug for Notifications {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wakeups").field("is_told", &!self.changes.is_empty()).finish()
+        f.debug_struct("Notifications").field("is_told", &!self.changes.is_empty()).finish()
     }
 }

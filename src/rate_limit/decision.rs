@@ -370,20 +370,20 @@ impl Denial {
 
 impl RateLimited {
     /// The rejection that a decision of this policy comes to, for whoever asks a [`Limiter`](super::Limiter) in a handler and answers as a layer does, by
-    /// `answer_to` of `AsResponse` or `AsStatus`, or tests a [`Reject`](crate::reject::Reject) of their own. `None` if the decision is a yes. `cost` is
+    /// `answer_to` of `HttpResponder` or `GrpcResponder`, or tests a [`Responder`](crate::responder::Responder) of their own. `None` if the decision is a yes. `cost` is
     /// what was asked for.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
     /// use axum::response::{IntoResponse, Response};
     /// use tollgate::rate_limit::RateLimited;
-    /// use tollgate::{AsResponse, BoxError, Limiter, MemoryBackend, Policy, Quota};
+    /// use tollgate::{HttpResponder, BoxError, Limiter, MemoryBackend, Policy, Quota};
     ///
     /// // The name stands in the body, so that no layer can count by it.
     /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
     ///     let decision = limiter.check(name).await?;
     ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
-    ///         return Ok(AsResponse::new().answer_to(&limited, name).into_response());
+    ///         return Ok(HttpResponder::new().answer_to(&limited, name).into_response());
     ///     }
     ///     Ok("welcome".into_response())
     /// }

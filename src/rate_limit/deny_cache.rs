@@ -5,11 +5,11 @@ use tokio::time::Instant;
 
 use super::decision::{Decision, Outcome, Receipt};
 use super::policy::Policy;
-use super::shards::{Ends, Place, Shards};
+use super::sharded_map::{Expiry, Place, Shards};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Scope;
+use crate::lock::Reach;
 
 /// Remembers who is over the limit, and turns them away without asking the store again.
 ///
@@ -58,7 +58,7 @@ use crate::lock::Scope;
 pub struct DenyCache<S> {
     store: S,
     max_age: Duration,
-    denials: Arc<Shards<Denial, Books>>,
+    denials: Arc<Shards<CachedDenial, Books>>,
 }
 
 /// What is counted for a part of the subjects.
@@ -73,7 +73,7 @@ struct Books {
 
 /// What the store said.
 #[derive(Debug)]
-struct Denial {
+struct CachedDenial {
     policy: Policy,
     // The least that is denied.
     cost: u32,
@@ -84,7 +84,7 @@ struct Denial {
     until: Instant,
 }
 
-impl Ends for Denial {
+impl Expiry for CachedDenial {
     fn ends(&self) -> Instant {
         self.until
     }
@@ -138,7 +138,7 @@ impl<S> DenyCache<S> {
     }
 
     /// The answer, or what is needed to remember the one of the store.
-    fn look_up(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, Question> {
+    fn look_up(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, Miss> {
         let place = self.denials.place(policy, key);
         let mut part = self.denials.lock(place);
         let now = Instant::now();
@@ -150,11 +150,11 @@ impl<S> DenyCache<S> {
             policy.meters().deny_cache_asked(true);
             return Ok(decision);
         }
-        Err(Question { place, asked: now, changes: part.books.changes })
+        Err(Miss { place, asked: now, changes: part.books.changes })
     }
 
     /// The answer where one of several is known to be denied, or what is needed to remember those of the store.
-    fn look_up_all(&self, requests: &[Request]) -> Result<Vec<Decision>, Vec<Question>> {
+    fn look_up_all(&self, requests: &[Request]) -> Result<Vec<Decision>, Vec<Miss>> {
         let look_up = |Request { policy, key, cost }: &Request| self.look_up(policy, key, *cost);
         let known: Vec<_> = requests.iter().map(look_up).collect();
         if known.iter().any(Result::is_ok) {
@@ -164,20 +164,20 @@ impl<S> DenyCache<S> {
     }
 
     /// Counts a question that the store is asked.
-    fn missed(&self, policy: &Policy, question: &Question) {
+    fn missed(&self, policy: &Policy, question: &Miss) {
         self.denials.lock(question.place).books.misses += 1;
         policy.meters().deny_cache_asked(false);
     }
 
-    fn missed_all(&self, requests: &[Request], questions: &[Question]) {
+    fn missed_all(&self, requests: &[Request], questions: &[Miss]) {
         for (Request { policy, .. }, question) in requests.iter().zip(questions) {
             self.missed(policy, question);
         }
     }
 
     /// Remembers what the store said, if that is a denial that will hold for a while.
-    fn learn(&self, policy: &Policy, key: &Key, cost: u32, question: Question, decision: &Decision) {
-        let Question { place, asked, changes } = question;
+    fn learn(&self, policy: &Policy, key: &Key, cost: u32, question: Miss, decision: &Decision) {
+        let Miss { place, asked, changes } = question;
         let mut part = self.denials.lock(place);
         let cost = match decision.outcome() {
             Outcome::Limited => cost,
@@ -197,12 +197,12 @@ impl<S> DenyCache<S> {
         {
             return;
         }
-        let denial = Denial { policy: policy.clone(), cost, decision: decision.clone(), told, until };
+        let denial = CachedDenial { policy: policy.clone(), cost, decision: decision.clone(), told, until };
         part.put(place, policy, key, denial, told, |_, _| {});
     }
 
     /// The same for several that were asked about together.
-    fn learn_all(&self, requests: &[Request], questions: Vec<Question>, decisions: &[Decision]) {
+    fn learn_all(&self, requests: &[Request], questions: Vec<Miss>, decisions: &[Decision]) {
         for ((request, question), decision) in requests.iter().zip(questions).zip(decisions) {
             let Request { policy, key, cost } = request;
             // What is denied to one that is named twice is denied to both costs together.
@@ -223,14 +223,14 @@ impl<S> DenyCache<S> {
 
 /// A request that the store has to be asked about.
 #[derive(Clone, Copy)]
-struct Question {
+struct Miss {
     place: Place,
     asked: Instant,
     changes: u64,
 }
 
 struct Forget<'a> {
-    denials: &'a Shards<Denial, Books>,
+    denials: &'a Shards<CachedDenial, Books>,
     policy: &'a Policy,
     key: &'a Key,
 }
@@ -319,7 +319,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         self.store.reset(policy, key).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.store.scope()
     }
 }

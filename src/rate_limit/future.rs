@@ -8,15 +8,15 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
+use super::descriptor::{Descriptor, Subjects};
+use super::evaluate::Evaluation;
 use super::handle::RateLimitHandle;
-use super::judge::Judgement;
 use super::layer::{ChargeOn, Settings};
-use super::rejection::{Announce, Rejection, Standing};
+use super::rejection::{AnnotateResponse, LimitInfo, Rejection};
 use super::store::RateLimitStore;
-use super::subject::{Subject, Subjects};
-use crate::reject::Reject;
+use crate::responder::Responder;
 
-type BoxJudgement = Pin<Box<dyn Future<Output = Judgement> + Send>>;
+type BoxJudgement = Pin<Box<dyn Future<Output = Evaluation> + Send>>;
 
 pin_project! {
     /// The answer of a rate-limited service. See the [module docs](crate::rate_limit#cancellation) for what dropping it does.
@@ -35,7 +35,7 @@ pin_project! {
     enum Course<S, Req, F, A, T> {
         // The request was admitted and nobody wants to know more. Does without the settings, so that no reference to them is counted.
         Plain { #[pin] future: F, answer: A },
-        Watched { #[pin] state: State<S, Req, F>, whom: Whom, settings: Arc<T> },
+        Watched { #[pin] state: State<S, Req, F>, whom: ChargeRef, settings: Arc<T> },
         // The answer was given.
         Complete,
     }
@@ -56,14 +56,14 @@ pin_project! {
 
 /// Whom the request counts for, as long as somebody may want to know. Behind a pointer: futures are moved more often than
 /// one would think.
-pub(super) enum Whom {
+pub(super) enum ChargeRef {
     Nobody,
     Subjects(Box<Subjects>),
     Handle(RateLimitHandle),
 }
 
-impl Whom {
-    fn subjects(&self) -> &[Subject] {
+impl ChargeRef {
+    fn subjects(&self) -> &[Descriptor] {
         match self {
             Self::Nobody => &[],
             Self::Subjects(subjects) => subjects,
@@ -81,7 +81,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
 
     /// The inner service is at work, on a request that counts for `whom`.
     #[inline]
-    pub(super) fn calling(future: S::Future, whom: Whom, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+    pub(super) fn calling(future: S::Future, whom: ChargeRef, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
         Self { course: Course::Watched { state: State::Calling { future }, whom, settings } }
     }
 
@@ -90,7 +90,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         rejection: Rejection,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
-        let whom = Whom::Subjects(Box::new(subjects));
+        let whom = ChargeRef::Subjects(Box::new(subjects));
         let state = State::Rejected { rejection: Some(rejection) };
         Self { course: Course::Watched { state, whom, settings } }
     }
@@ -109,12 +109,12 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         // Boxed: next to a trip over the network an allocation is nothing. Who does not wait for room has none for that to carry along.
         let judgement: BoxJudgement = if core.patience.is_some() {
             let came = Instant::now();
-            Box::pin(async move { core.judge_in_turn(subjects, cost, came).await })
+            Box::pin(async move { core.evaluate_with_wait(subjects, cost, came).await })
         } else {
             Box::pin(async move { core.judge(subjects, cost).await })
         };
         let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
-        Self { course: Course::Watched { state, whom: Whom::Nobody, settings } }
+        Self { course: Course::Watched { state, whom: ChargeRef::Nobody, settings } }
     }
 }
 
@@ -124,8 +124,8 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     pub(super) fn wants_no_details<S, Req>(&self) -> bool
     where
         S: Service<Req>,
-        A: Reject<Rejection, S::Response, S::Error>
-            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        A: Responder<Rejection, S::Response, S::Error>
+            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
         !R::ASKED && !self.answer.attaches() && !self.answer.announces()
@@ -133,23 +133,23 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
 
     /// Keeps whom an admitted request counts for, if anybody may want to know: with a handle, if there has to be one.
     #[inline]
-    pub(super) fn keep<S, Req>(&self, subjects: impl FnOnce() -> Subjects, cost: u32, request: &mut Req) -> Whom
+    pub(super) fn keep<S, Req>(&self, subjects: impl FnOnce() -> Subjects, cost: u32, request: &mut Req) -> ChargeRef
     where
         S: Service<Req>,
         B: RateLimitStore + Clone + Send + Sync + 'static,
-        A: Reject<Rejection, S::Response, S::Error>
-            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        A: Responder<Rejection, S::Response, S::Error>
+            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
         let attaches = self.answer.attaches();
         if !attaches && !R::ASKED {
-            return if self.answer.announces() { Whom::Subjects(Box::new(subjects())) } else { Whom::Nobody };
+            return if self.answer.announces() { ChargeRef::Subjects(Box::new(subjects())) } else { ChargeRef::Nobody };
         }
         let handle = RateLimitHandle::new(subjects(), cost, self.settler());
         if attaches {
             self.answer.attach(handle.clone(), request);
         }
-        Whom::Handle(handle)
+        ChargeRef::Handle(handle)
     }
 }
 
@@ -157,8 +157,8 @@ impl<S, Req, B, K, C, A, R, X> Future for ResponseFuture<S, Req, B, K, C, A, R, 
 where
     S: Service<Req>,
     B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    A: Responder<Rejection, S::Response, S::Error>
+        + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
     R: ChargeOn<S::Response, S::Error>,
 {
     type Output = Result<A::Response, A::Error>;
@@ -185,14 +185,14 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     fn poll<S, Req>(
         &self,
         mut state: Pin<&mut State<S, Req, S::Future>>,
-        whom: &mut Whom,
+        whom: &mut ChargeRef,
         cx: &mut Context<'_>,
     ) -> Poll<Result<A::Response, A::Error>>
     where
         S: Service<Req>,
         B: RateLimitStore + Clone + Send + Sync + 'static,
-        A: Reject<Rejection, S::Response, S::Error>
-            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        A: Responder<Rejection, S::Response, S::Error>
+            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
         // Responses are large: this one is not taken apart more often than it takes to pass it on.
@@ -205,7 +205,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
                     let mut answer = future.poll(cx);
                     match (&mut answer, &*whom) {
                         (Poll::Pending, _) => return Poll::Pending,
-                        (Poll::Ready(answer), Whom::Handle(handle)) if R::ASKED => {
+                        (Poll::Ready(answer), ChargeRef::Handle(handle)) if R::ASKED => {
                             self.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
                         }
                         (Poll::Ready(_), _) => {}
@@ -223,15 +223,15 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             };
             // Out of the state, so that a rejected request gives up its place in the inner service at once.
             let (mut ready, mut request) = *call.expect("the call waits while the store is asked");
-            let Judgement { subjects, ruling } = judgement;
-            match ruling {
+            let Evaluation { subjects, result } = judgement;
+            match result {
                 Ok(()) => {
                     *whom = self.keep::<S, _>(|| subjects, cost, &mut request);
                     let future = ready.call(request);
                     state.set(State::Calling { future });
                 }
                 Err(rejection) => {
-                    *whom = Whom::Subjects(Box::new(subjects));
+                    *whom = ChargeRef::Subjects(Box::new(subjects));
                     break Poll::Ready(self.answer.reject(rejection));
                 }
             }
@@ -245,7 +245,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             }
             if subjects.is_empty() && policy.is_enforced_without_key() {
                 // Nobody was counted, but the client may know what there is.
-                self.answer.announce(&Standing::new(policy), response);
+                self.answer.announce(&LimitInfo::new(policy), response);
             }
         }
         answer

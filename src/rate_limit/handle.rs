@@ -11,13 +11,13 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::decision::{Decision, Receipt};
-use super::line::{Lines, Whose};
+use super::descriptor::{Descriptor, Subjects};
 use super::policy::Policy;
 use super::store::RateLimitStore;
-use super::subject::{Subject, Subjects};
-use crate::deadline::Deadline;
+use super::wait_queue::{Lines, QueueKey};
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::store::deadline::Deadline;
 
 /// What a request was charged, to be corrected while it is handled, and the [decision](Self::decision) that admitted it: in the extensions
 /// of every HTTP request that was counted and admitted.
@@ -55,13 +55,13 @@ use crate::key::Key;
 ///
 /// The store is told in the background, for no longer than the deadline of the layer and on any thread; if it fails, or more than
 /// [1,024](Self::MAX_PENDING) are waiting, what was charged stays as it was. So it does where the runtime ends before: at the end of a program wait
-/// for [`RateLimitLayer::drained`](super::RateLimitLayer::drained). What is lost is [counted](crate::rate_limit#metrics).
+/// for [`RateLimitLayer::wait_idle`](super::RateLimitLayer::wait_idle). What is lost is [counted](crate::rate_limit#metrics).
 #[derive(Clone)]
 pub struct RateLimitHandle {
-    ledger: Arc<Ledger>,
+    ledger: Arc<ChargeState>,
 }
 
-struct Ledger {
+struct ChargeState {
     subjects: Subjects,
     cost: u32,
     change: AtomicI64,
@@ -74,7 +74,7 @@ impl RateLimitHandle {
 
     #[inline]
     pub(super) fn new(subjects: Subjects, cost: u32, settler: Arc<dyn Settle>) -> Self {
-        Self { ledger: Arc::new(Ledger { subjects, cost, change: AtomicI64::new(0), settler }) }
+        Self { ledger: Arc::new(ChargeState { subjects, cost, change: AtomicI64::new(0), settler }) }
     }
 
     /// Whom the request was charged to.
@@ -147,7 +147,7 @@ impl fmt::Debug for RateLimitHandle {
     }
 }
 
-impl Drop for Ledger {
+impl Drop for ChargeState {
     fn drop(&mut self) {
         // No more can be given back than was charged.
         let change = (*self.change.get_mut()).max(-i64::from(self.cost));
@@ -170,7 +170,7 @@ pub(super) trait Settle: Send + Sync {
     /// That of the layer.
     fn policy(&self) -> &Policy;
 
-    fn settle(&self, subject: Subject, receipt: Receipt, change: i64);
+    fn settle(&self, subject: Descriptor, receipt: Receipt, change: i64);
 }
 
 /// Tells this store, and `local` of what was decided there.
@@ -198,10 +198,10 @@ where
         &self.policy
     }
 
-    fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
+    fn settle(&self, subject: Descriptor, receipt: Receipt, change: i64) {
         if self.is_resolved && subject.main && subject.policy.is_none() {
             // By which policy it counts was never found out.
-            drop(Correction::new(self.policy.clone(), change, None));
+            drop(Adjustment::new(self.policy.clone(), change, None));
         } else if subject.local {
             in_background(self.local.clone(), subject, receipt, change, self);
         } else {
@@ -212,7 +212,7 @@ where
 
 fn in_background<S, B, L>(
     store: S,
-    Subject { policy, key, main, .. }: Subject,
+    Descriptor { policy, key, main, .. }: Descriptor,
     receipt: Receipt,
     change: i64,
     settler: &Settler<B, L>,
@@ -222,14 +222,14 @@ fn in_background<S, B, L>(
     let (policy, deadline) = (policy.unwrap_or_else(|| settler.policy.clone()), settler.deadline);
     let waiting = settler.lines.as_ref().filter(|_| change < 0).map(|lines| {
         let policy = if main { &settler.policy } else { &policy };
-        (Arc::clone(lines), Whose::new(policy, &key))
+        (Arc::clone(lines), QueueKey::new(policy, &key))
     });
     let current = Handle::try_current().ok();
     let is_inside = current.is_some();
     let runtime = current.or_else(|| settler.runtime.get().cloned());
     let place = Place::take(&settler.pending);
     let has_place = place.is_some();
-    let correction = Correction::new(policy, change, place);
+    let correction = Adjustment::new(policy, change, place);
     let Some(runtime) = runtime.filter(|_| has_place) else { return };
     let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
         let settled = store.settle(&correction.policy, &key, receipt, change);
@@ -246,14 +246,14 @@ fn in_background<S, B, L>(
 }
 
 /// A correction that is under way. One that is dropped without an outcome, with its runtime or its caller for instance, is lost.
-pub(super) struct Correction {
+pub(super) struct Adjustment {
     policy: Policy,
     change: i64,
     outcome: Option<Result<(), StoreError>>,
     _place: Option<Place>,
 }
 
-impl Correction {
+impl Adjustment {
     /// `place` is for one that nobody waits for.
     pub(super) fn new(policy: Policy, change: i64, place: Option<Place>) -> Self {
         Self { policy, change, outcome: None, _place: place }
@@ -264,7 +264,7 @@ impl Correction {
     }
 }
 
-impl Drop for Correction {
+impl Drop for Adjustment {
     fn drop(&mut self) {
         let Self { policy, change, outcome, .. } = self;
         policy.meters().settled(matches!(outcome, Some(Ok(()))));
@@ -286,7 +286,7 @@ pub(super) struct Pending {
 
 impl Pending {
     /// Waits until there is none.
-    pub(super) async fn drained(&self) {
+    pub(super) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();

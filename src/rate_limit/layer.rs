@@ -5,22 +5,22 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tower_layer::Layer;
 
+use super::filter::{AllowList, DenyList, ResolveFrom, WithFilter, WithLimit};
 use super::handle::{Pending, RateLimitHandle, Settle, Settler};
 use super::limiter::DEFAULT_DEADLINE;
-use super::line::Lines;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
-use super::screen::{Allow, And, Deny, ResolveFrom, Screened};
 use super::service::RateLimit;
 use super::store::RateLimitStore;
+use super::wait_queue::Lines;
 // The one backend that is always there, for when the other one is not.
 use crate::MemoryBackend;
-use crate::circuit::{Circuit, CircuitBreaker};
 use crate::error::ConfigError;
-use crate::key::Everyone;
-use crate::lock::Scope;
-use crate::per_thread::{PerThread, lane};
-use crate::reject::AsResponse;
+use crate::key::GlobalKey;
+use crate::lock::Reach;
+use crate::responder::HttpResponder;
+use crate::store::circuit::{Circuit, CircuitBreaker};
+use crate::store::sharded_refs::{ShardedRefs, thread_slot};
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
 ///
@@ -28,24 +28,24 @@ use crate::reject::AsResponse;
 /// cannot be cloned. All clones of this layer, and all services that they make, count together.
 ///
 /// With HTTP a rejection is a response. A service that does not speak HTTP needs
-/// [`.with_rejection(AsError)`](Self::with_rejection).
+/// [`.responder(ErrorResponder)`](Self::responder).
 ///
 /// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), what a rejection
-/// [becomes](crate::reject::Reject), which answers are [charged](ChargeOn), and [lists](super::Screen).
+/// [becomes](crate::responder::Responder), which answers are [charged](ChargeOn), and [lists](super::RequestFilter).
 #[must_use]
-pub struct RateLimitLayer<B, K = Everyone, C = UnitCost, A = AsResponse, R = ChargeAlways, X = ()> {
+pub struct RateLimitLayer<B, K = GlobalKey, C = UnitCost, A = HttpResponder, R = ChargeAlways, X = ()> {
     // Shared with the services from the start: a router that is called as it was built makes one for each request.
     settings: Arc<Settings<B, K, C, A, R, X>>,
 }
 
 /// What has nothing to do with the type of requests and answers. Cheap to clone.
-pub(super) struct Core<B> {
+pub(super) struct LayerConfig<B> {
     // Behind a pointer, so that whatever it is can be shared.
     pub(super) store: Arc<B>,
     pub(super) policy: Policy,
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
-    pub(super) patience: Option<Patience>,
+    pub(super) patience: Option<WaitConfig>,
     pub(super) max_waiters_in_total: usize,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
@@ -54,7 +54,7 @@ pub(super) struct Core<B> {
     /// Of what the store is asked about policies that have no say, beside those that have one.
     pub(super) aside: Arc<Circuit>,
     /// Of layers that have a circuit in common the policy of the one that has opened it, under which it is to close.
-    pub(super) opened_by: Arc<Mutex<Option<Policy>>>,
+    pub(super) tripped_by: Arc<Mutex<Option<Policy>>>,
     pub(super) local: Local,
     pub(super) pending: Arc<Pending>,
     /// Of the first request that found one, for what comes to its end on a thread without.
@@ -63,7 +63,7 @@ pub(super) struct Core<B> {
 
 /// How long requests may wait for room, and where.
 #[derive(Clone, Debug)]
-pub(super) struct Patience {
+pub(super) struct WaitConfig {
     pub(super) wait: Duration,
     pub(super) lines: Arc<Lines>,
 }
@@ -85,28 +85,28 @@ impl Local {
 /// that are under way.
 #[cfg(feature = "config")]
 #[derive(Clone)]
-pub(crate) struct InCommon {
+pub(crate) struct SharedState {
     circuit: Arc<Circuit>,
     aside: Arc<Circuit>,
-    opened_by: Arc<Mutex<Option<Policy>>>,
+    tripped_by: Arc<Mutex<Option<Policy>>>,
     local: Local,
     pending: Arc<Pending>,
 }
 
 #[cfg(feature = "config")]
-impl InCommon {
+impl SharedState {
     pub(crate) fn new(breaker: CircuitBreaker) -> Self {
         let [circuit, aside] = [Circuit::new(breaker), Circuit::new(breaker)].map(Arc::new);
-        Self { circuit, aside, opened_by: Arc::default(), local: Local::default(), pending: Arc::default() }
+        Self { circuit, aside, tripped_by: Arc::default(), local: Local::default(), pending: Arc::default() }
     }
 
     /// Waits until no correction is under way.
-    pub(crate) async fn drained(&self) {
-        self.pending.drained().await;
+    pub(crate) async fn wait_idle(&self) {
+        self.pending.wait_idle().await;
     }
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
+/// What happens to a request that has no key, or an empty one. Defaults to [`Responder`](Self::Responder).
 ///
 /// Where a request [counts for several](RateLimitLayer::and) this holds for each of the keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl InCommon {
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
-    Reject,
+    Responder,
     /// It is counted under one key that all such requests share.
     Shared,
     /// It passes, uncounted, but for the keys that it has.
@@ -204,7 +204,7 @@ impl<Res, E> ChargeOn<Res, E> for ChargeAlways {
 impl<B> RateLimitLayer<B> {
     /// Enforces `policy` on what `backend` counts. Until a [key](Self::key) is named, all requests share one quota.
     pub fn new(backend: B, policy: Policy) -> Self {
-        let core = Core {
+        let core = LayerConfig {
             store: Arc::new(backend),
             policy,
             deadline: DEFAULT_DEADLINE,
@@ -216,27 +216,27 @@ impl<B> RateLimitLayer<B> {
             replicas: 1,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
             aside: Arc::new(Circuit::new(CircuitBreaker::new())),
-            opened_by: Arc::default(),
+            tripped_by: Arc::default(),
             local: Local::default(),
             pending: Arc::default(),
             runtime: Arc::default(),
         };
-        let (key, cost, answer) = (Arc::new(Everyone), Arc::new(UnitCost), Arc::new(AsResponse::default()));
+        let (key, cost, answer) = (Arc::new(GlobalKey), Arc::new(UnitCost), Arc::new(HttpResponder::default()));
         Self::of(core, key, cost, answer, Arc::new(ChargeAlways), Arc::new(()))
     }
 }
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Whom a request counts for: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
-    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
+    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
     pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
-        let Settings { core, key: _, cost, answer, charge, screen, .. } = self.into_settings();
-        RateLimitLayer::of(core, Arc::new(key), cost, answer, charge, screen)
+        let Settings { core, key: _, cost, answer, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, Arc::new(key), cost, answer, charge, filter)
     }
 
-    fn with_screen<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        let Settings { core, key, cost, answer, charge, screen, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, answer, charge, Arc::new(make(screen)))
+    fn with_filter<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
+        let Settings { core, key, cost, answer, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, answer, charge, Arc::new(make(filter)))
     }
 
     /// Counts each request by another policy and key as well: by user *and* by address *and* for everybody together.
@@ -250,12 +250,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// away, whatever other keys it has. What only some requests have is for [`and_if_present`](Self::and_if_present).
     ///
     /// A [`DenyCache`](super::DenyCache) turns such requests away as well, where one of those whom they count for is known to be over a limit.
-    /// [`Leases`](super::Leases) have nothing for them: they are charged in the store, to all of them together.
+    /// [`QuotaPrefetch`](super::QuotaPrefetch) have nothing for them: they are charged in the store, to all of them together.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
     /// use tollgate::http::{header, peer_ip};
-    /// use tollgate::{Everyone, MemoryBackend, Policy, Quota, RateLimitLayer};
+    /// use tollgate::{GlobalKey, MemoryBackend, Policy, Quota, RateLimitLayer};
     ///
     /// let user = Policy::new("user", Quota::per_minute(60).token_bucket());
     /// let address = Policy::new("address", Quota::per_minute(300).fixed_window());
@@ -263,11 +263,11 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// let layer = RateLimitLayer::new(MemoryBackend::new(), user)
     ///     .key(header("x-user"))
     ///     .and(address, peer_ip())
-    ///     .and(total, Everyone);
+    ///     .and(total, GlobalKey);
     /// # }
     /// ```
-    pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, And<X, K2>> {
-        self.with_screen(|inner| And { inner, policy, key, if_present: false })
+    pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, WithLimit<X, K2>> {
+        self.with_filter(|inner| WithLimit { inner, policy, key, if_present: false })
     }
 
     /// Counts each request that has this key by another policy as well, as [`and`](Self::and) does, and leaves those alone that lack it, or have
@@ -287,11 +287,11 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///     .and_if_present(tenant, header("x-tenant"));
     /// # }
     /// ```
-    pub fn and_if_present<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, And<X, K2>> {
-        self.with_screen(|inner| And { inner, policy, key, if_present: true })
+    pub fn and_if_present<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, WithLimit<X, K2>> {
+        self.with_filter(|inner| WithLimit { inner, policy, key, if_present: true })
     }
 
-    /// Has `screen` say of each request whether it is counted, and for whom besides its key: by policies, for instance, that depend on
+    /// Has `filter` say of each request whether it is counted, and for whom besides its key: by policies, for instance, that depend on
     /// what a layer further out has put into its extensions.
     ///
     /// It is asked before the key is looked for, and after the lists and screens that were named before, if these have not decided. A list that is named
@@ -303,7 +303,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// use axum::body::Body;
     /// use axum::extract::Request;
     /// use axum::response::Response;
-    /// use tollgate::rate_limit::{Screening, Subjects};
+    /// use tollgate::rate_limit::{FilterAction, Subjects};
     /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
@@ -319,13 +319,13 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// // One name and algorithm, so that what was counted stays when an account changes from one to the other.
     /// let [free, paid] = [1, 100].map(|quota| Policy::new("account", Quota::per_minute(quota).fixed_window()));
     /// let by_account = move |request: &Request, subjects: &mut Subjects| {
-    ///     let Some(account) = request.extensions().get::<Account>() else { return Screening::Deny };
+    ///     let Some(account) = request.extensions().get::<Account>() else { return FilterAction::Deny };
     ///     let policy = if account.has_paid { &paid } else { &free };
     ///     subjects.push(policy.clone(), Some(account.id.into()));
-    ///     Screening::Count
+    ///     FilterAction::Limit
     /// };
     /// let service = ServiceBuilder::new()
-    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), total).screen(by_account))
+    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), total).filter(by_account))
     ///     .service(service_fn(async |_: Request| Ok::<_, BoxError>(Response::new(Body::empty()))));
     ///
     /// let status = async |account: Option<Account>| {
@@ -342,41 +342,41 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # main().unwrap();
     /// # }
     /// ```
-    pub fn screen<X2>(self, screen: X2) -> RateLimitLayer<B, K, C, A, R, Screened<X, X2>> {
-        self.with_screen(|inner| Screened { inner, screen })
+    pub fn filter<X2>(self, filter: X2) -> RateLimitLayer<B, K, C, A, R, WithFilter<X, X2>> {
+        self.with_filter(|inner| WithFilter { inner, filter })
     }
 
     /// Lets requests for which `listed` is true pass uncounted: health checks, or the addresses of a partner.
     ///
     /// Lists are asked before the key is looked for, the one named last first.
-    pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, Allow<X, F>> {
-        self.with_screen(|inner| Allow { inner, listed })
+    pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, AllowList<X, F>> {
+        self.with_filter(|inner| AllowList { inner, listed })
     }
 
     /// Turns away requests for which `listed` is true: 403 with HTTP, [`Denied`](super::Denied) without.
     ///
     /// Lists are asked before the key is looked for, the one named last first.
-    pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, Deny<X, F>> {
-        self.with_screen(|inner| Deny { inner, listed })
+    pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, DenyList<X, F>> {
+        self.with_filter(|inner| DenyList { inner, listed })
     }
 
     /// How many units a request costs. Defaults to [`UnitCost`].
     pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
-        let Settings { core, key, cost: _, answer, charge, screen, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, Arc::new(cost), answer, charge, screen)
+        let Settings { core, key, cost: _, answer, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, Arc::new(cost), answer, charge, filter)
     }
 
-    /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do
+    /// What a rejection becomes. Defaults to [`HttpResponder`]; [`ErrorResponder`](crate::responder::ErrorResponder) is for services that do
     /// not speak HTTP.
-    pub fn with_rejection<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
-        let Settings { core, key, cost, answer: _, charge, screen, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, Arc::new(answer), charge, screen)
+    pub fn responder<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
+        let Settings { core, key, cost, answer: _, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, Arc::new(answer), charge, filter)
     }
 
     /// Which answers are charged. Defaults to [`ChargeAlways`].
     pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
-        let Settings { core, key, cost, answer, charge: _, screen, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, answer, Arc::new(charge), screen)
+        let Settings { core, key, cost, answer, charge: _, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, answer, Arc::new(charge), filter)
     }
 
     /// Finds out at run time by which policy a key is counted. Defaults to the policy of the layer for all.
@@ -433,7 +433,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         resolver: PolicyResolver<V>,
     ) -> RateLimitLayer<B, K, C, A, R, ResolveFrom<X, F, V>> {
         let (resolve, resolver) = resolver.into_parts();
-        self.resolver(resolver).with_screen(|inner| ResolveFrom { inner, input, resolve })
+        self.resolver(resolver).with_filter(|inner| ResolveFrom { inner, input, resolve })
     }
 
     /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one. This is
@@ -442,7 +442,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError>
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
     {
@@ -450,7 +450,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Ok(self)
     }
 
-    /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
+    /// What happens to a request without a key. Defaults to [`OnMissingKey::Responder`].
     pub fn on_missing_key(self, policy: OnMissingKey) -> Self {
         self.change(|core| core.on_missing_key = policy)
     }
@@ -486,14 +486,14 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use tollgate::{AsError, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    /// use tollgate::{ErrorResponder, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
     /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
     /// // What they allow us: ten calls a second, one after the other.
     /// let allowed = Policy::new("their-api", Quota::per_second(10).burst(1)?.token_bucket());
     /// let client = ServiceBuilder::new()
-    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), allowed).wait(Duration::from_secs(5)).with_rejection(AsError))
+    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), allowed).wait(Duration::from_secs(5)).responder(ErrorResponder))
     ///     .service(service_fn(async |call: u32| Ok::<_, BoxError>(call)));
     ///
     /// let begun = tokio::time::Instant::now();
@@ -508,8 +508,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.change(|core| {
             core.patience = match core.patience.take() {
                 _ if wait.is_zero() => None,
-                Some(patience) => Some(Patience { wait, ..patience }),
-                None => Some(Patience { wait, lines: Arc::new(Lines::new(core.max_waiters_in_total)) }),
+                Some(patience) => Some(WaitConfig { wait, ..patience }),
+                None => Some(WaitConfig { wait, lines: Arc::new(Lines::new(core.max_waiters_in_total)) }),
             };
         })
     }
@@ -539,7 +539,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.change(|core| {
             core.circuit = Arc::new(Circuit::new(breaker));
             core.aside = Arc::new(Circuit::new(breaker));
-            core.opened_by = Arc::default();
+            core.tripped_by = Arc::default();
         })
     }
 
@@ -570,32 +570,32 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
     /// axum::serve(listener, app).with_graceful_shutdown(stopped).await?;
-    /// limit.drained().await;
+    /// limit.wait_idle().await;
     /// # Ok(())
     /// # }
     /// # }
     /// ```
-    pub async fn drained(&self) {
-        self.settings.core.pending.drained().await;
+    pub async fn wait_idle(&self) {
+        self.settings.core.pending.wait_idle().await;
     }
 }
 
 #[cfg(feature = "config")]
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Does without the store when others do, counts together with them then, and keeps its corrections where they do.
-    pub(crate) fn having(self, common: &InCommon) -> Self {
+    pub(crate) fn having(self, common: &SharedState) -> Self {
         self.change(|core| {
             core.circuit = Arc::clone(&common.circuit);
             core.aside = Arc::clone(&common.aside);
-            core.opened_by = Arc::clone(&common.opened_by);
+            core.tripped_by = Arc::clone(&common.tripped_by);
             core.local = common.local.clone();
             core.pending = Arc::clone(&common.pending);
         })
     }
 
     /// Puts a screen in the place of the lists and further policies.
-    pub(crate) fn screened_by<X2>(self, screen: X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        self.with_screen(|_| screen)
+    pub(crate) fn filtered_by<X2>(self, filter: X2) -> RateLimitLayer<B, K, C, A, R, X2> {
+        self.with_filter(|_| filter)
     }
 }
 
@@ -608,9 +608,10 @@ impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
 }
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    fn of(core: Core<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, screen: Arc<X>) -> Self {
-        let (settler, copies) = (OnceLock::new(), PerThread::default());
-        let settings = Settings { core, key, cost, answer, charge, screen, settler, copies, lane: None, depth: 0 };
+    fn of(core: LayerConfig<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, filter: Arc<X>) -> Self {
+        let (settler, copies) = (OnceLock::new(), ShardedRefs::default());
+        let settings =
+            Settings { core, key, cost, answer, charge, filter, settler, copies, thread_slot: None, depth: 0 };
         Self { settings: Arc::new(settings) }
     }
 
@@ -619,10 +620,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Arc::unwrap_or_clone(self.settings)
     }
 
-    fn change(self, change: impl FnOnce(&mut Core<B>)) -> Self {
-        let Settings { mut core, key, cost, answer, charge, screen, .. } = self.into_settings();
+    fn change(self, change: impl FnOnce(&mut LayerConfig<B>)) -> Self {
+        let Settings { mut core, key, cost, answer, charge, filter, .. } = self.into_settings();
         change(&mut core);
-        Self::of(core, key, cost, answer, charge, screen)
+        Self::of(core, key, cost, answer, charge, filter)
     }
 
     pub(super) fn into_shared(self) -> Arc<Settings<B, K, C, A, R, X>> {
@@ -643,7 +644,7 @@ impl<B, K, C, A, R, X> fmt::Debug for RateLimitLayer<B, K, C, A, R, X> {
     }
 }
 
-impl<B> Core<B> {
+impl<B> LayerConfig<B> {
     pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
         f.debug_struct(name)
             .field("policy", &self.policy)
@@ -655,7 +656,7 @@ impl<B> Core<B> {
 }
 
 // By hand: `derive` would ask for `B: Clone`.
-impl<B> Clone for Core<B> {
+impl<B> Clone for LayerConfig<B> {
     fn clone(&self) -> Self {
         Self {
             store: Arc::clone(&self.store),
@@ -669,7 +670,7 @@ impl<B> Clone for Core<B> {
             replicas: self.replicas,
             circuit: Arc::clone(&self.circuit),
             aside: Arc::clone(&self.aside),
-            opened_by: Arc::clone(&self.opened_by),
+            tripped_by: Arc::clone(&self.tripped_by),
             local: self.local.clone(),
             pending: Arc::clone(&self.pending),
             runtime: Arc::clone(&self.runtime),
@@ -681,18 +682,18 @@ impl<B> Clone for Core<B> {
 // Away from the count of references to it, which is written to with every request.
 #[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
-    pub(super) core: Core<B>,
+    pub(super) core: LayerConfig<B>,
     pub(super) key: Arc<K>,
     pub(super) cost: Arc<C>,
     pub(super) answer: Arc<A>,
     pub(super) charge: Arc<R>,
-    pub(super) screen: Arc<X>,
+    pub(super) filter: Arc<X>,
     // Made by the first request that needs it here, out of what is above.
     settler: OnceLock<Arc<dyn Settle>>,
     // The same once more, each with a count of references of its own for the threads of a lane; and if these are such: of which, and of
     // how many copies in a row they are the last.
-    copies: PerThread<Arc<Self>>,
-    lane: Option<usize>,
+    copies: ShardedRefs<Arc<Self>>,
+    thread_slot: Option<usize>,
     depth: u8,
 }
 
@@ -705,10 +706,10 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
             cost: Arc::clone(&self.cost),
             answer: Arc::clone(&self.answer),
             charge: Arc::clone(&self.charge),
-            screen: Arc::clone(&self.screen),
+            filter: Arc::clone(&self.filter),
             settler: OnceLock::new(),
-            copies: PerThread::default(),
-            lane: None,
+            copies: ShardedRefs::default(),
+            thread_slot: None,
             depth: 0,
         }
     }
@@ -722,11 +723,11 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     /// The settings that this thread counts its references to: processors that count in the same place wait for each other.
     #[inline]
     pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
-        let (lane, depth) = (Some(lane()), self.depth + 1);
-        if self.lane == lane || self.depth == Self::MAX_DEPTH {
+        let (thread_slot, depth) = (Some(thread_slot()), self.depth + 1);
+        if self.thread_slot == thread_slot || self.depth == Self::MAX_DEPTH {
             return self;
         }
-        self.copies.get(|| Arc::new(Self { lane, depth, ..Self::clone(self) }))
+        self.copies.get(|| Arc::new(Self { thread_slot, depth, ..Self::clone(self) }))
     }
 }
 

@@ -6,16 +6,16 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
-use super::handle::Correction;
-use super::judge::{count_allowed, note};
-use super::meters::{Meters, Verdict};
+use super::evaluate::{count_allowed, note};
+use super::handle::Adjustment;
+use super::metrics::{Meters, Verdict};
 use super::policy::Policy;
 use super::store::{Charged, RateLimitStore};
-use crate::circuit::{Circuit, CircuitBreaker};
-use crate::deadline::{Deadline, leaves_time};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::Scope;
+use crate::lock::Reach;
+use crate::store::circuit::{Circuit, CircuitBreaker};
+use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// How long a decision may take unless told otherwise.
 pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
@@ -141,7 +141,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.store.scope().require(scope)?;
         Ok(self)
     }
@@ -280,7 +280,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let key = key.into();
-        let correction = Correction::new(self.policy.clone(), change, None);
+        let correction = Adjustment::new(self.policy.clone(), change, None);
         let settled = self.ask(self.store.settle(&self.policy, &key, receipt, change)).await;
         correction.end(settled.clone());
         settled
@@ -322,7 +322,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Asks the store, if the circuit lets us, for as long as it may take.
     async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-        leaves_time(self.deadline)?;
+        require_nonzero_deadline(self.deadline)?;
         self.circuit.admit()?;
         let mut question = pin!(Deadline::new(question, self.deadline));
         // What is answered at once takes no look at the clock.

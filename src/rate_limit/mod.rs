@@ -12,13 +12,13 @@
 //! As it comes, one quota for all requests of a plain tower service, where a rejection is an error:
 //!
 //! ```
-//! use tollgate::{AsError, MemoryBackend, Policy, Quota, RateLimitLayer, rate_limit::RateLimited};
+//! use tollgate::{ErrorResponder, MemoryBackend, Policy, Quota, RateLimitLayer, rate_limit::RateLimited};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! let policy = Policy::new("jobs", Quota::per_minute(2).fixed_window());
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsError))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(ErrorResponder))
 //!     .service(service_fn(async |job: &'static str| Ok::<_, tollgate::BoxError>(job.len())));
 //!
 //! assert_eq!(service.clone().oneshot("one").await?, 3);
@@ -65,7 +65,7 @@
 //! An admitted request is charged its cost at once, so that requests in flight count. What it turns out to be worth can be
 //! said afterwards: by its answer ([`ChargeOn`], with presets for HTTP and gRPC), or by its handler, through the
 //! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled. The store is told in the background: at the end of a
-//! program, after a graceful shutdown, wait for [`RateLimitLayer::drained`].
+//! program, after a graceful shutdown, wait for [`RateLimitLayer::wait_idle`].
 //!
 //! Each layer that a request passes charges it. A clone of one layer on a nested router and another on the router around it charge a
 //! request for the nested routes twice. Put the layer on one of them, or give the two layers policies with different names.
@@ -123,7 +123,7 @@
 //! | `tollgate_resolver_errors_total` | `policy`: that of the layer | requests that a [`PolicyResolver`] failed or was too late for, those included that went by an old answer or met with an error that is remembered |
 //! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, but not those that policies [on trial](#trying-a-limit) have beside enforced ones; that of the rules of a file does both under the policy of the rule whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
-//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
+//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`QuotaPrefetch`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call of a layer, an event at debug level for each request over a
@@ -133,15 +133,15 @@
 //! # Without a round trip
 //!
 //! Two decorators go around a store and answer some requests in its place: [`DenyCache`] turns away who is known to be over the limit,
-//! and [`Leases`] draws units of hot keys ahead. Neither admits more than the quota, and each says what it may deny
+//! and [`QuotaPrefetch`] draws units of hot keys ahead. Neither admits more than the quota, and each says what it may deny
 //! in excess.
 //!
 //! ```
-//! use tollgate::{AsError, DenyCache, Leases, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tollgate::{ErrorResponder, DenyCache, QuotaPrefetch, MemoryBackend, Policy, Quota, RateLimitLayer};
 //!
-//! let store = DenyCache::new(Leases::new(MemoryBackend::new()));
+//! let store = DenyCache::new(QuotaPrefetch::new(MemoryBackend::new()));
 //! let policy = Policy::new("everybody", Quota::per_second(50_000).fixed_window());
-//! let layer = RateLimitLayer::new(store, policy).with_rejection(AsError);
+//! let layer = RateLimitLayer::new(store, policy).responder(ErrorResponder);
 //! # drop(layer);
 //! ```
 //!
@@ -160,52 +160,54 @@
 //!
 //! [`StoreError`]: crate::StoreError
 
-pub(crate) mod counting;
+pub(crate) mod algorithm;
+mod circuit_events;
 mod decision;
 mod deny_cache;
+mod descriptor;
+mod evaluate;
+mod filter;
 mod future;
 mod handle;
-mod judge;
 mod layer;
-mod leases;
 mod limiter;
-mod line;
-mod meters;
-mod outage;
+mod metrics;
 mod policy;
+mod prefetch;
+mod probationary_cache;
 mod quota;
-mod recent;
 mod rejection;
 mod resolver;
-mod screen;
 mod service;
-mod shards;
+mod sharded_map;
 mod store;
-mod subject;
-mod turn;
+mod wait;
+mod wait_queue;
 
 pub(crate) use self::decision::Denial;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
 pub use self::deny_cache::{DenyCache, DenyCacheStats};
+pub use self::filter::{
+    AllowList, DenyList, FilterAction, RequestFilter, ResolveFrom, Subjects, WithFilter, WithLimit,
+};
 pub use self::future::ResponseFuture;
 pub use self::handle::RateLimitHandle;
 pub use self::layer::{ChargeAlways, ChargeOn, OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
-pub use self::leases::{LeaseStats, Leases};
 pub use self::limiter::Limiter;
 #[cfg(feature = "redis")]
-pub(crate) use self::policy::Packed;
+pub(crate) use self::policy::EncodedLimits;
 pub use self::policy::{Mode, Policy, QuotaChange};
+pub use self::prefetch::{LeaseStats, QuotaPrefetch};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
-pub use self::rejection::{Announce, Rejection, Standing};
+pub use self::rejection::{AnnotateResponse, LimitInfo, Rejection};
 pub use self::resolver::PolicyResolver;
-pub use self::screen::{Allow, And, Deny, ResolveFrom, Screen, Screened, Screening, Subjects};
 pub use self::service::RateLimit;
 pub use self::store::{Charged, RateLimitStore, Request};
-pub use crate::circuit::CircuitBreaker;
+pub use crate::store::circuit::CircuitBreaker;
 
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
-pub(crate) use self::layer::InCommon;
+pub(crate) use self::layer::SharedState;
 #[cfg(feature = "redis")]
 pub(crate) use self::store::{Charge, give_back, one_after_the_other};

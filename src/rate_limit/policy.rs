@@ -5,9 +5,9 @@ use std::hash::{BuildHasher, RandomState};
 use std::iter;
 use std::sync::{Arc, LazyLock, OnceLock};
 
-use super::counting::Terms;
+use super::algorithm::LimitParams;
 use super::decision::Decision;
-use super::meters::Meters;
+use super::metrics::Meters;
 use super::quota::{Algorithm, Limit};
 use crate::key::Key;
 
@@ -39,7 +39,7 @@ struct Inner {
     spec: Spec,
     // What follows from it. First the same limits as numbers to count with, what clients know them by, and what tells
     // apart policies of one name that cannot count together.
-    terms: Vec<Terms>,
+    terms: Vec<LimitParams>,
     least_capacity: u32,
     names: Vec<String>,
     shape: String,
@@ -48,7 +48,7 @@ struct Inner {
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
     #[cfg(feature = "redis")]
-    packed: OnceLock<Packed>,
+    packed: OnceLock<EncodedLimits>,
     #[cfg(feature = "http")]
     announcement: OnceLock<Box<dyn Any + Send + Sync>>,
 }
@@ -66,7 +66,7 @@ struct Spec {
 /// Terms in a form that can be sent to a store, and how that reads them.
 #[cfg(feature = "redis")]
 #[derive(Debug)]
-pub(crate) struct Packed {
+pub(crate) struct EncodedLimits {
     pub(crate) terms: Vec<u8>,
     /// How counts begin that were made with them.
     pub(crate) limits: Vec<u8>,
@@ -79,7 +79,7 @@ pub(crate) struct Packed {
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
-/// Defaults to [`Keep`](Self::Keep).
+/// Defaults to [`ResponsePolicy`](Self::ResponsePolicy).
 ///
 /// This is about the numbers: quotas, bursts, and the rates of token buckets. Policies of one name whose limits differ in their algorithms,
 /// in the windows of these, in their order, or in how many they are, count apart: such a change starts afresh, for blocks as well, and while
@@ -89,18 +89,18 @@ pub(crate) struct Packed {
 /// who used 900 of 1,000 counts as having used 200 of 100. What [corrects](super::RateLimitHandle) an earlier charge converts nothing that would be
 /// cut or forgotten by that, and counts with the numbers that it finds then; what is charged afterwards to a request that was admitted for
 /// nothing counts under the numbers of that request. While two releases with different
-/// numbers share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional`
+/// numbers share a store, counts are converted to and fro, which is harmless with `ResponsePolicy`, not quite with `Proportional`
 /// (units are rounded up each time).
 ///
 /// **With `Reset`, two quotas under one name that are in use at once enforce nothing**: each request that finds the other quota's numbers
 /// starts afresh. This happens during a rolling deploy, and for good if two layers name different quotas alike. Give each quota a name of
-/// its own, or use `Keep`.
+/// its own, or use `ResponsePolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QuotaChange {
     /// What has been used stays used: who used 80 of 100 has 920 left of 1,000.
     #[default]
-    Keep,
+    ResponsePolicy,
     /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000. Not for two quotas that are in use at once.
     Reset,
     /// The used share stays the same, rounded up: who used 80 of 100 has 200 left of 1,000. A sliding log, which remembers
@@ -180,7 +180,7 @@ impl Policy {
         })
     }
 
-    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::Keep`].
+    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::ResponsePolicy`].
     #[must_use]
     pub fn on_quota_change(self, change: QuotaChange) -> Self {
         self.change(|spec| spec.on_change = change)
@@ -205,7 +205,7 @@ impl Policy {
     }
 
     fn with_spec(spec: Spec) -> Self {
-        let terms: Vec<_> = spec.limits.iter().map(|limit| Terms::new(*limit)).collect();
+        let terms: Vec<_> = spec.limits.iter().map(|limit| LimitParams::new(*limit)).collect();
         let shape = shape(&spec.limits);
         let inner = Inner {
             least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u32::MAX),
@@ -278,14 +278,14 @@ impl Policy {
 
     /// The limits as numbers to count with.
     #[inline]
-    pub(crate) fn terms(&self) -> &[Terms] {
+    pub(crate) fn terms(&self) -> &[LimitParams] {
         &self.inner.terms
     }
 
     /// Those of them that keep each request.
     #[cfg(feature = "redis")]
     #[inline]
-    pub(crate) fn logs(&self) -> impl Iterator<Item = &Terms> {
+    pub(crate) fn logs(&self) -> impl Iterator<Item = &LimitParams> {
         self.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog)
     }
 
@@ -303,7 +303,7 @@ impl Policy {
 
     /// The terms in the form that `encode` gives them, kept for the next time.
     #[cfg(feature = "redis")]
-    pub(crate) fn packed(&self, encode: impl FnOnce(&[Terms]) -> Packed) -> &Packed {
+    pub(crate) fn packed(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
         self.inner.packed.get_or_init(|| encode(&self.inner.terms))
     }
 

@@ -11,7 +11,7 @@ use crate::key::Key;
 pub enum Rejection {
     /// The request is over its limit.
     Limited(RateLimited),
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Responder) such requests.
     MissingKey(MissingKey),
     /// The request is on the [deny list](super::RateLimitLayer::deny) of the layer.
     Denied(Denied),
@@ -33,13 +33,13 @@ impl From<Rejection> for BoxError {
 
 /// Lets the response of an admitted or rejected request say how its limit stands, and an admitted request carry a handle.
 ///
-/// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
+/// Implemented for the same types as [`Responder`](crate::responder::Responder), which has the other half of the answer.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say what the answers `{Res}` to `{Req}` tell of a rate limit",
-    note = "the default answers with an HTTP response (feature `http`); for other services call `.with_rejection(AsError)`",
-    note = "an answer of your own to a rate limit implements `Announce` beside `Reject`; over HTTP `AsResponse::write_headers` writes the fields"
+    note = "the default answers with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
+    note = "an answer of your own to a rate limit implements `AnnotateResponse` beside `Responder`; over HTTP `HttpResponder::write_headers` writes the fields"
 )]
-pub trait Announce<Req, Res> {
+pub trait AnnotateResponse<Req, Res> {
     /// Whether requests get a [handle](RateLimitHandle), which costs an allocation or two. Unless told otherwise they do
     /// not.
     fn attaches(&self) -> bool {
@@ -64,13 +64,13 @@ pub trait Announce<Req, Res> {
     }
 
     /// Adds to `response` what the client should know. Called once for each policy that was asked about the request.
-    fn announce(&self, standing: &Standing<'_>, response: &mut Res);
+    fn announce(&self, standing: &LimitInfo<'_>, response: &mut Res);
 }
 
 /// How a request stands with one policy.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
-pub struct Standing<'a> {
+pub struct LimitInfo<'a> {
     /// The policy.
     pub policy: &'a Policy,
     /// Whom the request counts for, where that is known.
@@ -79,7 +79,7 @@ pub struct Standing<'a> {
     pub decision: Option<&'a Decision>,
 }
 
-impl<'a> Standing<'a> {
+impl<'a> LimitInfo<'a> {
     /// Of a request of which no more than the policy is known.
     #[must_use]
     pub const fn new(policy: &'a Policy) -> Self {
@@ -93,11 +93,11 @@ impl<'a> Standing<'a> {
     }
 }
 
-impl<Req, Res> Announce<Req, Res> for crate::reject::AsError {
+impl<Req, Res> AnnotateResponse<Req, Res> for crate::responder::ErrorResponder {
     fn announces(&self) -> bool {
         false
     }
 
     /// Adds nothing: a plain service has no place for it.
-    fn announce(&self, _: &Standing<'_>, _: &mut Res) {}
+    fn announce(&self, _: &LimitInfo<'_>, _: &mut Res) {}
 }

@@ -14,12 +14,12 @@ use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::policy::Policy;
-use super::recent::{Bounds, Recent};
-use crate::circuit::Outage;
-use crate::deadline::Deadline;
+use super::probationary_cache::{Bounds, ProbationaryCache};
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
 use crate::panics::discard;
+use crate::store::circuit::OutageTracker;
+use crate::store::deadline::Deadline;
 
 /// Finds out at run time by which policy a key is counted: the plan that a customer has booked, for instance.
 ///
@@ -84,7 +84,7 @@ use crate::panics::discard;
 ///     move |key| ready(Ok::<_, BoxError>(paid.get(&key).unwrap_or(&free).clone()))
 /// });
 /// let layer = RateLimitLayer::new(MemoryBackend::new(), free).key(header("x-api-key")).resolver(plans);
-/// # let _ = layer.with_rejection(tollgate::AsError);
+/// # let _ = layer.responder(tollgate::ErrorResponder);
 /// # }
 /// ```
 ///
@@ -141,17 +141,17 @@ impl fmt::Debug for Question {
 
 /// What the clones of a resolver have in common.
 struct Shared {
-    known: Mutex<Known>,
+    known: Mutex<Cached>,
     // For what is under way.
     places: Arc<Semaphore>,
-    outage: Outage,
+    outage: OutageTracker,
 }
 
 #[derive(Default)]
-struct Known {
-    answers: Recent<Policy>,
+struct Cached {
+    answers: ProbationaryCache<Policy>,
     // Apart, so that keys without an answer take the place of none that has one. So are those of which nothing is known yet.
-    failures: Recent<StoreError>,
+    failures: ProbationaryCache<StoreError>,
     running: HashMap<Key, Running>,
     // How many attempts were begun.
     begun: u64,
@@ -181,11 +181,11 @@ enum Next {
 /// A policy that was found, and how.
 pub(super) enum Resolved {
     /// It was known.
-    Known(Policy),
+    Cached(Policy),
     /// The resolver has just answered.
-    Asked(Policy),
+    Fresh(Policy),
     /// It is the one before, since the resolver fails or is late.
-    Old(Policy, StoreError),
+    Stale(Policy, StoreError),
 }
 
 /// How long nothing may fail for an outage to be over. Longer than with a store: a key that nobody knows may come at any time, and must
@@ -249,7 +249,11 @@ impl<V> PolicyResolver<V> {
             time_to_live: Duration::from_secs(60),
             timeout: Duration::from_secs(5),
             capacity: 10_000,
-            shared: Arc::new(Shared { known: Mutex::default(), places, outage: Outage::until_quiet_for(RECOVERED) }),
+            shared: Arc::new(Shared {
+                known: Mutex::default(),
+                places,
+                outage: OutageTracker::until_quiet_for(RECOVERED),
+            }),
         }
     }
 
@@ -314,7 +318,7 @@ impl PolicyResolver {
         self.fresh(&mut self.shared.lock(), key)
     }
 
-    fn fresh(&self, known: &mut Known, key: &Key) -> Option<Policy> {
+    fn fresh(&self, known: &mut Cached, key: &Key) -> Option<Policy> {
         known.answers.use_fresh(key, self.bounds()).cloned()
     }
 
@@ -328,12 +332,12 @@ impl PolicyResolver {
         let Some((old, patience)) = self.old(key, patience) else { return self.ask(key, question).await };
         Deadline::new(self.ask(key, question), patience).await.or_else(|error| {
             self.use_on(key);
-            Ok(Resolved::Old(old, error))
+            Ok(Resolved::Stale(old, error))
         })
     }
 
     /// Whether the log has been told that the resolver fails.
-    pub(super) fn outage(&self) -> &Outage {
+    pub(super) fn outage(&self) -> &OutageTracker {
         &self.shared.outage
     }
 
@@ -360,12 +364,12 @@ impl PolicyResolver {
         let mut place = None;
         loop {
             match self.next(key, &mut place) {
-                Next::Done(outcome) => return outcome.map(Resolved::Known),
+                Next::Done(outcome) => return outcome.map(Resolved::Cached),
                 Next::Wait(outcome) => {
                     // For those who need it.
                     place = None;
                     if let Some(outcome) = told(outcome).await {
-                        return outcome.map(Resolved::Asked);
+                        return outcome.map(Resolved::Fresh);
                     }
                     // It has ended with its runtime.
                 }
@@ -374,7 +378,7 @@ impl PolicyResolver {
                     self.begin(attempt, question.clone()).await;
                     // Not once more here: this runtime is about to end.
                     let ended = || Err(StoreError::unavailable("the runtime of the policy resolver has ended"));
-                    return told(outcome).await.unwrap_or_else(ended).map(Resolved::Asked);
+                    return told(outcome).await.unwrap_or_else(ended).map(Resolved::Fresh);
                 }
                 Next::Full => place = Arc::clone(&self.shared.places).acquire_owned().await.ok(),
             }
@@ -437,7 +441,7 @@ async fn told(mut outcome: watch::Receiver<Option<Outcome>>) -> Option<Outcome> 
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, Cached> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -476,7 +480,7 @@ impl Attempt {
     }
 
     /// Is not under way any more. Answers whether it was what is known to be.
-    fn leave(&self, known: &mut Known) -> bool {
+    fn leave(&self, known: &mut Cached) -> bool {
         let is_known = known.running.get(&self.key).is_some_and(|running| running.number == self.number);
         if is_known {
             known.running.remove(&self.key);
@@ -535,8 +539,8 @@ mod tests {
         let question = resolver.question(&Key::EVERYONE, None).unwrap();
         let resolve = async || match resolver.resolve(&Key::EVERYONE, &question, Duration::from_secs(1)).await.unwrap()
         {
-            Resolved::Asked(policy) => policy,
-            Resolved::Known(_) | Resolved::Old(..) => panic!("the answer has become old"),
+            Resolved::Fresh(policy) => policy,
+            Resolved::Cached(_) | Resolved::Stale(..) => panic!("the answer has become old"),
         };
         let first = resolve().await;
         tokio::time::advance(Duration::from_secs(61)).await;

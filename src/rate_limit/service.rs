@@ -7,17 +7,18 @@ use tower_service::Service;
 
 use super::MissingKey;
 use super::decision::Denied;
-use super::future::{ResponseFuture, Whom};
-use super::judge::note;
+use super::descriptor;
+use super::descriptor::Descriptor;
+use super::evaluate::note;
+use super::filter::{FilterAction, RequestFilter, Subjects};
+use super::future::{ChargeRef, ResponseFuture};
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
-use super::meters::Verdict;
+use super::metrics::Verdict;
 use super::policy::Policy;
-use super::rejection::{Announce, Rejection};
-use super::screen::{Screen, Screening, Subjects};
+use super::rejection::{AnnotateResponse, Rejection};
 use super::store::RateLimitStore;
-use super::subject::{self, Subject};
-use crate::key::{Everyone, ExtractKey, Key, lack};
-use crate::reject::{AsResponse, Reject};
+use crate::key::{ExtractKey, GlobalKey, Key, lack};
+use crate::responder::{HttpResponder, Responder};
 
 /// A service behind a rate limit. See the [module docs](crate::rate_limit) for examples.
 ///
@@ -25,7 +26,7 @@ use crate::reject::{AsResponse, Reject};
 /// the store before. The inner service that reported ready is held while the store answers; where that holds a permit (a
 /// concurrency limit below this layer), a rejected request gives it back unused.
 #[must_use]
-pub struct RateLimit<S, B, K = Everyone, C = UnitCost, A = AsResponse, R = ChargeAlways, X = ()> {
+pub struct RateLimit<S, B, K = GlobalKey, C = UnitCost, A = HttpResponder, R = ChargeAlways, X = ()> {
     inner: S,
     settings: Arc<Settings<B, K, C, A, R, X>>,
 }
@@ -63,11 +64,11 @@ where
     S: Service<Req> + Clone,
     B: RateLimitStore + Clone + Send + Sync + 'static,
     K: ExtractKey<Req>,
-    X: Screen<Req>,
+    X: RequestFilter<Req>,
     C: RequestCost<Req>,
     A: Clone
-        + Reject<Rejection, S::Response, S::Error>
-        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        + Responder<Rejection, S::Response, S::Error>
+        + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
     R: ChargeOn<S::Response, S::Error>,
 {
     type Response = A::Response;
@@ -82,12 +83,12 @@ where
         let settings = &*self.settings;
         let mut others = Subjects::default();
         lack::forget();
-        match settings.screen.screen(&request, &mut others) {
-            Screening::Count => {}
-            Screening::Pass => return self.pass(request),
-            Screening::Deny => {
+        match settings.filter.filter(&request, &mut others) {
+            FilterAction::Limit => {}
+            FilterAction::Bypass => return self.pass(request),
+            FilterAction::Deny => {
                 settings.core.policy.meters().decided(Verdict::Denied);
-                return self.reject(subject::Subjects::default(), Rejection::Denied(Denied));
+                return self.reject(descriptor::Subjects::default(), Rejection::Denied(Denied));
             }
         }
         let mut policy = None;
@@ -97,9 +98,15 @@ where
                 Ok(mut subjects) => match subjects.as_mut_slice() {
                     [only] => (policy, key) = (only.policy.take(), Some(only.key)),
                     [] => key = None,
-                    _ => return self.ask(subject::Subjects::Several(subjects), settings.cost.cost(&request), request),
+                    _ => {
+                        return self.ask(
+                            descriptor::Subjects::Several(subjects),
+                            settings.cost.cost(&request),
+                            request,
+                        );
+                    }
                 },
-                Err(rejection) => return self.reject(subject::Subjects::default(), rejection),
+                Err(rejection) => return self.reject(descriptor::Subjects::default(), rejection),
             }
         }
         let Some(key) = &key else { return self.pass(request) };
@@ -119,13 +126,13 @@ where
             let answer = A::clone(&settings.answer);
             return ResponseFuture::plain(self.inner.call(request), answer);
         }
-        let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
+        let mut decision = if is_known { core.try_decide_locally(policy, key, cost) } else { None };
         // Or it waits itself, by what it is told here.
         let waits = enforced && decision.as_ref().is_some_and(|decision| core.is_worth_waiting(decision, cost));
         let told = decision.as_ref().filter(|_| !waits);
         let admitted = told.map(|decision| note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.
-        let mut subject = || Subject {
+        let mut subject = || Descriptor {
             policy: resolved.take(),
             key: *key,
             main,
@@ -136,13 +143,13 @@ where
         };
         if admitted == Some(true) {
             let settings = Arc::clone(self.settings.here());
-            let whom = settings.keep::<S, _>(|| subject::Subjects::One(subject()), cost, &mut request);
+            let whom = settings.keep::<S, _>(|| descriptor::Subjects::One(subject()), cost, &mut request);
             return ResponseFuture::calling(self.inner.call(request), whom, settings);
         }
         let subject = subject();
         match admitted.and_then(|_| core.limited(&subject, cost)) {
-            Some(limited) => self.reject(subject::Subjects::One(subject), Rejection::Limited(limited)),
-            None => self.ask(subject::Subjects::One(subject), cost, request),
+            Some(limited) => self.reject(descriptor::Subjects::One(subject), Rejection::Limited(limited)),
+            None => self.ask(descriptor::Subjects::One(subject), cost, request),
         }
     }
 }
@@ -152,16 +159,16 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
         S: Service<Req>,
-        A: Reject<Rejection, S::Response, S::Error>
-            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        A: Responder<Rejection, S::Response, S::Error>
+            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
     {
         self.settings.answer.pass(&mut request);
-        ResponseFuture::calling(self.inner.call(request), Whom::Nobody, Arc::clone(self.settings.here()))
+        ResponseFuture::calling(self.inner.call(request), ChargeRef::Nobody, Arc::clone(self.settings.here()))
     }
 
     fn reject<Req>(
         &mut self,
-        subjects: subject::Subjects,
+        subjects: descriptor::Subjects,
         rejection: Rejection,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
@@ -173,16 +180,16 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 
     fn ask<Req>(
         &mut self,
-        mut subjects: subject::Subjects,
+        mut subjects: descriptor::Subjects,
         cost: u32,
         request: Req,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
         S: Service<Req> + Clone,
         B: RateLimitStore + Clone + Send + Sync + 'static,
-        X: Screen<Req>,
+        X: RequestFilter<Req>,
     {
-        let Settings { core, screen, .. } = &*self.settings;
+        let Settings { core, filter, .. } = &*self.settings;
         if let Some(resolver) = core.resolver.as_ref().filter(|resolver| resolver.needs_input())
             && let Some(main) = subjects.iter_mut().find(|subject| subject.main)
         {
@@ -193,7 +200,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
             }
             // While a request waits, an answer that is known may become old.
             if main.policy.is_none() || core.patience.is_some() {
-                main.question = screen.question(&request);
+                main.question = filter.question(&request);
             }
         }
         ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(self.settings.here()))
@@ -210,15 +217,15 @@ impl<S: Clone, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     /// Whom a request counts for, where that is not its key alone: nobody if it passes uncounted.
-    fn subjects(&self, key: Option<Key>, others: Subjects) -> Result<Vec<Subject>, Rejection> {
+    fn subjects(&self, key: Option<Key>, others: Subjects) -> Result<Vec<Descriptor>, Rejection> {
         let layer = &self.core.policy;
         let mut subjects = Vec::new();
         if let Some(key) = self.counted(layer, key)? {
-            subjects.push(Subject::new(layer, None, key));
+            subjects.push(Descriptor::new(layer, None, key));
         }
         for (policy, key) in others.found {
             if let Some(key) = self.counted(&policy, key)? {
-                subjects.push(Subject::new(layer, Some(policy), key));
+                subjects.push(Descriptor::new(layer, Some(policy), key));
             }
         }
         Ok(subjects)
@@ -232,11 +239,11 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
         match self.core.on_missing_key {
             OnMissingKey::Shared => Ok(Some(Key::ANONYMOUS)),
             OnMissingKey::Pass => Ok(None),
-            OnMissingKey::Reject if !policy.is_enforced_without_key() => {
+            OnMissingKey::Responder if !policy.is_enforced_without_key() => {
                 policy.meters().decided(Verdict::Shadow);
                 Ok(None)
             }
-            OnMissingKey::Reject => {
+            OnMissingKey::Responder => {
                 policy.meters().decided(Verdict::MissingKey);
                 Err(Rejection::MissingKey(MissingKey::new()))
             }

@@ -6,7 +6,7 @@ use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Scope;
+use crate::lock::Reach;
 
 /// What rate limiting needs of a backend: decisions, each of them atomic.
 ///
@@ -93,8 +93,8 @@ pub trait RateLimitStore {
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Among whom a quota is one and the same. A store that does not say so is taken to count for its process alone.
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 }
 
@@ -144,7 +144,7 @@ where
     G: FnMut(Vec<Charge>) -> F,
     F: Future<Output = Result<(), StoreError>>,
 {
-    let mut open = Open { charges: Vec::with_capacity(requests.len()), give_back };
+    let mut open = RefundGuard { charges: Vec::with_capacity(requests.len()), give_back };
     let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
     let mut denied = false;
     for request in requests {
@@ -175,18 +175,18 @@ where
 }
 
 /// What was charged, until it is known that it stays so.
-struct Open<G: FnMut(Vec<Charge>) -> F, F> {
+struct RefundGuard<G: FnMut(Vec<Charge>) -> F, F> {
     charges: Vec<Charge>,
     give_back: G,
 }
 
-impl<G: FnMut(Vec<Charge>) -> F, F> Open<G, F> {
+impl<G: FnMut(Vec<Charge>) -> F, F> RefundGuard<G, F> {
     fn give_back(&mut self) -> F {
         (self.give_back)(mem::take(&mut self.charges))
     }
 }
 
-impl<G: FnMut(Vec<Charge>) -> F, F> Drop for Open<G, F> {
+impl<G: FnMut(Vec<Charge>) -> F, F> Drop for RefundGuard<G, F> {
     fn drop(&mut self) {
         if !self.charges.is_empty() {
             drop(self.give_back());

@@ -12,9 +12,9 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died, Due, Ending,
-    Expired, Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique,
-    UniqueFor, WorkerId,
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died,
+    Due, Expired, Extended, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique, UniqueFor,
+    WorkerId,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -61,13 +61,13 @@ fn names(jobs: &[ClaimedJob]) -> Vec<&str> {
     jobs.iter().map(|claimed| claimed.job.id.as_str()).collect()
 }
 
-async fn finish<S: DelayQueueStore>(store: &S, job: &ClaimedJob, ending: Ending) -> Finished {
-    let finish = Finish { ticket: job.ticket(), ending };
+async fn finish<S: DelayQueueStore>(store: &S, job: &ClaimedJob, ending: AckKind) -> Finished {
+    let finish = Ack { ticket: job.ticket(), ending };
     store.claim(&queue(), &[finish], &claim(0, LONG)).await.unwrap().finished[0]
 }
 
-fn retry(delay: Duration) -> Ending {
-    Ending::Retry { delay, error: "it did not work".into() }
+fn retry(delay: Duration) -> AckKind {
+    AckKind::Retry { delay, error: "it did not work".into() }
 }
 
 fn with_key(id: &str, span: UniqueFor) -> NewJob {
@@ -103,9 +103,9 @@ pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(
     assert_eq!((jobs[0].job.attempt, jobs[0].job.max_attempts), (1, NewJob::DEFAULT_ATTEMPTS));
     assert_eq!(state(&store, "a").await, Some(State::Running));
     take(&store, &[]).await;
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     assert_eq!(state(&store, "a").await, None);
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Gone);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Gone);
 }
 
 /// A job is claimed when its delay is over, and not before; who waits is told how long.
@@ -140,11 +140,11 @@ pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store
     let second = take(&store, &["b"]).await;
     assert!(second[0].token > first[1].token);
     assert_eq!(second[0].job.attempt, 2);
-    assert_eq!(finish(&store, &first[1], Ending::Done).await, Finished::Lost);
+    assert_eq!(finish(&store, &first[1], AckKind::Done).await, Finished::Lost);
     let extended = store.extend(&queue(), &[first[1].ticket(), first[0].ticket()], LONG).await.unwrap();
     assert_eq!(extended, [Extended::Lost, Extended::Held]);
-    assert_eq!(finish(&store, &second[0], Ending::Done).await, Finished::Done);
-    assert_eq!(finish(&store, &first[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &second[0], AckKind::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &first[0], AckKind::Done).await, Finished::Done);
 }
 
 /// What is pushed again under its id is left alone while it waits or runs, and is new when it is done or dead.
@@ -156,15 +156,15 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
     let jobs = take(&store, &["a"]).await;
     assert_eq!(*jobs[0].job.payload, *b"a");
     assert_eq!(add(&store, other.clone()).await, exists);
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     // Stores count in ms when a job is pushed.
     sleep(Duration::from_millis(2)).await;
     push(&store, &[job("a")]).await;
     // It is not the one that was done.
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Gone);
-    assert_eq!(finish(&store, &jobs[0], Ending::Release).await, Finished::Lost);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Gone);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Release).await, Finished::Lost);
     let jobs = take(&store, &["a"]).await;
-    let refused = Ending::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
     assert_eq!(finish(&store, &jobs[0], refused).await, Finished::Dead);
     push(&store, &[other]).await;
     assert_eq!(counts(&store).await, [1, 0, 0, 0]);
@@ -181,7 +181,7 @@ pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
     // The first of the twins is the one that was kept.
     let jobs = take(&store, &["a", "b", "c"]).await;
     for job in &jobs {
-        assert_eq!(finish(&store, job, Ending::Done).await, Finished::Done);
+        assert_eq!(finish(&store, job, AckKind::Done).await, Finished::Done);
     }
 
     push(&store, &[job("b")]).await;
@@ -194,7 +194,7 @@ pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
     let jobs = ask(&store, 4).await.jobs;
     assert_eq!(jobs.len(), 3);
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
-    finish(&store, &jobs[0], Ending::Done).await;
+    finish(&store, &jobs[0], AckKind::Done).await;
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::New]);
 }
 
@@ -206,10 +206,10 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
     let jobs = take(&store, &["a"]).await;
     assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
-    assert_eq!(finish(&store, &jobs[0], Ending::Snooze { delay: Duration::ZERO }).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Snooze { delay: Duration::ZERO }).await, Finished::Done);
     assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
     let jobs = take(&store, &["a"]).await;
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     assert_eq!(add(&store, with_key("b", while_there)).await, Admission::New);
     assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
 
@@ -217,11 +217,11 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, exists("c"));
     take(&store, &["c"]).await;
     assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, Admission::New);
-    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
+    assert_eq!(store.purge(&queue(), 10, false).await.unwrap(), 1);
 
     assert_eq!(add(&store, with_key("e", UniqueFor::Time(SHORT))).await, Admission::New);
     let jobs = take(&store, &["e"]).await;
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     assert_eq!(add(&store, with_key("f", while_there)).await, exists("e"));
     sleep(SHORT + Duration::from_millis(20)).await;
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
@@ -246,7 +246,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         store.cancel(&queue(), &b, keeps).await.unwrap();
 
         assert_eq!(add(&store, held("a")).await, Admission::New);
-        assert_eq!(store.drain(&queue(), 10, keeps).await.unwrap(), 1);
+        assert_eq!(store.purge(&queue(), 10, keeps).await.unwrap(), 1);
         assert_eq!(add(&store, held("b")).await, expected);
         assert!(store.release_unique(&queue(), &user).await.unwrap());
         store.cancel(&queue(), &b, keeps).await.unwrap();
@@ -257,17 +257,17 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Told);
         assert_eq!(add(&store, held("b")).await, expected);
         take(&store, &[]).await;
-        assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+        assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
         for job in take(&store, if keeps { &[] } else { &["b"] }).await {
-            assert_eq!(finish(&store, &job, Ending::Done).await, Finished::Done);
+            assert_eq!(finish(&store, &job, AckKind::Done).await, Finished::Done);
         }
         assert!(store.release_unique(&queue(), &user).await.unwrap());
     }
     // A worker says that it is not to be done any more, or it is dead and forgotten.
-    for ending in [Ending::Cancelled, Ending::Dead { reason: Reason::Refused, error: "no".into() }] {
+    for ending in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
         assert_eq!(add(&store, held("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
-        let expected = if ending == Ending::Cancelled { Finished::Done } else { Finished::Dead };
+        let expected = if ending == AckKind::Cancelled { Finished::Done } else { Finished::Dead };
         assert_eq!(finish(&store, &jobs[0], ending).await, expected);
         if expected == Finished::Dead {
             assert_eq!(add(&store, held("b")).await, Admission::Exists(a));
@@ -284,12 +284,12 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, while_there("d")).await, Admission::New);
     for job in take(&store, &["c", "d"]).await {
         assert_eq!(add(&store, while_there("e")).await, Admission::Exists(JobId::from("d")));
-        assert_eq!(finish(&store, &job, Ending::Done).await, Finished::Done);
+        assert_eq!(finish(&store, &job, AckKind::Done).await, Finished::Done);
     }
     assert_eq!(add(&store, while_there("e")).await, Admission::New);
 }
 
-/// The unique key of an occurrence stays until its time is over, although the job is cancelled or drained.
+/// The unique key of an occurrence stays until its time is over, although the job is cancelled or purged.
 pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(store: S) {
     let occurrence = |id| with_key(id, UniqueFor::Occurrence(LONG * 60));
     let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
@@ -308,11 +308,11 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
     assert!(store.release_unique(&queue(), &user).await.unwrap());
 
     assert_eq!(add(&store, occurrence("b")).await, Admission::New);
-    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
+    assert_eq!(store.purge(&queue(), 10, false).await.unwrap(), 1);
     assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(b));
     assert!(store.release_unique(&queue(), &user).await.unwrap());
 
-    for ending in [Ending::Cancelled, Ending::Dead { reason: Reason::Refused, error: "no".into() }] {
+    for ending in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
         assert_eq!(add(&store, occurrence("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
         finish(&store, &jobs[0], ending).await;
@@ -325,7 +325,7 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
 
 /// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.
 pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S) {
-    let refused = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
     let replay = async |id: &str| store.replay(&queue(), &[JobId::from(id)]).await.unwrap()[0];
     for key in ["user", ""] {
         let unique = |id: &str, span| NewJob { unique: Some(Unique { key: key.into(), span }), ..job(id) };
@@ -341,7 +341,7 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
         assert_eq!(add(&store, unique("c", UniqueFor::WaitingOrRunning)).await, exists);
         let jobs = take(&store, &["a"]).await;
         assert!(!replay("b").await);
-        assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+        assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
         assert!(replay("b").await);
         assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
         // One that was unique until it was claimed does not need its key any more.
@@ -350,7 +350,7 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
         assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
         assert!(replay("d").await);
         assert_eq!(add(&store, unique("e", UniqueFor::WaitingOrRunning)).await, Admission::New);
-        assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 2);
+        assert_eq!(store.purge(&queue(), 10, false).await.unwrap(), 2);
         assert_eq!(counts(&store).await, [0, 0, 0, 0]);
     }
 }
@@ -379,7 +379,7 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
     assert!(none.oldest_due.is_some_and(|since| since >= Duration::from_millis(19)), "{none:?}");
     let many = ask(&store, usize::MAX).await;
     assert_eq!((many.jobs.len(), many.more), (MAX_BATCH, true));
-    let finishes = many.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: Ending::Done });
+    let finishes = many.jobs.iter().map(|job| Ack { ticket: job.ticket(), ending: AckKind::Done });
     let finishes: Vec<_> = finishes.collect();
     let rest = store.claim(&queue(), &finishes, &claim(MAX_BATCH, LONG)).await.unwrap();
     assert!(rest.finished.iter().all(|finished| *finished == Finished::Done));
@@ -391,18 +391,18 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
 /// Failures spend attempts, and a job whose attempts are over is dead, with the reason. Snoozing and releasing spend none.
 pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 2, ..job("a") }]).await;
-    for ending in [Ending::Snooze { delay: Duration::ZERO }, Ending::Release, retry(Duration::ZERO)] {
+    for ending in [AckKind::Snooze { delay: Duration::ZERO }, AckKind::Release, retry(Duration::ZERO)] {
         let jobs = take(&store, &["a"]).await;
         assert_eq!((jobs[0].job.attempt, &jobs[0].job.note), (1, &None));
         assert_eq!(finish(&store, &jobs[0], ending).await, Finished::Done);
     }
-    for ending in [Ending::Release, retry(Duration::ZERO)] {
+    for ending in [AckKind::Release, retry(Duration::ZERO)] {
         let jobs = take(&store, &["a"]).await;
         assert_eq!(jobs[0].job.attempt, 2);
         let note = jobs[0].job.note.clone().unwrap();
         assert_eq!((note.reason, &*note.error), (Reason::Failed, "it did not work"));
         let finished = finish(&store, &jobs[0], ending.clone()).await;
-        assert_eq!(finished, if ending == Ending::Release { Finished::Done } else { Finished::Dead });
+        assert_eq!(finished, if ending == AckKind::Release { Finished::Done } else { Finished::Dead });
     }
     take(&store, &[]).await;
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
@@ -413,7 +413,7 @@ pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
 pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
     push(&store, &["a", "b", "c", "d"].map(job)).await;
     let jobs = take(&store, &["a", "b", "c", "d"]).await;
-    let endings = [Ending::Snooze { delay: SHORT }, retry(SHORT), Ending::Release, retry(Duration::ZERO)];
+    let endings = [AckKind::Snooze { delay: SHORT }, retry(SHORT), AckKind::Release, retry(Duration::ZERO)];
     for (job, ending) in jobs.iter().zip(endings) {
         assert_eq!(finish(&store, job, ending).await, Finished::Done);
     }
@@ -424,7 +424,7 @@ pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
 
 /// A snoozed job keeps its place among the jobs of its priority, by when it was first due, however often it is snoozed.
 pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
-    let (a, snooze) = (JobId::from("a"), Ending::Snooze { delay: SHORT });
+    let (a, snooze) = (JobId::from("a"), AckKind::Snooze { delay: SHORT });
     push(&store, &[job("a")]).await;
     let first_due = store.get(&queue(), &a).await.unwrap().unwrap().due_at;
     for _ in 0..2 {
@@ -443,7 +443,7 @@ pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
     push(&store, &[job("0"), NewJob { priority: Priority::High, ..job("h") }]).await;
     let jobs = take(&store, &["h", "a", "0"]).await;
     // A failed job is due anew.
-    assert_eq!(finish(&store, &jobs[2], Ending::Snooze { delay: Duration::ZERO }).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[2], AckKind::Snooze { delay: Duration::ZERO }).await, Finished::Done);
     sleep(Duration::from_millis(2)).await;
     assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Done);
     let jobs = take(&store, &["0", "a"]).await;
@@ -462,7 +462,7 @@ pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(stor
     // In the end, the first of them in priority returns last.
     push(&store, &[NewJob { priority: Priority::High, ..job("h") }]).await;
     let all = async || ask(&store, MAX_BATCH).await.jobs;
-    let snooze = |delay| move |job: &ClaimedJob| Finish { ticket: job.ticket(), ending: Ending::Snooze { delay } };
+    let snooze = |delay| move |job: &ClaimedJob| Ack { ticket: job.ticket(), ending: AckKind::Snooze { delay } };
     let claimed = all().await;
     assert_eq!(claimed.len(), 101);
     let mut finishes: Vec<_> = claimed[1..].iter().map(snooze(SHORT)).collect();
@@ -517,10 +517,10 @@ pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
 pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
     let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
     for (old, new) in [(job("a"), job("a")), (unique("a"), unique("b")), (unique("a"), unique("a"))] {
-        for ending in [Ending::Done, retry(Duration::ZERO), Ending::Release] {
+        for ending in [AckKind::Done, retry(Duration::ZERO), AckKind::Release] {
             let first = cancel_and_push_again(&store, &old, &new).await;
             assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Cancelled]);
-            let is_done = ending == Ending::Done;
+            let is_done = ending == AckKind::Done;
             let finished = if is_done { Finished::Done } else { Finished::Cancelled };
             assert_eq!(finish(&store, &first, ending).await, finished);
             let second = take(&store, &[new.id.as_str()]).await;
@@ -530,7 +530,7 @@ pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
             assert_ne!(finish(&store, &first, retry(LONG)).await, Finished::Done);
             assert_eq!(state(&store, new.id.as_str()).await, Some(State::Running));
             assert_eq!(add(&store, new.clone()).await, Admission::Exists(new.id));
-            assert_eq!(finish(&store, &second[0], Ending::Done).await, Finished::Done);
+            assert_eq!(finish(&store, &second[0], AckKind::Done).await, Finished::Done);
             assert_eq!(counts(&store).await, [0; 4]);
         }
     }
@@ -547,13 +547,13 @@ pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore
     sleep(SHORT + Duration::from_millis(20)).await;
     let claimed = ask(&store, 100).await;
     assert_eq!((names(&claimed.jobs), claimed.expired), (vec!["a", "c"], Expired { jobs: 1, dead: 0 }));
-    assert_eq!(finish(&store, &first, Ending::Done).await, Finished::Gone);
-    // What is drained while it waits leaves the run alone.
+    assert_eq!(finish(&store, &first, AckKind::Done).await, Finished::Gone);
+    // What is purged while it waits leaves the run alone.
     let [id] = ["a"].map(JobId::from);
     assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
     push(&store, &[job("a")]).await;
     take(&store, &[]).await;
-    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
+    assert_eq!(store.purge(&queue(), 10, false).await.unwrap(), 1);
     assert_eq!(counts(&store).await, [0, 0, 2, 0]);
     assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
     assert_eq!(finish(&store, &claimed.jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
@@ -636,12 +636,12 @@ pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
     take(&store, &[]).await;
     assert!(store.counts(&queue()).await.unwrap().is_paused);
     assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
-    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     store.pause(&queue(), false).await.unwrap();
     take(&store, &["b"]).await;
 }
 
-/// A drained queue has nothing that waits, and keeps what runs and what is dead.
+/// A purged queue has nothing that waits, and keeps what runs and what is dead.
 pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a")]).await;
     take(&store, &["a"]).await;
@@ -649,7 +649,7 @@ pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
     push(&store, &jobs).await;
     let mut removed = Vec::new();
     while removed.last() != Some(&0) {
-        removed.push(store.drain(&queue(), usize::MAX, false).await.unwrap());
+        removed.push(store.purge(&queue(), usize::MAX, false).await.unwrap());
     }
     assert_eq!(removed, [MAX_BATCH, 300 - MAX_BATCH, 0]);
     assert_eq!(counts(&store).await, [0, 0, 1, 0]);
@@ -697,7 +697,7 @@ pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) 
     let waiting = store.claim(&queue(), &[], &Claim { limit: 100, ..worker }).await.unwrap();
     assert!(waiting.jobs.is_empty());
     while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
-    assert_eq!(finish(&store, &jobs[0], Ending::Release).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], AckKind::Release).await, Finished::Done);
     timeout(Duration::from_secs(4), wakeups.next()).await.expect("what is released wakes who waits");
 }
 
@@ -760,7 +760,7 @@ pub async fn racing_workers_share_the_jobs<S: DelayQueueStore + Send + Sync + 's
                 if claimed.jobs.is_empty() {
                     return done;
                 }
-                let finish = |job: &ClaimedJob| Finish { ticket: job.ticket(), ending: Ending::Done };
+                let finish = |job: &ClaimedJob| Ack { ticket: job.ticket(), ending: AckKind::Done };
                 finishes = claimed.jobs.iter().map(finish).collect();
                 done.extend(claimed.jobs.iter().map(|claimed| claimed.job.id));
             }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use crate::delay_queue::{
-    self, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
-    QueueKey, State as JobState, StoredJob, Ticket, WorkerId,
+    self, Ack, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease, NewJob,
+    QueueKey, State as JobState, StoredJob, WorkerId,
 };
 use crate::error::StoreError;
 use crate::idempotency::{
@@ -15,8 +15,8 @@ use crate::idempotency::{
 };
 use crate::key::Key;
 use crate::lock::{
-    Acquired, Claim, Cursor, LockKey, LockPage, LockRegistry, LockStatus, LockStore, Released, Renewal, Scope, Seized,
-    Token, Wakeups,
+    Acquired, Claim, Cursor, ForceReleased, LockKey, LockPage, LockRegistry, LockStatus, LockStore, Notifications,
+    Reach, Released, Renewal, Token,
 };
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
@@ -240,9 +240,9 @@ impl Faults {
 }
 
 impl Faults {
-    async fn watch(&self, watch: impl Future<Output = Wakeups>) -> Wakeups {
+    async fn watch(&self, watch: impl Future<Output = Notifications>) -> Notifications {
         let watch = async { Ok(watch.await) };
-        self.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+        self.around(Verb::Watch, watch).await.unwrap_or_else(|_| Notifications::none())
     }
 }
 
@@ -318,7 +318,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
         self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 }
@@ -360,11 +360,11 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(operation, claim)).await
     }
 
-    async fn watch(&self, operation: &Operation) -> Wakeups {
+    async fn watch(&self, operation: &Operation) -> Notifications {
         self.faults.watch(self.inner.watch(operation)).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 }
@@ -390,7 +390,7 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(lock, token)).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         self.faults.watch(self.inner.watch(lock, in_line)).await
     }
 
@@ -402,11 +402,11 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Ask, self.inner.ask_holders(lock)).await
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
         self.faults.watch(self.inner.watch_asks(lock)).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 }
@@ -416,7 +416,7 @@ impl<S: LockRegistry + Sync> LockRegistry for FaultStore<S> {
         self.faults.around(Verb::Admin, self.inner.inspect(lock)).await
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         self.faults.around(Verb::Admin, self.inner.seize(lock)).await
     }
 
@@ -456,19 +456,24 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
     async fn claim(
         &self,
         queue: &QueueKey,
-        finished: &[Finish],
+        finished: &[Ack],
         claim: &delay_queue::Claim,
     ) -> Result<Claimed, StoreError> {
         self.faults.around(Verb::Claim, self.inner.claim(queue, finished, claim)).await
     }
 
-    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+    async fn extend(
+        &self,
+        queue: &QueueKey,
+        tickets: &[JobLease],
+        lease: Duration,
+    ) -> Result<Vec<Extended>, StoreError> {
         self.faults.around(Verb::Extend, self.inner.extend(queue, tickets, lease)).await
     }
 
-    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {
         let watch = async { Ok(self.inner.watch(queue, worker).await) };
-        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Notifications::none())
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
@@ -505,8 +510,8 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         self.faults.around(Verb::Control, self.inner.pause(queue, is_paused)).await
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        self.faults.around(Verb::Control, self.inner.drain(queue, limit, keeps_unique)).await
+    async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        self.faults.around(Verb::Control, self.inner.purge(queue, limit, keeps_unique)).await
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
@@ -521,7 +526,7 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         self.faults.around(Verb::Control, self.inner.forget(queue, ids)).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 

@@ -3,7 +3,7 @@ use std::time::SystemTime;
 
 use crate::Key;
 use crate::delay_queue::{
-    Canceller, ClaimedJob, Headers, Job, JobId, NewJob, Note, Priority, Reason, State, StoredJob,
+    Canceller, ClaimedJob, FailureInfo, Headers, Job, JobId, NewJob, Priority, Reason, State, StoredJob,
 };
 
 /// Makes a job as a worker hands it to a service, without a queue and a worker: for tests of the service.
@@ -78,7 +78,7 @@ impl<T> TestJob<T> {
 
     /// What the service answered to the attempt before this one.
     pub fn last_failure(mut self, error: impl Into<Arc<str>>) -> Self {
-        self.stored.note = Some(Note { reason: Reason::Failed, error: error.into() });
+        self.stored.note = Some(FailureInfo { reason: Reason::Failed, error: error.into() });
         self
     }
 

@@ -17,8 +17,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::{ConfigError, StoreError};
 use crate::lock::{
-    Acquired, Claim, Lease, LeaseState, Leases, Line, LockError, LockKey, LockKind, LockStore, Locks, LossReason,
-    Release, Released, Renewal, RunError, RwLocks, Scope, Segment, Segmented, Semaphore, Token, Wakeups,
+    Acquired, Claim, Lease, LeaseState, Line, LockError, LockKey, LockKind, LockStore, Locks, LossReason, MultiLease,
+    Notifications, Reach, ReleaseOutcome, Released, Renewal, RunError, RwLocks, Segment, Segmented, Semaphore, Token,
 };
 use crate::testing::observed::Observed;
 
@@ -92,7 +92,7 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
         for _ in 0..8 {
             sleep(SHORT / 4).await;
             let again = take(&store, &lock, &claim).await;
-            assert!(again == fence || store.scope() == Scope::Quorum, "{again} after {fence}");
+            assert!(again == fence || store.scope() == Reach::Quorum, "{again} after {fence}");
         }
         assert!(busy(&store, &lock).await > SHORT / 4);
     }
@@ -294,7 +294,7 @@ pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync
                 yield_now().await;
                 inside.fetch_sub(1, Ordering::SeqCst);
                 if turn % 2 == 0 {
-                    assert_eq!(lease.release().await.unwrap(), Release::Released);
+                    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
                 } else {
                     drop(lease);
                 }
@@ -409,7 +409,7 @@ pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync +
         assert!(lease.check().is_ok() && lease.remaining() > Duration::ZERO && lease.remaining() <= SHORT);
         sleep(SHORT / 8).await;
     }
-    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     drop(there.try_lock("a").await.unwrap());
 }
 
@@ -419,12 +419,12 @@ pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + '
     let outer = here.lock("a").await.unwrap();
     let (inner, innermost) = (outer.reenter(), outer.reenter().reenter());
     assert_eq!((inner.fence(), innermost.fence()), (outer.fence(), outer.fence()));
-    assert_eq!(outer.release().await.unwrap(), Release::Shared);
+    assert_eq!(outer.release().await.unwrap(), ReleaseOutcome::Shared);
     drop(inner);
     for locks in [&here, &there] {
         assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
     }
-    assert_eq!(innermost.release().await.unwrap(), Release::Released);
+    assert_eq!(innermost.release().await.unwrap(), ReleaseOutcome::Released);
     drop(there.try_lock("a").await.unwrap());
 }
 
@@ -438,7 +438,7 @@ pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Se
     assert_eq!(lost.reason(), LossReason::MaxHold);
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
     assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
-    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
     drop(locks.lock("a").await.unwrap());
 }
 
@@ -486,7 +486,7 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
     let patient = locks.clone().deadline(Duration::MAX);
     let giving = patient.lock("a").await.unwrap().release();
     let (next, released) = tokio::join!(patient.try_lock("a").into_future(), giving);
-    assert_eq!(released.unwrap(), Release::Released);
+    assert_eq!(released.unwrap(), ReleaseOutcome::Released);
     drop(next.unwrap());
     timeout(LONG, locks.shutdown()).await.expect("nothing is left");
 }
@@ -635,8 +635,8 @@ pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone
     let error = there.lock_all(["0", "1", "b"]).wait(Duration::from_millis(200)).await.unwrap_err();
     assert!(matches!(&error, LockError::Busy(busy) if busy.lock().subject().as_str() == "b"), "{error:?}");
     let others = here.lock_all(["0", "1"]).wait(Duration::ZERO).await.unwrap();
-    assert_eq!(others.release().await.unwrap(), Release::Released);
-    assert_eq!(all.release().await.unwrap(), Release::Released);
+    assert_eq!(others.release().await.unwrap(), ReleaseOutcome::Released);
+    assert_eq!(all.release().await.unwrap(), ReleaseOutcome::Released);
     assert!(there.lock_all(Vec::<String>::new()).await.unwrap().leases().is_empty());
 
     let mut tasks = JoinSet::new();
@@ -653,7 +653,7 @@ pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone
     timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
     let all = here.clone().max_hold(SHORT).lock_all(["a", "b"]).await.unwrap();
     assert_eq!(timeout(LONG, all.lost()).await.unwrap().reason(), LossReason::MaxHold);
-    assert_eq!(all.release().await.unwrap(), Release::Lost);
+    assert_eq!(all.release().await.unwrap(), ReleaseOutcome::Lost);
     for locks in [here, there] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
@@ -816,18 +816,18 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
         locks.try_write("b").await.unwrap().release().await.unwrap();
     }
     for reader in [one, other] {
-        assert_eq!(reader.release().await.unwrap(), Release::Released);
+        assert_eq!(reader.release().await.unwrap(), ReleaseOutcome::Released);
     }
     assert!(here.try_write("a").await.is_err_and(|error| error.is_busy()));
     let fence = third.fence();
-    assert_eq!(third.release().await.unwrap(), Release::Released);
+    assert_eq!(third.release().await.unwrap(), ReleaseOutcome::Released);
     let writer = here.try_write("a").await.unwrap();
     assert!(writer.fence() > fence);
     for locks in [&here, &there] {
         assert!(locks.try_read("a").await.is_err_and(|error| error.is_busy()));
         assert!(locks.try_write("a").await.is_err_and(|error| error.is_busy()));
     }
-    assert_eq!(writer.release().await.unwrap(), Release::Released);
+    assert_eq!(writer.release().await.unwrap(), ReleaseOutcome::Released);
 
     let readers = [(); 4].map(|()| Claim { permits: 3, line: Line::Respect, ..in_line(true, LONG) });
     for reader in &readers[..3] {
@@ -1185,11 +1185,11 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
         self.inner.release(lock, token).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         self.inner.watch(lock, in_line).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 }
@@ -1216,15 +1216,15 @@ pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send +
     }
     let segments = Segmented::new(&locks, "sku", 2);
     is_told(segments.any().run(|segment: Segment| body(segment.lease().reenter())).await);
-    let both = locks.lock_all(["b", "c"]).run(|leases: Leases| async move {
+    let both = locks.lock_all(["b", "c"]).run(|leases: MultiLease| async move {
         lose(store, &[*leases.leases()[1].lock()]).await;
         7
     });
     is_told(both.await);
     let lease = locks.lock("a").await.unwrap();
     lose(store, &[*lease.lock()]).await;
-    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
     // And nobody else is told anything.
     assert_eq!(locks.run("a", async |_| 7).await.unwrap(), 7);
-    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }

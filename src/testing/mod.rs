@@ -54,7 +54,7 @@
 //!
 //! ```
 //! use tollgate::testing::{FaultStore, Failure, Verb};
-//! use tollgate::{AsError, BoxError, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+//! use tollgate::{ErrorResponder, BoxError, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
@@ -62,7 +62,7 @@
 //! let faults = store.faults();
 //! let limit = RateLimitLayer::new(store, Policy::new("login", Quota::per_minute(5).fixed_window()))
 //!     .on_store_error(OnStoreError::Deny)
-//!     .with_rejection(AsError);
+//!     .responder(ErrorResponder);
 //! let login = ServiceBuilder::new().layer(limit).service(service_fn(async |()| Ok::<_, BoxError>("welcome")));
 //!
 //! faults.fail(Failure::Unavailable);

@@ -6,7 +6,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Released, Renewal, Token};
 
 /// For how long somebody is waited for, however slow the machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -60,7 +60,7 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
         self.inner.release(lock, token).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         self.inner.watch(lock, in_line).await
     }
 
@@ -72,11 +72,11 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
         self.inner.ask_holders(lock).await
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
         self.inner.watch_asks(lock).await
     }
 
-    fn scope(&self) -> Scope {
+    fn scope(&self) -> Reach {
         self.inner.scope()
     }
 }

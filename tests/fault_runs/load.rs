@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tollgate::backend::AnyBackend;
 use tollgate::rate_limit::{Decision, RateLimitStore, RateLimited, Receipt};
-use tollgate::{AsError, BoxError, Key, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{BoxError, ErrorResponder, Key, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
 use tower::util::BoxCloneSyncService;
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -123,7 +123,7 @@ impl Callers {
             let layer = RateLimitLayer::new(witness.clone(), policy.clone())
                 .key(|subject: &String| subject.clone())
                 .on_store_error(on_store_error)
-                .with_rejection(AsError);
+                .responder(ErrorResponder);
             let inner = service_fn(async |_: String| {
                 note(|trace| trace.ran = true);
                 Ok::<_, BoxError>(())

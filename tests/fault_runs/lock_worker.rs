@@ -17,7 +17,7 @@ use redis::aio::MultiplexedConnection;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::backend::AnyBackend;
-use tollgate::lock::{Leases, RwLocks, Semaphore};
+use tollgate::lock::{MultiLease, RwLocks, Semaphore};
 use tollgate::{Lease, LockError, Locks};
 
 use super::run::open_sockets;
@@ -76,7 +76,7 @@ impl Mode {
 
 /// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
 #[derive(Clone, Copy, Debug)]
-pub struct Stay {
+pub struct LeaseGuard {
     pub key: usize,
     pub fence: u64,
     pub from: u64,
@@ -90,7 +90,7 @@ pub struct Stay {
 /// What a worker has to say.
 #[derive(Clone, Copy, Debug)]
 pub enum Line {
-    Stay(Stay),
+    LeaseGuard(LeaseGuard),
     /// Everything was given back, and so many tasks and sockets were left.
     End {
         tasks: u64,
@@ -104,7 +104,7 @@ impl Line {
         match numbers[..] {
             [key, fence, from, until, is_lost, is_shared] => {
                 let (key, is_lost, is_shared) = (key as usize, is_lost == 1, is_shared == 1);
-                Some(Self::Stay(Stay { key, fence, from, until, is_lost, is_shared }))
+                Some(Self::LeaseGuard(LeaseGuard { key, fence, from, until, is_lost, is_shared }))
             }
             [tasks, sockets] => Some(Self::End { tasks, sockets }),
             _ => None,
@@ -236,7 +236,7 @@ impl Source {
 #[derive(Debug)]
 enum Held {
     One(Lease),
-    All(Leases),
+    All(MultiLease),
 }
 
 impl Held {

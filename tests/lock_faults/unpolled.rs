@@ -13,7 +13,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::lock::{LockStore, OnStoreError, Release, RwLocks, Segmented, Semaphore};
+use tollgate::lock::{LockStore, OnStoreError, ReleaseOutcome, RwLocks, Segmented, Semaphore};
 use tollgate::testing::FaultStore;
 use tollgate::{LockError, LockLayer, Locks, MemoryBackend};
 use tower::{Layer, ServiceExt, service_fn};
@@ -180,7 +180,7 @@ async fn unpolled_release_frees_the_key() {
         drop(next.unwrap());
         sleep(SOON).await;
         assert_eq!(backend.locks(), 0);
-        assert_eq!(unpolled.await.unwrap(), Release::Released);
+        assert_eq!(unpolled.await.unwrap(), ReleaseOutcome::Released);
     }
     drop(there.try_lock("k").await.unwrap());
 }

@@ -23,7 +23,7 @@ return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
 
 /// One stay under a lock: from when the lease was there until it was known to be given back or lost.
 #[derive(Clone, Copy, Debug)]
-pub struct Stay {
+pub struct LeaseGuard {
     pub fence: u64,
     pub from: Instant,
     pub until: Instant,
@@ -31,7 +31,7 @@ pub struct Stay {
 
 /// The stays of all who took part.
 #[derive(Clone, Debug, Default)]
-pub struct History(Arc<Mutex<Vec<Stay>>>);
+pub struct History(Arc<Mutex<Vec<LeaseGuard>>>);
 
 impl History {
     /// Stays under the lock for a while, or until the lease is lost; true if it was not.
@@ -52,7 +52,7 @@ impl History {
         };
         // Whoever stood still as soon as it had the lock was never told that it has it.
         if let Some(until) = until {
-            self.0.lock().expect("nobody panics").push(Stay { fence: lease.fence(), from, until });
+            self.0.lock().expect("nobody panics").push(LeaseGuard { fence: lease.fence(), from, until });
         }
         is_whole
     }

@@ -15,11 +15,11 @@ macro_rules! delegate_queue {
             -> Result<Vec<tollgate::delay_queue::Admission>, tollgate::StoreError>);
     };
     (@extend $inner:tt) => {
-        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::Ticket], lease: std::time::Duration)
+        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::JobLease], lease: std::time::Duration)
             -> Result<Vec<tollgate::delay_queue::Extended>, tollgate::StoreError>);
     };
     (@watch $inner:tt) => {
-        delegate_queue!(@watch $inner (worker: tollgate::delay_queue::WorkerId) -> tollgate::lock::Wakeups);
+        delegate_queue!(@watch $inner (worker: tollgate::delay_queue::WorkerId) -> tollgate::lock::Notifications);
     };
     (@get $inner:tt) => {
         delegate_queue!(@get $inner (id: &tollgate::delay_queue::JobId)
@@ -47,8 +47,8 @@ macro_rules! delegate_queue {
     (@pause $inner:tt) => {
         delegate_queue!(@pause $inner (is_paused: bool) -> Result<(), tollgate::StoreError>);
     };
-    (@drain $inner:tt) => {
-        delegate_queue!(@drain $inner (limit: usize, keeps_unique: bool) -> Result<usize, tollgate::StoreError>);
+    (@purge $inner:tt) => {
+        delegate_queue!(@purge $inner (limit: usize, keeps_unique: bool) -> Result<usize, tollgate::StoreError>);
     };
     (@release_unique $inner:tt) => {
         delegate_queue!(@release_unique $inner (key: &tollgate::Key) -> Result<bool, tollgate::StoreError>);
@@ -60,7 +60,7 @@ macro_rules! delegate_queue {
         delegate_queue!(@forget $inner (ids: &[tollgate::delay_queue::JobId]) -> Result<Vec<bool>, tollgate::StoreError>);
     };
     (@scope $inner:tt) => {
-        fn scope(&self) -> tollgate::lock::Scope {
+        fn scope(&self) -> tollgate::lock::Reach {
             tollgate::delay_queue::DelayQueueStore::scope(&self.$inner)
         }
     };
@@ -107,12 +107,12 @@ macro_rules! delegate_lock {
             &self,
             lock: &tollgate::lock::LockKey,
             in_line: Option<&tollgate::lock::Token>,
-        ) -> tollgate::lock::Wakeups {
+        ) -> tollgate::lock::Notifications {
             tollgate::lock::LockStore::watch(&self.$inner, lock, in_line).await
         }
     };
     (@scope $inner:tt) => {
-        fn scope(&self) -> tollgate::lock::Scope {
+        fn scope(&self) -> tollgate::lock::Reach {
             tollgate::lock::LockStore::scope(&self.$inner)
         }
     };

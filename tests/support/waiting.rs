@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{self, Digest, IdempotencyStore, Operation};
-use tollgate::lock::{self, LockKey, LockStore, Token, Wakeups};
+use tollgate::lock::{self, LockKey, LockStore, Notifications, Token};
 use tollgate::{BoxError, RedisBackend};
 use tower::service_fn;
 
@@ -27,9 +27,9 @@ const TRIES: usize = 5;
 pub struct Waiting {
     teller: RedisBackend,
     lock: LockKey,
-    locks: Wakeups,
+    locks: Notifications,
     operation: Operation,
-    operations: Wakeups,
+    operations: Notifications,
     queue: DelayQueue<u32>,
     worker: Worker,
 }
@@ -138,6 +138,6 @@ async fn until_ok<T, E: Debug>(call: impl AsyncFn() -> Result<T, E>) {
 }
 
 /// Forgets what there was to hear before.
-async fn quiet(wakeups: &mut Wakeups) {
+async fn quiet(wakeups: &mut Notifications) {
     while timeout(Duration::from_millis(5), wakeups.next()).await.is_ok() {}
 }

@@ -106,7 +106,7 @@ async fn try_acquire(limiter: Limiter<MemoryBackend>, count: u32) {
 
 fn layer_by_peer() -> RateLimitLayer<MemoryBackend, impl Fn(&Request<()>) -> String> {
     let peer = |_: &Request<()>| IpAddr::from(Ipv4Addr::LOCALHOST).to_string();
-    RateLimitLayer::new(MemoryBackend::new(), policy()).key(peer).with_rejection(tollgate::AsResponse::new())
+    RateLimitLayer::new(MemoryBackend::new(), policy()).key(peer).responder(tollgate::HttpResponder::new())
 }
 
 async fn hello(_: Request<()>) -> Result<Response<()>, Infallible> {

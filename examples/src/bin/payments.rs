@@ -85,7 +85,7 @@ async fn run() -> Result<(), BoxError> {
     println!("the same receipt for all: {}", receipts.iter().all(|receipt| receipt.text == first));
     let other = app.oneshot(payment(&key, "9999 EUR")?).await?.status();
     println!("another amount under the same key: {other}");
-    guard.drained().await;
+    guard.wait_idle().await;
     Ok(())
 }
 

@@ -8,15 +8,15 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::MemoryBackend;
-use super::queue::{Now, Place, Queue, Start};
+use super::queue::{CallTime, JobState, Queue, Start};
 use super::shares;
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
-    Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Ack, Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease,
+    NewJob, Priority, QueueKey, State, StoredJob, WorkerId,
 };
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Scope, Wakeups};
+use crate::lock::{Notifications, Reach};
 
 /// How many bytes there is room for with each job, on the average.
 const JOB_SHARE: usize = 1_024;
@@ -63,15 +63,15 @@ impl QueueTable {
     }
 
     /// Does something with a queue, and forgets it if there is nothing left to know of it.
-    fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
+    fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
         self.change(&mut self.queues(), key, verb)
     }
 
-    fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
+    fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
         // Whoever has the lock is no earlier than who had it before.
         let us = self.start.us();
         let token = us.max(queues.token + 1);
-        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token, start: self.start };
+        let now = CallTime { us, ms: us / 1_000, later: us.div_ceil(1_000), token, start: self.start };
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
@@ -184,7 +184,7 @@ impl QueueTable {
     fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
         let mut queues = self.queues();
         let record = queues.all.get(key).and_then(|queue| queue.jobs.get(id));
-        let record = record.filter(|record| matches!(record.place, Place::Waiting));
+        let record = record.filter(|record| matches!(record.place, JobState::Waiting));
         let larger = record.map_or(0, |record| payload.len().saturating_sub(record.job.payload.len()));
         self.make_room(&mut queues, key, |_| (0, larger))?;
         Ok(self.change(&mut queues, key, |queue, _| {
@@ -220,7 +220,7 @@ impl Queues {
         let (mut new, mut bytes) = (0, 0);
         for job in jobs {
             let record = known.and_then(|queue| queue.jobs.get(&job.id));
-            let is_there = record.is_some_and(|record| !matches!(record.place, Place::Dead { .. }));
+            let is_there = record.is_some_and(|record| !matches!(record.place, JobState::Dead { .. }));
             let is_refused = is_there || ids.contains(&job.id) || (record.is_none() && room == 0);
             let key = job.unique.map(|unique| unique.key);
             if is_refused || key.is_some_and(|key| is_held(&key) || keys.contains(&key)) {
@@ -245,23 +245,28 @@ impl DelayQueueStore for MemoryBackend {
         self.inner.queues.push(queue, jobs, max_jobs)
     }
 
-    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         Ok(self.inner.queues.with(queue, |queue, now| queue.claim(finished, claim, now)))
     }
 
-    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+    async fn extend(
+        &self,
+        queue: &QueueKey,
+        tickets: &[JobLease],
+        lease: Duration,
+    ) -> Result<Vec<Extended>, StoreError> {
         Ok(self
             .inner
             .queues
             .with(queue, |queue, now| tickets.iter().map(|ticket| queue.extend(ticket, lease, now)).collect()))
     }
 
-    async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Wakeups {
+    async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Notifications {
         // All who wait are woken, which costs a process little: who comes first gets the job.
         let mut queues = self.inner.queues.queues();
         let wake = queues.all.entry(*queue).or_default().wake.get_or_insert_with(|| watch::Sender::new(()));
         let watcher = Watcher { backend: self.clone(), queue: *queue };
-        Wakeups::new(wake.subscribe(), Arc::new(watcher))
+        Notifications::new(wake.subscribe(), Arc::new(watcher))
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
@@ -307,8 +312,8 @@ impl DelayQueueStore for MemoryBackend {
         Ok(())
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.drain(limit, keeps_unique)))
+    async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.purge(limit, keeps_unique)))
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
@@ -323,8 +328,8 @@ impl DelayQueueStore for MemoryBackend {
         Ok(self.inner.queues.with(queue, |queue, _| ids.iter().map(|id| queue.forget(id)).collect()))
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 
     fn identity(&self) -> Option<usize> {
@@ -358,7 +363,7 @@ mod tests {
 
     use super::super::queue::RECLAIMED;
     use super::*;
-    use crate::delay_queue::{DeadLimits, Ending, Headers, MAX_BATCH, Reason, Unique, UniqueFor};
+    use crate::delay_queue::{AckKind, DeadLimits, Headers, MAX_BATCH, Reason, Unique, UniqueFor};
 
     const MINUTE: Duration = Duration::from_secs(60);
 
@@ -390,7 +395,7 @@ mod tests {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: 1, lease: MINUTE, dead: DeadLimits::default() };
         let ticket = backend.claim(queue, &[], &claim).await.unwrap().jobs[0].ticket();
-        let finish = Finish { ticket, ending: Ending::Done };
+        let finish = Ack { ticket, ending: AckKind::Done };
         backend.claim(queue, &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
         ticket.token
     }
@@ -446,9 +451,9 @@ mod tests {
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: MAX_BATCH, lease: MINUTE, dead: DeadLimits::default() };
-        let ending = Ending::Dead { reason: Reason::Failed, error: Arc::default() };
+        let ending = AckKind::Dead { reason: Reason::Failed, error: Arc::default() };
         let claimed = backend.claim(queue, &[], &claim).await.unwrap().jobs;
-        let finished: Vec<_> = claimed.iter().map(|job| Finish::new(job.ticket(), ending.clone())).collect();
+        let finished: Vec<_> = claimed.iter().map(|job| Ack::new(job.ticket(), ending.clone())).collect();
         backend.claim(queue, &finished, &Claim { limit: 0, ..claim }).await.unwrap();
     }
 

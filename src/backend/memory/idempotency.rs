@@ -18,7 +18,7 @@ use crate::idempotency::{
     OperationPage, OperationState, OperationStatus, Payload,
 };
 use crate::key::Key;
-use crate::lock::{Cursor, Scope, Token, Wakeups};
+use crate::lock::{Cursor, Notifications, Reach, Token};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -48,7 +48,7 @@ struct Shard {
     // Boxed, so that a table that grows moves no records.
     records: IndexMap<Box<Entry>, (), ()>,
     // When to look whether a record has run out: no later than it does, one line for each record, with the hash of its operation.
-    due: BTreeMap<Line, u64>,
+    due: BTreeMap<DueEntry, u64>,
     next: u64,
     // For those who wait.
     watched: HashMap<Operation, watch::Sender<()>>,
@@ -65,7 +65,7 @@ struct Entry {
 }
 
 /// When to look at a record, and its number.
-type Line = (Instant, u64);
+type DueEntry = (Instant, u64);
 
 /// An operation and its hash.
 #[derive(Clone, Copy)]
@@ -557,10 +557,10 @@ impl OperationTable {
         page
     }
 
-    fn watch(self: &Arc<Self>, operation: &Operation) -> Wakeups {
+    fn watch(self: &Arc<Self>, operation: &Operation) -> Notifications {
         let (mut shard, _) = self.shard(operation);
         let told = shard.watched.entry(*operation).or_insert_with(|| watch::Sender::new(())).subscribe();
-        Wakeups::new(told, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
+        Notifications::new(told, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
     }
 }
 
@@ -669,12 +669,12 @@ impl IdempotencyStore for MemoryBackend {
         Ok(self.inner.operations.release(operation, claim))
     }
 
-    async fn watch(&self, operation: &Operation) -> Wakeups {
+    async fn watch(&self, operation: &Operation) -> Notifications {
         self.inner.operations.watch(operation)
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 }
 

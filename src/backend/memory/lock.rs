@@ -11,8 +11,10 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockKind, LockStore, Released, Renewal, Scope, Token, Wakeups};
-use crate::lock::{Cursor, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
+use crate::lock::{
+    Acquired, Claim, Line, LockKey, LockKind, LockStore, Notifications, Reach, Released, Renewal, Token,
+};
+use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -66,7 +68,7 @@ enum Way {
 /// Those who stand in line for a lease.
 #[derive(Default)]
 struct Places {
-    by_arrival: BTreeMap<u64, Place>,
+    by_arrival: BTreeMap<u64, FairPosition>,
     arrivals: HashMap<Token, u64>,
     // When which place is lost.
     ends: BTreeSet<(Instant, u64)>,
@@ -75,7 +77,7 @@ struct Places {
     told: HashMap<Token, watch::Sender<()>>,
 }
 
-struct Place {
+struct FairPosition {
     token: Token,
     way: Way,
     ends: Instant,
@@ -293,7 +295,7 @@ impl LockTable {
             .map_or_else(|| LockStatus::new(*lock), |record| shard.status(lock, record, Instant::now()))
     }
 
-    fn seize(&self, lock: &LockKey) -> Seized {
+    fn seize(&self, lock: &LockKey) -> ForceReleased {
         let mut shard = self.shard(lock);
         let now = Instant::now();
         let mut holders = 0;
@@ -308,7 +310,7 @@ impl LockTable {
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
-        Seized { holders, fence: shard.fence }
+        ForceReleased { holders, fence: shard.fence }
     }
 
     /// From the last place to the first: what takes the place of something that is removed was seen already.
@@ -338,7 +340,7 @@ impl LockTable {
         self.shard(lock).locks.get(lock).inspect(|record| record.wake_all());
     }
 
-    fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         let mut shard = self.shard(lock);
         if !shard.locks.contains_key(lock) {
             self.len.fetch_add(1, Ordering::Relaxed);
@@ -351,7 +353,7 @@ impl LockTable {
             }
         };
         let watcher = Watcher { table: Arc::clone(self), lock: *lock, in_line: in_line.copied() };
-        Wakeups::new(sender.subscribe(), Arc::new(watcher))
+        Notifications::new(sender.subscribe(), Arc::new(watcher))
     }
 }
 
@@ -413,7 +415,7 @@ impl Places {
         }
     }
 
-    fn first(&self) -> Option<&Place> {
+    fn first(&self) -> Option<&FairPosition> {
         self.by_arrival.values().next()
     }
 
@@ -429,7 +431,7 @@ impl Places {
                 self.next
             }
         };
-        if let Some(place) = self.by_arrival.insert(arrival, Place { token, way, ends }) {
+        if let Some(place) = self.by_arrival.insert(arrival, FairPosition { token, way, ends }) {
             self.ends.remove(&(place.ends, arrival));
         }
         self.ends.insert((ends, arrival));
@@ -574,7 +576,7 @@ impl LockStore for MemoryBackend {
         Ok(self.inner.locks.release(lock, token))
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
         self.inner.locks.watch(lock, in_line)
     }
 
@@ -588,12 +590,12 @@ impl LockStore for MemoryBackend {
         Ok(())
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
         self.inner.asks.watch(lock, None)
     }
 
-    fn scope(&self) -> Scope {
-        Scope::Process
+    fn scope(&self) -> Reach {
+        Reach::Process
     }
 }
 
@@ -602,7 +604,7 @@ impl LockRegistry for MemoryBackend {
         Ok(self.inner.locks.inspect(lock))
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         Ok(self.inner.locks.seize(lock))
     }
 

@@ -80,7 +80,7 @@ struct Inner {
     clock: Clock,
     // What keys are hashed with.
     secret: (u64, u64),
-    shards: Box<[Apart]>,
+    shards: Box<[CachePadded]>,
     capacity: usize,
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
@@ -94,7 +94,7 @@ struct Inner {
 /// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
 #[derive(Default)]
 #[repr(align(64))]
-struct Apart(Mutex<Shard>);
+struct CachePadded(Mutex<Shard>);
 
 const SCOPE: &str = "tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only";
 
@@ -144,7 +144,7 @@ impl MemoryBackend {
             inner: Arc::new(Inner {
                 clock: Clock::new(),
                 secret: (random.hash_one(0), random.hash_one(1)),
-                shards: (0..shards).map(|_| Apart::default()).collect(),
+                shards: (0..shards).map(|_| CachePadded::default()).collect(),
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
@@ -248,7 +248,7 @@ impl MemoryBackend {
 
 /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
 #[inline]
-fn lock(Apart(shard): &Apart) -> MutexGuard<'_, Shard> {
+fn lock(CachePadded(shard): &CachePadded) -> MutexGuard<'_, Shard> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -8,8 +8,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, Died, Due, Ending, Expired,
-    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Reason, State, StoredJob, Ticket, Unique, UniqueFor,
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, Died, Due, Expired,
+    Extended, FailureInfo, Finished, JobId, JobLease, MAX_BATCH, NewJob, Reason, State, StoredJob, Unique, UniqueFor,
 };
 use crate::key::Key;
 
@@ -31,18 +31,18 @@ pub(super) struct Start {
 }
 
 /// A time in ms since 1970, and an id: jobs of the same time are in the order of their ids.
-type Line = (u64, JobId);
+type DueEntry = (u64, JobId);
 
 #[derive(Default)]
 pub(super) struct Queue {
     pub(super) jobs: HashMap<JobId, Record>,
     // By priority, the highest first.
-    due: [BTreeSet<Line>; 3],
+    due: [BTreeSet<DueEntry>; 3],
     // By when they end, then by token.
     leases: BTreeSet<(u64, u64, JobId)>,
-    pub(super) dead: BTreeSet<Line>,
+    pub(super) dead: BTreeSet<DueEntry>,
     // By when they return to where they are due.
-    snoozed: BTreeSet<Line>,
+    snoozed: BTreeSet<DueEntry>,
     // Jobs that were cancelled and still run, and the unique keys that these held. A job of the same id or key is not claimed meanwhile.
     cancelled: HashMap<JobId, Record>,
     cancelled_keys: HashMap<Key, JobId>,
@@ -67,14 +67,14 @@ pub(super) struct Holder {
 pub(super) struct Record {
     // With the attempts that are over.
     pub(super) job: StoredJob,
-    pub(super) place: Place,
+    pub(super) place: JobState,
     due: u64,
     // Of one that waits: when it returns to where it is due.
     snoozed: Option<u64>,
 }
 
 #[derive(Clone, Copy)]
-pub(super) enum Place {
+pub(super) enum JobState {
     Waiting,
     Running { token: u64, ends: u64 },
     Dead { since: u64 },
@@ -82,7 +82,7 @@ pub(super) enum Place {
 
 /// The time of one call: the last whole millisecond, and the one from which delays and leases count.
 #[derive(Clone, Copy)]
-pub(super) struct Now {
+pub(super) struct CallTime {
     pub(super) us: u64,
     pub(super) ms: u64,
     pub(super) later: u64,
@@ -116,7 +116,7 @@ impl Start {
     }
 }
 
-impl Now {
+impl CallTime {
     /// When something is due, never early.
     pub(super) fn due(self, due: Due) -> u64 {
         match due {
@@ -131,20 +131,20 @@ impl Record {
     /// What there is to see of it.
     pub(super) fn view(&self) -> StoredJob {
         let (state, running) = match self.place {
-            Place::Waiting => (State::Waiting, 0),
-            Place::Running { .. } => (State::Running, 1),
-            Place::Dead { .. } => (State::Dead, 0),
+            JobState::Waiting => (State::Waiting, 0),
+            JobState::Running { .. } => (State::Running, 1),
+            JobState::Dead { .. } => (State::Dead, 0),
         };
         let attempt = self.job.attempt.saturating_add(running);
         StoredJob { state, attempt, due_at: instant(self.snoozed.unwrap_or(self.due)), ..self.job.clone() }
     }
 
-    fn is_held_by(&self, ticket: &Ticket) -> bool {
-        matches!(self.place, Place::Running { token, .. } if token == ticket.token)
+    fn is_held_by(&self, ticket: &JobLease) -> bool {
+        matches!(self.place, JobState::Running { token, .. } if token == ticket.token)
     }
 
     /// Whether it was pushed after this ticket was given out, so that it is another job than the one of that.
-    fn is_newer(&self, ticket: &Ticket) -> bool {
+    fn is_newer(&self, ticket: &JobLease) -> bool {
         since_1970(self.job.enqueued_at).as_micros() > ticket.token.into()
     }
 
@@ -178,10 +178,10 @@ impl Queue {
         self.unique.get(key).filter(|holder| holder.until.is_none_or(|until| until > now_ms))
     }
 
-    pub(super) fn push(&mut self, job: &NewJob, max_jobs: u64, now: Now) -> Admission {
+    pub(super) fn push(&mut self, job: &NewJob, max_jobs: u64, now: CallTime) -> Admission {
         let was_dead = match self.jobs.get(&job.id).map(|record| record.place) {
-            Some(Place::Waiting | Place::Running { .. }) => return Admission::Exists(job.id),
-            Some(Place::Dead { .. }) => true,
+            Some(JobState::Waiting | JobState::Running { .. }) => return Admission::Exists(job.id),
+            Some(JobState::Dead { .. }) => true,
             None => false,
         };
         if !was_dead && self.jobs.len() as u64 >= max_jobs {
@@ -206,13 +206,13 @@ impl Queue {
         let due = now.due(job.due);
         let stored = StoredJob::new(job, instant(now.ms), instant(due));
         self.bytes += job.size();
-        self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due, snoozed: None });
+        self.jobs.insert(job.id, Record { job: stored, place: JobState::Waiting, due, snoozed: None });
         self.wait(&job.id, due);
         Admission::New
     }
 
     /// Forgets some unique keys whose time is over. Answers how many those were.
-    pub(super) fn sweep(&mut self, most: usize, now: Now) -> usize {
+    pub(super) fn sweep(&mut self, most: usize, now: CallTime) -> usize {
         for swept in 0..most {
             let is_over = self.first_end().is_some_and(|until| until <= now.ms);
             let first = if is_over { self.unique_ends.pop_first() } else { None };
@@ -230,7 +230,7 @@ impl Queue {
     pub(super) fn wait(&mut self, id: &JobId, due: u64) {
         let soonest = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.due, record.snoozed) = (Place::Waiting, due, None);
+            (record.place, record.due, record.snoozed) = (JobState::Waiting, due, None);
             self.due[record.job.priority as usize].insert((due, *id));
             if soonest.is_none_or(|soonest| due < soonest) {
                 self.wake();
@@ -247,7 +247,7 @@ impl Queue {
     fn snooze(&mut self, id: &JobId, until: u64) {
         let soonest = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.snoozed) = (Place::Waiting, Some(until));
+            (record.place, record.snoozed) = (JobState::Waiting, Some(until));
             self.snoozed.insert((until, *id));
             if soonest.is_none_or(|soonest| until < soonest) {
                 self.wake();
@@ -269,12 +269,12 @@ impl Queue {
     pub(super) fn lift(&mut self, id: &JobId) {
         let Some(record) = self.jobs.get(id) else { return };
         match record.place {
-            Place::Waiting => match record.snoozed {
+            JobState::Waiting => match record.snoozed {
                 Some(until) => self.snoozed.remove(&(until, *id)),
                 None => self.due[record.job.priority as usize].remove(&(record.due, *id)),
             },
-            Place::Running { token, ends } => self.leases.remove(&(ends, token, *id)),
-            Place::Dead { since } => {
+            JobState::Running { token, ends } => self.leases.remove(&(ends, token, *id)),
+            JobState::Dead { since } => {
                 self.dead_bytes -= record.size();
                 self.dead.remove(&(since, *id))
             }
@@ -309,7 +309,7 @@ impl Queue {
         }
     }
 
-    pub(super) fn release_unique(&mut self, key: &Key, now: Now) -> bool {
+    pub(super) fn release_unique(&mut self, key: &Key, now: CallTime) -> bool {
         let was_held = self.holder(key, now.ms).is_some();
         self.vacate(key);
         was_held
@@ -317,7 +317,7 @@ impl Queue {
 
     /// Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether this ticket held it.
     fn end_cancelled(&mut self, id: &JobId, held: u64) -> bool {
-        let Some(&Record { place: Place::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
+        let Some(&Record { place: JobState::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
             return false;
         };
         if token != held {
@@ -345,7 +345,7 @@ impl Queue {
     }
 
     /// Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
-    fn hold(&mut self, id: &JobId, now: Now) -> bool {
+    fn hold(&mut self, id: &JobId, now: CallTime) -> bool {
         let unique = self.jobs.get(id).and_then(|record| record.job.unique);
         let Some(Unique { key, span: UniqueFor::WaitingOrRunning }) = unique else { return true };
         let is_held = |holder: &Holder| match holder.until {
@@ -359,10 +359,10 @@ impl Queue {
         true
     }
 
-    fn bury(&mut self, id: &JobId, now: Now) {
+    fn bury(&mut self, id: &JobId, now: CallTime) {
         self.free(id);
         if let Some(record) = self.jobs.get_mut(id) {
-            record.place = Place::Dead { since: now.ms };
+            record.place = JobState::Dead { since: now.ms };
             self.dead_bytes += record.size();
             self.dead.insert((now.ms, *id));
         }
@@ -379,32 +379,32 @@ impl Queue {
     }
 
     /// What becomes of a job at the end of an attempt, that of a lease that has ended included.
-    fn settle(&mut self, id: &JobId, ending: &Ending, is_expired: bool, now: Now) -> Finished {
+    fn settle(&mut self, id: &JobId, ending: &AckKind, is_expired: bool, now: CallTime) -> Finished {
         self.lift(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
         if ending.forgets() {
-            self.release(id, *ending == Ending::Done);
+            self.release(id, *ending == AckKind::Done);
             self.remove(id);
             return Finished::Done;
         }
-        let failed = |reason: Reason, error: &str| Some(Note::new(reason, error));
+        let failed = |reason: Reason, error: &str| Some(FailureInfo::new(reason, error));
         let is_dead = match ending {
-            Ending::Retry { error, .. } => {
+            AckKind::Retry { error, .. } => {
                 let reason = if is_expired { Reason::LeaseExpired } else { Reason::Failed };
                 record.job.note = failed(reason, error);
                 record.job.attempt = record.job.attempt.saturating_add(1);
                 record.job.attempt >= record.job.max_attempts
             }
-            Ending::Dead { reason, error } => {
+            AckKind::Dead { reason, error } => {
                 record.job.note = failed(*reason, error);
                 record.job.attempt = record.job.attempt.saturating_add(1);
                 true
             }
-            Ending::Snooze { .. } | Ending::Release | Ending::Done | Ending::Cancelled => false,
+            AckKind::Snooze { .. } | AckKind::Release | AckKind::Done | AckKind::Cancelled => false,
         };
         let due = match ending {
-            Ending::Retry { delay, .. } => now.due(Due::In(*delay)),
-            Ending::Snooze { .. } | Ending::Release | Ending::Dead { .. } | Ending::Done | Ending::Cancelled => {
+            AckKind::Retry { delay, .. } => now.due(Due::In(*delay)),
+            AckKind::Snooze { .. } | AckKind::Release | AckKind::Dead { .. } | AckKind::Done | AckKind::Cancelled => {
                 record.due
             }
         };
@@ -414,17 +414,17 @@ impl Queue {
             return Finished::Dead;
         }
         match ending {
-            Ending::Snooze { delay } => self.snooze(id, now.due(Due::In(*delay))),
+            AckKind::Snooze { delay } => self.snooze(id, now.due(Due::In(*delay))),
             _ => self.wait(id, due),
         }
         Finished::Done
     }
 
-    pub(super) fn claim(&mut self, finished: &[Finish], claim: &Claim, now: Now) -> Claimed {
+    pub(super) fn claim(&mut self, finished: &[Ack], claim: &Claim, now: CallTime) -> Claimed {
         // What is lost is told apart from what is gone when everything is finished.
         let settled: Vec<_> = finished
             .iter()
-            .map(|Finish { ticket, ending }| {
+            .map(|Ack { ticket, ending }| {
                 if self.end_cancelled(&ticket.id, ticket.token) {
                     return Some(if ending.forgets() { Finished::Done } else { Finished::Cancelled });
                 }
@@ -432,7 +432,7 @@ impl Queue {
                 is_held.then(|| self.settle(&ticket.id, ending, false, now))
             })
             .collect();
-        let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, ending })| {
+        let finished = settled.into_iter().zip(finished).map(|(settled, Ack { ticket, ending })| {
             let is_other = |record: &Record| ending.forgets() && record.is_newer(ticket);
             let is_there = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
             settled.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
@@ -464,10 +464,10 @@ impl Queue {
     }
 
     /// Lets jobs whose lease has ended wait again. Also answers which of them are dead.
-    fn reclaim(&mut self, now: Now) -> (Expired, Vec<Died>) {
+    fn reclaim(&mut self, now: CallTime) -> (Expired, Vec<Died>) {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
         let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
-        let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
+        let ending = AckKind::Retry { delay: Duration::ZERO, error: Arc::default() };
         let (jobs, mut died) = (over.len(), Vec::new());
         for (token, id) in over {
             if self.end_cancelled(&id, token) {
@@ -481,7 +481,7 @@ impl Queue {
     }
 
     /// Returns jobs to where they are due that were snoozed until now.
-    fn resume_due(&mut self, limit: usize, now: Now) {
+    fn resume_due(&mut self, limit: usize, now: CallTime) {
         // At least as many as may be claimed.
         let over = self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIMED.max(limit));
         let over: Vec<_> = over.map(|(_, id)| *id).collect();
@@ -491,7 +491,7 @@ impl Queue {
     }
 
     /// Forgets dead jobs that are too old or too many.
-    fn trim(&mut self, limits: DeadLimits, now: Now) {
+    fn trim(&mut self, limits: DeadLimits, now: CallTime) {
         let oldest = now.ms.saturating_sub(millis(limits.age));
         let rotten = self.dead.range(..(oldest + 1, JobId::LEAST)).take(RECLAIMED).count();
         let excess = (self.dead.len() as u64 - rotten as u64).saturating_sub(limits.count).min(FORGOTTEN);
@@ -502,7 +502,7 @@ impl Queue {
         }
     }
 
-    fn take(&mut self, limit: usize, lease: Duration, now: Now) -> Vec<ClaimedJob> {
+    fn take(&mut self, limit: usize, lease: Duration, now: CallTime) -> Vec<ClaimedJob> {
         let mut ids = Vec::new();
         let mut bytes = 0;
         for priority in 0..3 {
@@ -524,7 +524,7 @@ impl Queue {
         let mut jobs = Vec::with_capacity(ids.len());
         for id in ids {
             if let Some(record) = self.jobs.get_mut(&id) {
-                record.place = Place::Running { token, ends };
+                record.place = JobState::Running { token, ends };
                 jobs.push(ClaimedJob { token, job: record.view() });
                 let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
@@ -536,13 +536,13 @@ impl Queue {
         jobs
     }
 
-    pub(super) fn extend(&mut self, ticket: &Ticket, lease: Duration, now: Now) -> Extended {
+    pub(super) fn extend(&mut self, ticket: &JobLease, lease: Duration, now: CallTime) -> Extended {
         let is_cancelled = self.cancelled.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
         let jobs = if is_cancelled { &mut self.cancelled } else { &mut self.jobs };
         let Some(record) = jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
             return Extended::Lost;
         };
-        let Place::Running { token, ends } = &mut record.place else { return Extended::Lost };
+        let JobState::Running { token, ends } = &mut record.place else { return Extended::Lost };
         self.leases.remove(&(*ends, *token, ticket.id));
         let is_shorter = now.later + millis(lease) < *ends;
         *ends = now.later + millis(lease);
@@ -558,8 +558,8 @@ impl Queue {
         match self.jobs.get(id).map(|record| record.place) {
             None if self.cancelled.contains_key(id) => Cancelled::Told,
             None => Cancelled::Missing,
-            Some(Place::Dead { .. }) => Cancelled::Dead,
-            Some(Place::Running { .. }) => {
+            Some(JobState::Dead { .. }) => Cancelled::Dead,
+            Some(JobState::Running { .. }) => {
                 let key = self.release(id, keeps_unique);
                 self.cancelled_keys.extend(key.map(|key| (key, *id)));
                 if let Some(record) = self.jobs.remove(id) {
@@ -568,7 +568,7 @@ impl Queue {
                 }
                 Cancelled::Told
             }
-            Some(Place::Waiting) => {
+            Some(JobState::Waiting) => {
                 self.release(id, keeps_unique);
                 self.remove(id);
                 Cancelled::Removed
@@ -581,17 +581,17 @@ impl Queue {
         match self.jobs.get(id).map(|record| record.place) {
             None if self.cancelled.contains_key(id) => Changed::Running,
             None => Changed::Missing,
-            Some(Place::Dead { .. }) => Changed::Dead,
-            Some(Place::Running { .. }) => Changed::Running,
-            Some(Place::Waiting) => {
+            Some(JobState::Dead { .. }) => Changed::Dead,
+            Some(JobState::Running { .. }) => Changed::Running,
+            Some(JobState::Waiting) => {
                 change(self);
                 Changed::Done
             }
         }
     }
 
-    pub(super) fn counts(&self, now: Now) -> Counts {
-        let ready = |due: &BTreeSet<Line>| count_due(due.iter(), now.ms) as u64;
+    pub(super) fn counts(&self, now: CallTime) -> Counts {
+        let ready = |due: &BTreeSet<DueEntry>| count_due(due.iter(), now.ms) as u64;
         let waiting = || self.due.iter().chain([&self.snoozed]);
         Counts {
             waiting: waiting().map(|due| due.len() as u64).sum(),
@@ -603,7 +603,7 @@ impl Queue {
         }
     }
 
-    fn oldest_due(&self, now: Now) -> Option<Duration> {
+    fn oldest_due(&self, now: CallTime) -> Option<Duration> {
         self.first_due().and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
     }
 
@@ -621,7 +621,7 @@ impl Queue {
         ids.filter_map(of).map(Record::view).collect()
     }
 
-    pub(super) fn drain(&mut self, limit: usize, keeps_unique: bool) -> usize {
+    pub(super) fn purge(&mut self, limit: usize, keeps_unique: bool) -> usize {
         let ids = self.due.iter().chain([&self.snoozed]).flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
         let ids: Vec<_> = ids.collect();
         for id in &ids {
@@ -637,10 +637,10 @@ impl Queue {
     }
 
     fn is_dead(&self, id: &JobId) -> bool {
-        self.jobs.get(id).is_some_and(|record| matches!(record.place, Place::Dead { .. }))
+        self.jobs.get(id).is_some_and(|record| matches!(record.place, JobState::Dead { .. }))
     }
 
-    pub(super) fn replay(&mut self, id: &JobId, now: Now) -> bool {
+    pub(super) fn replay(&mut self, id: &JobId, now: CallTime) -> bool {
         if !self.is_dead(id) || !self.hold(id, now) {
             return false;
         }
@@ -663,7 +663,7 @@ impl Queue {
 }
 
 /// How many of these are due. Looks at no more than twice as many as are, or as are not: a backlog is not walked over while all queues wait.
-fn count_due<'a>(mut lines: impl DoubleEndedIterator<Item = &'a Line> + ExactSizeIterator, now_ms: u64) -> usize {
+fn count_due<'a>(mut lines: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
     let len = lines.len();
     for looked in 0..len {
         if lines.next().is_none_or(|(due, _)| *due > now_ms) {
@@ -696,7 +696,7 @@ mod tests {
     #[test]
     fn what_is_due_is_counted_from_the_end_where_it_ends_sooner() {
         for len in [0, 1, 2, 3, 10, 101] {
-            let lines: BTreeSet<Line> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
+            let lines: BTreeSet<DueEntry> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
             for now_ms in 99..=100 + len {
                 let due = lines.iter().filter(|(due, _)| *due <= now_ms).count();
                 let mut looked = 0;

@@ -10,7 +10,7 @@ use super::MemoryBackend;
 use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
+use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
 use crate::rate_limit::{
     Algorithm, Charged, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
 };
@@ -66,7 +66,7 @@ impl Counts {
 
     /// From when on all this says nothing any more.
     pub(super) fn expires_us(&self) -> u64 {
-        let expires = |(limit, terms): (&LimitCount, &Terms)| match limit {
+        let expires = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.expires(terms, self.last),
             LimitCount::Log(log) => log.requests.back().map_or(0, |(time, _)| time + terms.span),
         };
@@ -78,7 +78,7 @@ impl Counts {
     /// is blocked.
     pub(super) fn value(&self, now: u64) -> u64 {
         let now = now.max(self.last);
-        let share = |(limit, terms): (&LimitCount, &Terms)| {
+        let share = |(limit, terms): (&LimitCount, &LimitParams)| {
             let used = match limit {
                 LimitCount::Plain(count) => count.used_at(terms, self.last, now),
                 LimitCount::Log(log) => log.used,
@@ -127,9 +127,10 @@ impl Counts {
         };
         let carried: SmallVec<[Option<Count>; 4]> = carry_over(old.terms(), counts, new, change).collect();
         let mut logs: Vec<_> = std::mem::take(&mut self.limits).into_iter().zip(old.terms()).collect();
-        let mut take_log = |terms: &Terms| {
-            let same =
-                |(limit, old): &(LimitCount, &Terms)| matches!(limit, LimitCount::Log(_)) && old.span == terms.span;
+        let mut take_log = |terms: &LimitParams| {
+            let same = |(limit, old): &(LimitCount, &LimitParams)| {
+                matches!(limit, LimitCount::Log(_)) && old.span == terms.span
+            };
             match logs.iter().position(same).map(|index| logs.remove(index)) {
                 Some((LimitCount::Log(log), old)) if old.capacity == terms.capacity || change != QuotaChange::Reset => {
                     log
@@ -148,7 +149,7 @@ impl Counts {
 
     /// How everything stands, and what somebody has to wait for who wants `cost`.
     fn decide(&self, cost: u32) -> Decision {
-        let status = |(limit, terms): (&LimitCount, &Terms)| match limit {
+        let status = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.status(terms, self.last, cost),
             LimitCount::Log(log) => log.status(terms, self.last, cost),
         };
@@ -187,7 +188,7 @@ impl Counts {
 }
 
 /// The used share of a limit, in 1/65,536.
-pub(super) fn share_of(used: u64, terms: &Terms) -> u64 {
+pub(super) fn share_of(used: u64, terms: &LimitParams) -> u64 {
     (used << 16) / u64::from(terms.capacity).max(1)
 }
 
@@ -198,7 +199,7 @@ impl LimitCount {
 }
 
 impl SlidingLog {
-    fn advance(&mut self, terms: &Terms, now: u64) {
+    fn advance(&mut self, terms: &LimitParams, now: u64) {
         while let Some(&(time, cost)) = self.requests.front()
             && time + terms.span <= now
         {
@@ -207,7 +208,7 @@ impl SlidingLog {
         }
     }
 
-    fn status(&self, terms: &Terms, now: u64, cost: u32) -> LimitStatus {
+    fn status(&self, terms: &LimitParams, now: u64, cost: u32) -> LimitStatus {
         let capacity = u64::from(terms.capacity);
         let until_gone = |time: u64| Duration::from_micros(time + terms.span - now);
         let mut retry = Duration::ZERO;
@@ -235,7 +236,7 @@ impl SlidingLog {
         LimitStatus::new(terms.capacity, capacity.saturating_sub(self.used) as u32, retry, reset)
     }
 
-    fn charge(&mut self, terms: &Terms, now: u64, units: u32) {
+    fn charge(&mut self, terms: &LimitParams, now: u64, units: u32) {
         let most = (2 * u64::from(terms.capacity)).saturating_sub(self.used);
         let units = u64::from(units).min(most) as u32;
         if units > 0 {
@@ -491,7 +492,7 @@ impl Counts {
     }
 
     fn fits(&self, cost: u32) -> bool {
-        let fits = |(limit, terms): (&LimitCount, &Terms)| match limit {
+        let fits = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.fits(terms, self.last, cost),
             LimitCount::Log(log) => log.used + u64::from(cost) <= u64::from(terms.capacity),
         };

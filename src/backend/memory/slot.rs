@@ -2,7 +2,7 @@
 
 use super::rate_limit::{Counts, share_of};
 use crate::key::Key;
-use crate::rate_limit::counting::{Count, Terms, receipt_of_one};
+use crate::rate_limit::algorithm::{Count, LimitParams, receipt_of_one};
 use crate::rate_limit::{Charged, Decision, Policy};
 
 /// A subject and what was counted for it.
@@ -11,17 +11,17 @@ use crate::rate_limit::{Charged, Decision, Policy};
 pub(super) struct Slot {
     // By which was counted.
     policy: Policy,
-    name: Name,
-    held: Held,
+    name: CompactKey,
+    held: Counters,
 }
 
 /// A key, in less room where it is short, as IPv4 addresses, networks of IPv6 and many names are.
-enum Name {
+enum CompactKey {
     Short([u8; Key::SHORT_LEN]),
     Long(Box<Key>),
 }
 
-enum Held {
+enum Counters {
     One(One),
     /// Several limits, a log, or somebody who is blocked.
     Other(Box<Counts>),
@@ -37,7 +37,7 @@ enum One {
     SlidingWindow { previous: u64, start: u64, current: u64 },
 }
 
-impl Name {
+impl CompactKey {
     fn of(key: &Key) -> Self {
         key.as_short().map_or_else(|| Self::Long(Box::new(*key)), |short| Self::Short(*short))
     }
@@ -74,7 +74,7 @@ impl One {
     }
 }
 
-impl Held {
+impl Counters {
     fn new(counts: Counts, now_us: u64) -> Self {
         match counts.as_one(now_us) {
             Some((last, count)) => Self::One(One::new(last, count)),
@@ -86,7 +86,7 @@ impl Held {
 impl Slot {
     /// `policy` is the one that was counted by.
     pub(super) fn new(policy: &Policy, key: &Key, counts: Counts, now_us: u64) -> Self {
-        Self { policy: policy.clone(), name: Name::of(key), held: Held::new(counts, now_us) }
+        Self { policy: policy.clone(), name: CompactKey::of(key), held: Counters::new(counts, now_us) }
     }
 
     #[inline]
@@ -96,8 +96,8 @@ impl Slot {
 
     fn key(&self) -> Key {
         match &self.name {
-            Name::Short(name) => Key::of_short(name),
-            Name::Long(name) => **name,
+            CompactKey::Short(name) => Key::of_short(name),
+            CompactKey::Long(name) => **name,
         }
     }
 
@@ -109,52 +109,52 @@ impl Slot {
     /// From when on the counts say nothing any more.
     pub(super) fn expires_us(&self) -> u64 {
         match &self.held {
-            Held::One(one) => {
+            Counters::One(one) => {
                 let (last, count) = one.get();
                 self.policy.terms().first().map_or(0, |terms| count.expires(terms, last))
             }
-            Held::Other(counts) => counts.expires_us(),
+            Counters::Other(counts) => counts.expires_us(),
         }
     }
 
     /// What would be lost by forgetting it: see [`Counts::value`].
     pub(super) fn value(&self, now_us: u64) -> u64 {
         match &self.held {
-            Held::One(one) => {
+            Counters::One(one) => {
                 let (last, count) = one.get();
                 let share = |terms| share_of(count.used_at(terms, last, now_us.max(last)), terms);
                 1 + self.policy.terms().first().map_or(0, share)
             }
-            Held::Other(counts) => counts.value(now_us),
+            Counters::Other(counts) => counts.value(now_us),
         }
     }
 
     /// How much room it takes, in units of a single small count.
     pub(super) fn weight(&self) -> usize {
         match &self.held {
-            Held::One(_) => 1,
-            Held::Other(counts) => counts.weight(),
+            Counters::One(_) => 1,
+            Counters::Other(counts) => counts.weight(),
         }
     }
 
     /// Does something to the counts.
     pub(super) fn change<T>(&mut self, now_us: u64, change: impl FnOnce(&mut Counts) -> T) -> T {
         match &mut self.held {
-            Held::One(one) => {
+            Counters::One(one) => {
                 let (last, count) = one.get();
                 let mut counts = Counts::of_one(&self.policy, last, count);
                 let answer = change(&mut counts);
                 self.policy = counts.policy().clone();
-                self.held = Held::new(counts, now_us);
+                self.held = Counters::new(counts, now_us);
                 answer
             }
-            Held::Other(counts) => {
+            Counters::Other(counts) => {
                 let answer = change(counts);
                 if !self.policy.is_same_as(counts.policy()) {
                     self.policy = counts.policy().clone();
                 }
                 if let Some((last, count)) = counts.as_one(now_us) {
-                    self.held = Held::One(One::new(last, count));
+                    self.held = Counters::One(One::new(last, count));
                 }
                 answer
             }
@@ -186,8 +186,12 @@ impl Slot {
     /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now_us`, or to
     /// the last update: who was faster to the lock may have read the clock later. Answers to when.
     #[inline]
-    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now_us: u64) -> Option<(&'a mut One, Count, &'a Terms, u64)> {
-        let (Held::One(one), [terms]) = (&mut self.held, policy.terms()) else { return None };
+    fn only_limit<'a>(
+        &'a mut self,
+        policy: &'a Policy,
+        now_us: u64,
+    ) -> Option<(&'a mut One, Count, &'a LimitParams, u64)> {
+        let (Counters::One(one), [terms]) = (&mut self.held, policy.terms()) else { return None };
         if !self.policy.is_same_as(policy) {
             return None;
         }

@@ -11,7 +11,7 @@ use rustls::{Error as TlsError, RootCertStore};
 use crate::error::ConfigError;
 
 /// The client library takes a text without any certificate for no authority at all, and says so only when it trusts no server.
-pub(super) fn check_authority(pem: &[u8]) -> Result<(), ConfigError> {
+pub(crate) fn check_authority(pem: &[u8]) -> Result<(), ConfigError> {
     let mut authorities = RootCertStore::empty();
     for certificate in certificates(pem, "the authority's")? {
         authorities.add(certificate).map_err(|error| invalid(format!("the authority's certificate: {error}")))?;
@@ -20,7 +20,7 @@ pub(super) fn check_authority(pem: &[u8]) -> Result<(), ConfigError> {
 }
 
 /// The client library finds out when it connects, and takes the server to be unreachable then.
-pub(super) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
+pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
     let chain = certificates(certificate, "the client's")?;
     let key = private_key(key)?;
     match CertifiedKey::from_der(chain, key, &provide_cryptography()) {
@@ -60,7 +60,7 @@ fn invalid(reason: impl fmt::Display) -> ConfigError {
 }
 
 /// Chooses who encrypts, unless the program has chosen already.
-pub(super) fn provide_cryptography() -> Arc<CryptoProvider> {
+pub(crate) fn provide_cryptography() -> Arc<CryptoProvider> {
     if let Some(provider) = CryptoProvider::get_default() {
         return Arc::clone(provider);
     }

@@ -17,13 +17,13 @@ use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::careful::{Careful, Outcome};
 use super::connect_error::Peer;
-use super::connector::Connector;
+use super::connection::connect::Connector;
+use super::connection::handle::no_reply;
+use super::connection::pool::{Pool, PoolOptions, no_connection};
 use super::error::{at, unsent};
-use super::handle::no_reply;
-use super::pool::{Pool, Terms, no_connection};
-use super::servers::{CarefulLane, Lane, Start};
+use super::replicated::{Outcome, Replicated};
+use super::topology::{CarefulLane, ConnectMode, Purpose};
 use crate::lock::Replicas;
 
 const SLOTS: usize = 16_384;
@@ -33,7 +33,7 @@ const REDIRECTIONS: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 /// The longest pause: a call with a deadline of 100 ms should not spend the rest of it asleep once the slot has moved.
 const LONGEST_REFUSAL_PAUSE: Duration = Duration::from_millis(8);
-/// How long a command on [`Lane::Apart`] follows refusals. Releases and renewals of locks then try fewer keys at a time, which a node accepts.
+/// How long a command on [`Purpose::Dedicated`] follows refusals. Releases and renewals of locks then try fewer keys at a time, which a node accepts.
 const BRIEFLY: Duration = Duration::from_millis(60);
 /// How long a node may take to tell the map before another one is asked.
 const PATIENCE: Duration = Duration::from_millis(200);
@@ -42,13 +42,13 @@ const REST: Duration = Duration::from_millis(50);
 const LONGEST_REST: Duration = Duration::from_millis(500);
 
 /// Host and port of a node.
-pub(super) type Address = (String, u16);
+pub(crate) type Address = (String, u16);
 
 /// Where the connections to a node come from.
-pub(super) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;
+pub(crate) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;
 
 /// All nodes of one cluster.
-pub(super) struct Cluster {
+pub(crate) struct Cluster {
     shared: Arc<Shared>,
     // Reads the map anew when somebody asks for it.
     reader: Mutex<AbortHandle>,
@@ -58,11 +58,11 @@ struct Shared {
     connectors: Connectors,
     // How many connections to each node, and how long opening one may take.
     connections: u32,
-    terms: Terms,
+    terms: PoolOptions,
     seeds: Vec<Address>,
     map: RwLock<Arc<Map>>,
     // Connections to those who may know the map and serve nothing, while these fail: each failure would be news otherwise.
-    strangers: Mutex<HashMap<Address, Pool>>,
+    seed_pools: Mutex<HashMap<Address, Pool>>,
     stale: Arc<Notify>,
     // Each time that the map was read.
     reads: watch::Sender<()>,
@@ -82,19 +82,19 @@ struct Node {
     address: Address,
     requests: Pool,
     apart: Pool,
-    grants: Careful,
-    renewals: Careful,
+    grants: Replicated,
+    renewals: Replicated,
 }
 
 impl Node {
-    const fn pool(&self, lane: Lane) -> &Pool {
+    const fn pool(&self, lane: Purpose) -> &Pool {
         match lane {
-            Lane::Requests => &self.requests,
-            Lane::Apart => &self.apart,
+            Purpose::Requests => &self.requests,
+            Purpose::Dedicated => &self.apart,
         }
     }
 
-    const fn careful(&self, lane: CarefulLane) -> &Careful {
+    const fn careful(&self, lane: CarefulLane) -> &Replicated {
         match lane {
             CarefulLane::Grants => &self.grants,
             CarefulLane::Renewals => &self.renewals,
@@ -102,12 +102,12 @@ impl Node {
     }
 }
 
-impl Lane {
+impl Purpose {
     /// How long a command follows refusals, if answers are waited for so long.
     fn follows(self, response: Duration) -> Duration {
         match self {
             Self::Requests => response,
-            Self::Apart => response.min(BRIEFLY),
+            Self::Dedicated => response.min(BRIEFLY),
         }
     }
 }
@@ -123,21 +123,22 @@ impl CarefulLane {
 
 impl Cluster {
     /// Reads the map from the first of the seeds that has it; in the background until one has, if there need not be one to begin with.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         seeds: Vec<Address>,
         connectors: Connectors,
         connections: u32,
-        terms: Terms,
-        start: Start,
+        terms: PoolOptions,
+        start: ConnectMode,
     ) -> Result<Self, RedisError> {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
-        let (strangers, reads) = (Mutex::default(), watch::Sender::new(()));
-        let shared = Shared { connectors, connections, terms, seeds, map, strangers, stale: Arc::clone(&stale), reads };
+        let (seed_pools, reads) = (Mutex::default(), watch::Sender::new(()));
+        let shared =
+            Shared { connectors, connections, terms, seeds, map, seed_pools, stale: Arc::clone(&stale), reads };
         match start {
-            Start::Connected => shared.read_map(0).await?,
-            Start::Disconnected => stale.notify_one(),
+            ConnectMode::Connected => shared.read_map(0).await?,
+            ConnectMode::Disconnected => stale.notify_one(),
         }
         let shared = Arc::new(shared);
         let reader = Mutex::new(reader(&shared));
@@ -145,7 +146,7 @@ impl Cluster {
     }
 
     /// Waits until there is a connection to each of the nodes that serve slots. Of those to which there is none, says why.
-    pub(super) async fn connected(&self) -> (usize, Vec<(Address, RedisError)>) {
+    pub(crate) async fn connected(&self) -> (usize, Vec<(Address, RedisError)>) {
         let map = self.shared.map();
         let mut waiting = JoinSet::new();
         for node in map.nodes.iter().cloned() {
@@ -172,9 +173,9 @@ impl Cluster {
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
     ///
     /// It is sent again only when a node says that it has not run it, and for no longer than answers are waited for.
-    pub(super) async fn send(
+    pub(crate) async fn send(
         &self,
-        lane: Lane,
+        lane: Purpose,
         key: &str,
         command: &Cmd,
         patience: Option<Duration>,
@@ -197,7 +198,7 @@ impl Cluster {
     }
 
     /// The same, and waits until replicas of that node have what it has granted.
-    pub(super) async fn send_carefully(
+    pub(crate) async fn send_carefully(
         &self,
         lane: CarefulLane,
         key: &str,
@@ -239,12 +240,16 @@ struct Route<'a> {
 }
 
 impl<'a> Route<'a> {
-    fn doubt(&self) -> Doubt<'a> {
-        Doubt { stale: &self.cluster.shared.stale, settled: false }
+    fn doubt(&self) -> StaleMapGuard<'a> {
+        StaleMapGuard { stale: &self.cluster.shared.stale, settled: false }
     }
 
     /// What the node says, or `None` if the command is to be sent again.
-    async fn heard<T>(&mut self, answer: Result<T, RedisError>, doubt: Doubt<'_>) -> Option<Result<T, RedisError>> {
+    async fn heard<T>(
+        &mut self,
+        answer: Result<T, RedisError>,
+        doubt: StaleMapGuard<'_>,
+    ) -> Option<Result<T, RedisError>> {
         match answer {
             Err(error) if concerns_the_map(&error) => {
                 self.cluster.read_on();
@@ -258,7 +263,7 @@ impl<'a> Route<'a> {
     }
 
     /// Goes where a node says that it has not run a command, unless it says no such thing.
-    async fn follow(&mut self, error: RedisError, doubt: Doubt<'_>) -> Result<(), RedisError> {
+    async fn follow(&mut self, error: RedisError, doubt: StaleMapGuard<'_>) -> Result<(), RedisError> {
         let shared = &*self.cluster.shared;
         let (asking, address) = match (error.kind(), error.redirect_node()) {
             (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => (false, Some(address)),
@@ -288,30 +293,30 @@ impl<'a> Route<'a> {
 
 impl Cluster {
     /// The node that serves the slot of a channel, by the map.
-    pub(super) fn owner_of(&self, channel: &str) -> Option<Address> {
+    pub(crate) fn owner_of(&self, channel: &str) -> Option<Address> {
         self.shared.owner(slot(channel)).map(|node| node.address)
     }
 
     /// Where connections to a node come from.
-    pub(super) fn connector(&self, address: &Address) -> Result<Connector, RedisError> {
+    pub(crate) fn connector(&self, address: &Address) -> Result<Connector, RedisError> {
         (self.shared.connectors)(address)
     }
 
     /// Has the map read anew.
-    pub(super) fn doubt(&self) {
+    pub(crate) fn doubt(&self) {
         self.read_on();
         self.shared.stale.notify_one();
     }
 
     /// Changes each time that the map was read, whether or not it is another one.
-    pub(super) fn reads(&self) -> watch::Receiver<()> {
+    pub(crate) fn reads(&self) -> watch::Receiver<()> {
         self.shared.reads.subscribe()
     }
 
     /// Sends a command to the node of this number, or of the next one that there is.
-    pub(super) async fn send_to(
+    pub(crate) async fn send_to(
         &self,
-        lane: Lane,
+        lane: Purpose,
         number: u32,
         command: impl Fn(u32) -> Cmd,
     ) -> Option<(u32, Result<Value, RedisError>)> {
@@ -324,7 +329,7 @@ impl Cluster {
             return Some((u32::MAX, Err((ErrorKind::ClusterConnectionNotFound, unknown).into())));
         }
         let (number, node) = numbered(&map.nodes, |node| &node.address).into_iter().find(|(own, _)| *own >= number)?;
-        let doubt = Doubt { stale: &self.shared.stale, settled: false };
+        let doubt = StaleMapGuard { stale: &self.shared.stale, settled: false };
         let answer = node.pool(lane).send(&command(number)).await;
         if answer.is_ok() {
             doubt.settle();
@@ -418,25 +423,25 @@ impl Shared {
         let requests = Pool::lazy(connector.clone(), self.connections, self.terms.clone(), &siblings);
         let apart = Pool::lazy(connector.clone(), 1, self.terms.clone(), &siblings);
         let [grants, renewals] =
-            [(); 2].map(|()| Careful::new(connector.clone(), self.connections, self.terms.clone()));
+            [(); 2].map(|()| Replicated::new(connector.clone(), self.connections, self.terms.clone()));
         Ok(Node { address: address.clone(), requests, apart, grants, renewals })
     }
 
     /// Connections to somebody who is none of the nodes.
     fn stranger(&self, address: &Address) -> Result<Pool, RedisError> {
-        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pool) = strangers.get(address) {
+        let mut seed_pools = self.seed_pools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pool) = seed_pools.get(address) {
             return Ok(pool.clone());
         }
         let pool = Pool::lazy((self.connectors)(address)?, 1, self.terms.clone(), &Arc::default());
-        strangers.insert(address.clone(), pool.clone());
+        seed_pools.insert(address.clone(), pool.clone());
         Ok(pool)
     }
 
     /// Keeps those strangers only that cannot be connected to, and may be asked again.
     fn forget_strangers(&self, map: &Map) {
-        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
-        strangers.retain(|address, pool| {
+        let mut seed_pools = self.seed_pools.lock().unwrap_or_else(PoisonError::into_inner);
+        seed_pools.retain(|address, pool| {
             let is_asked = map.replicas.contains(address) || self.seeds.contains(address);
             is_asked && pool.is_in_trouble()
         });
@@ -451,9 +456,9 @@ impl Shared {
             let first = turn % known.len();
             known.rotate_left(first);
         }
-        let strangers = map.replicas.iter().chain(&self.seeds).map(|address| (address, None));
+        let seed_pools = map.replicas.iter().chain(&self.seeds).map(|address| (address, None));
         let mut failure = None;
-        for (address, pool) in known.into_iter().chain(strangers) {
+        for (address, pool) in known.into_iter().chain(seed_pools) {
             let answer = async {
                 match pool {
                     Some(pool) => pool.send(&slots_command()).await,
@@ -544,18 +549,18 @@ async fn read_when_stale(shared: Weak<Shared>, stale: Arc<Notify>) {
 }
 
 /// Has the map read anew if a command is given up before its answer is there, or fails: the node may no longer be the one.
-struct Doubt<'a> {
+struct StaleMapGuard<'a> {
     stale: &'a Notify,
     settled: bool,
 }
 
-impl Doubt<'_> {
+impl StaleMapGuard<'_> {
     fn settle(mut self) {
         self.settled = true;
     }
 }
 
-impl Drop for Doubt<'_> {
+impl Drop for StaleMapGuard<'_> {
     fn drop(&mut self) {
         if !self.settled {
             self.stale.notify_one();
@@ -576,7 +581,7 @@ fn concerns_the_map(error: &RedisError) -> bool {
 }
 
 /// The slot of a key: of what is between its first braces, if anything is, as the Redis Cluster specification has it.
-pub(super) fn slot(key: &str) -> u16 {
+pub(crate) fn slot(key: &str) -> u16 {
     let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
     let hashed = tag.filter(|tag| !tag.is_empty()).unwrap_or(key);
     State::<XMODEM>::calculate(hashed.as_bytes()) % SLOTS as u16

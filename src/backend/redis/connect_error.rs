@@ -17,7 +17,7 @@ use crate::error::{ConnectError, ConnectFailure, StoreError};
 
 /// A server, by the role that it has.
 #[derive(Clone, Debug)]
-pub(super) enum Peer {
+pub(crate) enum Peer {
     Server(ConnectionAddr),
     /// Whichever server is the primary of the service.
     Service(String),
@@ -91,17 +91,17 @@ impl Peer {
 }
 
 /// What was tried, and how.
-pub(super) struct Attempt {
+pub(crate) struct Attempt {
     /// The server that an error is about which does not say so.
-    pub(super) peer: Peer,
-    pub(super) timeout: Duration,
-    pub(super) is_encrypted: bool,
-    pub(super) has_client_certificate: bool,
+    pub(crate) peer: Peer,
+    pub(crate) timeout: Duration,
+    pub(crate) is_encrypted: bool,
+    pub(crate) has_client_certificate: bool,
 }
 
 impl Attempt {
     /// Why there is no connection to begin with.
-    pub(super) async fn failed(&self, error: RedisError) -> ConnectError {
+    pub(crate) async fn failed(&self, error: RedisError) -> ConnectError {
         let peer = place(&error).unwrap_or(&self.peer).clone();
         let error = inner(&error).clone();
         let classified = self.classify(&peer, &error);
@@ -216,12 +216,12 @@ const PASS_CERTIFICATE: &str = "pass one to `RedisOptions::client_certificate`";
 const GRANT: &str = "grant the user what the docs of `tollgate::backend::redis` list under `Servers`";
 
 /// The user may connect, and not run what is needed.
-pub(super) fn forbidden(peer: &Peer, error: StoreError) -> ConnectError {
+pub(crate) fn forbidden(peer: &Peer, error: StoreError) -> ConnectError {
     ConnectError::Permissions(ConnectFailure::new(peer, error, GRANT))
 }
 
 /// The server answers, and will not do.
-pub(super) fn unsupported(
+pub(crate) fn unsupported(
     peer: &Peer,
     reason: impl Into<Cow<'static, str>>,
     remedy: impl Into<Cow<'static, str>>,
@@ -230,12 +230,12 @@ pub(super) fn unsupported(
 }
 
 /// It would serve some of our keys, and redirect us for the others.
-pub(super) fn node_of_a_cluster(peer: &Peer) -> ConnectError {
+pub(crate) fn node_of_a_cluster(peer: &Peer) -> ConnectError {
     unsupported(peer, "it is a node of a cluster", "use `redis+cluster://`, or `rediss+cluster://` for encryption")
 }
 
 /// The server does not know what we need.
-pub(super) fn another_kind(peer: &Peer, error: &RedisError) -> ConnectError {
+pub(crate) fn another_kind(peer: &Peer, error: &RedisError) -> ConnectError {
     // What follows are the arguments.
     let said = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
     let remedy = "if it is a Sentinel, use `redis+sentinel://`; otherwise let it run EVAL and EVALSHA";

@@ -5,8 +5,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::*;
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Ending, Expired, Extended, Finish,
-    Finished, JobId, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket, Unique, UniqueFor, WorkerId,
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Expired, Extended,
+    FailureInfo, Finished, JobId, JobLease, NewJob, Priority, QueueKey, Reason, State, StoredJob, Unique, UniqueFor,
+    WorkerId,
 };
 
 #[derive(Clone, Debug)]
@@ -29,7 +30,7 @@ enum JobVerb {
     Replace(u32, u8),
     Look { state: State, skip: u64, limit: usize },
     Pause(bool),
-    Drain(usize, bool),
+    Purge(usize, bool),
     ReleaseUnique(u8),
     Replay(Vec<u32>),
     Forget(Vec<u32>),
@@ -140,7 +141,7 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
         1 => (any_id(), any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
         3 => (state, prop_oneof![0..3_u64, 3..40_u64], prop_oneof![0..5_usize, 5..40_usize]).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
         1 => prop_oneof![1 => Just(true), 2 => Just(false)].prop_map(JobVerb::Pause),
-        1 => (prop_oneof![1..3_usize, 3..40_usize], any::<bool>()).prop_map(|(count, keeps)| JobVerb::Drain(count, keeps)),
+        1 => (prop_oneof![1..3_usize, 3..40_usize], any::<bool>()).prop_map(|(count, keeps)| JobVerb::Purge(count, keeps)),
         1 => (0..2_u8).prop_map(JobVerb::ReleaseUnique),
         2 => ids().prop_map(JobVerb::Replay),
         1 => ids().prop_map(JobVerb::Forget),
@@ -162,8 +163,8 @@ fn id(number: u32) -> JobId {
 struct Tickets {
     of: u32,
     claim: u64,
-    memory: Ticket,
-    redis: Ticket,
+    memory: JobLease,
+    redis: JobLease,
 }
 
 /// What should be known of a job. Times are in ms since the trace began.
@@ -372,7 +373,7 @@ impl Model {
                 Place::Running { claim, ends } if ends <= now => Some((job.id, claim)),
                 _ => None,
             });
-            let none = Ticket { id: id(0), token: 0, unique: None };
+            let none = JobLease { id: id(0), token: 0, unique: None };
             for (of, claim) in over.collect::<Vec<_>>() {
                 let finished = self.finish(&Tickets { of, claim, memory: none, redis: none }, End::Retry(0), true);
                 expired.jobs += 1;
@@ -500,7 +501,7 @@ impl Model {
         format!("{seen:?} {counts:?} {oldest:?} {}", self.is_paused)
     }
 
-    fn drain(&mut self, limit: usize, keeps: bool) -> usize {
+    fn purge(&mut self, limit: usize, keeps: bool) -> usize {
         let mut order: Vec<_> = self.jobs.iter().filter(|job| job.place == Place::Waiting).collect();
         order.sort_by_key(|job| (job.group(), job.ready(), id(job.id)));
         let gone: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
@@ -567,7 +568,7 @@ impl ModelJob {
 fn seen(job: &StoredJob, start: SystemTime) -> String {
     let ms = |instant: SystemTime| instant.duration_since(start).unwrap().as_millis();
     let StoredJob { id, state, attempt, max_attempts, priority, enqueued_at, due_at, unique, note, payload, .. } = job;
-    let reason = note.as_ref().map(|Note { reason, .. }| *reason);
+    let reason = note.as_ref().map(|FailureInfo { reason, .. }| *reason);
     format!(
         "{id} {state:?} {attempt}/{max_attempts} {priority:?} pushed {} due {} {unique:?} {reason:?} {}",
         ms(*enqueued_at),
@@ -617,12 +618,12 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
             JobVerb::Claim { finish, limit, lease_ms } => {
                 let finish: Vec<_> = finish.iter().filter_map(|(i, end)| Some((pick(i)?, *end))).collect();
                 let ending = |end: &End| match *end {
-                    End::Done => Ending::Done,
-                    End::Cancelled => Ending::Cancelled,
-                    End::Retry(delay) => Ending::Retry { delay: ms(delay), error: "why".into() },
-                    End::Snooze(delay) => Ending::Snooze { delay: ms(delay) },
-                    End::Release => Ending::Release,
-                    End::Dead(reason) => Ending::Dead { reason, error: "why".into() },
+                    End::Done => AckKind::Done,
+                    End::Cancelled => AckKind::Cancelled,
+                    End::Retry(delay) => AckKind::Retry { delay: ms(delay), error: "why".into() },
+                    End::Snooze(delay) => AckKind::Snooze { delay: ms(delay) },
+                    End::Release => AckKind::Release,
+                    End::Dead(reason) => AckKind::Dead { reason, error: "why".into() },
                 };
                 // The same ticket twice is not what a worker does, and which ending comes first is not said.
                 let mut finish_once: Vec<(Tickets, End)> = Vec::new();
@@ -631,9 +632,9 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                         finish_once.push((ticket, end));
                     }
                 }
-                let finishes = |of: fn(&Tickets) -> Ticket| {
+                let finishes = |of: fn(&Tickets) -> JobLease| {
                     let finishes =
-                        finish_once.iter().map(|(tickets, end)| Finish { ticket: of(tickets), ending: ending(end) });
+                        finish_once.iter().map(|(tickets, end)| Ack { ticket: of(tickets), ending: ending(end) });
                     finishes.collect::<Vec<_>>()
                 };
                 let (in_memory, in_redis) = (finishes(|tickets| tickets.memory), finishes(|tickets| tickets.redis));
@@ -651,7 +652,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 });
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
                     let of = (0..IDS).find(|number| id(*number) == memory.job.id).unwrap();
-                    let larger = |of_backend: fn(&Tickets) -> Ticket, token| {
+                    let larger = |of_backend: fn(&Tickets) -> JobLease, token| {
                         tickets.iter().filter(|tickets| tickets.of == of).all(|t| of_backend(t).token < token)
                     };
                     prop_assert!(larger(|tickets| tickets.memory, memory.token) && larger(|t| t.redis, redis.token));
@@ -664,7 +665,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
             JobVerb::Extend { tickets, lease_ms } => {
                 let tickets: Vec<_> = tickets.iter().filter_map(pick).collect();
                 let expected: Vec<_> = tickets.iter().map(|ticket| model.extend(ticket, *lease_ms)).collect();
-                let of = |of: fn(&Tickets) -> Ticket| tickets.iter().map(of).collect::<Vec<_>>();
+                let of = |of: fn(&Tickets) -> JobLease| tickets.iter().map(of).collect::<Vec<_>>();
                 let (in_memory, in_redis) = (of(|tickets| tickets.memory), of(|tickets| tickets.redis));
                 let (memory, redis) = pair.both(
                     |to| to.extend(&queue, &in_memory, ms(*lease_ms)),
@@ -723,10 +724,10 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 model.is_paused = is_paused;
                 continue;
             }
-            &JobVerb::Drain(limit, keeps) => {
+            &JobVerb::Purge(limit, keeps) => {
                 let (memory, redis) =
-                    pair.both(|to| to.drain(&queue, limit, keeps), |to| to.drain(&queue, limit, keeps));
-                (model.drain(limit, keeps).to_string(), memory.to_string(), redis.to_string())
+                    pair.both(|to| to.purge(&queue, limit, keeps), |to| to.purge(&queue, limit, keeps));
+                (model.purge(limit, keeps).to_string(), memory.to_string(), redis.to_string())
             }
             &JobVerb::ReleaseUnique(number) => {
                 let key = u32::from(number).into();

@@ -14,7 +14,7 @@ const LONGEST_ANSWER: usize = 64 * 1_024;
 
 /// What a server speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Speaks {
+pub(crate) enum Speaks {
     Redis,
     Http,
     Tls {
@@ -24,7 +24,7 @@ pub(super) enum Speaks {
 }
 
 /// Asks a server, over connections of its own, without any credentials: first in plain text, then in TLS.
-pub(super) async fn diagnose(address: &ConnectionAddr, within: Duration) -> Option<Speaks> {
+pub(crate) async fn diagnose(address: &ConnectionAddr, within: Duration) -> Option<Speaks> {
     let (ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. }) = address else { return None };
     let within = within.min(LONGEST_QUESTION);
     let plain = ask((host, *port), b"PING\r\n", within, |answer| !answer.is_empty()).await;

@@ -12,7 +12,8 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::{Builder, Runtime};
 
 use super::scripts::{LuaScript, Scripts};
-use super::{RedisBackend, RedisOptions, gather, lock_calls, rate_limit};
+use super::stores::rate_limit;
+use super::{RedisBackend, RedisOptions};
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
@@ -25,7 +26,7 @@ mod idempotency;
 mod lock;
 #[path = "../../../tests/support/server.rs"]
 #[allow(dead_code, unreachable_pub)]
-pub(super) mod server;
+pub(crate) mod server;
 
 use self::server::RedisServer;
 
@@ -88,7 +89,8 @@ fn traces() -> impl Strategy<Value = Trace> {
         3 => prop::collection::vec((algorithm.clone(), window.clone()), 1),
         2 => prop::collection::vec((algorithm, window), 2..5),
     ];
-    let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
+    let change =
+        prop_oneof![Just(QuotaChange::ResponsePolicy), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
     let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
     let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
     // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.
@@ -470,16 +472,16 @@ impl RedisBackend {
         let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
         let replies = if keys.iter().all(|keys| keys.len() == 1) && asked.iter().all(|(_, cost)| *cost > 0) {
             let together = asked.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
-            gather::together(servers, scripts, together).await?
+            super::batch::check::together(servers, scripts, together).await?
         } else {
             // Nothing that is ever gathered.
-            vec![gather::Reply::new(); asked.len()]
+            vec![super::batch::check::Reply::new(); asked.len()]
         };
         let mut decisions = Vec::new();
         for ((key, cost), reply) in asked.iter().zip(replies) {
             decisions.push(match &*reply {
                 [] => self.check(policy, key, *cost).await?,
-                reply => rate_limit::read(reply, policy, *cost, super::scripts::Verb::Check)?,
+                reply => rate_limit::read(reply, policy, *cost, super::scripts::CheckMode::Check)?,
             });
         }
         Ok(decisions)

@@ -10,12 +10,12 @@ use super::connect_error::Peer;
 use crate::error::StoreError;
 
 /// Whether the server does not know the script, and so has not run it.
-pub(super) fn is_no_script(error: &RedisError) -> bool {
+pub(crate) fn is_no_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
 /// Whether the server says that it is not the primary.
-pub(super) fn is_from_replica(error: &RedisError) -> bool {
+pub(crate) fn is_from_replica(error: &RedisError) -> bool {
     matches!(code(error), Some("READONLY" | "MASTERDOWN" | "UNBLOCKED")) || is_wait_at_replica(error)
 }
 
@@ -25,7 +25,7 @@ fn is_wait_at_replica(error: &RedisError) -> bool {
 }
 
 /// Says of an error that the command was not sent for which there is no connection, whatever was said to whoever wanted to connect.
-pub(super) fn unsent(error: RedisError) -> RedisError {
+pub(crate) fn unsent(error: RedisError) -> RedisError {
     io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into()
 }
 
@@ -46,7 +46,7 @@ impl fmt::Display for Unsent {
 impl Error for Unsent {}
 
 /// Says which server an error is about, where it may be another one than the URL names.
-pub(super) fn at(peer: Peer, error: RedisError) -> RedisError {
+pub(crate) fn at(peer: Peer, error: RedisError) -> RedisError {
     io::Error::other(At(peer, error)).into()
 }
 
@@ -67,7 +67,7 @@ impl fmt::Display for At {
 impl Error for At {}
 
 /// An error without what was added to it here.
-pub(super) fn inner(error: &RedisError) -> &RedisError {
+pub(crate) fn inner(error: &RedisError) -> &RedisError {
     match cause_unsent(error).or_else(|| at_peer(error).map(|At(_, error)| error)) {
         Some(cause) => inner(cause),
         None => error,
@@ -75,7 +75,7 @@ pub(super) fn inner(error: &RedisError) -> &RedisError {
 }
 
 /// The server that an error is about, if it says so.
-pub(super) fn place(error: &RedisError) -> Option<&Peer> {
+pub(crate) fn place(error: &RedisError) -> Option<&Peer> {
     match cause_unsent(error) {
         Some(cause) => place(cause),
         None => at_peer(error).map(|At(peer, _)| peer),
@@ -107,7 +107,7 @@ impl fmt::Display for Shown {
 
 impl Error for Shown {}
 
-pub(super) fn store_error(error: RedisError) -> StoreError {
+pub(crate) fn store_error(error: RedisError) -> StoreError {
     if let Some(cause) = cause_unsent(&error) {
         return store_error(cause.clone()).unasked();
     }
@@ -145,12 +145,12 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
 }
 
 /// Whether a server has no room for another client. It says so to whoever connects, whatever they ask for, and closes the connection.
-pub(super) fn is_full(error: &RedisError) -> bool {
+pub(crate) fn is_full(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("max number of clients"))
 }
 
 /// Whether a server is still reading its data, from disk or from its primary. It runs no script before it has.
-pub(super) fn is_loading(error: &RedisError) -> bool {
+pub(crate) fn is_loading(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::BusyLoading)
 }
 
@@ -162,41 +162,41 @@ fn is_forbidden_within(error: &RedisError) -> bool {
 }
 
 /// What a server says to whoever wants another database than the first one and does not get it. The client keeps no code of that.
-pub(super) fn refused_database(error: &RedisError) -> Option<&str> {
+pub(crate) fn refused_database(error: &RedisError) -> Option<&str> {
     let detail = error.detail().unwrap_or_default();
     error.to_string().contains("refused to switch database").then_some(detail)
 }
 
-pub(super) fn is_database_forbidden(error: &RedisError) -> bool {
+pub(crate) fn is_database_forbidden(error: &RedisError) -> bool {
     refused_database(error).is_some_and(|detail| detail.contains("no permissions"))
 }
 
 /// Whether the server knows no such command, nor ever will: it is another kind of server, or an operator has taken the command away.
-pub(super) fn is_unknown_command(error: &RedisError) -> bool {
+pub(crate) fn is_unknown_command(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("unknown command"))
 }
 
 /// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
-pub(super) fn is_refused_for_now(error: &StoreError) -> bool {
+pub(crate) fn is_refused_for_now(error: &StoreError) -> bool {
     let cause = error.source().and_then(|cause| cause.downcast_ref::<Shown>());
     cause.is_some_and(|Shown(cause)| code(cause) == Some("TRYAGAIN"))
 }
 
 /// What went wrong in the TLS layer, if that is where it went wrong.
 #[cfg(feature = "tls")]
-pub(super) fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
+pub(crate) fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
     // That has what the TLS layer said in it.
     io_error(error)?.get_ref()?.downcast_ref()
 }
 
-pub(super) fn io_error(error: &RedisError) -> Option<&io::Error> {
+pub(crate) fn io_error(error: &RedisError) -> Option<&io::Error> {
     // The client hands out the shared box that it keeps the error in.
     error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?.downcast_ref()
 }
 
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
 /// own: `ERR Error running script (call to f_...): @user_script:12: WRONGTYPE Operation against ...`.
-pub(super) fn code(error: &RedisError) -> Option<&str> {
+pub(crate) fn code(error: &RedisError) -> Option<&str> {
     let error = inner(error);
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
@@ -213,7 +213,7 @@ pub(super) fn code(error: &RedisError) -> Option<&str> {
 }
 
 /// The server answered, but not as the script does.
-pub(super) fn unexpected_reply(reply: &Value) -> StoreError {
+pub(crate) fn unexpected_reply(reply: &Value) -> StoreError {
     StoreError::other(UnexpectedReply(format!("{reply:?}").chars().take(200).collect()))
 }
 

@@ -14,7 +14,7 @@ use crate::rate_limit::Policy;
 const LAYOUT: &str = "2";
 
 /// How many parts the records of idempotency lie in, each of which is in one slot of a cluster.
-pub(super) const PARTS: u64 = 64;
+pub(crate) const PARTS: u64 = 64;
 
 /// The part of an operation: the same for all processes, so no keyed hash. FNV-1a alone would put keys that are counted up into few parts, since
 /// their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
@@ -30,18 +30,18 @@ fn part(scope: &str, key: &str) -> String {
 
 /// The keys below one prefix.
 #[derive(Clone, Debug)]
-pub(super) struct Keys {
+pub(crate) struct Keys {
     // `<prefix>:<layout>:`, percent-encoded.
     root: String,
 }
 
 impl Keys {
-    pub(super) fn new(prefix: &str) -> Self {
+    pub(crate) fn new(prefix: &str) -> Self {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
     /// The key that a script is given to see whether it may run. Nothing is ever stored there.
-    pub(super) fn probe(&self) -> String {
+    pub(crate) fn probe(&self) -> String {
         [&self.root, "{probe}"].concat()
     }
 
@@ -49,7 +49,7 @@ impl Keys {
     /// `...{...}:<shape>:log:<window in us>`, with `:2` and so on behind it where several have the same window.
     ///
     /// The shape stands for the algorithms and windows of the limits: what cannot be counted together lies apart.
-    pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
+    pub(crate) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
         let mut keys = smallvec![self.counts(policy, subject)];
         let mut windows = SmallVec::<[u64; 4]>::new();
         for log in policy.logs() {
@@ -66,7 +66,7 @@ impl Keys {
     }
 
     /// The first of them, and the only one without sliding logs.
-    pub(super) fn counts(&self, policy: &Policy, subject: &Key) -> String {
+    pub(crate) fn counts(&self, policy: &Policy, subject: &Key) -> String {
         let mut key = self.counting(policy, subject);
         key.push_str("counts");
         key
@@ -83,7 +83,7 @@ impl Keys {
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`.
-    pub(super) fn lease(&self, lock: &LockKey) -> String {
+    pub(crate) fn lease(&self, lock: &LockKey) -> String {
         self.lock(lock, "lease")
     }
 
@@ -91,59 +91,59 @@ impl Keys {
     ///
     /// The part, of which there are 64 for all operations, is what makes the slot of a cluster. So a count of the records of a caller can be in the slot of
     /// the record.
-    pub(super) fn idempotency(&self, operation: &Operation) -> String {
+    pub(crate) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }
 
     /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:done`, the channel.
-    pub(super) fn done(&self, operation: &Operation) -> String {
+    pub(crate) fn done(&self, operation: &Operation) -> String {
         self.operation(operation, "done")
     }
 
     /// What `SCAN` finds the records of a scope by, or those of all.
-    pub(super) fn operations(&self, scope: Option<&Key>) -> String {
+    pub(crate) fn operations(&self, scope: Option<&Key>) -> String {
         let start = literal(&[&self.root, "{idempotency:"].concat());
         match scope {
-            Some(scope) => [&start, "*}:", &literal(&apart(scope)), ":*:record"].concat(),
+            Some(scope) => [&start, "*}:", &literal(&escape_part(scope)), ":*:record"].concat(),
             None => start + "*}:*:record",
         }
     }
 
     /// Where the records of a caller are counted: `<prefix>:2:{idempotency}:<scope>:records`, or on a cluster `<prefix>:2:{idempotency:<part>}:<scope>:records` for
     /// those that lie in the slot of this operation.
-    pub(super) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
-        let scope = apart(scope);
+    pub(crate) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
+        let scope = escape_part(scope);
         if is_cluster {
-            let part = part(&apart(operation.scope()), operation.key().as_str());
+            let part = part(&escape_part(operation.scope()), operation.key().as_str());
             return [&self.root, "{idempotency:", &part, "}:", &scope, ":records"].concat();
         }
         [&self.root, "{idempotency}:", &scope, ":records"].concat()
     }
 
     /// Which operation a record belongs to.
-    pub(super) fn operation_of(&self, record: &str) -> Option<Operation> {
+    pub(crate) fn operation_of(&self, record: &str) -> Option<Operation> {
         let name = record.strip_prefix(&self.root)?.strip_prefix("{idempotency:")?.strip_suffix(":record")?;
         let (_, name) = name.split_once("}:")?;
         Operation::parse(name)
     }
 
     fn operation(&self, operation: &Operation, part: &str) -> String {
-        let (scope, key) = (apart(operation.scope()), operation.key().as_str());
+        let (scope, key) = (escape_part(operation.scope()), operation.key().as_str());
         [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
-    pub(super) fn free(&self, lock: &LockKey) -> String {
+    pub(crate) fn free(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:asked`, the channel.
-    pub(super) fn asked(&self, lock: &LockKey) -> String {
+    pub(crate) fn asked(&self, lock: &LockKey) -> String {
         self.lock(lock, "asked")
     }
 
     /// `<prefix>:2:{delay_queue:<name>}:<part>`, and `...{delay_queue:<name>#<number>}:<part>` for each part of a queue behind the first.
-    pub(super) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
+    pub(crate) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
         let tag = match queue.part() {
             0 => [&self.root, "{delay_queue:", queue.name().as_str(), "}:"].concat(),
             // No name has this sign, but for the first of a digest.
@@ -167,23 +167,23 @@ impl Keys {
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
-    pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
+    pub(crate) fn line(&self, lock: &LockKey) -> [String; 2] {
         [self.lock(lock, "line"), self.lock(lock, "places")]
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:names`.
-    pub(super) fn names(&self, lock: &LockKey) -> String {
+    pub(crate) fn names(&self, lock: &LockKey) -> String {
         self.lock(lock, "names")
     }
 
     /// What `SCAN` finds the leases of a namespace by.
-    pub(super) fn leases(&self, namespace: &Key) -> String {
-        literal(&[&self.root, "{lock:", &apart(namespace), ":"].concat()) + "*}:lease"
+    pub(crate) fn leases(&self, namespace: &Key) -> String {
+        literal(&[&self.root, "{lock:", &escape_part(namespace), ":"].concat()) + "*}:lease"
     }
 
     /// Which lock of a namespace a lease belongs to.
-    pub(super) fn lock_of(&self, namespace: &Key, lease: &str) -> Option<LockKey> {
-        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
+    pub(crate) fn lock_of(&self, namespace: &Key, lease: &str) -> Option<LockKey> {
+        let start = [&self.root, "{lock:", &escape_part(namespace), ":"].concat();
         let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
         Some(LockKey::new(*namespace, Key::stored(subject)?))
     }
@@ -196,7 +196,7 @@ impl Keys {
 }
 
 /// Keys of several locks, one behind the other in one text.
-pub(super) struct LockNames<'a> {
+pub(crate) struct LockNames<'a> {
     keys: &'a Keys,
     // What is written once for all need not be read as text once for each.
     text: Vec<u8>,
@@ -205,16 +205,16 @@ pub(super) struct LockNames<'a> {
 
 impl<'a> LockNames<'a> {
     /// With room for so many keys as most are.
-    pub(super) fn for_locks(keys: &'a Keys, count: usize) -> Self {
+    pub(crate) fn for_locks(keys: &'a Keys, count: usize) -> Self {
         Self { keys, text: Vec::with_capacity(count * (keys.root.len() + 64)), ends: Vec::with_capacity(count) }
     }
 
-    pub(super) fn push_lease(&mut self, lock: &LockKey) {
+    pub(crate) fn push_lease(&mut self, lock: &LockKey) {
         self.push(lock, "lease");
     }
 
     /// The channel.
-    pub(super) fn push_free(&mut self, lock: &LockKey) {
+    pub(crate) fn push_free(&mut self, lock: &LockKey) {
         self.push(lock, "free");
     }
 
@@ -223,7 +223,7 @@ impl<'a> LockNames<'a> {
         self.text.extend_from_slice(self.keys.root.as_bytes());
         self.text.extend_from_slice(b"{lock:");
         match namespace.contains(&b':') {
-            true => self.text.extend_from_slice(apart(lock.namespace()).as_bytes()),
+            true => self.text.extend_from_slice(escape_part(lock.namespace()).as_bytes()),
             false => self.text.extend_from_slice(namespace),
         }
         self.text.push(b':');
@@ -237,7 +237,7 @@ impl<'a> LockNames<'a> {
         std::str::from_utf8(&self.text).expect("keys are ASCII by construction")
     }
 
-    pub(super) fn to_vec(&self) -> Vec<&str> {
+    pub(crate) fn to_vec(&self) -> Vec<&str> {
         let (text, mut start) = (self.text(), 0);
         self.ends.iter().map(|end| &text[std::mem::replace(&mut start, *end)..*end]).collect()
     }
@@ -256,29 +256,29 @@ fn literal(text: &str) -> String {
 }
 
 /// What comes before another part of a key, which must not begin any earlier: `a:b` and `c` are not `a` and `b:c`.
-fn apart(part: &Key) -> Cow<'_, str> {
+fn escape_part(part: &Key) -> Cow<'_, str> {
     let part = part.as_str();
     // A key never has an escape for a colon of its own.
     if part.contains(':') { part.replace(':', "%3A").into() } else { part.into() }
 }
 
 /// Where a queue lies: see the heads of the scripts.
-pub(super) struct QueueKeys {
-    pub(super) jobs: String,
+pub(crate) struct QueueKeys {
+    pub(crate) jobs: String,
     // By priority, the highest first.
-    pub(super) due: [String; 3],
-    pub(super) leases: String,
-    pub(super) dead: String,
-    pub(super) unique: String,
-    pub(super) unique_ends: String,
-    pub(super) cancels: String,
-    pub(super) snoozed: String,
-    pub(super) state: String,
-    pub(super) idle: String,
+    pub(crate) due: [String; 3],
+    pub(crate) leases: String,
+    pub(crate) dead: String,
+    pub(crate) unique: String,
+    pub(crate) unique_ends: String,
+    pub(crate) cancels: String,
+    pub(crate) snoozed: String,
+    pub(crate) state: String,
+    pub(crate) idle: String,
     // Of normal priority, which most jobs have.
-    pub(super) runs: String,
+    pub(crate) runs: String,
     // What the channels of workers begin with.
-    pub(super) wake: String,
+    pub(crate) wake: String,
 }
 
 #[cfg(test)]

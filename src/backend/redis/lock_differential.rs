@@ -191,7 +191,13 @@ impl Pair {
     ) -> (Vec<Option<u64>>, Vec<Option<Acquired>>) {
         let Inner { keys, scripts, locks, .. } = &*self.redis.inner;
         let (own, scripts, keys) = (locks.apart().clone(), Arc::clone(scripts), Arc::clone(keys));
-        let met = lock_calls::exchange_together(own, scripts, keys, held.iter().copied(), wanted.iter().copied());
+        let met = super::super::batch::lock::exchange_together(
+            own,
+            scripts,
+            keys,
+            held.iter().copied(),
+            wanted.iter().copied(),
+        );
         self.redis_runtime.block_on(met).unwrap()
     }
 

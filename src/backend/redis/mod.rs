@@ -124,39 +124,24 @@
 //! The certificate of a server must not be that of an authority: `openssl req -x509` makes one with `CA:TRUE` unless it gets
 //! `-addext basicConstraints=CA:FALSE`. The private key of a client must not be encrypted.
 
-mod careful;
+mod batch;
 #[cfg(feature = "tls")]
 mod certificates;
 mod cluster;
+mod codec;
 mod connect_error;
-mod connector;
-mod counts;
-mod delay_queue;
-mod delay_record;
+mod connection;
 mod diagnose;
 mod error;
-mod gather;
-mod handle;
-mod home;
-mod idempotency;
-mod idle;
 mod keys;
-mod listener;
-mod lock;
-mod lock_calls;
-mod lock_registry;
-mod meeting;
-mod meters;
+mod metrics;
 mod options;
-mod pool;
-mod probe;
-mod pushes;
-mod rate_limit;
+mod replicated;
 mod scripts;
 mod sentinel;
-mod servers;
-mod subscriber;
-mod subscriptions;
+mod server_check;
+mod stores;
+mod topology;
 mod url;
 mod url_parameters;
 
@@ -171,15 +156,15 @@ use bb8_redis::RedisConnectionManager;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use self::batch::check::CheckBatcher;
+use self::batch::lock::LockBatcher;
+use self::batch::push::PushBatcher;
 use self::connect_error::Peer;
 use self::error::store_error;
-use self::gather::Gather;
 use self::keys::Keys;
-use self::lock::LockLinks;
-use self::lock_calls::LockCalls;
-use self::pushes::Pushes;
 use self::scripts::Scripts;
-use self::servers::{Links, Servers};
+use self::stores::lock::LockLinks;
+use self::topology::{Connections, Servers};
 use crate::error::{ConnectError, StoreError};
 
 pub use self::options::RedisOptions;
@@ -203,14 +188,14 @@ struct Inner {
     keys: Arc<Keys>,
     scripts: Arc<Scripts>,
     // Not on a cluster, where hardly two subjects share a slot.
-    gather: Option<Gather>,
+    check_batcher: Option<CheckBatcher>,
     locks: LockLinks,
     // One for each decision about several whose charges are being given back.
     refunds: Arc<Semaphore>,
     // From the first lock on, and not on a cluster either.
-    lock_calls: OnceLock<LockCalls>,
+    lock_batcher: OnceLock<LockBatcher>,
     // From the first push on.
-    pushes: OnceLock<Pushes>,
+    pushes: OnceLock<PushBatcher>,
 }
 
 impl RedisBackend {
@@ -287,30 +272,30 @@ impl RedisBackend {
     }
 
     /// Takes over connections, after a look at the servers behind them.
-    async fn new(links: Links, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
+    async fn new(links: Connections, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
-        probe::probe(&links.requests, peer, &keys, &scripts.probe).await?;
+        server_check::probe(&links.requests, peer, &keys, &scripts.probe).await?;
         Ok(Self::with_links(links, keys, scripts))
     }
 
     /// The same without a look.
-    fn unseen(links: Links, keys: Keys) -> Self {
+    fn unseen(links: Connections, keys: Keys) -> Self {
         Self::with_links(links, keys, Scripts::new())
     }
 
-    fn with_links(links: Links, keys: Keys, scripts: Scripts) -> Self {
-        let Links { requests, apart, grants, renewals, patience, source, home } = links;
+    fn with_links(links: Connections, keys: Keys, scripts: Scripts) -> Self {
+        let Connections { requests, apart, grants, renewals, patience, source, home } = links;
         let locks = LockLinks::new(apart, [grants, renewals], patience, source, home);
         Self::with_scripts(Arc::new(requests), keys, locks, scripts)
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let (scripts, keys) = (Arc::new(scripts), Arc::new(keys));
-        let gather =
-            (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
-        let (lock_calls, pushes) = (OnceLock::new(), OnceLock::new());
-        let refunds = Arc::new(Semaphore::new(rate_limit::MAX_REFUNDS));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, refunds, locks, lock_calls, pushes }) }
+        let check_batcher = (!servers.is_cluster())
+            .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
+        let (lock_batcher, pushes) = (OnceLock::new(), OnceLock::new());
+        let refunds = Arc::new(Semaphore::new(stores::rate_limit::MAX_REFUNDS));
+        Self { inner: Arc::new(Inner { servers, keys, scripts, check_batcher, refunds, locks, lock_batcher, pushes }) }
     }
 }
 

@@ -7,18 +7,18 @@ use bb8_redis::RedisConnectionManager;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
-use super::careful::Careful;
 #[cfg(feature = "tls")]
 use super::certificates;
 use super::cluster::{Address, Cluster, Connectors};
 use super::connect_error::{Attempt, Peer};
-use super::connector::{Connector, unhindered};
-use super::home::Home;
+use super::connection::connect::{Connector, unhindered};
+use super::connection::pool::{Pool, PoolOptions};
+use super::connection::pubsub::{Listened, Source};
+use super::connection::runtime::RuntimeHandle;
 use super::keys::Keys;
-use super::listener::{Listened, Source};
-use super::pool::{Pool, Terms};
+use super::replicated::Replicated;
 use super::sentinel::{self, Sentinels};
-use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
+use super::topology::{CarefulLane, CarefulServers, ConnectMode, Connections, Purpose, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
@@ -71,20 +71,20 @@ enum Origin {
 }
 
 /// A few are enough, since each is shared by all callers and the server has one thread for all of them. Not as many as there are full calls on their
-/// way ([`gather`](super::gather)): with four and 256 decisions in flight a sixth fewer are made than with three or five.
+/// way ([`check_batcher`](super::batch::check)): with four and 256 decisions in flight a sixth fewer are made than with three or five.
 const DEFAULT_CONNECTIONS: u32 = 3;
 
 /// All of them are opened at the start, and a server accepts 10,000 clients by default.
 const MAX_CONNECTIONS: u32 = 1_024;
 
-pub(super) const fn check_connections(connections: u32) -> Result<(), ConfigError> {
+pub(crate) const fn check_connections(connections: u32) -> Result<(), ConfigError> {
     match connections {
         1..=MAX_CONNECTIONS => Ok(()),
         _ => Err(ConfigError::ConnectionsOutOfRange { connections, max: MAX_CONNECTIONS }),
     }
 }
 
-pub(super) const fn check_timeout(setting: &'static str, timeout: Duration) -> Result<(), ConfigError> {
+pub(crate) const fn check_timeout(setting: &'static str, timeout: Duration) -> Result<(), ConfigError> {
     if timeout.is_zero() { Err(ConfigError::ZeroTimeout { setting }) } else { Ok(()) }
 }
 
@@ -242,13 +242,13 @@ impl RedisOptions {
         let attempt = self.attempt();
         let options = self.clone();
         let started = async {
-            let links = options.links(Start::Connected, &attempt).await?;
+            let links = options.links(ConnectMode::Connected, &attempt).await?;
             RedisBackend::new(links, &attempt.peer, keys.clone()).await
         };
         match started.await {
             Err(error) if self.tolerates_outage && is_outage(&error) => {
                 warn_of_outage(&error);
-                Ok(RedisBackend::unseen(self.links(Start::Disconnected, &attempt).await?, keys))
+                Ok(RedisBackend::unseen(self.links(ConnectMode::Disconnected, &attempt).await?, keys))
             }
             started => started,
         }
@@ -271,11 +271,11 @@ impl RedisOptions {
         Attempt { peer, timeout: self.connect_timeout, is_encrypted, has_client_certificate }
     }
 
-    async fn links(self, start: Start, attempt: &Attempt) -> Result<Links, ConnectError> {
+    async fn links(self, start: ConnectMode, attempt: &Attempt) -> Result<Connections, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
-        let home = Arc::new(Home::here());
-        let terms = Terms { connect: connect_timeout, response: patience, home: Arc::clone(&home) };
+        let home = Arc::new(RuntimeHandle::here());
+        let terms = PoolOptions { connect: connect_timeout, response: patience, home: Arc::clone(&home) };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(*response_timeout))
@@ -320,13 +320,13 @@ impl RedisOptions {
                     Ok(cluster) => Arc::new(cluster),
                     Err(error) => return Err(attempt.failed(error).await),
                 };
-                if start == Start::Connected {
+                if start == ConnectMode::Connected {
                     check_nodes(&cluster, attempt).await?;
                 }
                 let servers = Listened::Cluster(Arc::clone(&cluster));
-                return Ok(Links {
-                    requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
-                    apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
+                return Ok(Connections {
+                    requests: Servers::Cluster(Arc::clone(&cluster), Purpose::Requests),
+                    apart: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
                     grants: CarefulServers::Cluster(Arc::clone(&cluster), CarefulLane::Grants),
                     renewals: CarefulServers::Cluster(cluster, CarefulLane::Renewals),
                     patience,
@@ -418,25 +418,25 @@ fn warn_of_node(error: &ConnectError) {
 async fn to_one(
     connector: Connector,
     connections: u32,
-    terms: Terms,
-    start: Start,
+    terms: PoolOptions,
+    start: ConnectMode,
     attempt: &Attempt,
-) -> Result<Links, ConnectError> {
+) -> Result<Connections, ConnectError> {
     let siblings = Arc::default();
     let requests = match start {
-        Start::Connected => match Pool::open(connector.clone(), connections, terms.clone(), &siblings).await {
+        ConnectMode::Connected => match Pool::open(connector.clone(), connections, terms.clone(), &siblings).await {
             Ok(pool) => pool,
             Err(error) => return Err(attempt.failed(error).await),
         },
-        Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone(), &siblings),
+        ConnectMode::Disconnected => Pool::eager(connector.clone(), connections, terms.clone(), &siblings),
     };
     let apart = Pool::lazy(connector.clone(), 1, terms.clone(), &siblings);
     let [grants, renewals] =
-        [(); 2].map(|()| CarefulServers::One(Careful::new(connector.clone(), connections, terms.clone())));
+        [(); 2].map(|()| CarefulServers::One(Replicated::new(connector.clone(), connections, terms.clone())));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
     let servers = Listened::One(connector);
     let source = Source { servers, connect_timeout: terms.connect, response_timeout: terms.response };
-    Ok(Links { requests, apart, grants, renewals, patience: terms.response, home: terms.home, source })
+    Ok(Connections { requests, apart, grants, renewals, patience: terms.response, home: terms.home, source })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

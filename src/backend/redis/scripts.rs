@@ -5,12 +5,12 @@ use std::time::Duration;
 use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
-use super::careful::Outcome;
-use super::counts::Packed;
-use super::delay_record::{PackedFinishes, PackedJobs};
+use super::codec::job::{PackedFinishes, PackedJobs};
+use super::codec::rate_limit::EncodedLimits;
 use super::error;
 use super::keys::QueueKeys;
-use super::servers::{Servers, Way};
+use super::replicated::Outcome;
+use super::topology::{Delivery, Servers};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
@@ -19,7 +19,7 @@ use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
 #[derive(Debug)]
-pub(super) struct LuaScript {
+pub(crate) struct LuaScript {
     code: String,
     hash: String,
 }
@@ -32,58 +32,58 @@ macro_rules! lua {
 
 /// All scripts, ready to run.
 #[derive(Debug)]
-pub(super) struct Scripts {
-    pub(super) check: LuaScript,
-    pub(super) check_plain: LuaScript,
-    pub(super) check_many: LuaScript,
-    pub(super) block: LuaScript,
-    pub(super) lock_acquire: LuaScript,
-    pub(super) lock_acquire_all: LuaScript,
-    pub(super) lock_exchange: LuaScript,
-    pub(super) lock_line: LuaScript,
-    pub(super) lock_renew: LuaScript,
-    pub(super) lock_release: LuaScript,
-    pub(super) lock_inspect: LuaScript,
-    pub(super) lock_name: LuaScript,
-    pub(super) lock_seize: LuaScript,
-    pub(super) idempotency_begin: LuaScript,
-    pub(super) idempotency_renew: LuaScript,
-    pub(super) idempotency_checkpoint: LuaScript,
-    pub(super) idempotency_complete: LuaScript,
-    pub(super) idempotency_release: LuaScript,
-    pub(super) idempotency_inspect: LuaScript,
-    pub(super) idempotency_forget: LuaScript,
-    pub(super) idempotency_complete_unknown: LuaScript,
-    pub(super) delay_queue_push: LuaScript,
-    pub(super) delay_queue_claim: LuaScript,
-    pub(super) delay_queue_extend: LuaScript,
-    pub(super) delay_queue_control: LuaScript,
-    pub(super) probe: LuaScript,
+pub(crate) struct Scripts {
+    pub(crate) check: LuaScript,
+    pub(crate) check_plain: LuaScript,
+    pub(crate) check_many: LuaScript,
+    pub(crate) block: LuaScript,
+    pub(crate) lock_acquire: LuaScript,
+    pub(crate) lock_acquire_all: LuaScript,
+    pub(crate) lock_exchange: LuaScript,
+    pub(crate) lock_line: LuaScript,
+    pub(crate) lock_renew: LuaScript,
+    pub(crate) lock_release: LuaScript,
+    pub(crate) lock_inspect: LuaScript,
+    pub(crate) lock_name: LuaScript,
+    pub(crate) lock_seize: LuaScript,
+    pub(crate) idempotency_begin: LuaScript,
+    pub(crate) idempotency_renew: LuaScript,
+    pub(crate) idempotency_checkpoint: LuaScript,
+    pub(crate) idempotency_complete: LuaScript,
+    pub(crate) idempotency_release: LuaScript,
+    pub(crate) idempotency_inspect: LuaScript,
+    pub(crate) idempotency_forget: LuaScript,
+    pub(crate) idempotency_complete_unknown: LuaScript,
+    pub(crate) delay_queue_push: LuaScript,
+    pub(crate) delay_queue_claim: LuaScript,
+    pub(crate) delay_queue_extend: LuaScript,
+    pub(crate) delay_queue_control: LuaScript,
+    pub(crate) probe: LuaScript,
     // What the replies to the calls for locks have shown, and what they are sent.
-    pub(super) floor: FenceFloor,
+    pub(crate) floor: FenceFloor,
 }
 
 /// What is to become of the counts.
 #[derive(Clone, Copy)]
-pub(super) enum Verb {
+pub(crate) enum CheckMode {
     Check,
     Peek,
     Settle(Receipt),
 }
 
 /// Whom a decision is about: see the header of `rate_limit_check.lua`.
-pub(super) struct Subject<'a> {
-    pub(super) keys: &'a [String],
-    pub(super) cost: i64,
-    pub(super) change: &'static str,
-    pub(super) packed: &'a Packed,
+pub(crate) struct Subject<'a> {
+    pub(crate) keys: &'a [String],
+    pub(crate) cost: i64,
+    pub(crate) change: &'static str,
+    pub(crate) packed: &'a EncodedLimits,
 }
 
 impl ToRedisArgs for Subject<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.cost.write_redis_args(out);
         out.write_arg(self.change.as_bytes());
-        let Packed { limits, terms, layout, ttl_ms, .. } = self.packed;
+        let EncodedLimits { limits, terms, layout, ttl_ms, .. } = self.packed;
         ttl_ms.write_redis_args(out);
         out.write_arg(terms);
         out.write_arg(layout.as_bytes());
@@ -96,14 +96,14 @@ impl ToRedisArgs for Subject<'_> {
 }
 
 /// Subjects that are counted by one policy: see the header of `rate_limit_check_many.lua`.
-pub(super) struct Group<'a> {
-    pub(super) packed: &'a Packed,
-    pub(super) costs: SmallVec<[u32; 64]>,
+pub(crate) struct Group<'a> {
+    pub(crate) packed: &'a EncodedLimits,
+    pub(crate) costs: SmallVec<[u32; 64]>,
 }
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        let Packed { terms, limits, format, ttl_ms, .. } = self.packed;
+        let EncodedLimits { terms, limits, format, ttl_ms, .. } = self.packed;
         let mut head = SmallVec::<[u8; 8 + 4 * 64]>::new();
         head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
@@ -122,7 +122,7 @@ impl ToRedisArgs for Group<'_> {
 }
 
 impl Scripts {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             check: lua!("rate_limit_check.lua"),
             check_plain: lua!("rate_limit_check_plain.lua"),
@@ -154,18 +154,18 @@ impl Scripts {
         }
     }
 
-    pub(super) async fn rate_limit_check(
+    pub(crate) async fn rate_limit_check(
         &self,
         servers: &Servers,
-        verb: Verb,
+        verb: CheckMode,
         subjects: &[Subject<'_>],
     ) -> Result<Value, StoreError> {
         let keys: SmallVec<[&str; 4]> =
             subjects.iter().flat_map(|subject| subject.keys.iter().map(String::as_str)).collect();
         match verb {
-            Verb::Check => self.check.call(servers, &keys, ("check", subjects)).await,
-            Verb::Peek => self.check.call(servers, &keys, ("peek", subjects)).await,
-            Verb::Settle(receipt) => {
+            CheckMode::Check => self.check.call(servers, &keys, ("check", subjects)).await,
+            CheckMode::Peek => self.check.call(servers, &keys, ("peek", subjects)).await,
+            CheckMode::Settle(receipt) => {
                 let missing: Vec<u32> = receipt.missing().take(Receipt::BUCKETS).collect();
                 self.check.call(servers, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
             }
@@ -173,14 +173,14 @@ impl Scripts {
     }
 
     /// Charges a subject without sliding logs. An empty answer says that nothing was done, and the other script is to be asked.
-    pub(super) async fn rate_limit_check_plain(
+    pub(crate) async fn rate_limit_check_plain(
         &self,
         servers: &Servers,
         key: &str,
         cost: u32,
-        packed: &Packed,
+        packed: &EncodedLimits,
     ) -> Result<Value, StoreError> {
-        let Packed { terms, limits, counts, ttl_ms, .. } = packed;
+        let EncodedLimits { terms, limits, counts, ttl_ms, .. } = packed;
         let mut request = SmallVec::<[u8; 128]>::new();
         request.extend_from_slice(&cost.to_le_bytes());
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
@@ -192,30 +192,35 @@ impl Scripts {
         self.check_plain.call(servers, &[key], &*request).await
     }
 
-    pub(super) async fn rate_limit_block(
+    pub(crate) async fn rate_limit_block(
         &self,
         servers: &Servers,
         counts: &str,
         block_us: u64,
-        packed: &Packed,
+        packed: &EncodedLimits,
     ) -> Result<(), StoreError> {
         self.block.call(servers, &[counts], (block_us, packed.ttl_ms, &*packed.limits)).await.map(drop)
     }
 
-    pub(super) async fn lock_acquire(&self, way: Way<'_>, lease: &str, claim: &Claim) -> Result<Reply, StoreError> {
+    pub(crate) async fn lock_acquire(
+        &self,
+        way: Delivery<'_>,
+        lease: &str,
+        claim: &Claim,
+    ) -> Result<Reply, StoreError> {
         let is_granted = |reply: &Value| matches!(reply, Value::Int(1..));
         let packed = packed_claim(claim, self.floor.for_claim(claim));
         let reply = self.lock_acquire.exchange(way, &[lease], packed.as_slice(), is_granted).await?;
-        if let Reply::Said(Value::Int(fence)) = reply {
+        if let Reply::Replied(Value::Int(fence)) = reply {
             self.granted(fence, claim.fences);
         }
         Ok(reply)
     }
 
     /// All with the times of the first of them.
-    pub(super) async fn lock_acquire_all(
+    pub(crate) async fn lock_acquire_all(
         &self,
-        way: Way<'_>,
+        way: Delivery<'_>,
         leases: &[&str],
         wanted: &[(LockKey, Claim)],
     ) -> Result<Reply, StoreError> {
@@ -230,7 +235,7 @@ impl Scripts {
 
     /// At most [`MAX_LOCKS`] at once, with as many tokens. The keys are the leases that are wanted for `ttl`, those that are given back, and the
     /// channels of the latter. No fence that is granted is as small as `floor`.
-    pub(super) async fn lock_exchange(
+    pub(crate) async fn lock_exchange(
         &self,
         servers: &Servers,
         keys: &[&str],
@@ -244,7 +249,7 @@ impl Scripts {
     }
 
     /// Notes what was granted, if that is a fence.
-    pub(super) fn granted(&self, fence: i64, fences: u32) {
+    pub(crate) fn granted(&self, fence: i64, fences: u32) {
         if let Ok(fence) = u64::try_from(fence) {
             self.floor.note(fence, fences);
         }
@@ -252,7 +257,7 @@ impl Scripts {
 
     /// The same of a reply that begins with 1 where fences come after it.
     fn granted_all(&self, reply: &Reply, fences: u32) {
-        if let Reply::Said(Value::Array(numbers)) = reply
+        if let Reply::Replied(Value::Array(numbers)) = reply
             && let [Value::Int(1), granted @ ..] = numbers.as_slice()
         {
             for fence in granted {
@@ -264,9 +269,9 @@ impl Scripts {
     }
 
     /// For whoever stands in line, or respects it.
-    pub(super) async fn lock_line(
+    pub(crate) async fn lock_line(
         &self,
-        way: Way<'_>,
+        way: Delivery<'_>,
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
@@ -280,9 +285,9 @@ impl Scripts {
     }
 
     /// At most [`MAX_RENEWALS`] at once.
-    pub(super) async fn lock_renew(
+    pub(crate) async fn lock_renew(
         &self,
-        way: Way<'_>,
+        way: Delivery<'_>,
         leases: &[&str],
         terms: &[(&Token, Duration)],
     ) -> Result<Reply, StoreError> {
@@ -291,7 +296,7 @@ impl Scripts {
         self.lock_renew.exchange(way, leases, (KEEP_FENCE_MS, terms), is_any_renewed).await
     }
 
-    pub(super) async fn lock_release(
+    pub(crate) async fn lock_release(
         &self,
         servers: &Servers,
         keys: &[&str],
@@ -304,7 +309,7 @@ impl Scripts {
         self.lock_release.call(servers, keys, args).await
     }
 
-    pub(super) async fn lock_inspect(
+    pub(crate) async fn lock_inspect(
         &self,
         servers: &Servers,
         keys: [&str; 2],
@@ -313,7 +318,7 @@ impl Scripts {
         self.lock_inspect.call(servers, &keys, most).await
     }
 
-    pub(super) async fn lock_name(
+    pub(crate) async fn lock_name(
         &self,
         servers: &Servers,
         keys: [&str; 2],
@@ -323,7 +328,7 @@ impl Scripts {
         self.lock_name.call(servers, &keys, (token.as_bytes().as_slice(), name)).await
     }
 
-    pub(super) async fn lock_seize(
+    pub(crate) async fn lock_seize(
         &self,
         servers: &Servers,
         lease: &str,
@@ -333,7 +338,7 @@ impl Scripts {
         self.lock_seize.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel)).await
     }
 
-    pub(super) async fn idempotency_begin(
+    pub(crate) async fn idempotency_begin(
         &self,
         servers: &Servers,
         keys: [&str; 2],
@@ -346,7 +351,7 @@ impl Scripts {
         self.idempotency_begin.call(servers, &keys, args).await
     }
 
-    pub(super) async fn idempotency_renew(
+    pub(crate) async fn idempotency_renew(
         &self,
         servers: &Servers,
         record: &str,
@@ -358,7 +363,7 @@ impl Scripts {
         self.idempotency_renew.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_checkpoint(
+    pub(crate) async fn idempotency_checkpoint(
         &self,
         servers: &Servers,
         record: &str,
@@ -373,7 +378,7 @@ impl Scripts {
         self.idempotency_checkpoint.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_complete(
+    pub(crate) async fn idempotency_complete(
         &self,
         servers: &Servers,
         record: &str,
@@ -389,7 +394,7 @@ impl Scripts {
         self.idempotency_complete.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_release(
+    pub(crate) async fn idempotency_release(
         &self,
         servers: &Servers,
         keys: [&str; 2],
@@ -401,11 +406,11 @@ impl Scripts {
         self.idempotency_release.call(servers, &keys, args).await
     }
 
-    pub(super) async fn idempotency_inspect(&self, servers: &Servers, record: &str) -> Result<Value, StoreError> {
+    pub(crate) async fn idempotency_inspect(&self, servers: &Servers, record: &str) -> Result<Value, StoreError> {
         self.idempotency_inspect.call(servers, &[record], Checkpoint::MAX_LEN).await
     }
 
-    pub(super) async fn idempotency_forget(
+    pub(crate) async fn idempotency_forget(
         &self,
         servers: &Servers,
         record: &str,
@@ -416,7 +421,7 @@ impl Scripts {
         self.idempotency_forget.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_complete_unknown(
+    pub(crate) async fn idempotency_complete_unknown(
         &self,
         servers: &Servers,
         record: &str,
@@ -432,7 +437,7 @@ impl Scripts {
 
 impl Scripts {
     /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
-    pub(super) async fn delay_queue_push(
+    pub(crate) async fn delay_queue_push(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
@@ -445,7 +450,7 @@ impl Scripts {
     }
 
     /// The same as a command by itself, with the text of the script.
-    pub(super) fn delay_queue_push_command(
+    pub(crate) fn delay_queue_push_command(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
@@ -458,7 +463,7 @@ impl Scripts {
     }
 
     /// Waits for `patience`: what is claimed by a call that nobody waits for any more is nobody's until its lease has ended.
-    pub(super) async fn delay_queue_claim(
+    pub(crate) async fn delay_queue_claim(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
@@ -473,7 +478,7 @@ impl Scripts {
         reply.map_err(error::store_error)
     }
 
-    pub(super) async fn delay_queue_extend(
+    pub(crate) async fn delay_queue_extend(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
@@ -485,7 +490,7 @@ impl Scripts {
         self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
     }
 
-    pub(super) async fn delay_queue_control(
+    pub(crate) async fn delay_queue_control(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
@@ -522,7 +527,7 @@ const fn publish(servers: &Servers) -> &'static str {
 }
 
 /// How long the keys of a queue outlive the last time at which something in them is due.
-pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+pub(crate) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
 /// One argument costs less than one for each.
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
@@ -556,7 +561,7 @@ const fn held_as(claim: &Claim) -> u8 {
 }
 
 /// The kind of lock behind that byte.
-pub(super) const fn lock_kind(held_as: u64) -> Option<LockKind> {
+pub(crate) const fn lock_kind(held_as: u64) -> Option<LockKind> {
     match held_as {
         1 | 3 => Some(LockKind::Exclusive),
         2 | 6 => Some(LockKind::Semaphore),
@@ -581,11 +586,11 @@ fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
 }
 
 /// What a script answers that replicas may have to know of.
-pub(super) enum Reply {
+pub(crate) enum Reply {
     /// They do, if there is something to know.
-    Said(Value),
+    Replied(Value),
     /// So few do.
-    TooFew(u32),
+    Insufficient(u32),
 }
 
 /// Whether a script of locks grants what it was asked for.
@@ -594,10 +599,10 @@ fn begins_with_one(reply: &Value) -> bool {
 }
 
 /// How many leases one call of `lock_exchange` takes, as the script has it.
-pub(super) const MAX_LOCKS: usize = 64;
+pub(crate) const MAX_LOCKS: usize = 64;
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
-pub(super) const MAX_RENEWALS: usize = 128;
+pub(crate) const MAX_RENEWALS: usize = 128;
 
 /// How long the last fence of a lock is remembered after its lease. Fences go on to rise without that, by the server's clock;
 /// this is by how much the clock may be set back, or that of a replica be behind that takes over, for them to rise all the same. A
@@ -608,23 +613,23 @@ const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000 * 5 / 4;
 const KEEP_ATTEMPT_MS: u64 = 10 * 60 * 1_000;
 
 /// Rounded up: a lease is never shorter than was asked for.
-pub(super) fn millis(ttl: Duration) -> u64 {
+pub(crate) fn millis(ttl: Duration) -> u64 {
     ttl.as_micros().div_ceil(1_000) as u64
 }
 
 impl LuaScript {
-    pub(super) fn new(code: &str) -> Self {
+    pub(crate) fn new(code: &str) -> Self {
         Self { code: code.to_owned(), hash: Script::new(code).get_hash().to_owned() }
     }
 
     #[cfg(test)]
-    pub(super) fn code(&self) -> &str {
+    pub(crate) fn code(&self) -> &str {
         &self.code
     }
 
     /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover, a move of
     /// its slot or `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
-    pub(super) async fn run(
+    pub(crate) async fn run(
         &self,
         servers: &Servers,
         keys: &[&str],
@@ -654,7 +659,7 @@ impl LuaScript {
     /// The same, and waits for replicas if `is_granted` says that they have to have what the script has written.
     async fn exchange(
         &self,
-        way: Way<'_>,
+        way: Delivery<'_>,
         keys: &[&str],
         args: impl ToRedisArgs,
         is_granted: fn(&Value) -> bool,
@@ -667,9 +672,9 @@ impl LuaScript {
             answer => answer,
         };
         match answer.map_err(error::store_error)? {
-            Outcome::Said(reply) => Ok(Reply::Said(reply)),
-            Outcome::TooFew(replicas) => Ok(Reply::TooFew(replicas)),
-            Outcome::Unknown(error) => match error::store_error(error) {
+            Outcome::Replied(reply) => Ok(Reply::Replied(reply)),
+            Outcome::Insufficient(replicas) => Ok(Reply::Insufficient(replicas)),
+            Outcome::Indeterminate(error) => match error::store_error(error) {
                 error if error.is_timeout() || error.is_unavailable() => Err(error),
                 // Whatever it says, the lease has been granted.
                 error => Err(StoreError::other(error)),
@@ -678,7 +683,7 @@ impl LuaScript {
     }
 
     /// Runs the script, and makes sure that it could be run by its text too if the server forgot it.
-    pub(super) async fn run_for_good(
+    pub(crate) async fn run_and_verify(
         &self,
         servers: &Servers,
         key: &str,
@@ -774,7 +779,7 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let packed = Packed {
+        let packed = EncodedLimits {
             terms: b"terms".to_vec(),
             limits: b"limits".to_vec(),
             layout: "<d".into(),

@@ -18,9 +18,9 @@ use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
 use super::cluster::Address;
 use super::connect_error::Peer;
-use super::connector::{listen, open, pushing};
+use super::connection::connect::{listen, open, pushing};
+use super::connection::pool::no_connection;
 use super::error::{self, is_unknown_command};
-use super::pool::no_connection;
 
 /// What Sentinels publish when there is another primary: the one that leads a failover names the new primary from the first of them on, and the
 /// others from the second on.
@@ -34,10 +34,10 @@ const LONGEST_LOOK: Duration = Duration::from_secs(10);
 const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Makes clients for primaries.
-pub(super) type Opener = Box<dyn Fn(&Address) -> Result<Client, RedisError> + Send + Sync>;
+pub(crate) type Opener = Box<dyn Fn(&Address) -> Result<Client, RedisError> + Send + Sync>;
 
 /// The Sentinels of a service.
-pub(super) struct Sentinels {
+pub(crate) struct Sentinels {
     service: Arc<str>,
     sentinels: Vec<Arc<Sentinel>>,
     open: Opener,
@@ -59,7 +59,7 @@ struct Known {
     primary: Option<Announcement>,
     // Another one that was connected to since, on the word of whichever Sentinel had answered. Of several the one that was announced with the
     // lowest number.
-    stray: Option<Announcement>,
+    unconfirmed: Option<Announcement>,
 }
 
 struct Sentinel {
@@ -80,19 +80,19 @@ struct Announcement {
 
 /// How long a connection ends at the primary.
 #[derive(Debug)]
-pub(super) struct Tenure {
+pub(crate) struct PrimaryTerm {
     number: u64,
     now: watch::Receiver<u64>,
 }
 
-impl Tenure {
+impl PrimaryTerm {
     /// Whether the Sentinels have named another primary since the connection was opened.
-    pub(super) fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         *self.now.borrow() != self.number
     }
 
     /// Waits for that.
-    pub(super) async fn end(&self) {
+    pub(crate) async fn end(&self) {
         if self.now.clone().wait_for(|now| *now != self.number).await.is_err() {
             // Nobody asks the Sentinels any more.
             pending::<()>().await;
@@ -105,8 +105,8 @@ impl Known {
         match &self.primary {
             None => self.primary = Some(announced.clone()),
             Some(known) if known.primary == announced.primary => {}
-            Some(_) if self.stray.as_ref().is_some_and(|stray| stray.epoch <= announced.epoch) => {}
-            Some(_) => self.stray = Some(announced.clone()),
+            Some(_) if self.unconfirmed.as_ref().is_some_and(|unconfirmed| unconfirmed.epoch <= announced.epoch) => {}
+            Some(_) => self.unconfirmed = Some(announced.clone()),
         }
     }
 
@@ -119,13 +119,13 @@ impl Known {
             Some(known) if first.epoch < known.epoch && !is_unanimous => false,
             Some(known) if is_named(&known.primary) => {
                 // What one of those has named, unless the Sentinels only call one server by different names, or it is a newer one.
-                let is_heard = |stray: &mut Announcement| stray.epoch <= first.epoch || is_unanimous;
-                self.stray.take_if(is_heard).is_some_and(|stray| !is_named(&stray.primary))
+                let is_heard = |unconfirmed: &mut Announcement| unconfirmed.epoch <= first.epoch || is_unanimous;
+                self.unconfirmed.take_if(is_heard).is_some_and(|unconfirmed| !is_named(&unconfirmed.primary))
             }
             Some(known) if first.epoch <= known.epoch && !is_unanimous => false,
             known => {
                 let is_another = known.is_some();
-                *self = Self { primary: Some((*first).clone()), stray: None };
+                *self = Self { primary: Some((*first).clone()), unconfirmed: None };
                 is_another
             }
         }
@@ -195,7 +195,7 @@ async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> 
 }
 
 impl Sentinels {
-    pub(super) fn new(
+    pub(crate) fn new(
         service: &str,
         sentinels: Vec<Client>,
         open: Opener,
@@ -221,31 +221,31 @@ impl Sentinels {
     }
 
     /// Connects to the primary.
-    pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
+    pub(crate) async fn connect(&self) -> Result<(MultiplexedConnection, PrimaryTerm), RedisError> {
         let tenure = self.tenure();
         self.primary(&tenure).await.map(|(_, connection)| (connection, tenure))
     }
 
     /// The same, for subscriptions.
-    pub(super) async fn subscriber(
+    pub(crate) async fn subscriber(
         &self,
         heard: impl AsyncPushSender,
-    ) -> Result<(MultiplexedConnection, Tenure), RedisError> {
+    ) -> Result<(MultiplexedConnection, PrimaryTerm), RedisError> {
         let tenure = self.tenure();
         let (client, _) = self.primary(&tenure).await?;
         listen(&client, heard).await.map(|connection| (connection, tenure))
     }
 
     /// That of whoever is named from now on. Before anything is asked: what is announced meanwhile may not be what is connected to.
-    fn tenure(&self) -> Tenure {
+    fn tenure(&self) -> PrimaryTerm {
         self.watch_on();
-        Tenure { number: *self.tenures.borrow(), now: self.tenures.subscribe() }
+        PrimaryTerm { number: *self.tenures.borrow(), now: self.tenures.subscribe() }
     }
 
     /// The newest primary that a Sentinel names, if that server takes itself for a primary, too.
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
-    async fn primary(&self, tenure: &Tenure) -> Result<(Client, MultiplexedConnection), RedisError> {
+    async fn primary(&self, tenure: &PrimaryTerm) -> Result<(Client, MultiplexedConnection), RedisError> {
         // Before the caller gives up, so that it learns which server does not answer.
         let until = Instant::now() + self.connect_timeout * 9 / 10;
         let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned(), self.look).await;

@@ -13,7 +13,7 @@ const SENTINEL_PORT: u16 = 26_379;
 
 /// Where the data is, and how to log in there.
 #[derive(Clone)]
-pub(super) enum Target {
+pub(crate) enum Target {
     /// One server.
     Server(ConnectionInfo),
     /// Whichever server the Sentinels call the primary of a service.
@@ -29,7 +29,7 @@ pub(super) enum Target {
 
 impl Target {
     /// Splits a URL into the servers that it names and the parameters behind its `?`, which are the same for every scheme.
-    pub(super) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
+    pub(crate) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
         let (scheme, rest) = url.split_once(':').ok_or_else(|| invalid("it has no scheme such as `redis:`"))?;
         if rest.ends_with("#insecure") {
             return Err(invalid(
@@ -78,7 +78,7 @@ impl Target {
     }
 
     /// Changes how to log in to the servers that hold the data.
-    pub(super) fn log_in(&mut self, change: impl FnOnce(RedisConnectionInfo) -> RedisConnectionInfo) {
+    pub(crate) fn log_in(&mut self, change: impl FnOnce(RedisConnectionInfo) -> RedisConnectionInfo) {
         match self {
             Self::Server(info) => *info = info.clone().set_redis_settings(change(info.redis_settings().clone())),
             Self::Sentinel { redis, .. } | Self::Cluster { redis, .. } => *redis = change(redis.clone()),
@@ -87,7 +87,7 @@ impl Target {
 
     /// Whether connections are to be encrypted.
     #[cfg(feature = "tls")]
-    pub(super) fn is_tls(&self) -> bool {
+    pub(crate) fn is_tls(&self) -> bool {
         let first = match self {
             Self::Server(info) => Some(info.addr()),
             Self::Sentinel { sentinels: addresses, .. } | Self::Cluster { seeds: addresses, .. } => addresses.first(),
@@ -183,7 +183,7 @@ fn reason(error: &redis::RedisError) -> String {
     text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
 }
 
-pub(super) fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
+pub(crate) fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
     ConfigError::InvalidUrl { reason: reason.into().into_owned() }
 }
 

@@ -14,19 +14,19 @@ const KNOWN: &str = "user, pass, protocol, db, prefix, connections, connect_time
 
 /// What the parameters say. A setting that is left out is `None`.
 #[derive(Default)]
-pub(super) struct Parameters {
+pub(crate) struct Parameters {
     user: Option<String>,
     pass: Option<String>,
     protocol: Option<ProtocolVersion>,
     db: Option<i64>,
-    pub(super) prefix: Option<String>,
-    pub(super) connections: Option<u32>,
-    pub(super) connect_timeout: Option<Duration>,
-    pub(super) response_timeout: Option<Duration>,
+    pub(crate) prefix: Option<String>,
+    pub(crate) connections: Option<u32>,
+    pub(crate) connect_timeout: Option<Duration>,
+    pub(crate) response_timeout: Option<Duration>,
 }
 
 impl Parameters {
-    pub(super) fn parse(query: &str) -> Result<Self, ConfigError> {
+    pub(crate) fn parse(query: &str) -> Result<Self, ConfigError> {
         let mut parameters = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             // A pair without `=` is not repeated: it may be the second half of a password.
@@ -56,7 +56,7 @@ impl Parameters {
     }
 
     /// Adds the login, database and protocol to those of the URL's other parts, with which they have to agree.
-    pub(super) fn log_in(
+    pub(crate) fn log_in(
         &self,
         mut redis: RedisConnectionInfo,
         names_database: bool,

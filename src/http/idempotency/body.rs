@@ -13,7 +13,7 @@ use tokio::task::AbortHandle;
 
 use crate::error::BoxError;
 use crate::http::body::ResponseBody;
-use crate::http::lock::{Cut, CutOff};
+use crate::http::lock::{AbortMarker, Cut};
 
 pin_project! {
     /// The body of a response that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is being
@@ -39,7 +39,7 @@ pin_project! {
             ended: bool,
             abort: Option<AbortOnDrop>,
             // Who is told besides whoever reads it that it was cut off.
-            cut_off: CutOff,
+            cut_off: AbortMarker,
         },
     }
 }
@@ -99,7 +99,7 @@ impl<B> IdempotentBody<B> {
     }
 
     /// `hint` is of all of it.
-    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, cut_off: CutOff) -> Self {
+    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, cut_off: AbortMarker) -> Self {
         Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None, cut_off } }
     }
 

@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use tokio::task::consume_budget;
 use tokio::time::{Instant, timeout_at};
 
-use crate::idempotency::{Digest, HasPayload, Operation, Order, Payload};
+use crate::idempotency::{Digest, HasPayload, Operation, OperationContext, Payload};
 use crate::key::Key;
 
 /// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
@@ -37,7 +37,7 @@ impl Fingerprints {
         operation: &Operation,
         request: &Request<B>,
         headers: &[HeaderName],
-    ) -> (Digest, Reading) {
+    ) -> (Digest, BodyFingerprint) {
         let mut hash = self.keyed.clone();
         let path = original_uri(request).path_and_query().map_or("", |path| path.as_str());
         let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
@@ -53,7 +53,7 @@ impl Fingerprints {
                 hash.update(value);
             }
         }
-        (digest(hash.clone()), Reading::new(hash))
+        (digest(hash.clone()), BodyFingerprint::new(hash))
     }
 }
 
@@ -89,14 +89,14 @@ fn digest(hash: Sha256) -> Digest {
 }
 
 /// How far the handler has read the body, and whether it may go on.
-pub(super) struct Reading {
+pub(super) struct BodyFingerprint {
     progress: Mutex<Progress>,
     is_unfit: Notify,
 }
 
 /// Why a handler must not see the end of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unfit {
+pub(super) enum BodyRejection {
     /// The attempt before was sent another one.
     Differs,
     TooLarge,
@@ -114,7 +114,7 @@ struct Progress {
     is_touched: bool,
     // Whether the handler has dropped what it has not read.
     is_left: bool,
-    unfit: Option<Unfit>,
+    unfit: Option<BodyRejection>,
 }
 
 impl Progress {
@@ -122,11 +122,11 @@ impl Progress {
     fn is_known(&self) -> bool {
         let Payload { len, is_whole, .. } = self.before;
         let knows_less = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
-        !knows_less && self.unfit != Some(Unfit::Differs)
+        !knows_less && self.unfit != Some(BodyRejection::Differs)
     }
 }
 
-impl Reading {
+impl BodyFingerprint {
     fn new(hash: Sha256) -> Self {
         let (before, max_len) = (Payload::default(), u64::MAX);
         let [is_whole, has_failed, is_touched, is_left] = [false; 4];
@@ -140,7 +140,7 @@ impl Reading {
         progress.before = before;
         progress.max_len = max_len;
         progress.is_whole = is_whole;
-        progress.unfit = (is_whole && before.len > 0).then_some(Unfit::Differs);
+        progress.unfit = (is_whole && before.len > 0).then_some(BodyRejection::Differs);
     }
 
     /// What to make the digest of a body with, none of which was read.
@@ -156,7 +156,7 @@ impl Reading {
 
     /// Notes that what the handler has not read tells the body apart from that of the attempt before.
     pub(super) fn differs(&self) {
-        self.progress().unfit = Some(Unfit::Differs);
+        self.progress().unfit = Some(BodyRejection::Differs);
     }
 
     /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
@@ -181,7 +181,7 @@ impl Reading {
     }
 
     /// What the body was found to be, if the handler must not see the end of it.
-    pub(super) fn unfit(&self) -> Option<Unfit> {
+    pub(super) fn unfit(&self) -> Option<BodyRejection> {
         self.progress().unfit
     }
 
@@ -217,9 +217,9 @@ impl Reading {
         }
         differs |= progress.is_whole && progress.len < len;
         if differs {
-            progress.unfit = Some(Unfit::Differs);
+            progress.unfit = Some(BodyRejection::Differs);
         } else if progress.len > progress.max_len {
-            progress.unfit = Some(Unfit::TooLarge);
+            progress.unfit = Some(BodyRejection::TooLarge);
         }
         if progress.unfit.is_some() {
             self.is_unfit.notify_one();
@@ -228,7 +228,7 @@ impl Reading {
     }
 }
 
-impl HasPayload for Reading {
+impl HasPayload for BodyFingerprint {
     fn payload(&self) -> Payload {
         let progress = self.progress();
         if !progress.is_known() {
@@ -253,7 +253,7 @@ pin_project! {
     pub struct FingerprintedBody<B> {
         #[pin]
         body: Sent<B>,
-        order: Option<Arc<Order<Reading>>>,
+        order: Option<Arc<OperationContext<BodyFingerprint>>>,
         is_touched: bool,
     }
 
@@ -314,7 +314,7 @@ pub(super) trait Rest: Send + Sync {
     /// Whether it is the rest of what the attempt before was sent; `None` if it breaks off, or does not come in time.
     fn is_same<'a>(
         &'a mut self,
-        reading: &'a Reading,
+        reading: &'a BodyFingerprint,
         pace: Pace,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
 }
@@ -322,7 +322,7 @@ pub(super) trait Rest: Send + Sync {
 impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
     fn is_same<'a>(
         &'a mut self,
-        reading: &'a Reading,
+        reading: &'a BodyFingerprint,
         pace: Pace,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
         let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
@@ -344,7 +344,7 @@ impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
         body: B,
         before: Payload,
         max_len: u64,
-        order: Arc<Order<Reading>>,
+        order: Arc<OperationContext<BodyFingerprint>>,
     ) -> (Self, Option<Arc<dyn Rest>>) {
         order.body().begin(before, max_len, body.is_end_stream());
         let (body, rest) = if order.body().is_known() {
@@ -415,7 +415,7 @@ pub(super) enum Unread {
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
-    reading: &Reading,
+    reading: &BodyFingerprint,
     pace: Pace,
 ) -> Result<bool, Unread> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
@@ -452,20 +452,20 @@ mod tests {
 
     use super::*;
     use crate::MemoryBackend;
-    use crate::idempotency::{Claim, Home};
+    use crate::idempotency::{Claim, Coordinator};
     use crate::lock::Token;
 
     const PACE: Pace = Pace { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
 
-    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Reading) {
+    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, BodyFingerprint) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
 
-    fn order() -> Arc<Order<Reading>> {
+    fn order() -> Arc<OperationContext<BodyFingerprint>> {
         let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
         let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
-        Order::new(&Arc::new(Home::new(MemoryBackend::new())), operation, claim, reading)
+        OperationContext::new(&Arc::new(Coordinator::new(MemoryBackend::new())), operation, claim, reading)
     }
 
     fn post(uri: &str) -> Request<()> {
@@ -523,7 +523,8 @@ mod tests {
         bytes: &[u8],
         chunk: usize,
         before: &Payload,
-    ) -> (Arc<Order<Reading>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>) {
+    ) -> (Arc<OperationContext<BodyFingerprint>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>)
+    {
         let order = order();
         let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, order.body(), PACE).await.unwrap();
         let frames: Vec<_> = bytes.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).map(Ok).collect();
@@ -564,7 +565,7 @@ mod tests {
                 let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&order));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
-                prop_assert_eq!(order.body().unfit(), (!same).then_some(Unfit::Differs));
+                prop_assert_eq!(order.body().unfit(), (!same).then_some(BodyRejection::Differs));
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
                 }

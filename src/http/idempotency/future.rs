@@ -15,7 +15,7 @@ use super::body::IdempotentBody;
 use super::service::Shared;
 use crate::idempotency::Rejection;
 use crate::lock::Held;
-use crate::reject::Reject;
+use crate::responder::Responder;
 
 pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
 
@@ -35,7 +35,7 @@ pin_project! {
         // The request needs no record: the inner service is at work.
         Passed { #[pin] future: F, shared: Arc<Shared<K, A>> },
         // The store is asked, or the handler is at work.
-        Guarded { guarded: Guarded<R, E> },
+        DetachableFuture { guarded: DetachableFuture<R, E> },
         // The request is turned away without asking anybody; `None` once that was told.
         Rejected { answer: Option<Answer<R, E>> },
     }
@@ -46,8 +46,8 @@ impl<F, R, E, A, K> ResponseFuture<F, R, E, A, K> {
         Self { state: State::Passed { future, shared } }
     }
 
-    pub(super) fn guarded(guarded: Guarded<R, E>) -> Self {
-        Self { state: State::Guarded { guarded } }
+    pub(super) fn guarded(guarded: DetachableFuture<R, E>) -> Self {
+        Self { state: State::DetachableFuture { guarded } }
     }
 
     pub(super) fn rejected(answer: Answer<R, E>) -> Self {
@@ -58,7 +58,7 @@ impl<F, R, E, A, K> ResponseFuture<F, R, E, A, K> {
 impl<F, R, E, A, K> Future for ResponseFuture<F, R, E, A, K>
 where
     F: Future<Output = Result<Response<R>, E>>,
-    A: Reject<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E>,
+    A: Responder<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E>,
 {
     type Output = Answer<R, E>;
 
@@ -69,7 +69,7 @@ where
                 let answer = &shared.answer;
                 Poll::Ready(response.map(|response| answer.response(response)).map_err(|error| answer.error(error)))
             }
-            StateProj::Guarded { guarded } => guarded.poll(cx),
+            StateProj::DetachableFuture { guarded } => guarded.poll(cx),
             StateProj::Rejected { answer } => {
                 Poll::Ready(answer.take().expect("ResponseFuture polled after completion"))
             }
@@ -85,28 +85,28 @@ impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
 
 /// A guarded request. Its caller does the work by polling; once its handler has begun it goes on in a task of its own when the
 /// caller goes away. So a caller who stays pays for no task.
-pub(super) struct Guarded<R, E> {
+pub(super) struct DetachableFuture<R, E> {
     // `None` once it has answered, or has panicked.
     answer: Option<Work<Answer<R, E>>>,
-    goes_on: GoesOn,
+    goes_on: DetachMode,
     // What it goes on with.
     locks: Held,
     // Where it goes on, once it has not come to its end at once.
-    backstage: Option<Backstage>,
+    backstage: Option<DetachContext>,
 }
 
 type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
 
 /// Whether the handler has begun, and is finished whatever becomes of its caller.
-pub(super) enum GoesOn {
+pub(super) enum DetachMode {
     Yes,
     /// Once this says so.
     When(Arc<AtomicBool>),
 }
 
-type Backstage = (Handle, Span);
+type DetachContext = (Handle, Span);
 
-fn backstage() -> Option<Backstage> {
+fn backstage() -> Option<DetachContext> {
     Some((Handle::try_current().ok()?, Span::current()))
 }
 
@@ -122,9 +122,9 @@ impl<F: Future + Send + 'static> Detach for F {
     }
 }
 
-impl<R, E> Guarded<R, E> {
+impl<R, E> DetachableFuture<R, E> {
     /// `answer` is large, so it is boxed where it is made.
-    pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: GoesOn) -> Self
+    pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: DetachMode) -> Self
     where
         F: Future<Output = Answer<R, E>> + Send + 'static,
     {
@@ -133,8 +133,8 @@ impl<R, E> Guarded<R, E> {
 
     fn goes_on(&self) -> bool {
         match &self.goes_on {
-            GoesOn::Yes => true,
-            GoesOn::When(says_so) => says_so.load(Ordering::Acquire),
+            DetachMode::Yes => true,
+            DetachMode::When(says_so) => says_so.load(Ordering::Acquire),
         }
     }
 
@@ -152,7 +152,7 @@ impl<R, E> Guarded<R, E> {
     }
 }
 
-impl<R, E> Drop for Guarded<R, E> {
+impl<R, E> Drop for DetachableFuture<R, E> {
     fn drop(&mut self) {
         if let Some(answer) = self.answer.take()
             && self.goes_on()

@@ -7,18 +7,18 @@ use std::time::Duration;
 use ::http::{HeaderName, Method, Request};
 use tower_layer::Layer;
 
+use super::execution::FOREVER;
 use super::fingerprint::{Fingerprints, Pace};
-use super::run::FOREVER;
 use super::service::Idempotency;
-use crate::circuit::{CircuitBreaker, Outage};
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
 use crate::idempotency::{
-    Claim, Home, IdempotencyHandle, IdempotencyStore, Keep, MostRunning, OnDisconnect, OnMissingKey, OnStoreError,
-    OnUnknown, Rejection, Verdict,
+    Claim, Coordinator, IdempotencyHandle, IdempotencyStore, MostRunning, OnDisconnect, OnMissingKey, OnStoreError,
+    OnUnknown, Rejection, ResponsePolicy, Verdict,
 };
-use crate::lock::Scope;
-use crate::reject::{AsResponse, Reject};
+use crate::lock::Reach;
+use crate::responder::{HttpResponder, Responder};
+use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
 /// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
 ///
@@ -35,9 +35,9 @@ use crate::reject::{AsResponse, Reject};
 ///     .layer(IdempotencyLayer::new(MemoryBackend::new()));
 /// ```
 ///
-/// Type parameters: the scope, which is a [key](crate::ExtractKey), and what a rejection [becomes](crate::reject::Reject).
+/// Type parameters: the scope, which is a [key](crate::ExtractKey), and what a rejection [becomes](crate::responder::Responder).
 #[must_use]
-pub struct IdempotencyLayer<K = Unscoped, A = AsResponse> {
+pub struct IdempotencyLayer<K = Unscoped, A = HttpResponder> {
     settings: Settings,
     scope: Arc<K>,
     answer: A,
@@ -51,7 +51,7 @@ pub struct Unscoped;
 /// What has nothing to do with the type of requests and answers.
 #[derive(Clone)]
 pub(super) struct Settings {
-    pub(super) home: Arc<Home>,
+    pub(super) home: Arc<Coordinator>,
     pub(super) fingerprints: Fingerprints,
     pub(super) header: HeaderName,
     pub(super) headers: Arc<[HeaderName]>,
@@ -60,7 +60,7 @@ pub(super) struct Settings {
     pub(super) retention: Duration,
     pub(super) wait: Duration,
     pub(super) max_waiting: usize,
-    pub(super) max_run: Duration,
+    pub(super) max_runtime: Duration,
     pub(super) max_running: usize,
     // `None` is half of them.
     pub(super) max_running_per_scope: Option<usize>,
@@ -69,13 +69,13 @@ pub(super) struct Settings {
     pub(super) max_body: u64,
     pub(super) body_timeout: Duration,
     pub(super) keeps_cookies: bool,
-    pub(super) keep: Keep,
+    pub(super) keep: ResponsePolicy,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_unknown: OnUnknown,
     pub(super) on_store_error: OnStoreError,
     pub(super) on_disconnect: OnDisconnect,
     // Whether the log has been told that requests pass without a record.
-    unprotected: Arc<Outage>,
+    unprotected: Arc<OutageTracker>,
     // Whether it is known which methods are served once: by `methods`, or since the log has been told.
     methods_are_known: Arc<AtomicBool>,
 }
@@ -83,11 +83,11 @@ pub(super) struct Settings {
 impl IdempotencyLayer {
     /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
     ///
-    /// A setting that cannot work (a [deadline](Self::deadline) or [`max_run`](Self::max_run) of zero) is found with the first request that has a key: each is
+    /// A setting that cannot work (a [deadline](Self::deadline) or [`max_runtime`](Self::max_runtime) of zero) is found with the first request that has a key: each is
     /// answered 500 with HTTP then, and the log has a line.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
-            home: Arc::new(Home::new(store)),
+            home: Arc::new(Coordinator::new(store)),
             fingerprints: Fingerprints::new(b""),
             header: HeaderName::from_static("idempotency-key"),
             headers: Arc::new([]),
@@ -96,7 +96,7 @@ impl IdempotencyLayer {
             retention: Duration::from_secs(86_400),
             wait: Duration::ZERO,
             max_waiting: 1_000,
-            max_run: Duration::from_secs(300),
+            max_runtime: Duration::from_secs(300),
             max_running: 10_000,
             max_running_per_scope: None,
             max_records_per_scope: 1_000_000,
@@ -104,15 +104,15 @@ impl IdempotencyLayer {
             max_body: 64 * 1_024 * 1_024,
             body_timeout: Duration::from_secs(10),
             keeps_cookies: false,
-            keep: Keep::default(),
+            keep: ResponsePolicy::default(),
             on_missing_key: OnMissingKey::default(),
             on_unknown: OnUnknown::default(),
             on_store_error: OnStoreError::default(),
             on_disconnect: OnDisconnect::default(),
-            unprotected: Arc::new(Outage::of_a_store()),
+            unprotected: Arc::new(OutageTracker::of_a_store()),
             methods_are_known: Arc::default(),
         };
-        Self { settings, scope: Arc::new(Unscoped), answer: AsResponse::default() }
+        Self { settings, scope: Arc::new(Unscoped), answer: HttpResponder::default() }
     }
 }
 
@@ -124,7 +124,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// What distinguishes callers has to be something that they cannot choose, or that is checked before this layer: credentials, or a
     /// user that was found by them. It has to be the same when the client tries again, too: an access token that is refreshed in between is
     /// not, and the handler would run a second time. Take the user or the account that it stands for then, which whatever checks it
-    /// can leave in the extensions. [`Everyone`](crate::Everyone) is for services with one caller.
+    /// can leave in the extensions. [`GlobalKey`](crate::GlobalKey) is for services with one caller.
     ///
     /// Services that share a store and a path share operations, so give each a prefix of its own in the store, or say in the scope which one it is; and
     /// the host, where one layer serves several.
@@ -152,10 +152,10 @@ impl<K, A> IdempotencyLayer<K, A> {
         IdempotencyLayer { settings, scope: Arc::new(scope), answer }
     }
 
-    /// What a rejection becomes. Defaults to [`AsResponse`]; `AsStatus` of the module `tollgate::grpc` is for gRPC. An answer of one's own is a
-    /// type that implements [`Reject`] with responses that have an [`IdempotentBody`](crate::http::IdempotentBody), which is made of
-    /// `Bytes`; what it has nothing to say about it may pass on to `AsResponse`.
-    pub fn with_rejection<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
+    /// What a rejection becomes. Defaults to [`HttpResponder`]; `GrpcResponder` of the module `tollgate::grpc` is for gRPC. An answer of one's own is a
+    /// type that implements [`Responder`] with responses that have an [`IdempotentBody`](crate::http::IdempotentBody), which is made of
+    /// `Bytes`; what it has nothing to say about it may pass on to `HttpResponder`.
+    pub fn responder<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
         let Self { settings, scope, answer: _ } = self;
         IdempotencyLayer { settings, scope, answer }
     }
@@ -253,8 +253,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///
     /// Once an answer is too large to be kept, and no more of its request is read, which the record says then, it may take as long as it does not stand
     /// still for that time: a client that reads it slowly is no reason to cut it off.
-    pub fn max_run(self, max_run: Duration) -> Self {
-        self.with(|settings| settings.max_run = max_run)
+    pub fn max_runtime(self, max_runtime: Duration) -> Self {
+        self.with(|settings| settings.max_runtime = max_runtime)
     }
 
     /// How many handlers may be at work, those included whose client has gone. Defaults to 10,000. One more is turned away, 503 with HTTP.
@@ -266,7 +266,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How many handlers of one caller, which is what the [scope](Self::scope) says, may be at work in this process, including those whose client has
     /// gone. Defaults to half of [`max_running`](Self::max_running), and at least one. One more is turned away, 429 with HTTP.
     ///
-    /// Set it to `max_running` where all requests come from one caller, as with [`Everyone`](crate::Everyone).
+    /// Set it to `max_running` where all requests come from one caller, as with [`GlobalKey`](crate::GlobalKey).
     pub fn max_running_per_scope(self, handlers: usize) -> Self {
         self.with(|settings| settings.max_running_per_scope = Some(handlers))
     }
@@ -305,7 +305,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How long the body of a repeat may stand still while it is compared with the one before, and what the handler of a next attempt has left of
     /// its body. Defaults to 10 s.
     ///
-    /// Each part of the body that is not empty starts the time again. As a whole the comparison may take as long as [`max_run`](Self::max_run). A repeat
+    /// Each part of the body that is not empty starts the time again. As a whole the comparison may take as long as [`max_runtime`](Self::max_runtime). A repeat
     /// that is too slow is answered by 408 with HTTP and `UNAVAILABLE` with gRPC: the client may send it again.
     ///
     /// A call whose client sends the next part of the body only after a part of the answer, as with bidirectional streams of gRPC, cannot be repeated:
@@ -319,8 +319,8 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.keeps_cookies = keeps)
     }
 
-    /// Which answers are kept. Defaults to [`Keep::SafeRetry`].
-    pub fn keep(self, keep: Keep) -> Self {
+    /// Which answers are kept. Defaults to [`ResponsePolicy::SafeRetry`].
+    pub fn keep(self, keep: ResponsePolicy) -> Self {
         self.with(|settings| settings.keep = keep)
     }
 
@@ -340,12 +340,12 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.breaker = breaker)))
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Responder`].
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.with(|settings| settings.on_missing_key = on_missing_key)
     }
 
-    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Reject`].
+    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Responder`].
     pub fn on_unknown(self, on_unknown: OnUnknown) -> Self {
         self.with(|settings| settings.on_unknown = on_unknown)
     }
@@ -366,7 +366,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// # Errors
     ///
     /// [`ConfigError::ScopeTooSmall`] if that is fewer than `scope` says.
-    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.settings.home.scope().require(scope)?;
         Ok(self)
     }
@@ -374,8 +374,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
     /// requests. For all clones of this layer that were made after its
     /// [`name`](Self::name), [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker) were said.
-    pub async fn drained(&self) {
-        self.settings.home.drained().await;
+    pub async fn wait_idle(&self) {
+        self.settings.home.wait_idle().await;
     }
 
     pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {
@@ -391,12 +391,12 @@ impl Settings {
 
     /// How long a body may take that is compared: as a whole no longer than the handler may, its body included.
     pub(super) fn pace(&self) -> Pace {
-        Pace { stall: self.body_timeout.min(FOREVER), total: self.max_run.min(FOREVER) }
+        Pace { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
     }
 
     /// Whether there is time for the store, and for the handler.
     pub(super) fn check_times(&self) -> Result<(), ConfigError> {
-        self.home.check_times(Some(self.max_run))
+        self.home.check_times(Some(self.max_runtime))
     }
 
     /// Whether a request passes without a record because of this, and if so the log is told.
@@ -438,7 +438,7 @@ impl Settings {
     }
 
     /// Turns a request away, and counts it.
-    pub(super) fn reject<A: Reject<Rejection, Res, E>, Res, E>(
+    pub(super) fn reject<A: Responder<Rejection, Res, E>, Res, E>(
         &self,
         answer: &A,
         rejection: Rejection,

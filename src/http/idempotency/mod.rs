@@ -1,14 +1,14 @@
 //! Idempotency for services that speak HTTP. The docs are in `crate::idempotency`.
 
-mod answer;
 mod body;
+mod execution;
 mod fingerprint;
 mod future;
-mod guard;
+mod handler;
 mod key;
 mod layer;
-mod reject;
-mod run;
+mod recorded_response;
+mod responder;
 mod service;
 
 pub use self::body::IdempotentBody;

@@ -10,20 +10,20 @@ use tower_service::Service;
 use super::body::IdempotentBody;
 use super::fingerprint::{FingerprintedBody, original_uri};
 use super::future::ResponseFuture;
-use super::guard::{guard, take_ready};
+use super::handler::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
 use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, RecordBound, Rejection};
 use crate::key::{ExtractKey, Key};
-use crate::reject::{AsResponse, Reject};
+use crate::responder::{HttpResponder, Responder};
 
 /// A service that serves the same request once. See the [module docs](crate::idempotency) for examples.
 ///
 /// Ready when the inner service is: which operation a request belongs to is known only once it is there. The inner service that
 /// reported ready is held while the store is asked; a request that is not served gives it back unused.
 #[must_use]
-pub struct Idempotency<S, K, A = AsResponse> {
+pub struct Idempotency<S, K, A = HttpResponder> {
     inner: S,
     shared: Arc<Shared<K, A>>,
 }
@@ -64,7 +64,7 @@ where
     S::Future: Send + 'static,
     S::Error: Send + 'static,
     K: ExtractKey<Request<B>> + Send + Sync + 'static,
-    A: Reject<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>
+    A: Responder<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>
         + Send
         + Sync
         + 'static,

@@ -9,13 +9,13 @@ const LOOKED_AT: usize = 8;
 
 /// The largest fence that was seen for each of the keys that are remembered.
 #[derive(Debug)]
-pub(super) struct Fences {
+pub(super) struct FenceTable {
     capacity: usize,
-    seen: Mutex<Seen>,
+    seen: Mutex<Entry>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Entry {
     largest: IndexMap<Key, u64>,
     // The largest of those that were forgotten.
     forgotten: u64,
@@ -23,13 +23,13 @@ struct Seen {
     hand: usize,
 }
 
-impl Fences {
+impl FenceTable {
     pub(super) fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(1), seen: Mutex::default() }
     }
 
     /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
-    fn seen(&self) -> MutexGuard<'_, Seen> {
+    fn seen(&self) -> MutexGuard<'_, Entry> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -55,7 +55,7 @@ impl Fences {
     }
 }
 
-impl Seen {
+impl Entry {
     /// Of some the one with the smallest fence: the later it may come again, the better.
     fn forget_one(&mut self) {
         let len = self.largest.len();
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn a_smaller_fence_is_refused_and_the_same_is_not() {
-        let fences = Fences::new(10);
+        let fences = FenceTable::new(10);
         assert_eq!(fences.admit("a".into(), 5), Ok(()));
         assert_eq!(fences.admit("a".into(), 5), Ok(()));
         assert_eq!(fences.admit("a".into(), 4), Err(5));
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn what_is_forgotten_is_not_let_through_unseen() {
-        let fences = Fences::new(100);
+        let fences = FenceTable::new(100);
         for i in 0..10_000_u64 {
             assert_eq!(fences.admit(i.into(), 1_000 + i), Ok(()));
             assert!(fences.seen().largest.len() <= 100);

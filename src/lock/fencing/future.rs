@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 
 use super::rejection::Rejection;
-use crate::reject::Reject;
+use crate::responder::Responder;
 
 pin_project! {
     /// The answer of a service that refuses fences that are too small.
@@ -41,7 +41,7 @@ impl<F, A> FenceFuture<F, A> {
 impl<F, A, Res, E> Future for FenceFuture<F, A>
 where
     F: Future<Output = Result<Res, E>>,
-    A: Reject<Rejection, Res, E>,
+    A: Responder<Rejection, Res, E>,
 {
     type Output = Result<A::Response, A::Error>;
 

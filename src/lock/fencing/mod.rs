@@ -49,7 +49,7 @@
 //! A service that does not speak HTTP, and remembers less:
 //!
 //! ```
-//! use tollgate::AsError;
+//! use tollgate::ErrorResponder;
 //! use tollgate::lock::fencing::{FenceLayer, StaleFence};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
@@ -61,7 +61,7 @@
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! let layer = FenceLayer::new(|write: &Write| write.order, |write: &Write| Some(write.fence));
 //! let service = ServiceBuilder::new()
-//!     .layer(layer.capacity(1_000).with_rejection(AsError))
+//!     .layer(layer.capacity(1_000).responder(ErrorResponder))
 //!     .service(service_fn(async |write: Write| Ok::<_, tollgate::BoxError>(write.order)));
 //!
 //! service.clone().oneshot(Write { order: 42, fence: 9 }).await?;

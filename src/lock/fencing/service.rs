@@ -5,13 +5,13 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::fences::Fences;
+use super::fences::FenceTable;
 use super::future::FenceFuture;
 use super::layer::FenceLayer;
 use super::rejection::{MissingFence, Rejection, StaleFence};
 use crate::key::ExtractKey;
 use crate::lock::MissingKey;
-use crate::reject::{AsResponse, Reject};
+use crate::responder::{HttpResponder, Responder};
 
 /// Fences are microseconds of a clock, and stay below this.
 const NO_FENCE: u64 = 1 << 53;
@@ -20,10 +20,10 @@ const NO_FENCE: u64 = 1 << 53;
 ///
 /// Ready when the inner service is. Where that holds a permit (a concurrency limit below this layer), a rejected request gives it back unused.
 #[must_use]
-pub struct Fence<S, K, F, A = AsResponse> {
+pub struct Fence<S, K, F, A = HttpResponder> {
     inner: S,
     shared: Arc<(K, F)>,
-    fences: Arc<Fences>,
+    fences: Arc<FenceTable>,
     answer: A,
 }
 
@@ -69,7 +69,7 @@ where
     S: Service<Req> + Clone,
     K: ExtractKey<Req>,
     F: Fn(&Req) -> Option<u64>,
-    A: Reject<Rejection, S::Response, S::Error> + Clone,
+    A: Responder<Rejection, S::Response, S::Error> + Clone,
 {
     type Response = A::Response;
     type Error = A::Error;

@@ -12,7 +12,7 @@ use axum::body::Body;
 use axum::extract::ConnectInfo;
 use http::{Request, Response};
 use tollgate::http::peer_ip;
-use tollgate::{AsResponse, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::{HttpResponder, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::{Layer, Service, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
@@ -36,7 +36,7 @@ fn main() {
     let mut builder = GovernorConfigBuilder::default();
     builder.per_nanosecond(1).burst_size(BURST);
     serve("no-layer", bare);
-    serve("layer-lean", layer().with_rejection(AsResponse::new().headers([]).extensions(false)).layer(bare));
+    serve("layer-lean", layer().responder(HttpResponder::new().headers([]).extensions(false)).layer(bare));
     serve("layer", layer().layer(bare));
     serve("tower_governor", GovernorLayer::new(builder.finish().expect("a quota")).layer(bare));
     serve("tower_governor-headers", GovernorLayer::new(builder.use_headers().finish().expect("a quota")).layer(bare));

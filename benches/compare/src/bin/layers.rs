@@ -26,7 +26,7 @@ use axum::extract::ConnectInfo;
 use http::{Request, Response, StatusCode};
 use tollgate::http::{PeerIp, peer_ip};
 use tollgate::rate_limit::{Decision, RateLimitHandle};
-use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::{HttpResponder, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::ServiceFn;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
@@ -124,7 +124,7 @@ fn ours() -> RateLimitLayer<MemoryBackend, PeerIp> {
 }
 
 fn lean() -> RateLimitLayer<MemoryBackend, PeerIp> {
-    ours().with_rejection(AsResponse::new().headers([]).extensions(false))
+    ours().responder(HttpResponder::new().headers([]).extensions(false))
 }
 
 fn contender<S, B>(name: &'static str, service: S) -> Contender

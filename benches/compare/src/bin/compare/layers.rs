@@ -11,8 +11,8 @@ use http::{Request, Response, StatusCode};
 use tokio::task::JoinSet;
 use tollgate::http::{PeerIp, peer_ip};
 use tollgate::rate_limit::UnitCost;
-use tollgate::reject::SameBody;
-use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::responder::SameBody;
+use tollgate::{HttpResponder, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::{GovernorConfig, GovernorConfigBuilder};
@@ -32,16 +32,16 @@ pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
 }
 
 /// In an axum router, or around one.
-type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, UnitCost, SameBody<AsResponse>>;
+type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, UnitCost, SameBody<HttpResponder>>;
 
 /// The same with header fields alone: nothing in the extensions of requests and responses.
 pub fn fields(burst: u32) -> OfAxum {
-    ours(burst).with_rejection(AsResponse::new().extensions(false).same_body())
+    ours(burst).responder(HttpResponder::new().extensions(false).same_body())
 }
 
 /// The same, without a word about it in the response.
 pub fn lean(burst: u32) -> OfAxum {
-    ours(burst).with_rejection(AsResponse::new().headers([]).extensions(false).same_body())
+    ours(burst).responder(HttpResponder::new().headers([]).extensions(false).same_body())
 }
 
 type Governor<M> = GovernorConfig<tower_governor::key_extractor::PeerIpKeyExtractor, M>;

@@ -1,0 +1,251 @@
+//! Decisions that are asked for at the same time, in one call.
+//!
+//! A call costs Redis as much as three decisions in it, so that many more are made in the same time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::{RedisError, Value};
+use smallvec::SmallVec;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::deferred::Idle;
+use crate::backend::redis::codec::rate_limit::encode;
+use crate::backend::redis::connection::runtime::RuntimeHandle;
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::scripts::{Group, Scripts};
+use crate::backend::redis::topology::Servers;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::rate_limit::Policy;
+
+/// More together would save Redis little, and hold up others for longer; the script takes no more than that.
+const LIMITS: BatchConfig = BatchConfig {
+    max_unbatched: 8,
+    linger: Duration::from_micros(200),
+    max_batch: 64,
+    split: calls,
+    max_in_flight: calls,
+    full: 4,
+};
+
+/// How many calls are to be on their way where so many decisions are asked for, each with its part of them. Of a few the way to Redis and back takes most
+/// of the time, so there had better be more calls; of many their number does, so it had better be fewer.
+const fn calls(present: usize) -> usize {
+    if present <= FEW { 4 } else { 2 }
+}
+
+/// From 24 on four calls made fewer decisions a second than two where the client had one thread.
+const FEW: usize = 20;
+
+/// What is said of one subject. There is room for the counts of the limits that most policies have.
+pub(crate) type Reply = SmallVec<[u8; 32]>;
+
+/// Where decisions meet.
+pub(crate) struct CheckBatcher(Batcher<Pending>);
+
+/// A decision that has not been asked for yet.
+struct Pending {
+    policy: Policy,
+    // Of the subject: those with the same one are beside each other before their keys are compared.
+    sum: u64,
+    // Where it is counted.
+    counts: String,
+    cost: u32,
+    reply: oneshot::Sender<Result<Reply, RedisError>>,
+}
+
+impl CheckBatcher {
+    /// Sends what has met, until it is dropped.
+    pub(crate) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, home: &RuntimeHandle) -> Self {
+        let send = move |batch, idle| {
+            let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
+            async move { send(&servers, &scripts, &idle, batch).await }
+        };
+        Self(Batcher::new(LIMITS, home, send))
+    }
+
+    /// A place for a decision that may go by itself, unless others are on their way already.
+    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+        self.0.try_direct()
+    }
+
+    /// What `rate_limit_check_plain` would say, or `None` if the decision has to go by itself after all.
+    pub(crate) async fn check(
+        &self,
+        policy: &Policy,
+        key: &Key,
+        counts: String,
+        cost: u32,
+    ) -> Option<Result<Reply, StoreError>> {
+        let waiting = |reply| Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply };
+        let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that asks for decisions has ended"));
+        let answer = self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost()));
+        Some(answer.map_err(store_error))
+    }
+}
+
+/// Asks for several decisions at once, and tells each who waits for it. When Redis has answered, if it has.
+async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<Pending>) -> Option<Instant> {
+    let connected = tokio::select! {
+        biased;
+        connected = servers.connected() => connected,
+        () = given_up(&mut batch, |waiting| &mut waiting.reply) => return None,
+    };
+    if let Err(error) = connected {
+        batch.into_iter().for_each(|waiting| drop(waiting.reply.send(Err(error.clone()))));
+        return None;
+    }
+    // Who has given up by the time that there is a connection need not be charged.
+    batch.retain(|waiting| !waiting.reply.is_closed());
+    // Those of one policy are a group, and those of one subject are beside each other in it.
+    let place = |waiting: &Pending| (std::ptr::from_ref(waiting.policy.packed(encode)), waiting.sum);
+    batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.counts.cmp(&other.counts)));
+    let (asked, mut replies): (Vec<_>, Vec<_>) =
+        batch.into_iter().map(|Pending { policy, counts, cost, reply, .. }| ((policy, counts, cost), reply)).unzip();
+    if asked.is_empty() {
+        return None;
+    }
+    let keys: Vec<_> = asked.iter().map(|(_, counts, _)| &**counts).collect();
+    let groups: Vec<_> = asked
+        .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.packed(encode), other.packed(encode)))
+        .map(|group| {
+            let costs = group.iter().map(|(.., cost)| *cost).collect();
+            Group { packed: group[0].0.packed(encode), costs }
+        })
+        .collect();
+    let answer = tokio::select! {
+        biased;
+        answer = scripts.check_many.run(servers, &keys, &groups) => answer,
+        () = given_up(&mut replies, |reply| reply) => return None,
+    };
+    let answered = answer.is_ok().then(Instant::now);
+    let answers = match answer {
+        Ok(answer) => {
+            let lengths = asked.iter().map(|(policy, ..)| policy.packed(encode).counts);
+            split(&answer, lengths).unwrap_or_else(|| {
+                tracing::debug!(error = %unexpected_reply(&answer), "redis answers several decisions in a way that cannot be read");
+                vec![Err(unreadable()); replies.len()]
+            })
+        }
+        Err(error) => vec![Err(error); replies.len()],
+    };
+    idle.then(move || {
+        for (reply, answer) in replies.into_iter().zip(answers) {
+            // Who has given up meanwhile is not interested.
+            let _ = reply.send(answer);
+        }
+    })
+    .await;
+    answered
+}
+
+/// What the script says to each of those who are told so many bytes if they are charged. `None` if that cannot be told.
+fn split(
+    answer: &Value,
+    lengths: impl ExactSizeIterator<Item = usize> + Clone,
+) -> Option<Vec<Result<Reply, RedisError>>> {
+    match answer {
+        Value::BulkString(all) if lengths.clone().sum::<usize>() == all.len() => {
+            let mut rest = &**all;
+            let mut next = |length| {
+                let (reply, others) = rest.split_at(length);
+                rest = others;
+                Ok(Reply::from_slice(reply))
+            };
+            Some(lengths.map(&mut next).collect())
+        }
+        Value::Array(answers) if answers.len() == lengths.len() => {
+            let one = |answer: &Value| match answer {
+                Value::BulkString(reply) => Ok(Reply::from_slice(reply)),
+                other => Err(other.clone().extract_error().err().unwrap_or_else(unreadable)),
+            };
+            Some(answers.iter().map(one).collect())
+        }
+        _ => None,
+    }
+}
+
+fn unreadable() -> RedisError {
+    RedisError::from((redis::ErrorKind::UnexpectedReturnType, "a decision cannot be read"))
+}
+
+/// What the script says to questions that meet.
+#[cfg(test)]
+pub(crate) async fn together(
+    servers: &Servers,
+    scripts: &Scripts,
+    asked: impl Iterator<Item = (&Policy, &Key, String, u32)>,
+) -> Result<Vec<Reply>, StoreError> {
+    let (batch, answers): (Vec<_>, Vec<_>) = asked
+        .map(|(policy, key, counts, cost)| {
+            let (reply, answer) = oneshot::channel();
+            (Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply }, answer)
+        })
+        .unzip();
+    send(servers, scripts, &Idle::new(), batch).await;
+    let mut replies = Vec::new();
+    for answer in answers {
+        let reply = answer.await.expect("everybody gets an answer");
+        replies.push(reply.map_err(store_error)?);
+    }
+    Ok(replies)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc;
+    use tokio::task::JoinSet;
+
+    use super::*;
+
+    #[test]
+    fn each_is_told_its_part_of_the_answer() {
+        let lengths = [24, 32, 24];
+        let told = |answer: &Value| split(answer, lengths.into_iter());
+        let parts = lengths.map(|length| vec![length as u8; length]);
+        let text = |bytes: &[u8]| Value::BulkString(bytes.to_vec());
+
+        let all_charged = told(&text(&parts.concat())).unwrap();
+        assert_eq!(all_charged.into_iter().map(Result::unwrap).collect::<Vec<_>>(), parts.clone().map(Reply::from));
+
+        let failed = redis::parse_redis_value(b"-WRONGTYPE a list\r\n").unwrap();
+        let some = told(&Value::Array(vec![text(&[]), failed, text(&[0; 8])])).unwrap();
+        assert!(some[0].as_ref().unwrap().is_empty());
+        assert_eq!(some[1].as_ref().unwrap_err().code(), Some("WRONGTYPE"));
+        assert_eq!(**some[2].as_ref().unwrap(), [0; 8]);
+        let other = told(&Value::Array(vec![Value::Int(1), Value::Nil, text(&[])])).unwrap();
+        assert_eq!(other.iter().map(Result::is_ok).collect::<Vec<_>>(), [false, false, true]);
+
+        for answer in [text(&[0; 79]), text(&[0; 81]), text(&[]), Value::Array(vec![text(&[]); 2]), Value::Okay] {
+            assert!(told(&answer).is_none(), "{answer:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn few_go_in_more_calls_than_many() {
+        for (number, parts) in [(16, vec![4, 4, 4, 4]), (20, vec![5, 5, 5, 5]), (32, vec![16, 16])] {
+            let (sent, mut calls) = mpsc::unbounded_channel();
+            let send = move |batch: Vec<oneshot::Sender<()>>, _| {
+                sent.send(batch.len()).unwrap();
+                async move {
+                    let _batch = batch;
+                    std::future::pending().await
+                }
+            };
+            let meeting = Arc::new(Batcher::new(LIMITS, &RuntimeHandle::here(), send));
+            let mut asking = JoinSet::new();
+            for _ in 0..number {
+                let meeting = Arc::clone(&meeting);
+                asking.spawn(async move { meeting.submit(|reply| reply).await });
+            }
+            for (turn, part) in parts.into_iter().enumerate() {
+                // Less than it takes a call to be late, which would make room for the next one.
+                let call = tokio::time::timeout(Duration::from_millis(1), calls.recv()).await;
+                assert_eq!(call.unwrap_or_else(|_| panic!("call {turn} of {number}")), Some(part));
+            }
+        }
+    }
+}

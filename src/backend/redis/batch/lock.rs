@@ -1,0 +1,251 @@
+//! Locks that are asked for, and those that are given back, at the same time, in one call.
+//!
+//! As with decisions: who is nearly alone goes by itself, and those beyond that wait until one of a few calls is back. Each of them
+//! has an answer of its own. Where a call of several has none to give, whoever is in it asks alone, with the same token: that is
+//! harmless, and what is refused to one is not refused to all.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use redis::{RedisError, Value};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::deferred::Idle;
+use crate::backend::redis::connection::runtime::RuntimeHandle;
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::keys::{Keys, LockNames};
+use crate::backend::redis::scripts::{MAX_LOCKS, Scripts};
+use crate::backend::redis::topology::Servers;
+use crate::error::StoreError;
+use crate::lock::{Acquired, Claim, LockKey, Token};
+
+/// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. But those who were
+/// answered have more to do than after a decision before they ask again: with a third part of them in each call Redis need not wait for them, and
+/// who comes late has a fourth one.
+const LIMITS: BatchConfig = BatchConfig {
+    max_unbatched: 8,
+    linger: Duration::from_micros(200),
+    max_batch: MAX_LOCKS,
+    split: |_| 3,
+    max_in_flight: |_| 4,
+    full: 4,
+};
+
+/// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
+/// what requests have asked for.
+pub(crate) struct LockBatcher(Batcher<Pending>);
+
+/// Somebody who has not asked for a lock yet, or has not given it back.
+struct Pending {
+    lock: LockKey,
+    token: Token,
+    // For how long, how many fences, and what they are to be larger than, unless it is given back.
+    terms: Option<(Duration, u32, u64)>,
+    reply: oneshot::Sender<Answer>,
+}
+
+/// The number that a script answers about one of them. `None` if it has to be asked for alone.
+type Answer = Result<Option<i64>, StoreError>;
+
+impl LockBatcher {
+    /// Sends what has met, until it is dropped.
+    pub(crate) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, home: &RuntimeHandle) -> Self {
+        let send = move |batch, idle| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
+        Self(Batcher::new(LIMITS, home, send))
+    }
+
+    /// A place for somebody who may ask alone, unless others are on their way already.
+    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+        self.0.try_direct()
+    }
+
+    /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
+    pub(crate) async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
+        let wish = |reply| Pending::to_acquire(lock, claim, reply);
+        let answer = self.0.submit(wish).await.and_then(Result::ok).unwrap_or(Ok(None))?;
+        Ok(answer.map(acquired))
+    }
+
+    /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
+    pub(crate) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
+        let wish = |reply| Pending::to_release(lock, token, reply);
+        match self.0.submit(wish).await {
+            Some(Ok(answer)) => Ok(answer?.map(listeners)),
+            // What was sent may have been done. Alone it would be told that nobody holds the lease, as if it had been lost.
+            Some(Err(gone)) => Err(StoreError::unavailable(gone)),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Pending {
+    const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
+        Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences, claim.floor)), reply }
+    }
+
+    const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
+        Self { lock: *lock, token: *token, terms: None, reply }
+    }
+}
+
+/// What the number stands for that a script answers to one who wants a lock.
+pub(crate) const fn acquired(number: i64) -> Acquired {
+    match number {
+        1.. => Acquired::Granted { fence: number.unsigned_abs() },
+        held => Acquired::Busy { remaining: Duration::from_millis(held.unsigned_abs()) },
+    }
+}
+
+/// The same for one who gives a lock back.
+const fn listeners(number: i64) -> u64 {
+    number.unsigned_abs().saturating_sub(1)
+}
+
+/// Gives leases back and asks for others, and tells each who waits for it. When Redis has answered, if it has.
+async fn exchange(
+    own: Servers,
+    scripts: Arc<Scripts>,
+    keys: Arc<Keys>,
+    idle: Idle,
+    mut batch: Vec<Pending>,
+) -> Option<Instant> {
+    let connected = tokio::select! {
+        biased;
+        connected = own.connected() => connected,
+        () = given_up(&mut batch, |wish| &mut wish.reply) => return None,
+    };
+    if let Err(error) = connected {
+        return tell(&idle, Err(error), 0, batch).await;
+    }
+    // Who has given up by the time that there is a connection need not get a lock. What is given back is given back.
+    batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
+    // Nearly always all who want one want it for as long.
+    batch.sort_by_key(|wish| (wish.terms.is_none(), wish.terms));
+    let mut given = batch.split_off(batch.partition_point(|wish| wish.terms.is_some()));
+    let mut calls = Vec::new();
+    while !batch.is_empty() || !given.is_empty() {
+        let terms = batch.last().and_then(|wish| wish.terms);
+        let mut group = batch.split_off(batch.partition_point(|wish| wish.terms < terms));
+        group.append(&mut given);
+        calls.push(exchange_alike(&own, &scripts, &keys, &idle, terms, group));
+    }
+    join_all(calls).await.into_iter().max().flatten()
+}
+
+/// The same in one call, for those who want a lease on the same terms, and behind them those who give one back.
+async fn exchange_alike(
+    own: &Servers,
+    scripts: &Scripts,
+    keys: &Keys,
+    idle: &Idle,
+    terms: Option<(Duration, u32, u64)>,
+    mut group: Vec<Pending>,
+) -> Option<Instant> {
+    let wanted = group.partition_point(|wish| wish.terms.is_some());
+    let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
+    group.iter().for_each(|wish| names.push_lease(&wish.lock));
+    group[wanted..].iter().for_each(|wish| names.push_free(&wish.lock));
+    let mut tokens = Vec::with_capacity(16 * group.len());
+    group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
+    let (ttl, fences, floor) = terms.unwrap_or((Claim::MIN_TTL, 1, 0));
+    let names = names.to_vec();
+    let reply = tokio::select! {
+        biased;
+        reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences, floor) => reply,
+        // What was sent is done all the same, and whoever gives back what may not have been sent asks again.
+        () = given_up(&mut group, |wish| &mut wish.reply) => return None,
+    };
+    if let Ok(reply) = &reply {
+        fences_in(reply, wanted).for_each(|fence| scripts.granted(fence, fences));
+    }
+    tell(idle, reply, wanted, group).await
+}
+
+/// Tells those who have met what the script says about each of them, of whom so many want a lease. When there was an answer, if there was.
+async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, group: Vec<Pending>) -> Option<Instant> {
+    let answered = reply.is_ok().then(Instant::now);
+    let numbers = match reply.map_err(store_error) {
+        Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
+            tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
+            vec![0; group.len()]
+        }),
+        Err(error) if error.is_timeout() || error.is_unavailable() => {
+            group.into_iter().for_each(|wish| drop(wish.reply.send(Err(error.clone()))));
+            return None;
+        }
+        Err(error) => {
+            tracing::debug!(%error, "redis refuses a call about several locks");
+            vec![0; group.len()]
+        }
+    };
+    idle.then(move || {
+        for (wish, number) in group.into_iter().zip(numbers) {
+            // Who has given up meanwhile is not interested.
+            let _ = wish.reply.send(Ok((number != 0).then_some(number)));
+        }
+    })
+    .await;
+    answered
+}
+
+/// What the script answers to each of so many: one number for most of those who want a lease, 1 for most of the others, and another one
+/// for those that it names.
+fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::Int(first), others @ ..] = values.as_slice() else { return None };
+    let mut answers = vec![1; count];
+    answers.get_mut(..wanted)?.fill(*first);
+    for other in others.chunks(2) {
+        let [Value::Int(which), Value::Int(answer)] = other else { return None };
+        let at = usize::try_from(*which).ok()?.checked_sub(1)?;
+        *answers.get_mut(at)? = *answer;
+    }
+    Some(answers)
+}
+
+/// The fences that the script grants to those who want a lease, of whom there are so many.
+fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
+    let values = match reply {
+        Value::Array(values) if wanted > 0 => values.as_slice(),
+        _ => &[],
+    };
+    let (most, others) = values.split_first().unzip();
+    let others = others.unwrap_or_default().chunks(2).filter_map(move |other| match other {
+        [Value::Int(which), answer] if usize::try_from(*which).is_ok_and(|which| which <= wanted) => Some(answer),
+        _ => None,
+    });
+    most.into_iter().chain(others).filter_map(|answer| match answer {
+        Value::Int(fence @ 1..) => Some(*fence),
+        _ => None,
+    })
+}
+
+/// What the script says to those who meet: to each who gives back, and to each who wants.
+#[cfg(test)]
+pub(crate) async fn exchange_together(
+    own: Servers,
+    scripts: Arc<Scripts>,
+    keys: Arc<Keys>,
+    held: impl Iterator<Item = (LockKey, Token)>,
+    wanted: impl Iterator<Item = (LockKey, Claim)>,
+) -> Result<(Vec<Option<u64>>, Vec<Option<Acquired>>), StoreError> {
+    let mut batch = Vec::new();
+    let mut meet = |wish: &dyn Fn(oneshot::Sender<Answer>) -> Pending| {
+        let (reply, answer) = oneshot::channel();
+        batch.push(wish(reply));
+        answer
+    };
+    let wanted: Vec<_> = wanted.map(|(lock, claim)| meet(&|reply| Pending::to_acquire(&lock, &claim, reply))).collect();
+    let held: Vec<_> = held.map(|(lock, token)| meet(&|reply| Pending::to_release(&lock, &token, reply))).collect();
+    exchange(own, scripts, keys, Idle::new(), batch).await;
+    let numbers = async |answers| {
+        let answers = join_all::<Vec<oneshot::Receiver<Answer>>>(answers).await;
+        answers.into_iter().map(|answer| answer.unwrap()).collect::<Result<Vec<_>, _>>()
+    };
+    let (held, wanted) = (numbers(held).await?, numbers(wanted).await?);
+    let held = held.into_iter().map(|number| number.map(listeners));
+    Ok((held.collect(), wanted.into_iter().map(|number| number.map(acquired)).collect()))
+}

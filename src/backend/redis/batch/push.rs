@@ -1,0 +1,181 @@
+//! Jobs that are pushed at the same time, in one call.
+//!
+//! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
+
+use std::mem;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::deferred::Idle;
+use crate::backend::redis::Inner;
+use crate::backend::redis::keys::Keys;
+use crate::backend::redis::scripts::Scripts;
+use crate::backend::redis::stores::delay_queue::push;
+use crate::backend::redis::topology::Servers;
+use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
+use crate::error::StoreError;
+
+const LIMITS: BatchConfig = BatchConfig {
+    max_unbatched: 8,
+    linger: Duration::from_micros(200),
+    max_batch: MAX_BATCH,
+    split: |_| 2,
+    max_in_flight: |_| 2,
+    full: 2,
+};
+
+/// Where pushes meet.
+pub(crate) struct PushBatcher(Batcher<Pending>);
+
+/// A job that has not been pushed yet.
+struct Pending {
+    queue: QueueKey,
+    job: NewJob,
+    max_jobs: u64,
+    reply: oneshot::Sender<Result<Admission, StoreError>>,
+}
+
+impl PushBatcher {
+    /// Sends what has met, until it is dropped.
+    pub(crate) fn new(inner: &Inner) -> Self {
+        let Inner { servers, keys, scripts, locks, .. } = inner;
+        let (servers, keys, scripts) = (Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts));
+        let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
+        Self(Batcher::new(LIMITS, locks.home(), send))
+    }
+
+    /// A place for a push that may go by itself, unless others are on their way already.
+    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+        self.0.try_direct()
+    }
+
+    /// Pushes a job together with others, or `None` if it has to go by itself after all.
+    pub(crate) async fn together(
+        &self,
+        queue: &QueueKey,
+        job: &NewJob,
+        max_jobs: u64,
+    ) -> Option<Result<Admission, StoreError>> {
+        let waiting = |reply| Pending { queue: *queue, job: job.clone(), max_jobs, reply };
+        let lost = || StoreError::unavailable("the runtime that pushes jobs has ended");
+        Some(self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost())))
+    }
+}
+
+/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it. When Redis has answered, if it has
+/// answered all of it.
+async fn send(
+    servers: Arc<Servers>,
+    keys: Arc<Keys>,
+    scripts: Arc<Scripts>,
+    idle: Idle,
+    mut batch: Vec<Pending>,
+) -> Option<Instant> {
+    // Who has given up need not be pushed.
+    batch.retain(|waiting| !waiting.reply.is_closed());
+    if batch.is_empty() {
+        return None;
+    }
+    // At the same time: a node of a cluster that hangs concerns its own queues.
+    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, &idle, group));
+    join_all(calls).await.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
+}
+
+/// Jobs of one queue and priority, and no more in a group than one call carries.
+fn groups(mut batch: Vec<Pending>) -> Vec<Vec<Pending>> {
+    let mut groups = Vec::new();
+    while let Some(last) = batch.last() {
+        let (mut group, rest): (Vec<_>, Vec<_>) = {
+            let (queue, priority, max_jobs) = (last.queue, last.job.priority, last.max_jobs);
+            batch.into_iter().partition(|waiting| {
+                (waiting.queue, waiting.job.priority, waiting.max_jobs) == (queue, priority, max_jobs)
+            })
+        };
+        batch = rest;
+        while !group.is_empty() {
+            let others = group.split_off(batch_len(group.iter().map(|waiting| waiting.job.size())));
+            groups.push(mem::replace(&mut group, others));
+        }
+    }
+    groups
+}
+
+/// Pushes several jobs of one queue and priority. When there was an answer, if there was.
+async fn send_group(
+    servers: &Servers,
+    keys: &Keys,
+    scripts: &Scripts,
+    idle: &Idle,
+    group: Vec<Pending>,
+) -> Option<Instant> {
+    let (keys, max_jobs) = (keys.delay_queue(&group[0].queue), group[0].max_jobs);
+    let (jobs, mut replies): (Vec<_>, Vec<_>) =
+        group.into_iter().map(|Pending { job, reply, .. }| (job, reply)).unzip();
+    let jobs: Vec<_> = jobs.iter().collect();
+    let answer = tokio::select! {
+        biased;
+        answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
+        () = given_up(&mut replies, |reply| reply) => return None,
+    };
+    let answered = answer.is_ok().then(Instant::now);
+    idle.then(move || {
+        for (i, reply) in replies.into_iter().enumerate() {
+            let admission = match &answer {
+                Ok(admissions) => Ok(admissions[i]),
+                Err(error) => Err(error.clone()),
+            };
+            // Who has given up meanwhile is not interested.
+            let _ = reply.send(admission);
+        }
+    })
+    .await;
+    answered
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::redis::connection::connect::Connector;
+    use crate::backend::redis::connection::pool::{Pool, PoolOptions};
+    use crate::backend::redis::connection::runtime::RuntimeHandle;
+    use crate::delay_queue::{JobId, Priority};
+
+    /// Of somebody who has given up.
+    fn waiting(bytes: usize, priority: Priority) -> Pending {
+        let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
+        Pending { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
+    }
+
+    /// The time that it took was taken for that of the way to Redis.
+    #[tokio::test]
+    async fn pushes_that_nobody_waits_for_are_no_answer() {
+        // There is nobody to connect to.
+        let client = redis::Client::open("redis://127.0.0.1:1/").unwrap();
+        let connector = Connector::Client(Box::new((client, redis::AsyncConnectionConfig::new())));
+        let terms =
+            PoolOptions { connect: Duration::MAX, response: Duration::MAX, home: Arc::new(RuntimeHandle::here()) };
+        let servers = Servers::One(Pool::lazy(connector, 1, terms, &Arc::default()));
+        let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
+        let (servers, keys, scripts) = (Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()));
+        assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);
+    }
+
+    /// Redis does nothing else for as long as it takes a script to read them.
+    #[test]
+    fn large_jobs_that_meet_go_in_several_calls() {
+        let sizes = |batch| {
+            let mut sizes: Vec<_> = groups(batch).iter().map(Vec::len).collect();
+            sizes.sort_unstable();
+            sizes
+        };
+        assert_eq!(sizes((0..MAX_BATCH).map(|_| waiting(100, Priority::Normal)).collect()), [MAX_BATCH]);
+        let large = (0..100).map(|_| waiting(60_000, Priority::Normal));
+        assert_eq!(sizes(large.chain([waiting(1, Priority::Low)]).collect()), [1, 15, 17, 17, 17, 17, 17]);
+        assert_eq!(sizes((0..3).map(|_| waiting(2_000_000, Priority::Normal)).collect()), [1, 1, 1]);
+    }
+}

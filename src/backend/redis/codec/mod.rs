@@ -1,0 +1,4 @@
+//! The binary formats that scripts and Rust share.
+
+pub(crate) mod job;
+pub(crate) mod rate_limit;

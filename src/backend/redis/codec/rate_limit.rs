@@ -1,0 +1,227 @@
+//! The packed counts of `lua/rate_limit_check.lua`: the terms of a policy as they are sent, and what comes back.
+
+use std::time::Duration;
+
+pub(crate) use crate::rate_limit::EncodedLimits;
+use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
+use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
+
+const VERSION: u8 = 4;
+/// While a key is blocked; the end of the block follows, and then the counts.
+const BLOCKED: u8 = 2;
+/// What a reply says, where it is more than the counts.
+const BLOCKED_STATUS: u64 = 2;
+const ADMITTED: u8 = 3;
+const INSTANT: usize = 7;
+/// Doubles have all integers up to this one.
+const EXACT: i64 = 1 << 53;
+/// A number of a count, and the time of the last update.
+const NUMBER: usize = 8;
+
+const fn code(algorithm: Algorithm) -> u8 {
+    match algorithm {
+        Algorithm::TokenBucket => 1,
+        Algorithm::FixedWindow => 2,
+        Algorithm::SlidingWindow => 3,
+        Algorithm::SlidingLog => 4,
+    }
+}
+
+/// How many numbers a count has.
+const fn numbers(algorithm: Algorithm) -> usize {
+    match algorithm {
+        Algorithm::TokenBucket | Algorithm::FixedWindow => 2,
+        Algorithm::SlidingWindow => 3,
+        Algorithm::SlidingLog => 0,
+    }
+}
+
+/// The terms, and how counts begin that were made with them: there is what the key does not tell of the terms.
+pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
+    // The last update is in front of them.
+    let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
+    let (mut all, mut limits) = (Vec::new(), vec![VERSION]);
+    for LimitParams { algorithm, span, step, capacity } in terms {
+        let (span, step, capacity) = (span.to_le_bytes(), step.to_le_bytes(), capacity.to_le_bytes());
+        let rate = [&span[..7], &step[..5]].concat();
+        all.push(code(*algorithm));
+        all.extend(&rate);
+        all.extend(capacity);
+        if *algorithm == Algorithm::TokenBucket {
+            limits.extend(&rate);
+        }
+        limits.extend(capacity);
+    }
+    let layout = format!("<{}", "d".repeat(numbers));
+    EncodedLimits {
+        terms: all,
+        format: format!("c{}{layout}", limits.len()),
+        limits,
+        layout,
+        counts: numbers * NUMBER,
+        ttl_ms: time_to_live_ms(terms),
+    }
+}
+
+/// Whether one of several replies says that its subject is admitted.
+pub(crate) fn is_admitted(reply: &[u8]) -> bool {
+    reply.first() == Some(&ADMITTED)
+}
+
+/// How long counts say something after they were written, debts included, and a quarter of that: the scripts do not write it each time.
+fn time_to_live_ms(terms: &[LimitParams]) -> u64 {
+    let longest = terms.iter().map(|terms| match terms.algorithm {
+        Algorithm::TokenBucket => (2 * terms.full()).div_ceil(terms.step.max(1)),
+        Algorithm::SlidingWindow => 2 * terms.span,
+        Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
+    });
+    // Expiry is counted in whole milliseconds of another reading of the clock.
+    let longest = longest.max().unwrap_or(0).div_ceil(1_000) + 10;
+    longest + longest.div_ceil(4)
+}
+
+/// What a script says of one subject: the clock and the counts as they are stored now, if it was charged and has no logs, and otherwise
+///
+/// ```text
+/// status, clock, (used, us until the cost fits, us until more is left) for each log, the value as it is stored now
+/// ```
+///
+/// The first is told by its length, which the second never has without logs.
+///
+/// `None` if it cannot be understood.
+pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
+    let mut reader = Reader(reply);
+    let is_short = policy.logs().next().is_none() && reply.len() == policy.packed(encode).counts;
+    let (status, now) =
+        if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
+    let charged = charges && cost > 0 && status == u64::from(ADMITTED);
+    // What was charged is in the counts.
+    let asked = if charged { 0 } else { cost };
+
+    let mut log_statuses = policy
+        .logs()
+        .map(|terms| {
+            let remaining = u64::from(terms.capacity).saturating_sub(reader.integer(5)?) as u32;
+            let [retry, reset] = [reader.integer(INSTANT)?, reader.integer(INSTANT)?].map(Duration::from_micros);
+            Some(LimitStatus::new(terms.capacity, remaining, retry, reset))
+        })
+        .collect::<Option<Vec<_>>>()?
+        .into_iter();
+
+    let mut blocked_for = 0;
+    if reader.0.first() == Some(&BLOCKED) {
+        reader.integer(1)?;
+        blocked_for = reader.integer(INSTANT)?.saturating_sub(now);
+    }
+    let mut counts =
+        if is_short { Counts::EncodedLimits { reader, last: now } } else { Counts::read(reader.0, policy, now)? };
+    let statuses = policy.terms().iter().map(|terms| match counts.next(terms, now) {
+        Some(count) => count.status(terms, now, asked),
+        None => log_statuses.next().unwrap_or(LimitStatus::new(terms.capacity, 0, Duration::ZERO, Duration::ZERO)),
+    });
+    let decision = Decision::new(statuses);
+    Some(match status {
+        BLOCKED_STATUS => decision.blocked(Duration::from_micros(blocked_for)),
+        _ if charged => {
+            let receipt = receipt(now, policy.terms(), decision.limits());
+            decision.with_receipt(receipt)
+        }
+        _ => decision,
+    })
+}
+
+/// The counts of one subject, one after the other.
+enum Counts<'a> {
+    /// Nothing is stored.
+    None,
+    /// As they were packed under the same terms at the instant `last`.
+    EncodedLimits { reader: Reader<'a>, last: u64 },
+    /// Carried over from other terms.
+    CarriedOver(std::vec::IntoIter<Option<Count>>),
+}
+
+impl<'a> Counts<'a> {
+    fn read(value: &'a [u8], policy: &Policy, now: u64) -> Option<Self> {
+        if value.is_empty() {
+            return Some(Self::None);
+        }
+        if let Some(rest) = value.strip_prefix(&*policy.packed(encode).limits) {
+            let mut reader = Reader(rest);
+            let last = reader.number()?;
+            return Some(Self::EncodedLimits { reader, last: last.min(now) });
+        }
+        let mut reader = Reader(value);
+        if reader.integer(1)? != u64::from(VERSION) {
+            return None;
+        }
+        let terms = policy.terms().iter().map(|terms| reader.terms(terms)).collect::<Option<Vec<LimitParams>>>()?;
+        let last = reader.number()?;
+        let mut old = Self::EncodedLimits { reader, last: last.min(now) };
+        let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
+        let carried =
+            carry_over(&terms, |index| counts.get(index).copied().flatten(), policy.terms(), policy.quota_change());
+        Some(Self::CarriedOver(carried.collect::<Vec<_>>().into_iter()))
+    }
+
+    /// The count of the next limit, brought up to `now`; `None` for a log.
+    fn next(&mut self, terms: &LimitParams, now: u64) -> Option<Count> {
+        let fresh = Count::new(terms.algorithm, now);
+        match self {
+            Self::None => fresh,
+            Self::EncodedLimits { reader, last } => {
+                let mut count = reader.count(terms.algorithm, now)?;
+                count.advance(terms, *last, now);
+                Some(count)
+            }
+            Self::CarriedOver(counts) => counts.next().flatten().or(fresh),
+        }
+    }
+}
+
+/// Bytes to be read from the front.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    /// A little-endian integer of so many bytes, at most 8.
+    fn integer(&mut self, bytes: usize) -> Option<u64> {
+        let (integer, rest) = self.0.split_at_checked(bytes)?;
+        self.0 = rest;
+        Some(integer.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+    }
+
+    /// An integer that Lua counts exactly, as it has it.
+    fn number(&mut self) -> Option<u64> {
+        let (number, rest) = self.0.split_first_chunk::<NUMBER>()?;
+        self.0 = rest;
+        let number = f64::from_le_bytes(*number);
+        // What is none becomes another one here, or too large.
+        let integer = number as i64;
+        (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
+    }
+
+    /// Of a limit that is counted in the place of this one.
+    fn terms(&mut self, terms: &LimitParams) -> Option<LimitParams> {
+        if terms.algorithm == Algorithm::TokenBucket {
+            let (span, step, capacity) = (self.integer(7)?, self.integer(5)?, self.integer(4)? as u32);
+            return (span > 0).then_some(LimitParams { span, step, capacity, ..*terms });
+        }
+        Some(terms.with_capacity(self.integer(4)? as u32))
+    }
+
+    /// `None` for a log.
+    fn count(&mut self, algorithm: Algorithm, now: u64) -> Option<Count> {
+        if algorithm == Algorithm::SlidingLog {
+            return None;
+        }
+        // Nothing begins after `now`, whatever another program may have stored.
+        let start = self.number()?.min(now);
+        Some(match algorithm {
+            Algorithm::TokenBucket => Count::TokenBucket { since: start, debt: self.number()? },
+            Algorithm::FixedWindow => Count::FixedWindow { start, used: self.number()? },
+            Algorithm::SlidingWindow => {
+                Count::SlidingWindow { start, previous: self.number()?, current: self.number()? }
+            }
+            Algorithm::SlidingLog => return None,
+        })
+    }
+}

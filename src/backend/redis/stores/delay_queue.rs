@@ -1,0 +1,408 @@
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use redis::Value;
+
+use crate::backend::redis::batch::push::PushBatcher;
+use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs, stored_job, ticket, when};
+use crate::backend::redis::connection::subscriber::Interest;
+use crate::backend::redis::error::unexpected_reply;
+use crate::backend::redis::keys::QueueKeys;
+use crate::backend::redis::scripts::Scripts;
+use crate::backend::redis::topology::Servers;
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::delay_queue::{
+    Ack, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Died, Due, Expired,
+    Extended, Finished, JobId, JobLease, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob,
+    WorkerId, batch_len,
+};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::{Notifications, Reach};
+
+impl DelayQueueStore for RedisBackend {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        let pushes = self.inner.pushes.get_or_init(|| PushBatcher::new(&self.inner));
+        // Held until the answer is there.
+        let place = pushes.try_direct();
+        if let ([job], None) = (jobs, &place)
+            && let Some(admission) = pushes.together(queue, job, max_jobs).await
+        {
+            return Ok(vec![admission?]);
+        }
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        let mut admissions = vec![Admission::Full; jobs.len()];
+        // One script for each priority, mostly one in all.
+        for &priority in Priority::ALL {
+            let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
+            let mut rest = &places[..];
+            while !rest.is_empty() {
+                let (places, others) = rest.split_at(batch_len(rest.iter().map(|&i| jobs[i].size())));
+                rest = others;
+                let batch: Vec<_> = places.iter().map(|&i| &jobs[i]).collect();
+                let answers = push(servers, scripts, &keys, max_jobs, &batch).await?;
+                for (&i, answer) in places.iter().zip(answers) {
+                    admissions[i] = answer;
+                }
+            }
+        }
+        Ok(admissions)
+    }
+
+    async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+        let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        // A worker gives its calls up by itself. What only notes is asked again, better over another connection.
+        let patience = match claim.limit {
+            0 => locks.patience(),
+            _ => Claim::patience(claim.lease).max(locks.patience()),
+        };
+        let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
+        loop {
+            let (part, others) = rest.split_at(at_once(rest));
+            rest = others;
+            let packed = PackedFinishes::new(part);
+            // Only the last one claims.
+            let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await;
+            let reply = reply.map_err(|error| {
+                // What the calls before it finished is finished, and a script may do a part until it finds what is not ours.
+                if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
+            })?;
+            let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
+            answers.append(&mut claimed.finished);
+            if rest.is_empty() {
+                return Ok(Claimed { finished: answers, ..claimed });
+            }
+        }
+    }
+
+    async fn extend(
+        &self,
+        queue: &QueueKey,
+        tickets: &[JobLease],
+        lease: Duration,
+    ) -> Result<Vec<Extended>, StoreError> {
+        // Not behind what requests have asked for.
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        let mut extended = Vec::with_capacity(tickets.len());
+        for tickets in tickets.chunks(MAX_BATCH) {
+            let packed: Vec<_> = tickets.iter().map(ticket).collect();
+            let reply = scripts.delay_queue_extend(locks.apart(), &keys, lease, &packed).await?;
+            for answer in array(&reply, tickets.len())? {
+                extended.push(match answer {
+                    Value::Int(0) => Extended::Lost,
+                    Value::Int(1) => Extended::Held,
+                    Value::Int(2) => Extended::Cancelled,
+                    _ => return Err(unexpected_reply(&reply)),
+                });
+            }
+        }
+        Ok(extended)
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let wake = keys.delay_queue(queue).wake;
+        locks.subscriber().subscribe(format!("{wake}{worker}"), Interest::Changes).await
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        let reply = self.control(queue, "get", id.as_bytes()).await?;
+        match &reply {
+            Value::Array(values) => match values.as_slice() {
+                [] => Ok(None),
+                [Value::Int(state @ 1..=3), Value::BulkString(record)] => {
+                    let state = [State::Waiting, State::Running, State::Dead][*state as usize - 1];
+                    stored_job(id.as_bytes(), record, state).map(Some).ok_or_else(foreign_job)
+                }
+                _ => Err(unexpected_reply(&reply)),
+            },
+            _ => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
+        match self.control(queue, "cancel", (id.as_bytes(), u8::from(keeps_unique))).await? {
+            Value::Int(0) => Ok(Cancelled::Missing),
+            Value::Int(1) => Ok(Cancelled::Removed),
+            Value::Int(2) => Ok(Cancelled::Told),
+            Value::Int(3) => Ok(Cancelled::Dead),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        changed(&self.control(queue, "reschedule", (id.as_bytes(), when(due))).await?)
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        changed(&self.control(queue, "replace", (id.as_bytes(), payload)).await?)
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        let reply = self.control(queue, "counts", "").await?;
+        let numbers: Option<Vec<i64>> = array(&reply, 6)?
+            .iter()
+            .map(|value| match value {
+                Value::Int(number) => Some(*number),
+                _ => None,
+            })
+            .collect();
+        let Some(&[waiting, due, running, dead, oldest, is_paused]) = numbers.as_deref() else {
+            return Err(unexpected_reply(&reply));
+        };
+        let count = |number: i64| u64::try_from(number).unwrap_or_default();
+        Ok(Counts {
+            waiting: count(waiting),
+            due: count(due),
+            running: count(running),
+            dead: count(dead),
+            oldest_due: u64::try_from(oldest).ok().map(Duration::from_millis),
+            is_paused: is_paused == 1,
+        })
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        let place = match state {
+            State::Waiting => 1,
+            State::Running => 2,
+            State::Dead => 3,
+        };
+        // The script counts in numbers that are exact up to there.
+        let skip = skip.min(1 << 53);
+        let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
+        let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
+        Ok(stored_jobs(values, state))
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.control(queue, "pause", u8::from(is_paused)).await.map(drop)
+    }
+
+    async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        match self.control(queue, "drain", (limit.min(MAX_BATCH), u8::from(keeps_unique))).await? {
+            Value::Int(removed @ 0..) => Ok(removed as usize),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
+        match self.control(queue, "release_unique", key.as_bytes()).await? {
+            Value::Int(was_held @ 0..=1) => Ok(was_held == 1),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.each(queue, "replay", ids).await
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.each(queue, "forget", ids).await
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Redis
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.inner).addr())
+    }
+}
+
+impl RedisBackend {
+    async fn control(&self, queue: &QueueKey, verb: &str, args: impl redis::ToRedisArgs) -> Result<Value, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        scripts.delay_queue_control(servers, &keys.delay_queue(queue), verb, args).await
+    }
+
+    async fn each(&self, queue: &QueueKey, verb: &str, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        let names: Vec<_> = ids.iter().take(MAX_BATCH).map(JobId::as_bytes).collect();
+        if names.is_empty() {
+            return Ok(Vec::new());
+        }
+        let reply = self.control(queue, verb, &names).await?;
+        match &reply {
+            // Fewer than were asked for where they are large.
+            Value::Array(answers) if (1..=names.len()).contains(&answers.len()) => {
+                Ok(answers.iter().map(|answer| *answer == Value::Int(1)).collect())
+            }
+            _ => Err(unexpected_reply(&reply)),
+        }
+    }
+}
+
+impl RedisBackend {
+    /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
+    /// an array that begins with a text: `1` the job is new, `0` there is one with its id, `2` the queue is full, `3` another job holds
+    /// its unique key, whose id comes next.
+    ///
+    /// ```no_run
+    /// use tollgate::backend::redis::bb8_redis::redis;
+    /// use tollgate::{DelayQueue, RedisBackend};
+    ///
+    /// # async fn example(mut connection: redis::aio::MultiplexedConnection) -> Result<(), tollgate::BoxError> {
+    /// let backend = RedisBackend::connect("redis://127.0.0.1/").await?;
+    /// let queue = DelayQueue::<u32>::new(backend.clone(), "orders");
+    ///
+    /// let job = queue.push(42).id("order:42").prepare()?;
+    /// let mut pipeline = redis::pipe();
+    /// pipeline.atomic().set("order:42", "unpaid").ignore();
+    /// backend.push_in(&mut pipeline, &job);
+    /// let _: redis::Value = pipeline.query_async(&mut connection).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// On a cluster all keys of a pipeline have to be in the slot of the queue. The script goes along as text.
+    pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let PreparedPush { queue, job, max_jobs } = job;
+        let jobs = [job];
+        let command = scripts.delay_queue_push_command(
+            servers,
+            &keys.delay_queue(queue),
+            job.priority as usize,
+            *max_jobs,
+            &PackedJobs(&jobs),
+        );
+        pipeline.add_command(command);
+    }
+}
+
+/// How many of these one script finishes. What is not done takes the server several times as long as what is, and no script is to keep it
+/// for long.
+fn at_once(finished: &[Ack]) -> usize {
+    let mut others = 0;
+    let is_short = |finish: &&Ack| {
+        others += usize::from(!finish.ending.forgets());
+        others <= MAX_BATCH / 4
+    };
+    finished.iter().take(MAX_BATCH).take_while(is_short).count()
+}
+
+/// The values of a reply, as many as were asked for.
+fn array(reply: &Value, len: usize) -> Result<&[Value], StoreError> {
+    match reply {
+        Value::Array(values) if values.len() == len => Ok(values),
+        _ => Err(unexpected_reply(reply)),
+    }
+}
+
+/// Pushes jobs of one priority.
+pub(crate) async fn push(
+    servers: &Servers,
+    scripts: &Scripts,
+    keys: &QueueKeys,
+    max_jobs: u64,
+    jobs: &[&NewJob],
+) -> Result<Vec<Admission>, StoreError> {
+    let Some(first) = jobs.first() else { return Ok(Vec::new()) };
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
+    admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
+}
+
+/// The reply of `delay_queue_push.lua`.
+fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
+    let mut holders = holders.iter();
+    let admission = |(job, answer): (&&NewJob, &u8)| match answer {
+        b'0' => Some(Admission::Exists(job.id)),
+        b'1' => Some(Admission::New),
+        b'2' => Some(Admission::Full),
+        b'3' => match holders.next()? {
+            Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
+            _ => None,
+        },
+        _ => None,
+    };
+    if answers.len() == jobs.len() { jobs.iter().zip(answers).map(admission).collect() } else { None }
+}
+
+fn changed(reply: &Value) -> Result<Changed, StoreError> {
+    match reply {
+        Value::Int(0) => Ok(Changed::Missing),
+        Value::Int(1) => Ok(Changed::Done),
+        Value::Int(2) => Ok(Changed::Running),
+        Value::Int(3) => Ok(Changed::Dead),
+        _ => Err(unexpected_reply(reply)),
+    }
+}
+
+/// The reply of `delay_queue_claim.lua`.
+fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
+    let Value::Array(values) = reply else { return None };
+    let [
+        Value::BulkString(answers),
+        Value::Int(now_us),
+        Value::Int(more @ (0 | 1)),
+        Value::Int(next_ms),
+        Value::Int(oldest_ms),
+        Value::Int(token),
+        Value::Int(expired),
+        Value::Array(died),
+        claims @ ..,
+    ] = values.as_slice()
+    else {
+        return None;
+    };
+    let finished = finishes.places.iter().map(|&place| match answers.get(place)? {
+        b'0' => Some(Finished::Gone),
+        b'1' => Some(Finished::Done),
+        b'2' => Some(Finished::Dead),
+        b'3' => Some(Finished::Lost),
+        b'4' => Some(Finished::Cancelled),
+        _ => None,
+    });
+    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: died.len() / 2 };
+    let died = died.chunks(2).map(|pair| match pair {
+        [Value::BulkString(id), Value::Int(attempts)] => Some(Died::new(JobId::from_store(id)?, *attempts as u16)),
+        _ => None,
+    });
+    let token = u64::try_from(*token).ok()?;
+    let mut jobs = Vec::new();
+    for pair in claims.chunks(2) {
+        let [Value::Array(ids), Value::Array(records)] = pair else { return None };
+        jobs.reserve(ids.len());
+        // One that cannot be read must not keep the others from being done: it is dead when its attempts are over.
+        let stored = ids.iter().zip(records).filter_map(|(id, record)| stored(id, record, State::Running));
+        jobs.extend(stored.map(|job| ClaimedJob { token, job }));
+    }
+    Some(Claimed {
+        finished: finished.collect::<Option<_>>()?,
+        jobs,
+        more: *more == 1,
+        next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
+        oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
+        expired,
+        // An id that cannot be read is of nobody's job.
+        died: died.flatten().collect(),
+        now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
+    })
+}
+
+/// Ids and records, one after the other. One that cannot be read must not keep the others from being seen.
+fn stored_jobs(values: &[Value], state: State) -> Vec<StoredJob> {
+    values.chunks(2).filter_map(|pair| stored(pair.first()?, pair.get(1)?, state)).collect()
+}
+
+fn stored(id: &Value, record: &Value, state: State) -> Option<StoredJob> {
+    match (id, record) {
+        (Value::BulkString(id), Value::BulkString(record)) => stored_job(id, record, state),
+        _ => None,
+    }
+}
+
+fn foreign_job() -> StoreError {
+    StoreError::foreign_data("a record does not hold a job of version 1")
+}

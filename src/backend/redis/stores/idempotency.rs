@@ -1,0 +1,232 @@
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use redis::Value;
+
+use super::lock_registry::scan;
+use crate::backend::redis::connection::subscriber::Interest;
+use crate::backend::redis::error::{is_refused_for_now, unexpected_reply};
+use crate::backend::redis::keys::PARTS;
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::idempotency::{
+    Answer, Begun, Checkpoint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
+    OperationState, OperationStatus, Payload,
+};
+use crate::key::Key;
+use crate::lock::{Cursor, Notifications, Reach, Token};
+
+impl IdempotencyStore for RedisBackend {
+    async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let record = keys.idempotency(operation);
+        let (records, most) = self.bound(&record, operation, claim);
+        let reply = scripts.idempotency_begin(servers, [&record, &records], claim, most).await?;
+        begun(&reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload).await?)
+    }
+
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let record = keys.idempotency(operation);
+        is_done(&scripts.idempotency_checkpoint(servers, &record, claim, payload, checkpoint).await?)
+    }
+
+    async fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
+        // Answers are large, and a caller waits: not where renewals must not wait behind them.
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let publish = (self.publish(), &*channel);
+        is_done(&scripts.idempotency_complete(servers, &record, token, completion, publish).await?)
+    }
+
+    async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (records, most) = self.bound(&record, operation, claim);
+        let publish = (self.publish(), &*channel);
+        let release =
+            |records, most| scripts.idempotency_release(locks.apart(), [&record, records], &claim.token, most, publish);
+        let reply = match release(&records, most).await {
+            // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself when the record would have ended.
+            Err(error) if is_refused_for_now(&error) => release(&record, 0).await?,
+            reply => reply?,
+        };
+        is_done(&reply)
+    }
+
+    async fn watch(&self, operation: &Operation) -> Notifications {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.done(operation), Interest::Changes).await
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Redis
+    }
+}
+
+impl RedisBackend {
+    /// Where the records of a caller are counted, and how many there may be. If they are not counted, the number is 0 and the key that of the
+    /// record: a script with a single key is not refused while its slot moves.
+    fn bound(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
+        let Some(bound) = claim.bound.as_ref().filter(|bound| bound.most > 0) else { return (record.to_owned(), 0) };
+        let Inner { servers, keys, .. } = &*self.inner;
+        // All keys of a script are in one slot, so on a cluster there is a count for each part.
+        let is_cluster = servers.is_cluster();
+        let most = if is_cluster { share(bound.most) } else { bound.most };
+        (keys.records(&bound.scope, operation, is_cluster), most.min(MOST_COUNTED))
+    }
+}
+
+/// More than a script can count exactly, as good as no bound.
+const MOST_COUNTED: u64 = 1 << 53;
+
+/// How many records one of the parts of a cluster may have, so that together they have `most`. Keys fall on parts at random: with four standard
+/// deviations of room hardly any part is full before its caller has as many as that.
+fn share(most: u64) -> u64 {
+    let fair = most.div_ceil(PARTS);
+    fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
+}
+
+impl IdempotencyRegistry for RedisBackend {
+    async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let reply = scripts.idempotency_inspect(locks.apart(), &keys.idempotency(operation)).await?;
+        status(operation, &reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let OperationStatus { operation, state, fence, .. } = status;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
+        is_done(&scripts.idempotency_forget(locks.apart(), &record, found, publish).await?)
+    }
+
+    async fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        let OperationStatus { operation, state, fence, .. } = status;
+        if !matches!(state, OperationState::Unknown { .. } | OperationState::Completed { .. }) {
+            return Ok(false);
+        }
+        // Answers are large: not where renewals must not wait behind them.
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (found, kept, publish) = ((number_of(*state), *fence), (answer, retention), (self.publish(), &*channel));
+        is_done(&scripts.idempotency_complete_unknown(servers, &record, found, kept, publish).await?)
+    }
+
+    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let (records, next) = scan(locks.apart(), from, &keys.operations(scope), most).await?;
+        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        let found = records.iter().filter_map(|record| keys.operation_of(record));
+        let looks = try_join_all(found.map(|operation| async move {
+            match IdempotencyRegistry::inspect(self, &operation).await {
+                // What others wrote is no operation, and hides none of those behind it.
+                Err(error) if error.is_foreign_data() => Ok(None),
+                status => status,
+            }
+        }));
+        let operations = looks.await?.into_iter().flatten().collect();
+        Ok(OperationPage { operations, next })
+    }
+}
+
+/// What `idempotency_inspect.lua` calls it.
+const fn number_of(state: OperationState) -> u8 {
+    match state {
+        OperationState::Free => 0,
+        OperationState::InFlight { .. } => 1,
+        OperationState::Completed { is_kept: true } => 2,
+        OperationState::Completed { is_kept: false } => 3,
+        OperationState::Unknown { .. } => 4,
+    }
+}
+
+/// The reply of `idempotency_inspect.lua`; `None` if it is none of it.
+fn status(operation: &Operation, reply: &Value) -> Option<Option<OperationStatus>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::Int(state), fence, attempts, lasts_ms, kept_ms, Value::BulkString(checkpoint)] = values.as_slice()
+    else {
+        return values.is_empty().then_some(None);
+    };
+    let lasts = Duration::from_millis(number(lasts_ms)?);
+    let state = match state {
+        0 => OperationState::Free,
+        1 => OperationState::InFlight { remaining: lasts },
+        2 | 3 => OperationState::Completed { is_kept: *state == 2 },
+        4 => OperationState::Unknown { since: lasts },
+        _ => return None,
+    };
+    Some(Some(OperationStatus {
+        operation: *operation,
+        state,
+        fence: number(fence)?,
+        attempts: number(attempts)?.try_into().ok()?,
+        checkpoint: if checkpoint.is_empty() { None } else { Some(Checkpoint::from_bytes(checkpoint)?) },
+        kept_for: Duration::from_millis(number(kept_ms)?),
+    }))
+}
+
+fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}
+
+/// The reply of `idempotency_begin.lua`.
+fn begun(reply: &Value) -> Option<Begun> {
+    let Value::Array(values) = reply else { return None };
+    let payload = |value: &Value| match value {
+        Value::BulkString(bytes) => Payload::from_bytes(bytes),
+        _ => None,
+    };
+    Some(match values.as_slice() {
+        [Value::Int(0)] => Begun::Mismatch,
+        [Value::Int(1), fence, attempt, body, Value::BulkString(rest)] => Begun::Granted {
+            fence: number(fence)?,
+            attempt: number(attempt)?.try_into().ok()?,
+            payload: payload(body)?,
+            checkpoint: if rest.is_empty() { None } else { Some(Checkpoint::from_bytes(rest)?) },
+        },
+        [Value::Int(6), remaining_ms] => Begun::ScopeFull { retry_after: Duration::from_millis(number(remaining_ms)?) },
+        [Value::Int(2), remaining_ms, body] => {
+            Begun::InFlight { remaining: Duration::from_millis(number(remaining_ms)?), payload: payload(body)? }
+        }
+        [Value::Int(3), attempt, body] => {
+            Begun::Unknown { attempt: number(attempt)?.try_into().ok()?, payload: payload(body)? }
+        }
+        [Value::Int(state @ (4 | 5)), body, Value::BulkString(answer)] => {
+            Begun::Completed { payload: payload(body)?, answer: answer.as_slice().into(), is_kept: *state == 4 }
+        }
+        _ => return None,
+    })
+}
+
+fn is_done(reply: &Value) -> Result<bool, StoreError> {
+    match reply {
+        Value::Int(done @ (0 | 1)) => Ok(*done == 1),
+        _ => Err(unexpected_reply(reply)),
+    }
+}

@@ -1,0 +1,307 @@
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use redis::Value;
+use smallvec::SmallVec;
+
+use crate::backend::redis::batch::lock::{LockBatcher, acquired};
+use crate::backend::redis::cluster::slot;
+use crate::backend::redis::connection::pubsub::Source;
+use crate::backend::redis::connection::runtime::RuntimeHandle;
+use crate::backend::redis::connection::subscriber::{Interest, Subscriber};
+use crate::backend::redis::error::{is_refused_for_now, store_error, unexpected_reply};
+use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind};
+use crate::backend::redis::topology::{CarefulServers, Delivery, Servers};
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::lock::{
+    Acquired, Claim, Line, LockKey, LockKind, LockStore, Notifications, Reach, Released, Renewal, Replicas, Token,
+};
+
+/// The connections that only locks need, opened when they do.
+pub(crate) struct LockLinks {
+    // Renewals and releases, and what goes together with these, do not wait behind what requests have asked for.
+    own: Servers,
+    // For leases that replicas have to know of: when they are granted, and when they are renewed.
+    careful: [CarefulServers; 2],
+    // How long one answer is waited for.
+    patience: Duration,
+    source: Source,
+    home: Arc<RuntimeHandle>,
+    subscriber: OnceLock<Subscriber>,
+}
+
+impl LockLinks {
+    pub(crate) const fn new(
+        own: Servers,
+        careful: [CarefulServers; 2],
+        patience: Duration,
+        source: Source,
+        home: Arc<RuntimeHandle>,
+    ) -> Self {
+        Self { own, careful, patience, source, home, subscriber: OnceLock::new() }
+    }
+
+    /// The same connections, listening by themselves.
+    #[cfg(test)]
+    pub(crate) fn again(&self) -> Self {
+        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone(), Arc::clone(&self.home))
+    }
+
+    /// Where nothing waits behind what requests have asked for.
+    pub(crate) const fn apart(&self) -> &Servers {
+        &self.own
+    }
+
+    /// Where tasks live.
+    pub(crate) fn home(&self) -> &RuntimeHandle {
+        &self.home
+    }
+
+    /// How long one answer is waited for.
+    pub(crate) const fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    pub(crate) fn subscriber(&self) -> &Subscriber {
+        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone(), Arc::clone(&self.home)))
+    }
+}
+
+impl LockStore for RedisBackend {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let is_plain = claim.line == Line::Ignore && claim.kind == LockKind::Exclusive;
+        let calls = self.calls().filter(|_| is_plain && claim.replicas.count == 0);
+        let _place = match calls.map(|calls| (calls.try_direct(), calls)) {
+            Some((None, calls)) => match calls.acquire(lock, claim).await? {
+                Some(answer) => return Ok(answer),
+                None => None,
+            },
+            Some((place, _)) => place,
+            None => None,
+        };
+        // Apart, so that who goes together with others has no room for it to carry along.
+        Box::pin(self.acquire_alone(lock, claim)).await
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let Inner { keys, scripts, .. } = &*self.inner;
+        let replicas = wanted.first().map(|(_, claim)| claim.replicas).unwrap_or_default();
+        let leases: Vec<_> = wanted.iter().map(|(lock, _)| keys.lease(lock)).collect();
+        let leases: Vec<_> = leases.iter().map(String::as_str).collect();
+        let reply = match scripts.lock_acquire_all(self.way_to_grant(replicas), &leases, wanted).await? {
+            Reply::Replied(reply) => reply,
+            Reply::Insufficient(replicas) => return Ok(vec![Acquired::NotReplicated { replicas }; wanted.len()]),
+        };
+        let numbers = numbers(&reply).filter(|numbers| numbers.len() == wanted.len() + 1);
+        let numbers = numbers.ok_or_else(|| unexpected_reply(&reply))?;
+        let verdict = numbers[0];
+        let answer = |number: &u64| match (verdict, *number) {
+            (1, fence) => Some(Acquired::Granted { fence }),
+            (0, remaining_ms) => Some(Acquired::Busy { remaining: Duration::from_millis(remaining_ms) }),
+            (2, 0) => Some(Acquired::Busy { remaining: Duration::ZERO }),
+            (2, held_as) => lock_kind(held_as).map(|held| Acquired::OtherKind { held }),
+            _ => None,
+        };
+        numbers[1..].iter().map(answer).collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        // One script for each shard, all of them at once. They come back in the order of the shards, in which those of a semaphore are side by side.
+        let mut order: Vec<_> = (0..renewals.len()).collect();
+        order.sort_by_cached_key(|&i| (self.shard(&renewals[i].lock), renewals[i].lock.known_hash()));
+        let sorted: Vec<_> = order.iter().map(|&i| &renewals[i]).collect();
+        let calls = sorted
+            .chunk_by(|one, other| self.shard(&one.lock) == self.shard(&other.lock))
+            .flat_map(|shard| shard.chunks(MAX_RENEWALS))
+            .map(|renewals| self.renew_shard(renewals));
+        let renewed = try_join_all(calls).await?.concat();
+        let mut answers = vec![false; renewals.len()];
+        for (i, renewed) in order.into_iter().zip(renewed) {
+            answers[i] = renewed;
+        }
+        Ok(answers)
+    }
+
+    /// A script reaches one slot of a cluster, and all of any other server.
+    fn shard(&self, lock: &LockKey) -> u32 {
+        let Inner { servers, keys, .. } = &*self.inner;
+        if servers.is_cluster() { slot(&keys.lease(lock)).into() } else { 0 }
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let released = |(was_held, listeners)| {
+            // This backend may listen itself, still or again.
+            let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free(lock));
+            let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
+            Released { was_held, is_wanted: listeners > u64::from(ours) }
+        };
+        let _place = match self.calls().map(|calls| (calls.try_direct(), calls)) {
+            Some((None, calls)) => match calls.release(lock, token).await? {
+                Some(listeners) => return Ok(released((true, listeners))),
+                None => None,
+            },
+            Some((place, _)) => place,
+            None => None,
+        };
+        Box::pin(self.release_alone(lock, token)).await.map(released)
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let interest = in_line.copied().map_or(Interest::Changes, Interest::Turn);
+        locks.subscriber().subscribe(keys.free(lock), interest).await
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+    }
+
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let (lease, channel) = (keys.lease(lock), keys.asked(lock));
+        let ask = |verb| {
+            let mut command = redis::cmd(verb);
+            command.arg(&channel).arg("1");
+            command
+        };
+        let mut answer = locks.own.send(&lease, &ask(self.publish())).await;
+        if locks.own.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
+            // Redis 6.2 does not know it.
+            answer = locks.own.send(&lease, &ask("PUBLISH")).await;
+        }
+        answer.map(drop).map_err(store_error)
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Redis
+    }
+}
+
+impl RedisBackend {
+    /// A cluster sends what is published by PUBLISH to all of its nodes.
+    pub(crate) fn publish(&self) -> &'static str {
+        if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+    }
+
+    /// Where those meet who ask at the same time.
+    fn calls(&self) -> Option<&LockBatcher> {
+        let Inner { servers, scripts, keys, locks, lock_batcher, .. } = &*self.inner;
+        let start = || LockBatcher::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.home());
+        (!servers.is_cluster()).then(|| lock_batcher.get_or_init(start))
+    }
+
+    /// In a call of its own.
+    async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let Inner { keys, scripts, .. } = &*self.inner;
+        let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
+        let is_plain = claim.line == Line::Ignore && claim.kind != LockKind::ReadWrite;
+        let reply = if is_plain {
+            scripts.lock_acquire(way, &lease, claim).await?
+        } else {
+            let [line, places] = keys.line(lock);
+            let channel = keys.free(lock);
+            scripts.lock_line(way, [&lease, &line, &places, &channel], claim, self.publish()).await?
+        };
+        match reply {
+            Reply::Insufficient(replicas) => Ok(Acquired::NotReplicated { replicas }),
+            Reply::Replied(Value::Int(number)) if is_plain => Ok(acquired(number)),
+            Reply::Replied(reply) if is_plain => other_kind(&reply).ok_or_else(|| unexpected_reply(&reply)),
+            Reply::Replied(reply) => in_line(&reply).ok_or_else(|| unexpected_reply(&reply)),
+        }
+    }
+
+    /// In a call of its own. Answers whether it was held, and how many were listening.
+    async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
+        let names = [&lease, &line, &places].map(String::as_str);
+        let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
+        let reply = match release(&names).await {
+            // The slot is on its way. Those who stand in line look once a second.
+            Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
+            reply => reply,
+        };
+        match reply? {
+            Value::Int(given) if given > 0 => Ok((true, given.unsigned_abs() - 1)),
+            Value::Int(ended) => Ok((false, ended.unsigned_abs())),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
+        match self.renew_together(renewals).await {
+            // The slot is on its way, and some of the keys have gone. Each of them is somewhere.
+            Err(error) if is_refused_for_now(&error) => {
+                let locks = renewals.chunk_by(|one, other| one.lock == other.lock);
+                let renewed = try_join_all(locks.map(|renewals| self.renew_together(renewals))).await;
+                Ok(renewed.map_err(StoreError::in_doubt)?.concat())
+            }
+            renewed => renewed,
+        }
+    }
+
+    /// In one call.
+    async fn renew_together(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
+        let leases: Vec<_> = leases.iter().map(String::as_str).collect();
+        let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
+        let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
+        let replicas = replicas.unwrap_or_default();
+        let [_, careful] = &locks.careful;
+        let way =
+            if replicas.count > 0 { Delivery::Replicated(careful, replicas) } else { Delivery::Plain(&locks.own) };
+        let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &terms).await? else {
+            return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
+        };
+        let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
+        let renewed = renewed.ok_or_else(|| unexpected_reply(&reply))?;
+        Ok(renewed.into_iter().map(|renewed| renewed == 1).collect())
+    }
+
+    fn way_to_grant(&self, replicas: Replicas) -> Delivery<'_> {
+        let Inner { servers, locks, .. } = &*self.inner;
+        let [careful, _] = &locks.careful;
+        if replicas.count > 0 { Delivery::Replicated(careful, replicas) } else { Delivery::Plain(servers) }
+    }
+}
+
+/// What `lock_acquire` answers beside a number.
+fn other_kind(reply: &Value) -> Option<Acquired> {
+    match *numbers(reply)? {
+        [held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
+        _ => None,
+    }
+}
+
+/// What `lock_line` answers.
+fn in_line(reply: &Value) -> Option<Acquired> {
+    let numbers = numbers(reply)?;
+    let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
+    match *numbers {
+        [1, fence] => Some(Acquired::Granted { fence }),
+        [0, _] => Some(Acquired::Busy { remaining }),
+        [2, _, ahead] => Some(Acquired::InLine { is_first: ahead == 0, remaining }),
+        [3, _] => Some(Acquired::LineFull { remaining }),
+        [4, held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
+        _ => None,
+    }
+}
+
+fn numbers(reply: &Value) -> Option<SmallVec<[u64; 2]>> {
+    let Value::Array(values) = reply else { return None };
+    let number = |value: &Value| match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    };
+    values.iter().map(number).collect()
+}

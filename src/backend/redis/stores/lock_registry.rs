@@ -1,0 +1,118 @@
+//! Who holds what, for those who run locks.
+
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use redis::Value;
+
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::scripts::lock_kind;
+use crate::backend::redis::topology::Servers;
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockPage, LockRegistry, LockStatus};
+
+impl LockRegistry for RedisBackend {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let (lease, names) = (keys.lease(lock), keys.names(lock));
+        let reply = scripts.lock_inspect(locks.apart(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
+        status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let publish = if locks.apart().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let (lease, channel) = (keys.lease(lock), keys.free(lock));
+        let reply = scripts.lock_seize(locks.apart(), &lease, &channel, publish).await?;
+        let seized = match &reply {
+            Value::Array(values) => match values.as_slice() {
+                [holders, fence] => number(holders).zip(number(fence)),
+                _ => None,
+            },
+            _ => None,
+        };
+        let (holders, fence) = seized.ok_or_else(|| unexpected_reply(&reply))?;
+        Ok(ForceReleased { holders: holders as usize, fence })
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let (leases, next) = scan(locks.apart(), from, &keys.leases(namespace), most).await?;
+        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
+        let looks = try_join_all(found.map(|lock| async move {
+            match LockRegistry::inspect(self, &lock).await {
+                // What others wrote is no lock, and hides none of those behind it.
+                Err(error) if error.is_foreign_data() => Ok(None),
+                status => status.map(Some),
+            }
+        }));
+        let looks = looks.await?.into_iter().flatten();
+        Ok(LockPage { locks: looks.filter(LockStatus::is_held).collect(), next })
+    }
+}
+
+fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
+    let Value::Array(values) = reply else { return None };
+    let [last_fence, held_by, kind, holders @ ..] = values.as_slice() else { return None };
+    let holders = holders.chunks(4).map(|holder| {
+        let [fence, remaining_ms, held_ms, name] = holder else { return None };
+        let Value::BulkString(name) = name else { return None };
+        Some(LockHolder {
+            fence: number(fence)?,
+            remaining: Duration::from_millis(number(remaining_ms)?),
+            held_for: Duration::from_millis(number(held_ms)?),
+            name: (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned()),
+        })
+    });
+    let (last_fence, held_by) = (number(last_fence)?, number(held_by)? as usize);
+    let kind = if held_by > 0 { Some(lock_kind(number(kind)?)?) } else { None };
+    Some(LockStatus { lock: *lock, last_fence, kind, held_by, holders: holders.collect::<Option<_>>()? })
+}
+
+/// Looks at about `most` of what there is for keys that match a pattern, and says where to go on.
+pub(crate) async fn scan(
+    servers: &Servers,
+    from: Cursor,
+    pattern: &str,
+    most: usize,
+) -> Result<(Vec<String>, Option<Cursor>), StoreError> {
+    let command = |part| {
+        // What was the position in another server means nothing to this one.
+        let position = if part == from.part { from.position } else { 0 };
+        let mut command = redis::cmd("SCAN");
+        command.arg(position).arg("MATCH").arg(pattern).arg("COUNT").arg(most);
+        command
+    };
+    let Some((part, reply)) = servers.send_to(from.part, command).await else { return Ok((Vec::new(), None)) };
+    let reply = reply.map_err(store_error)?;
+    let (position, keys) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+    let next = if position > 0 {
+        Some(Cursor { part, position })
+    } else {
+        // Whether there is another server is known when it is asked.
+        servers.is_cluster().then_some(Cursor { part: part + 1, position: 0 })
+    };
+    Ok((keys, next))
+}
+
+/// Where to go on, and keys.
+fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(position), Value::Array(keys)] = values.as_slice() else { return None };
+    let position = std::str::from_utf8(position).ok()?.parse().ok()?;
+    let keys = keys.iter().map(|key| match key {
+        Value::BulkString(key) => Some(String::from_utf8_lossy(key).into_owned()),
+        _ => None,
+    });
+    Some((position, keys.collect::<Option<_>>()?))
+}
+
+fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}

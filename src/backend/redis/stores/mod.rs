@@ -1,0 +1,7 @@
+//! `RedisBackend` as the store of each capability.
+
+pub(crate) mod delay_queue;
+mod idempotency;
+pub(crate) mod lock;
+mod lock_registry;
+pub(crate) mod rate_limit;

@@ -1,0 +1,172 @@
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+
+use crate::backend::redis::batch::check::Reply;
+use crate::backend::redis::codec::rate_limit;
+use crate::backend::redis::codec::rate_limit::encode;
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::scripts::{CheckMode, Subject};
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::Reach;
+use crate::rate_limit::{
+    Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
+};
+
+/// How many decisions about several have their charges given back at the same time without anybody who waits for it. What is beyond
+/// that stays charged if it is not waited for.
+pub(crate) const MAX_REFUNDS: usize = 1_024;
+
+impl RedisBackend {
+    async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: CheckMode) -> Result<Decision, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        if let (CheckMode::Check, 1.., None) = (verb, cost, policy.logs().next()) {
+            let reply = self.check_plain(policy, key, cost).await?;
+            if !reply.is_empty() {
+                return read(&reply, policy, cost, verb);
+            }
+        }
+        let keys = keys.rate_limit(policy, key);
+        let subject = subject(policy, &keys, cost.into());
+        // Apart, so that most have no room for it to carry along.
+        let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[subject])).await?;
+        read(text(&reply)?, policy, cost, verb)
+    }
+
+    /// By itself, or together with others that are asked for at the same time.
+    async fn check_plain(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Reply, StoreError> {
+        let Inner { servers, keys, scripts, check_batcher, .. } = &*self.inner;
+        let mut place = None;
+        if let Some(check_batcher) = check_batcher {
+            place = check_batcher.try_direct();
+            if place.is_none()
+                && let Some(reply) = check_batcher.check(policy, key, keys.counts(policy, key), cost).await
+            {
+                return reply;
+            }
+        }
+        let counts = keys.counts(policy, key);
+        let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.packed(encode)).await;
+        drop(place);
+        Ok(Reply::from_slice(text(&reply?)?))
+    }
+
+    /// Gives back what was charged, to the end even if nobody waits for it. Each of the calls ends by its own timeout.
+    fn give_back(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
+        let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
+        let refund = async move { give_back(&backend, charges).await };
+        let task = match (Handle::try_current(), place) {
+            (Ok(runtime), Ok(place)) => Ok(runtime.spawn(async move {
+                let _place = place;
+                refund.await
+            })),
+            _ => Err(refund),
+        };
+        async move {
+            match task {
+                Ok(task) => task.await.unwrap_or_else(|error| Err(StoreError::other(error))),
+                Err(refund) => refund.await,
+            }
+        }
+    }
+}
+
+fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a> {
+    let change = match policy.quota_change() {
+        QuotaChange::ResponsePolicy => "keep",
+        QuotaChange::Reset => "reset",
+        QuotaChange::Proportional => "proportional",
+    };
+    Subject { keys, cost, packed: policy.packed(encode), change }
+}
+
+fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
+    match reply {
+        redis::Value::BulkString(reply) => Ok(reply),
+        other => Err(unexpected_reply(other)),
+    }
+}
+
+pub(crate) fn read(reply: &[u8], policy: &Policy, cost: u32, verb: CheckMode) -> Result<Decision, StoreError> {
+    let decision = rate_limit::decision(reply, policy, cost, matches!(verb, CheckMode::Check));
+    decision.ok_or_else(|| unexpected_reply(&redis::Value::BulkString(reply.to_vec())))
+}
+
+impl RateLimitStore for RedisBackend {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.decide(policy, key, cost, CheckMode::Check).await
+    }
+
+    async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        if let [Request { policy, key, cost }] = requests {
+            return Ok(vec![self.check(policy, key, *cost).await?]);
+        }
+        // The script reads all counts before it writes any, so it cannot be asked about one subject twice.
+        let is_repeated = |(index, request): (usize, &Request)| {
+            requests[..index]
+                .iter()
+                .any(|other| request.key == other.key && request.policy.name() == other.policy.name())
+        };
+        if requests.iter().enumerate().any(is_repeated) {
+            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
+        }
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
+        let subjects: Vec<_> = requests
+            .iter()
+            .zip(&keys)
+            .map(|(request, keys)| subject(&request.policy, keys, request.cost.into()))
+            .collect();
+        if !servers.are_together(subjects.iter().flat_map(|subject| subject.keys.first()).map(String::as_str)) {
+            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
+        }
+        let reply = scripts.rate_limit_check(servers, CheckMode::Check, &subjects).await?;
+        let replies = match &reply {
+            redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
+            _ => return Err(unexpected_reply(&reply)),
+        };
+        // The status of each subject is its own; it was charged only if all of them were admitted.
+        let admitted = replies
+            .iter()
+            .all(|reply| matches!(reply, redis::Value::BulkString(text) if rate_limit::is_admitted(text)));
+        let verb = if admitted { CheckMode::Check } else { CheckMode::Peek };
+        let decisions = requests.iter().zip(replies);
+        decisions.map(|(request, reply)| read(text(reply)?, &request.policy, request.cost, verb)).collect()
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.decide(policy, key, cost, CheckMode::Peek).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
+        // More than anybody can have been charged is as good as that.
+        let most = i64::from(u32::MAX);
+        let subject = subject(policy, &keys, change.clamp(-most, most));
+        scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[subject]).await.map(drop)
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
+        let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
+        scripts.rate_limit_block(servers, &keys[0], block_us, policy.packed(encode)).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        let Inner { servers, keys, .. } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
+        let mut command = redis::cmd("UNLINK");
+        command.arg(keys.as_slice());
+        servers.send(&keys[0], &command).await.map(drop).map_err(store_error)
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Redis
+    }
+}

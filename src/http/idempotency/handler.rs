@@ -1,0 +1,396 @@
+//! What is done with a request that has a key.
+
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use ::http::{HeaderName, HeaderValue, Request, Response};
+use bytes::Bytes;
+use http_body::Body;
+use pin_project_lite::pin_project;
+use tower_service::Service;
+
+use super::body::{Chunks, IdempotentBody};
+use super::execution::{Execution, HandlerOutcome};
+use super::fingerprint::{BodyFingerprint, FingerprintedBody, Unread, has_route, is_same};
+use super::future::{Answer, DetachMode, DetachableFuture};
+use super::layer::Settings;
+use super::recorded_response::Recorded;
+use super::service::Shared;
+use crate::error::{BoxError, StoreError};
+use crate::http::lock::{AbortMarker, Cut};
+use crate::idempotency::{
+    Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Payload,
+    RecordBound, Rejection, Running, ScopeBound, Verdict,
+};
+use crate::lock::Token;
+use crate::responder::{NotExecuted, Responder};
+
+/// What a response out of a record carries.
+const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+/// A client is not told to wait for longer than this, however long the lease may last: most handlers are done much sooner.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// The bounds of `Retry-After` for a caller with too many records. An hour at most, since records may end sooner than the store knows.
+const SHORTEST_RETRY: Duration = Duration::from_secs(1);
+const LONGEST_RETRY: Duration = Duration::from_secs(3_600);
+
+/// Finds out how far the operation is, and does what follows from that.
+///
+/// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,
+/// and a clone of it left for the next time.
+pub(super) fn guard<S, K, A, B, R>(
+    inner: &mut S,
+    request: Request<B>,
+    operation: (Operation, RecordBound),
+    running: Running,
+    shared: Arc<Shared<K, A>>,
+) -> DetachableFuture<R, S::Error>
+where
+    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    K: Send + Sync + 'static,
+    A: Responder<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>
+        + Send
+        + Sync
+        + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    let settings = &shared.settings;
+    let order = order(settings, operation, &request);
+    let arrived = AdmittedRequest { request, running };
+    // A handler that ends with its caller must not begin before somebody waits for it.
+    let is_eager = settings.on_disconnect == OnDisconnect::Finish;
+    match order.as_ref().ok().filter(|_| is_eager).and_then(OperationContext::begin_now) {
+        Some(Ok(Begin::Granted(granted))) => {
+            let begun = start(settings, granted, arrived, inner);
+            if begun.1.is_none() {
+                // Who is not served needs no place in the inner service.
+                drop(take_ready(inner));
+            }
+            DetachableFuture::new(Box::pin(RunHandler::new(begun, shared)), DetachMode::Yes)
+        }
+        begun => {
+            let goes_on = Arc::<AtomicBool>::default();
+            let asking = ask(take_ready(inner), order, begun, arrived, shared, Arc::clone(&goes_on));
+            DetachableFuture::new(Box::pin(asking), DetachMode::When(goes_on))
+        }
+    }
+}
+
+/// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
+    let fresh = inner.clone();
+    mem::replace(inner, fresh)
+}
+
+/// Waits for what the store says, and does what follows from that. `begun` is what it has said already.
+#[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
+fn ask<S, K, A, B, R>(
+    mut ready: S,
+    order: Result<Arc<OperationContext<BodyFingerprint>>, StoreError>,
+    begun: Option<Result<Begin<BodyFingerprint>, StoreError>>,
+    arrived: AdmittedRequest<B>,
+    shared: Arc<Shared<K, A>>,
+    goes_on: Arc<AtomicBool>,
+) -> impl Future<Output = Answer<R, S::Error>> + Send
+where
+    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    K: Send + Sync + 'static,
+    A: Responder<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>
+        + Send
+        + Sync
+        + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    async move {
+        let settings = &shared.settings;
+        let begun = match order {
+            Ok(order) => {
+                order.begin_or_wait(begun, settings.wait, settings.max_waiting).await.map(|begun| (begun, order))
+            }
+            Err(error) => Err(error),
+        };
+        // What comes now is boxed, so that there need be no room for it while the store is asked.
+        match begun {
+            Ok((Begin::Granted(granted), _)) => {
+                let begun = start(settings, granted, arrived, &mut ready);
+                goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
+                Box::pin(RunHandler::new(begun, Arc::clone(&shared))).await
+            }
+            Ok((Begin::Not(begun), order)) => {
+                settings.answered();
+                Box::pin(replay_or_reject(ready, Ok((begun, order)), arrived, settings, &shared.answer)).await
+            }
+            Err(error) => Box::pin(replay_or_reject(ready, Err(error), arrived, settings, &shared.answer)).await,
+        }
+    }
+}
+
+pin_project! {
+    /// Brings the handler to its end, and gives the answer once the record has it.
+    ///
+    /// By hand, since an `async` block that is given a future holds it twice, and this one is put on the heap for each request.
+    #[project = ServeProj]
+    #[project_replace = ServeDone]
+    enum RunHandler<F, R, E, K, A> {
+        // The handler is at work; there is none if somebody else may have begun before.
+        Handling { #[pin] handler: Option<F>, course: Execution, shared: Arc<Shared<K, A>> },
+        // The record is told what has come of it.
+        Settling { settled: Pin<Box<dyn Future<Output = Answer<R, E>> + Send>> },
+        Done,
+    }
+}
+
+impl<F, R, E, K, A> RunHandler<F, R, E, K, A> {
+    fn new((course, handler): (Execution, Option<F>), shared: Arc<Shared<K, A>>) -> Self {
+        Self::Handling { handler, course, shared }
+    }
+}
+
+impl<F, R, E, K, A> Future for RunHandler<F, R, E, K, A>
+where
+    F: Future<Output = Result<Response<R>, E>>,
+    K: Send + Sync + 'static,
+    A: Responder<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E> + Send + Sync + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+    E: Send + 'static,
+{
+    type Output = Answer<R, E>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let served = match self.as_mut().project() {
+            ServeProj::Handling { handler, course, .. } => match handler.as_pin_mut() {
+                Some(handler) => ready!(course.poll_under_lease(handler, cx)),
+                None => None,
+            },
+            ServeProj::Settling { settled } => return settled.as_mut().poll(cx),
+            ServeProj::Done => None,
+        };
+        let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
+        // The handler goes before anything else is done.
+        let ServeDone::Handling { mut course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
+            panic!("ResponseFuture polled after completion")
+        };
+        let Shared { settings, answer, .. } = &*shared;
+        let come = course.at_work(|| HandlerOutcome::of(settings, &course, served));
+        if has_begun && !matches!(come, HandlerOutcome::Streaming(_)) {
+            course.ended(settings);
+        }
+        let (outcome, answered) = match come {
+            HandlerOutcome::Complete(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
+            HandlerOutcome::Streaming(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
+            HandlerOutcome::Aborted => {
+                return Poll::Ready(refuse(settings, answer, course.breaks_off(settings), has_begun));
+            }
+        };
+        if course.has_to_read_on(&outcome) {
+            let settled = Box::pin(async move {
+                let Shared { settings, answer, .. } = &*shared;
+                let Some(outcome) = course.read_on(outcome, settings).await else {
+                    return refuse(settings, answer, course.breaks_off(settings), true);
+                };
+                let (running, settling) = course.settle(outcome, settings);
+                if let Some(settling) = settling {
+                    settling.await;
+                }
+                drop(running);
+                answered
+            });
+            self.set(Self::Settling { settled });
+            return self.poll(cx);
+        }
+        let (running, settling) = course.settle(outcome, settings);
+        let Some(settling) = settling else { return Poll::Ready(answered) };
+        let settled = Box::pin(async move {
+            settling.await;
+            drop(running);
+            answered
+        });
+        self.set(Self::Settling { settled });
+        self.poll(cx)
+    }
+}
+
+/// Says why a handler was dropped, or its answer, and what that has come to: to a layer around it is the same.
+fn refuse<A, B, R, E>(
+    settings: &Settings,
+    answer: &A,
+    (rejection, cut): (Rejection, Cut),
+    has_begun: bool,
+) -> Result<Response<B>, E>
+where
+    A: Responder<Rejection, Response<R>, E, Response = Response<B>, Error = E>,
+{
+    let mut answered = settings.reject(answer, rejection);
+    if has_begun && let Ok(response) = &mut answered {
+        let cut_off = AbortMarker::around(None);
+        cut_off.make(cut);
+        response.extensions_mut().remove::<NotExecuted>();
+        response.extensions_mut().insert(cut_off);
+    }
+    answered
+}
+
+/// What the store is asked about a request, and what is going to be known of its body.
+fn order<B>(
+    settings: &Settings,
+    (operation, bound): (Operation, RecordBound),
+    request: &Request<B>,
+) -> Result<Arc<OperationContext<BodyFingerprint>>, StoreError> {
+    let (head, reading) = settings.fingerprints.of(&operation, request, &settings.headers);
+    let (lease, retention) = (settings.lease, settings.retention);
+    let takes_over = settings.on_unknown == OnUnknown::Retry;
+    let claim = Claim { token: Token::random()?, head, lease, retention, takes_over, bound: Some(bound) };
+    Ok(OperationContext::new(&settings.home, operation, claim, reading))
+}
+
+/// A request, and its place among those that are handled.
+struct AdmittedRequest<B> {
+    request: Request<B>,
+    running: Running,
+}
+
+/// What is known of the operation from now on, and its handler at work, which is `None` if somebody else may have begun meanwhile.
+fn start<S, B>(
+    settings: &Settings,
+    granted: Granted<BodyFingerprint>,
+    arrived: AdmittedRequest<B>,
+    ready: &mut S,
+) -> (Execution, Option<S::Future>)
+where
+    S: Service<Request<FingerprintedBody<B>>>,
+    B: Body<Data = Bytes> + Send + 'static,
+{
+    settings.answered();
+    let Granted { attempt, fence, number, payload, checkpoint } = granted;
+    let AdmittedRequest { request, running } = arrived;
+    let mut rest = None;
+    let mut request = request.map(|body| {
+        let (body, left) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order()));
+        rest = left;
+        body
+    });
+    let order = Arc::clone(attempt.order());
+    let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
+    request.extensions_mut().insert(handle);
+    let mut course = Execution::new(attempt, settings, running, rest, has_route(&request));
+    // Of a body that has come already it is known whether it is that of the attempt before.
+    let is_fit = order.body().unfit().is_none();
+    if !is_fit {
+        // As it was.
+        course.gives_back();
+    }
+    if !is_fit || course.is_lost() {
+        return (course, None);
+    }
+    settings.home.meters().decided(Verdict::Executed);
+    let handler = course.at_work(|| ready.call(request));
+    (course, Some(handler))
+}
+
+/// Answers a request that has nothing to be begun: out of the record, or without one if the store fails and that may be.
+async fn replay_or_reject<S, A, B, R>(
+    mut ready: S,
+    begun: Result<(Begun, Arc<OperationContext<BodyFingerprint>>), StoreError>,
+    arrived: AdmittedRequest<B>,
+    settings: &Settings,
+    answer: &A,
+) -> Answer<R, S::Error>
+where
+    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>>,
+    A: Responder<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>,
+    B: Body<Data = Bytes>,
+{
+    let AdmittedRequest { request, running: _running } = arrived;
+    match begun {
+        Ok((begun, order)) => {
+            // Whoever asks for it needs no place in the inner service.
+            drop(ready);
+            let recorded = recorded(settings, begun, request, order.body()).await;
+            recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
+        }
+        Err(error) if settings.passes(&error) => {
+            settings.home.meters().decided(Verdict::FailedOpen);
+            let response = ready.call(request.map(FingerprintedBody::passed)).await;
+            response.map(|response| answer.response(response)).map_err(|error| answer.error(error))
+        }
+        Err(error) => settings.reject(answer, Rejection::Store(error)),
+    }
+}
+
+/// The answer to a request that is not served again, or what is in the way.
+async fn recorded<B>(
+    settings: &Settings,
+    begun: Begun,
+    request: Request<B>,
+    reading: &BodyFingerprint,
+) -> Result<Recorded, Rejection>
+where
+    B: Body<Data = Bytes>,
+{
+    let (recorded, payload) = match begun {
+        Begun::Completed { payload, answer, is_kept } => match Recorded::read(Bytes::from_owner(answer)) {
+            Some(recorded) if is_kept => (Ok(recorded), payload),
+            Some(recorded) => (Err(Rejection::NotKept { status: recorded.status.as_u16() }), payload),
+            None => {
+                let error = StoreError::foreign_data("an answer that this version cannot read");
+                (Err(Rejection::Store(error)), Payload::default())
+            }
+        },
+        Begun::InFlight { remaining, payload } => {
+            let retry_after = remaining.min(LONGEST_WAIT);
+            (Err(Rejection::InFlight { retry_after }), payload)
+        }
+        Begun::ScopeFull { retry_after } => {
+            let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(SHORTEST_RETRY, LONGEST_RETRY));
+            (Err(Rejection::ScopeFull { bound, retry_after }), Payload::default())
+        }
+        Begun::Unknown { attempt, payload } => (Err(Rejection::OutcomeUnknown { attempt }), payload),
+        // `Granted` is no refusal.
+        Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), Payload::default()),
+    };
+    // Who sends something else learns nothing about the first request.
+    compare(settings, request, payload, reading).await?;
+    let recorded = recorded?;
+    settings.home.meters().decided(Verdict::Replayed);
+    Ok(recorded)
+}
+
+/// What is wrong with a request that should have this body.
+async fn compare<B: Body<Data = Bytes>>(
+    settings: &Settings,
+    request: Request<B>,
+    payload: Payload,
+    reading: &BodyFingerprint,
+) -> Result<(), Rejection> {
+    match is_same(request.into_body(), &payload, reading, settings.pace()).await {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Rejection::Mismatch),
+        Err(Unread::BrokenOff) => Err(Rejection::Unreadable),
+        Err(Unread::TooSlow) => Err(Rejection::BodyTimeout),
+    }
+}
+
+fn replay<R>(recorded: Recorded) -> Response<IdempotentBody<R>> {
+    let Recorded { status, headers, body, trailers } = recorded;
+    let mut chunks = Chunks::default();
+    chunks.push(body);
+    let mut response = Response::new(IdempotentBody::whole(chunks, trailers));
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+    response
+}

@@ -1,0 +1,59 @@
+use ::http::{Response, StatusCode};
+
+use super::body::IdempotentBody;
+use crate::http::body::ResponseBody;
+use crate::http::problem::{Kind, Problem};
+use crate::http::responder::{STORE_RETRY, STORE_TEXT};
+use crate::idempotency::Rejection;
+use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder};
+
+impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
+    type Response = Response<IdempotentBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+        let (kind, status, wait) = match &rejection {
+            Rejection::MissingKey => (Kind::MissingIdempotencyKey, StatusCode::BAD_REQUEST, None),
+            Rejection::InvalidKey(_) => (Kind::InvalidIdempotencyKey, StatusCode::BAD_REQUEST, None),
+            Rejection::MissingScope | Rejection::Unreadable => (Kind::Blank, StatusCode::BAD_REQUEST, None),
+            Rejection::BodyTimeout => (Kind::Blank, StatusCode::REQUEST_TIMEOUT, None),
+            Rejection::TooLarge { .. } => (Kind::Blank, StatusCode::PAYLOAD_TOO_LARGE, None),
+            Rejection::Mismatch => (Kind::IdempotencyKeyReused, StatusCode::UNPROCESSABLE_ENTITY, None),
+            Rejection::InFlight { retry_after } => (Kind::InFlight, StatusCode::CONFLICT, Some(*retry_after)),
+            Rejection::OutcomeUnknown { .. } => (Kind::OutcomeUnknown, StatusCode::CONFLICT, None),
+            Rejection::NotKept { .. } => (Kind::AnswerNotKept, StatusCode::CONFLICT, None),
+            Rejection::ScopeFull { retry_after, .. } => {
+                (Kind::IdempotencyScopeFull, StatusCode::TOO_MANY_REQUESTS, Some(*retry_after))
+            }
+            // It may have had effects, so nobody is invited to try again.
+            Rejection::Cancelled => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, None),
+            // A mistake of the program.
+            Rejection::Config(error) => {
+                tracing::error!(%error, "a request cannot be served once");
+                let response = self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
+                return Ok(response.map(IdempotentBody::other));
+            }
+            Rejection::Full | Rejection::Store(_) => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY)),
+        };
+        let detail = match &rejection {
+            Rejection::Store(_) => STORE_TEXT.to_owned(),
+            Rejection::NotKept { status } => format!("{rejection}: it had status {status}"),
+            _ => rejection.to_string(),
+        };
+        let wait = wait.map(|wait| self.told(wait));
+        let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
+        if rejection.is_half_done() {
+            response.extensions_mut().remove::<NotExecuted>();
+            response.extensions_mut().insert(OutcomeUnknown);
+        }
+        Ok(response.map(IdempotentBody::other))
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(|body| IdempotentBody::other(ResponseBody::inner(body)))
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}

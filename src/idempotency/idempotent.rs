@@ -1,0 +1,422 @@
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use sha2::{Digest as _, Sha256};
+use tokio::time::{Instant, timeout_at};
+
+use super::answer::{MARK, read, written};
+use super::attempt::{Attempt, Begin, Coordinator, Granted, OperationContext, Settlement};
+use super::handle::{HasPayload, IdempotencyHandle};
+use super::metrics::Verdict;
+use super::operation_error::{Failed, OperationError, cause_of};
+use super::policy::{OnUnknown, ResponsePolicy};
+use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::error::{BoxError, ConfigError, StoreError};
+use crate::key::Key;
+use crate::lock::{Reach, Token};
+use crate::store::circuit::CircuitBreaker;
+
+/// Does operations once that are no requests of HTTP: messages of a broker, jobs, commands.
+///
+/// What is done is named by an [`Operation`], and comes with a fingerprint, by which another thing under the same name is told apart. Its answer is
+/// bytes, which are kept, and given to whoever asks for the same again.
+///
+/// ```
+/// use tollgate::idempotency::{Operation, OperationError, Idempotent};
+/// use tollgate::{BoxError, MemoryBackend};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+/// let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
+/// let pay = |amount: &'static str| {
+///     payouts.run(Operation::new("alice", "payout-7"), amount, async move |attempt| {
+///         // The same in each attempt, so the bank sees a retry as one, too.
+///         Ok::<_, BoxError>(format!("paid {amount} as {}", attempt.derive("pay")))
+///     })
+/// };
+/// let first = pay("100 EUR").await?;
+/// let again = pay("100 EUR").await?;
+/// assert!(!first.is_replay() && again.is_replay());
+/// assert_eq!(first.answer(), again.answer());
+/// assert!(matches!(pay("200 EUR").await, Err(OperationError::Mismatch)));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With everything said:
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::MemoryBackend;
+/// use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnUnknown, Idempotent};
+/// use tollgate::lock::Reach;
+///
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// let payouts = Idempotent::new(MemoryBackend::new(), "payouts")
+///     .require(Reach::Process)? // Reach::Redis would refuse the memory backend
+///     .lease(Duration::from_secs(30))
+///     .retention(Duration::from_secs(3 * 86_400))
+///     .wait(Duration::from_secs(2))
+///     .max_waiters_in_total(100)
+///     .max_runtime(Duration::from_secs(3_600))
+///     .max_answer(16 * 1_024)
+///     .keep(ResponsePolicy::All)
+///     .on_unknown(OnUnknown::Retry)
+///     .deadline(Duration::from_millis(200))
+///     .circuit_breaker(CircuitBreaker::new().failures(10));
+/// # drop(payouts);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Cheap to clone. What it promises, its [metrics](super#metrics) and what [`IdempotencyAdmin`](super::IdempotencyAdmin) does about operations of unknown
+/// outcome are those of the layer.
+///
+/// The name is part of what an operation is called in the store and in the log, in front of its scope: `Operation::new("alice", "payout-7")` of these is
+/// `Operation::new(("payouts", "alice"), "payout-7")` to [`IdempotencyAdmin`](super::IdempotencyAdmin). So those of another name are others, and so are the
+/// requests of a layer, whose scope ends with a method and a path.
+#[derive(Clone)]
+pub struct Idempotent {
+    home: Arc<Coordinator>,
+    name: Key,
+    lease: Duration,
+    retention: Duration,
+    wait: Duration,
+    max_waiting: usize,
+    max_runtime: Option<Duration>,
+    max_answer: usize,
+    keep: ResponsePolicy,
+    on_unknown: OnUnknown,
+}
+
+/// As good as never.
+const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
+
+impl Idempotent {
+    /// Those called `name`, in the store, in metrics as `layer`, and in the log. Keeps records in `store`, which is a backend.
+    ///
+    /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
+    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys. Two with the same name on one backend are the same.
+    pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
+        let name = Key::new(name.as_ref());
+        Self {
+            home: Arc::new(Coordinator::new(store).with(|terms| terms.name = name.as_str().into())),
+            name,
+            lease: Duration::from_secs(15),
+            retention: Duration::from_secs(86_400),
+            wait: Duration::ZERO,
+            max_waiting: 1_000,
+            max_runtime: None,
+            max_answer: 64 * 1_024,
+            keep: ResponsePolicy::default(),
+            on_unknown: OnUnknown::default(),
+        }
+    }
+
+    /// What these are called.
+    #[must_use]
+    pub const fn name(&self) -> &Key {
+        &self.name
+    }
+
+    /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
+    /// [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`], and what is beyond is cut.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE);
+        self
+    }
+
+    /// How long an answer is kept. Defaults to a day; from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`], and what is beyond is cut.
+    #[must_use]
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
+        self
+    }
+
+    /// How long a call waits for the answer of the same operation that somebody is doing. Defaults to zero: it is
+    /// [`OperationError::InFlight`] at once. At most a day.
+    ///
+    /// For messages that are delivered again while the first one is at work. A call that waits is told by the store when the other one is done, and looks
+    /// once a second in any case, and when the other one's lease would end. What was given back meanwhile it does itself.
+    #[must_use]
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.wait = wait.min(Duration::from_secs(86_400));
+        self
+    }
+
+    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more is answered as if it were not to wait.
+    #[must_use]
+    pub const fn max_waiters_in_total(mut self, calls: usize) -> Self {
+        self.max_waiting = calls;
+        self
+    }
+
+    /// How long the work may take. It is dropped then, which is [`OperationError::Cancelled`], and what came of it is unknown. Defaults to no limit: one that
+    /// hangs is in flight for as long as its process lives. Zero is an [`OperationError::Config`].
+    #[must_use]
+    pub const fn max_runtime(mut self, max_runtime: Duration) -> Self {
+        self.max_runtime = Some(max_runtime);
+        self
+    }
+
+    /// How many bytes of an answer are kept; of a larger one no more than that there was one. Defaults to 64 KiB.
+    #[must_use]
+    pub const fn max_answer(mut self, bytes: usize) -> Self {
+        self.max_answer = bytes;
+        self
+    }
+
+    /// What becomes of an operation whose work fails with an error, or panics. Defaults to [`ResponsePolicy::SafeRetry`].
+    ///
+    /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is given back, and the next call begins it again: what the work did before
+    /// it failed is done twice then, also where it failed since no answer came in time. With [`All`](ResponsePolicy::All) its outcome is unknown when its lease has
+    /// ended, so that nothing is done twice, and each failure waits for somebody who [finds out](super::IdempotencyAdmin) what became of it, unless
+    /// [`OnUnknown::Retry`] lets the next call begin. An error of which more is known says so itself, as that of a lock that was lost does: see [`Failed`]. A panic cannot.
+    #[must_use]
+    pub const fn keep(mut self, keep: ResponsePolicy) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// What happens to an operation that was begun by somebody who was not heard of in time. Defaults to [`OnUnknown::Responder`].
+    #[must_use]
+    pub const fn on_unknown(mut self, then: OnUnknown) -> Self {
+        self.on_unknown = then;
+        self
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms. Zero is an [`OperationError::Config`].
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.home = Arc::new(self.home.with(|terms| terms.limit = deadline));
+        self
+    }
+
+    /// When to stop asking a store that fails before anything is begun. Defaults to [`CircuitBreaker::new`].
+    #[must_use]
+    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
+        self.home = Arc::new(self.home.with(|terms| terms.breaker = breaker));
+        self
+    }
+
+    /// Makes sure that an operation is done once among as many as it is meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if it is so among fewer than `scope` says.
+    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
+        self.home.scope().require(scope)?;
+        Ok(self)
+    }
+
+    /// Does an operation, unless it was done before: then its answer is the one that was given. The lease is renewed while `work` runs. What it
+    /// fails with is not kept: the operation is given back, and the next call begins it again, as it does when `work` panics, unless
+    /// [`keep`](Self::keep) or the [error](Failed) says that its outcome is unknown.
+    ///
+    /// Where the answer cannot be stored the caller gets it all the same. Storing is tried again in the background for the length of a lease, and after that
+    /// the outcome is unknown.
+    ///
+    /// # Errors
+    ///
+    /// [`OperationError`].
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future drops `work` where it stands, and what came of it is unknown when its lease has ended. What is to come to its end goes
+    /// into a task of its own.
+    pub async fn run<F, W, T, E>(
+        &self,
+        operation: Operation,
+        fingerprint: impl AsRef<[u8]>,
+        work: F,
+    ) -> Result<Done, OperationError>
+    where
+        F: FnOnce(IdempotencyHandle) -> W,
+        W: Future<Output = Result<T, E>>,
+        T: Into<Vec<u8>>,
+        E: Into<BoxError>,
+    {
+        self.home.check_times(self.max_runtime).map_err(OperationError::Config)?;
+        let operation = Operation::new((self.name, *operation.scope()), *operation.key());
+        let head = digest(&operation, fingerprint.as_ref());
+        drop(fingerprint);
+        let granted = match self.begin(operation, head).await {
+            Ok(Begin::Granted(granted)) => granted,
+            Ok(Begin::Not(begun)) => return self.declined(begun),
+            Err(error) => {
+                self.home.meters().decided(Verdict::FailedClosed);
+                return Err(OperationError::Store(error));
+            }
+        };
+        let Granted { attempt, fence, number, checkpoint, .. } = granted;
+        let attempt = if self.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
+        let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
+        self.home.meters().decided(Verdict::Executed);
+        let begun = attempt.sent();
+        let until = self.max_runtime.map(|max_runtime| begun + max_runtime.min(FOREVER));
+        let done = under_lease(&attempt, until, || work(handle)).await;
+        self.home.meters().handled(begun);
+        let Some(done) = done else {
+            let order = attempt.order();
+            let (layer, operation) = (order.layer(), order.operation());
+            tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
+            attempt.told();
+            self.home.meters().decided(Verdict::Cancelled);
+            return Err(OperationError::Cancelled);
+        };
+        let (end, done) = match done {
+            Ok(answer) => {
+                let stored = written(&answer.into());
+                (self.completed(&stored), Ok(Done { stored, is_replay: false }))
+            }
+            Err(error) => {
+                let error = error.into();
+                if Failed::is_unknown(&*error).unwrap_or(!self.keep.gives_failures_back()) {
+                    let order = attempt.order();
+                    let (layer, operation) = (order.layer(), order.operation());
+                    let cause = cause_of(&*error).map(tracing::field::display);
+                    tracing::warn!(layer, %operation, %error, cause, "an operation has failed: its outcome is unknown when its lease has ended");
+                    attempt.told();
+                    return Err(OperationError::Failed(error));
+                }
+                (Settlement::Release, Err(OperationError::Failed(error)))
+            }
+        };
+        if let Some(settling) = attempt.settle(end) {
+            settling.await;
+        }
+        done
+    }
+
+    /// Waits until nothing is told to the store in the background any more: for the end of a program.
+    pub async fn wait_idle(&self) {
+        self.home.wait_idle().await;
+    }
+
+    async fn begin(&self, operation: Operation, head: Digest) -> Result<Begin<Nothing>, StoreError> {
+        let Self { lease, retention, .. } = *self;
+        let takes_over = self.on_unknown == OnUnknown::Retry;
+        let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
+        let order = OperationContext::new(&self.home, operation, claim, Nothing);
+        order.begin_or_wait(order.begin_now(), self.wait, self.max_waiting).await
+    }
+
+    /// What is answered where there is nothing to be begun.
+    fn declined(&self, begun: Begun) -> Result<Done, OperationError> {
+        let (verdict, declined) = match begun {
+            Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
+                Some(_) => (Verdict::Replayed, Ok(Done { stored, is_replay: true })),
+                None => {
+                    let error = StoreError::foreign_data("an answer that was not written for operations");
+                    (Verdict::FailedClosed, Err(OperationError::Store(error)))
+                }
+            },
+            Begun::Completed { .. } => (Verdict::NotKept, Err(OperationError::NotKept)),
+            Begun::InFlight { remaining, .. } => (Verdict::InFlight, Err(OperationError::InFlight { remaining })),
+            Begun::Unknown { attempt, .. } => {
+                (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
+            }
+            // `Granted` is no refusal, and without a bound no scope is full.
+            Begun::Mismatch | Begun::Granted { .. } | Begun::ScopeFull { .. } => {
+                (Verdict::Mismatch, Err(OperationError::Mismatch))
+            }
+        };
+        self.home.meters().decided(verdict);
+        declined
+    }
+
+    fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
+        let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_answer);
+        let answer = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
+        let (payload, retention) = (Payload::default(), self.retention);
+        Settlement::Complete { completion: Completion { answer, is_kept, payload, retention }, mark: MARK }
+    }
+}
+
+impl fmt::Debug for Idempotent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Idempotent").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// All that is known of what is asked for is known before it begins.
+struct Nothing;
+
+impl HasPayload for Nothing {
+    fn payload(&self) -> Payload {
+        Payload::default()
+    }
+
+    fn is_known(&self) -> bool {
+        true
+    }
+
+    fn anew(&self) -> Self {
+        Self
+    }
+}
+
+/// Does `work` for as long as nobody else may have begun, and until then at the most; `None` if it has to stop.
+async fn under_lease<W: Future>(
+    attempt: &Attempt<Nothing>,
+    until: Option<Instant>,
+    work: impl FnOnce() -> W,
+) -> Option<W::Output> {
+    if attempt.is_lost() {
+        return None;
+    }
+    let mut limits = pin!(async {
+        match until {
+            Some(until) => drop(timeout_at(until, attempt.keep()).await),
+            None => attempt.keep().await,
+        }
+    });
+    let mut work = pin!(attempt.at_work(work));
+    let under_lease = poll_fn(|cx| {
+        // After a standstill nothing of the work may run before this was looked at.
+        if attempt.is_lost() || limits.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(None);
+        }
+        attempt.at_work(|| work.as_mut().poll(cx)).map(Some)
+    });
+    under_lease.await
+}
+
+/// What tells one thing that is asked for under a name from another.
+fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
+    let mut hash = Sha256::new();
+    // With their lengths before them, so that no two run into each other.
+    for part in [operation.scope().as_bytes(), operation.key().as_bytes(), fingerprint] {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    let mut digest = Digest::default();
+    digest.0.copy_from_slice(&hash.finalize()[..16]);
+    digest
+}
+
+/// An operation that is done, by this call or before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Done {
+    // As it lies in the store.
+    stored: Arc<[u8]>,
+    is_replay: bool,
+}
+
+impl Done {
+    /// What came of it.
+    #[must_use]
+    pub fn answer(&self) -> &[u8] {
+        read(&self.stored).unwrap_or_default()
+    }
+
+    /// Whether it was done before, and not by this call.
+    #[must_use]
+    pub const fn is_replay(&self) -> bool {
+        self.is_replay
+    }
+}

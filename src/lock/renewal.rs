@@ -1,0 +1,399 @@
+//! Keeps leases alive: one task for all leases of a process, a batch of renewals at a time.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::error::LossReason;
+use super::grant::{Grant, after};
+use super::local_queue::Position;
+use super::lock_key::{KnownHash, LockKey};
+use super::locks_state::Shared;
+use super::release_task::ReleaseTask;
+use super::store::{Reach, Token};
+use crate::error::StoreError;
+use crate::panics::discard_joined;
+use crate::store::deadline::Deadline;
+
+/// How many leases are renewed by one call of the store.
+const BATCH: usize = 128;
+/// Leases that are due within this time of each other are renewed together.
+const TOGETHER: Duration = Duration::from_millis(50);
+/// The pause after a renewal that failed, doubled with each further one up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// The leases of this process, and when each is due.
+pub(super) struct RenewalScheduler {
+    state: Mutex<State>,
+    wake: Arc<Notify>,
+}
+
+#[derive(Default)]
+struct State {
+    holds: HashMap<Token, Kept, KnownHash>,
+    due: BTreeSet<(Instant, Token)>,
+    // What callers have that may not be polled any more.
+    roles: BTreeMap<Watched, Weak<dyn Role>>,
+    // Until when the task sleeps. Whatever is due later wakes nobody.
+    sleeps_until: Option<Instant>,
+    has_task: bool,
+    // Whether the task is gone and somebody looks for a runtime for another one.
+    is_moving: bool,
+}
+
+struct Kept {
+    hold: Arc<Grant>,
+    // `None` while it is being renewed.
+    due: Option<Instant>,
+    // Where it was granted, unless the task has been started there or could not be.
+    runtime: Option<Handle>,
+}
+
+/// What a caller has, and others want: it passes on if the caller is not polled in time.
+pub(super) trait Role: Send + Sync {
+    fn expire(self: Arc<Self>, now: Instant);
+}
+
+/// A role that is watched: when it expires, and a number of its own.
+pub(super) type Watched = (Instant, Position);
+
+impl State {
+    fn schedule(&mut self, token: &Token, due: Option<Instant>) {
+        let Some(kept) = self.holds.get_mut(token) else { return };
+        if let Some(was_due) = kept.due.take() {
+            self.due.remove(&(was_due, *token));
+        }
+        if let Some(due) = due {
+            kept.due = Some(due);
+            self.due.insert((due, *token));
+        }
+    }
+}
+
+impl RenewalScheduler {
+    pub(super) fn new() -> Self {
+        Self { state: Mutex::default(), wake: Arc::default() }
+    }
+
+    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.state().holds.is_empty()
+    }
+
+    pub(super) fn look_again(&self, hold: &Grant) {
+        let (_, due) = hold.due();
+        let mut state = self.state();
+        state.schedule(hold.token(), Some(due));
+        self.wake_for(&mut state, due);
+    }
+
+    pub(super) fn remove(&self, hold: &Grant) {
+        let mut state = self.state();
+        if let Some(due) = state.holds.remove(hold.token()).and_then(|kept| kept.due) {
+            state.due.remove(&(due, *hold.token()));
+        }
+    }
+
+    fn wake_for(&self, state: &mut State, due: Instant) {
+        if state.sleeps_until.is_some_and(|until| due < until) {
+            state.sleeps_until = Some(due);
+            self.wake.notify_one();
+            Shared::make_way();
+        }
+    }
+}
+
+impl Shared {
+    /// Keeps a lease alive from now on, until it is removed or lost.
+    pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Grant>) {
+        let (_, due) = hold.due();
+        let runtime = Handle::current();
+        let mut state = self.keeper.state();
+        let first = (!state.has_task).then(|| runtime.clone());
+        let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime) };
+        state.holds.insert(*hold.token(), kept);
+        state.due.insert((due, *hold.token()));
+        match first {
+            Some(runtime) => self.start_task(state, runtime),
+            None => self.keeper.wake_for(&mut state, due),
+        }
+    }
+
+    /// Watches a role until `due`. `None` where there is no runtime for that.
+    pub(super) fn watch(self: &Arc<Self>, due: Instant, role: Weak<dyn Role>) -> Option<Watched> {
+        let watched = (due, self.gate.place().position);
+        let mut state = self.keeper.state();
+        if state.has_task {
+            state.roles.insert(watched, role);
+            self.keeper.wake_for(&mut state, due);
+        } else {
+            let runtime = Handle::try_current().ok()?;
+            state.roles.insert(watched, role);
+            self.start_task(state, runtime);
+        }
+        Some(watched)
+    }
+
+    pub(super) fn unwatch(&self, watched: &Watched) {
+        self.keeper.state().roles.remove(watched);
+    }
+
+    /// Starts the task, outside of the lock: where the runtime is gone it ends at once.
+    fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
+        state.has_task = true;
+        state.sleeps_until = None;
+        drop(state);
+        drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
+        Self::make_way();
+        self.remember(runtime);
+    }
+
+    /// Starts another task where one has ended with the runtime that it was started in, and leases of other runtimes are left.
+    fn start_elsewhere(self: &Arc<Self>) {
+        let mut state = self.keeper.state();
+        state.has_task = false;
+        // One that could not be started either, perhaps.
+        if std::mem::replace(&mut state.is_moving, true) {
+            return;
+        }
+        // Nobody will hear what came of the renewals that were under way.
+        let now = Instant::now();
+        let unheard: Vec<_> =
+            state.holds.iter().filter(|(_, kept)| kept.due.is_none()).map(|(token, _)| *token).collect();
+        unheard.iter().for_each(|token| state.schedule(token, Some(now)));
+        // Each runtime is tried as often as it has leases at the most.
+        while !state.has_task {
+            let there = state.holds.iter().filter(|(_, kept)| kept.runtime.is_some());
+            let there: Vec<_> = there.map(|(token, _)| *token).collect();
+            if there.is_empty() {
+                break;
+            }
+            for token in there {
+                if state.has_task {
+                    break;
+                }
+                if let Some(runtime) = state.holds.get_mut(&token).and_then(|kept| kept.runtime.take()) {
+                    self.start_task(state, runtime);
+                    state = self.keeper.state();
+                }
+            }
+        }
+        state.is_moving = false;
+    }
+
+    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that; if it fails, the
+    /// store is told with the next renewal.
+    pub(super) fn name(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
+        let Some(name) = self.holder().filter(|_| hold.is_name_due(now)) else { return };
+        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), name);
+        let hold = Arc::clone(hold);
+        self.spawn(async move {
+            if !matches!(timeout(hold.limit(), call).await, Ok(Ok(()))) {
+                hold.unnamed();
+                tracing::debug!("the name of a holder could not be told");
+            }
+        });
+    }
+
+    /// Asks those who hold a lock for it. Nobody waits for that.
+    pub(super) fn ask_holders(self: &Arc<Self>, lock: LockKey, limit: Duration) {
+        let call = Arc::clone(&self.store).ask_holders(lock);
+        self.spawn(async move {
+            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+                tracing::debug!("the holder of a lock could not be asked for it");
+            }
+        });
+    }
+
+    /// Takes out the leases that are to be renewed now, lets go of those that are lost, and says when to look again.
+    fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Grant>>, Instant) {
+        let mut renew = Vec::new();
+        let mut lost = Vec::new();
+        let mut state = self.keeper.state();
+        while let Some(&(due, token)) = state.due.first() {
+            if due > now + TOGETHER || (due > now && renew.is_empty() && lost.is_empty()) {
+                break;
+            }
+            let Some(kept) = state.holds.get(&token) else {
+                state.due.pop_first();
+                continue;
+            };
+            let hold = Arc::clone(&kept.hold);
+            let (renew_at, next) = hold.due();
+            match hold.look(now) {
+                Err(_) => {
+                    state.schedule(&token, None);
+                    state.holds.remove(&token);
+                    lost.push(hold);
+                }
+                Ok(_) if renew_at <= now + TOGETHER => {
+                    state.schedule(&token, None);
+                    renew.push(hold);
+                }
+                // It ends within the time that is looked at together, and has not ended yet.
+                Ok(_) if next == due => break,
+                Ok(_) => state.schedule(&token, Some(next)),
+            }
+        }
+        // An alarm stays where it was set, also if what it was for has been given back. Otherwise whoever takes one lock after the
+        // other would wake the task for each of them.
+        let alarm = state.sleeps_until.filter(|until| *until > now);
+        let later = state.roles.split_off(&(now, Position::MAX));
+        let expired = std::mem::replace(&mut state.roles, later);
+        let role = state.roles.first_key_value().map(|((due, _), _)| *due);
+        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(role).chain(alarm).min();
+        let next = next.unwrap_or_else(|| after(now, Duration::MAX));
+        state.sleeps_until = Some(next);
+        drop(state);
+        for hold in lost {
+            self.lose(&hold, now);
+        }
+        for role in expired.into_values().filter_map(|role| role.upgrade()) {
+            role.expire(now);
+        }
+        (renew, next)
+    }
+
+    /// Tells those who watch if a lease was lost: its holder may be the first to see that, or the keeper.
+    pub(super) fn note_loss(&self, hold: &Grant, now: Instant) {
+        if let Some(reason) = hold.note_loss(now) {
+            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
+            self.meters(hold.lock()).lost(reason);
+        }
+    }
+
+    /// Tells the holder, and lets others try.
+    fn lose(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
+        self.note_loss(hold, now);
+        hold.tell();
+        if hold.look(now) == Err(LossReason::MaxHold) {
+            // Whoever has it may not look, and it was renewed a moment ago. Who does look has as much time as with a lease that expires.
+            ReleaseTask::after_loss(self, hold, now).in_background_at(Arc::clone(hold), now + hold.margin());
+        }
+        self.abandon(hold);
+        self.ended();
+    }
+
+    /// Notes what came of a renewal that was sent at `sent`.
+    fn renewed(self: &Arc<Self>, holds: &[Arc<Grant>], sent: Instant, answers: Result<&[bool], &StoreError>) {
+        let now = Instant::now();
+        for (i, hold) in holds.iter().enumerate() {
+            match answers.map(|answers| answers.get(i).copied()) {
+                Ok(Some(true)) => {
+                    hold.renewed(sent, now);
+                    self.name(hold, now);
+                }
+                Ok(Some(false)) => hold.taken(),
+                Ok(None) | Err(_) => {
+                    let pause = |failures: u32| {
+                        let longest = LONGEST_PAUSE.min(hold.ttl() / 10);
+                        let pause = (FIRST_PAUSE * (1 << (failures - 1).min(4))).min(longest);
+                        jittered(pause)
+                    };
+                    hold.suspended(now, answers.is_err_and(StoreError::is_refusal), pause);
+                    self.meters(hold.lock()).renewal_failed();
+                    tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
+                }
+            }
+            let is_lost = hold.look(now).is_err();
+            let mut state = self.keeper.state();
+            // One that was given back meanwhile is none of ours any more.
+            if !state.holds.contains_key(hold.token()) {
+                continue;
+            }
+            if is_lost {
+                state.holds.remove(hold.token());
+                drop(state);
+                self.lose(hold, now);
+            } else {
+                let (_, due) = hold.due();
+                state.schedule(hold.token(), Some(due));
+                self.keeper.wake_for(&mut state, due);
+            }
+        }
+    }
+}
+
+impl Drop for RenewalScheduler {
+    fn drop(&mut self) {
+        // The task sees that nobody is left.
+        self.wake.notify_one();
+    }
+}
+
+/// What the task knows of those whose leases it keeps. When this is dropped, the task is gone.
+struct Task(Weak<Shared>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        if let Some(home) = self.0.upgrade() {
+            home.start_elsewhere();
+        }
+    }
+}
+
+async fn keep_alive(task: Task, wake: Arc<Notify>) {
+    // Calls under way. They end with this task.
+    let mut calls = JoinSet::new();
+    loop {
+        let Some(shared) = task.0.upgrade() else { return };
+        let (mut renew, next) = shared.due(Instant::now());
+        // Those that want fewer replicas do not wait for those that want more, and those that are about to end take no time from those
+        // that are not: within one call none may wait for twice as long as another.
+        let now = Instant::now();
+        let shard = |hold: &Arc<Grant>| {
+            let patience = hold.patience(now).as_millis().max(1).ilog2();
+            (shared.store.shard(hold.lock()), hold.replicas().count, patience, is_apart(&shared, hold))
+        };
+        renew.sort_by_cached_key(shard);
+        let shards = renew.chunk_by(|one, other| shard(one) == shard(other));
+        for holds in shards.flat_map(|holds| holds.chunks(if is_apart(&shared, &holds[0]) { 1 } else { BATCH })) {
+            calls.spawn(renew_batch(Weak::clone(&task.0), holds.to_vec()));
+        }
+        drop(shared);
+        tokio::select! {
+            () = wake.notified() => {}
+            () = sleep_until(next) => {}
+            Some(ended) = calls.join_next(), if !calls.is_empty() => discard_joined(ended),
+        }
+    }
+}
+
+/// Whether a lease is renewed by a call of its own. By a quorum a call fails if one of its leases is undecided, and others are not to be lost
+/// with that one. A call that waits for replicas fails if too few know of one of them, and says nothing then of one that was taken away.
+fn is_apart(shared: &Shared, hold: &Grant) -> bool {
+    let may_fail_for_others = shared.store.scope() == Reach::Quorum || hold.replicas().count > 0;
+    may_fail_for_others && hold.is_suspended()
+}
+
+async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Grant>>) {
+    let Some(shared) = home.upgrade() else { return };
+    let renewals = holds.iter().map(|hold| hold.renewal());
+    let call = Arc::clone(&shared.store).renew(renewals.collect());
+    drop(shared);
+    let sent = Instant::now();
+    holds.iter().for_each(|hold| hold.renewing(sent));
+    // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
+    let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
+    let answers = Deadline::new(call, limit).await;
+    if let Some(shared) = home.upgrade() {
+        shared.renewed(&holds, sent, answers.as_deref());
+    }
+}
+
+/// Between half of a time and the whole of it, so that those who failed together do not try again together.
+pub(super) fn jittered(time: Duration) -> Duration {
+    // Without random numbers all wait for the whole of it.
+    let share = getrandom::u32().unwrap_or(u32::MAX);
+    time / 2 + time.mul_f64(f64::from(share) / f64::from(u32::MAX) / 2.0)
+}

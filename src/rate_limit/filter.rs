@@ -1,0 +1,173 @@
+use std::fmt;
+use std::sync::Arc;
+
+use super::policy::Policy;
+use super::resolver::{Question, Resolve};
+use crate::key::{ExtractKey, Key};
+
+/// What a layer finds out about a request before it asks the store: whether it has to, and about whom besides its key.
+///
+/// Made by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
+/// [`and`](super::RateLimitLayer::and). Others are taken by [`filter`](super::RateLimitLayer::filter): closures
+/// `Fn(&Req, &mut Subjects) -> FilterAction` are screens.
+pub trait RequestFilter<Req> {
+    /// Adds to `subjects` whom the request counts for, and says what is to happen to it.
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction;
+
+    /// What a resolver is asked about the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has something to ask.
+    #[doc(hidden)]
+    fn question(&self, request: &Req) -> Option<Question> {
+        let _ = request;
+        None
+    }
+}
+
+/// What is to happen to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FilterAction {
+    /// It is counted.
+    Limit,
+    /// It passes uncounted.
+    Bypass,
+    /// It is turned away.
+    Deny,
+}
+
+/// Whom a request counts for, and by which policies.
+#[derive(Clone, Debug, Default)]
+pub struct Subjects {
+    pub(super) found: Vec<(Policy, Option<Key>)>,
+}
+
+impl Subjects {
+    /// Counts the request for `key` as well, by `policy`. If there is none, or an empty one, it is a request without a key, of which
+    /// [`OnMissingKey`](super::OnMissingKey) says what happens to it.
+    pub fn push(&mut self, policy: Policy, key: Option<Key>) {
+        self.found.push((policy, key));
+    }
+}
+
+impl<Req, F: Fn(&Req, &mut Subjects) -> FilterAction> RequestFilter<Req> for F {
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        self(request, subjects)
+    }
+}
+
+/// No lists, and nobody but the [key](super::RateLimitLayer::key) of the layer.
+impl<Req> RequestFilter<Req> for () {
+    fn filter(&self, _: &Req, _: &mut Subjects) -> FilterAction {
+        FilterAction::Limit
+    }
+}
+
+/// Lets some requests pass uncounted: see [`RateLimitLayer::allow`](super::RateLimitLayer::allow).
+#[derive(Debug)]
+pub struct AllowList<X, F> {
+    pub(super) inner: Arc<X>,
+    pub(super) listed: F,
+}
+
+impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for AllowList<X, F> {
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        if (self.listed)(request) { FilterAction::Bypass } else { self.inner.filter(request, subjects) }
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
+}
+
+/// Turns some requests away: see [`RateLimitLayer::deny`](super::RateLimitLayer::deny).
+#[derive(Debug)]
+pub struct DenyList<X, F> {
+    pub(super) inner: Arc<X>,
+    pub(super) listed: F,
+}
+
+impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for DenyList<X, F> {
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        if (self.listed)(request) { FilterAction::Deny } else { self.inner.filter(request, subjects) }
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
+}
+
+/// Counts a request for another subject as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and) and
+/// [`and_if_present`](super::RateLimitLayer::and_if_present).
+#[derive(Debug)]
+pub struct WithLimit<X, K> {
+    pub(super) inner: Arc<X>,
+    pub(super) policy: Policy,
+    pub(super) key: K,
+    /// Whether requests without such a key do not count for anybody here.
+    pub(super) if_present: bool,
+}
+
+impl<Req, X: RequestFilter<Req>, K: ExtractKey<Req>> RequestFilter<Req> for WithLimit<X, K> {
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        let screening = self.inner.filter(request, subjects);
+        if screening == FilterAction::Limit {
+            let key = self.key.extract_key(request);
+            if !self.if_present || key.as_ref().is_some_and(|key| !key.is_empty()) {
+                subjects.push(self.policy.clone(), key);
+            }
+        }
+        screening
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
+}
+
+/// Asks a screen of one's own: see [`RateLimitLayer::filter`](super::RateLimitLayer::filter).
+#[derive(Debug)]
+pub struct WithFilter<X, S> {
+    pub(super) inner: Arc<X>,
+    pub(super) filter: S,
+}
+
+impl<Req, X: RequestFilter<Req>, S: RequestFilter<Req>> RequestFilter<Req> for WithFilter<X, S> {
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        match self.inner.filter(request, subjects) {
+            FilterAction::Limit => self.filter.filter(request, subjects),
+            decided => decided,
+        }
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
+}
+
+/// Finds in a request what a resolver is asked by: see [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
+pub struct ResolveFrom<X, F, V> {
+    pub(super) inner: Arc<X>,
+    pub(super) input: F,
+    pub(super) resolve: Option<Arc<Resolve<V>>>,
+}
+
+impl<Req, X, F, V> RequestFilter<Req> for ResolveFrom<X, F, V>
+where
+    X: RequestFilter<Req>,
+    F: Fn(&Req) -> Option<V>,
+    V: Clone + Send + Sync + 'static,
+{
+    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
+        self.inner.filter(request, subjects)
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        let resolve = self.resolve.as_ref()?;
+        (self.input)(request).map(|input| Question::new(resolve, input))
+    }
+}
+
+impl<X: fmt::Debug, F, V> fmt::Debug for ResolveFrom<X, F, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResolveFrom").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
