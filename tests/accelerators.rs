@@ -221,7 +221,7 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
     }
     assert_eq!((slow.checks(), store.stats().hits, store.stats().misses), (4, 99, 8));
     ask("bob").await.unwrap();
-    let left = backend.peek(&total, &Key::EVERYONE, 1).await.unwrap().remaining();
+    let left = backend.peek(&total, &Key::GLOBAL, 1).await.unwrap().remaining();
     assert_eq!(left, Some(996), "for nobody who was turned away");
 
     // That the cache answers does not say that the store does.

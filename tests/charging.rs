@@ -30,7 +30,7 @@ fn tokens() -> Policy {
 }
 
 async fn left(store: &impl RateLimitStore) -> u32 {
-    store.peek(&tokens(), &Key::EVERYONE, 1).await.unwrap().remaining().unwrap()
+    store.peek(&tokens(), &Key::GLOBAL, 1).await.unwrap().remaining().unwrap()
 }
 
 fn request() -> Request<()> {
@@ -168,7 +168,7 @@ async fn a_handler_finds_no_charge_of_another_layer_where_its_own_lets_the_reque
     let listed = inner().allow(|_: &Request<()>| true);
     outer.layer(listed.clone().layer(handler(&[]))).oneshot(request()).await.unwrap();
     outer.layer(listed.clone().responder(GrpcResponder::new()).layer(handler(&[]))).oneshot(request()).await.unwrap();
-    let rules = "rules: [{ path: /counted, policy: rule, key: everyone }]
+    let rules = "rules: [{ path: /counted, policy: rule, key: global }]
 policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }";
     let rules = RulesLayer::new(MemoryBackend::new(), Rules::from_yaml(rules).unwrap());
     outer.layer(rules.layer(handler(&[]))).oneshot(request()).await.unwrap();
@@ -484,7 +484,7 @@ async fn nobody_waits_for_a_correction_and_no_more_than_so_many_are_kept() {
     }
     assert_eq!(start.elapsed(), Duration::ZERO);
     tokio::time::sleep(Duration::from_millis(60)).await;
-    let peek = store.peek(&policy, &Key::EVERYONE, 1).await.unwrap();
+    let peek = store.peek(&policy, &Key::GLOBAL, 1).await.unwrap();
     assert_eq!(peek.remaining(), Some(many - 100), "the last hundred stay charged");
 }
 

@@ -306,7 +306,7 @@ fn a_port_is_at_most_65535() {
 
 #[test]
 fn an_unreadable_value_is_rejected_where_that_is_chosen() {
-    let strict = proxied().on_unreadable(OnUnreadable::Responder);
+    let strict = proxied().on_unreadable(OnUnreadable::Reject);
     let cases: &[(&[&str], Option<&str>)] = &[
         (&[], Some("10.0.0.1")),
         (&["203.0.113.7"], Some("203.0.113.7")),

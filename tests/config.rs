@@ -54,7 +54,7 @@ fn a_path_with_more_parameters_than_the_router_has_names_for_is_refused() {
         Rules::from_toml(&format!(
             r#"
             policies.all.limits = [{LIMIT}]
-            rules = [{{ path = "{path}{end}", policy = "all", key = "everyone" }}]
+            rules = [{{ path = "{path}{end}", policy = "all", key = "global" }}]
             "#
         ))
     };
@@ -141,8 +141,8 @@ async fn a_path_matches_however_it_is_spelled() {
     let twice = RulesError::message(
         &Rules::from_toml(&format!(
             "[policies.a]\nlimits = [{LIMIT}]\n\
-         [[rules]]\npath = \"/a\"\npolicy = \"a\"\nkey = \"everyone\"\n\
-         [[rules]]\npath = \"/%61\"\npolicy = \"a\"\nkey = \"everyone\"\n"
+         [[rules]]\npath = \"/a\"\npolicy = \"a\"\nkey = \"global\"\n\
+         [[rules]]\npath = \"/%61\"\npolicy = \"a\"\nkey = \"global\"\n"
         ))
         .unwrap_err(),
     )
@@ -170,18 +170,18 @@ async fn no_spelling_chooses_a_laxer_rule() {
         [[rules]]
         path = "/api/{*rest}"
         policy = "all"
-        key = "everyone"
+        key = "global"
         cost = 2
         [[rules]]
         path = "/api/health"
         unlimited = true
         [[rules]]
         path = "/api/export"
-        policies = [{ policy = "me", key = "everyone" }, { policy = "all", key = "everyone" }]
+        policies = [{ policy = "me", key = "global" }, { policy = "all", key = "global" }]
         [[rules]]
         path = "/users/{name}"
         policy = "user"
-        key = "everyone"
+        key = "global"
         on_store_error = "deny"
         [[rules]]
         path = "/users/me"
@@ -289,8 +289,8 @@ const BAD: &[Bad] = &[
     ("[policies.\"a b\"]\nlimits = [LIMIT]\nRULE", "a name is 1 to 47 letters, digits", "policies.\"a b\"", 1),
     // Rules.
     ("POLICY\nRULE\nmethod = \"GET\"", "unknown field `method`", "rules[0].method", 7),
-    ("POLICY\n[[rules]]\npolicy = \"a\"\nkey = \"everyone\"", "missing field `path`", "rules[0]", 3),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"b\"\nkey = \"everyone\"", "there is no policy \"b\"; there are `a`", "rules[0].policy", 5),
+    ("POLICY\n[[rules]]\npolicy = \"a\"\nkey = \"global\"", "missing field `path`", "rules[0]", 3),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"b\"\nkey = \"global\"", "there is no policy \"b\"; there are `a`", "rules[0].policy", 5),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"", "missing field `key`", "rules[0]", 3),
     ("POLICY\n[[rules]]\npath = \"/\"", "a rule has one of `policy`, `policies` and `unlimited = true`", "rules[0]", 3),
     ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\npolicy = \"a\"", "a rule is either unlimited or has policies", "rules[0].unlimited", 5),
@@ -298,8 +298,8 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\npolicies = []", "a rule has either `policy` or `policies`", "rules[0].policies", 7),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicies = []", "a rule needs at least one policy", "rules[0].policies", 5),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\" }]", "missing field `key`", "rules[0].policies[0]", 5),
-    ("POLICY\n[[rules]]\npath = \"/\"\nkey = \"everyone\"\npolicies = [{ policy = \"a\", key = \"everyone\" }]", "each of `policies` has a key of its own", "rules[0].key", 5),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = \"everyone\" },\n{ policy = \"a\", key = \"peer_ip\" }]", "a rule counts by `a` once only", "rules[0].policies[1].policy", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\nkey = \"global\"\npolicies = [{ policy = \"a\", key = \"global\" }]", "each of `policies` has a key of its own", "rules[0].key", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = \"global\" },\n{ policy = \"a\", key = \"peer_ip\" }]", "a rule counts by `a` once only", "rules[0].policies[1].policy", 6),
     ("POLICY\nRULE\nRULE", "rules[0] has the same path and is for all methods too", "rules[1].path", 8),
     ("POLICY\nRULE\nmethods = [\"GET\"]\nRULE\nmethods = [\"PUT\",\n\"GET\"]", "rules[0] has the same path and method", "rules[1].methods[1]", 13),
     ("POLICY\nRULE\nmethods = []", "a rule for no method matches nothing", "rules[0].methods", 7),
@@ -307,10 +307,10 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\nmethods = [\"get\"]", "`get` is not a method such as `GET`", "rules[0].methods[0]", 7),
     ("POLICY\nRULE\nmethods = [\"G T\"]", "`G T` is not a method", "rules[0].methods[0]", 7),
     ("POLICY\nRULE\nmethods = \"GET\"", "invalid type: string \"GET\", expected a sequence", "rules[0].methods", 7),
-    ("POLICY\n[[rules]]\npath = \"api\"\npolicy = \"a\"\nkey = \"everyone\"", "a path begins with `/`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/a?b=1\"\npolicy = \"a\"\nkey = \"everyone\"", "no path of a request has '?' in it", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/{id\"\npolicy = \"a\"\nkey = \"everyone\"", "a parameter is written `{name}`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/{*rest}/x\"\npolicy = \"a\"\nkey = \"everyone\"", "`{*name}` is the last part of a path", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"api\"\npolicy = \"a\"\nkey = \"global\"", "a path begins with `/`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/a?b=1\"\npolicy = \"a\"\nkey = \"global\"", "no path of a request has '?' in it", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/{id\"\npolicy = \"a\"\nkey = \"global\"", "a parameter is written `{name}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/{*rest}/x\"\npolicy = \"a\"\nkey = \"global\"", "`{*name}` is the last part of a path", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{id}\"\nunlimited = true\n[[rules]]\npath = \"/{name}\"\nunlimited = true", "the path conflicts with `/{id}`", "rules[1].path", 7),
     ("POLICY\n[[rules]]\npath = \"/users/{id}\"\nunlimited = true\n[[rules]]\npath = \"/users/{*rest}\"\nunlimited = true", "the path conflicts with `/users/{id}`", "rules[1].path", 7),
     ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
@@ -319,7 +319,7 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\nreplicas = 2\non_store_error = \"deny\"", "has no meaning where no process counts for itself", "rules[0].replicas", 7),
     ("POLICY\nRULE\non_store_error = \"allow\"\nreplicas = 1", "has no meaning where no process counts for itself", "rules[0].replicas", 8),
     ("POLICY\nRULE\non_missing_key = \"pass\"", "has no meaning where every request has a key", "rules[0].on_missing_key", 7),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = [\"peer_ip\", \"everyone\"] }]\non_missing_key = \"reject\"", "has no meaning where every request has a key", "rules[0].on_missing_key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = [\"peer_ip\", \"global\"] }]\non_missing_key = \"reject\"", "has no meaning where every request has a key", "rules[0].on_missing_key", 6),
     ("POLICY\nRULE\ncharge = \"never\"", "unknown variant `never`, expected one of `always`, `failures`, `successes`", "rules[0].charge", 7),
     ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncharge = \"always\"", "has no meaning where requests are unlimited", "rules[0].charge", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\nwait = \"1s\"", "has no meaning where requests are unlimited", "rules[0].wait", 6),
@@ -329,9 +329,9 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
     ("POLICY\nRULE\non_missing_key = 1", "invalid type: integer `1`", "rules[0].on_missing_key", 7),
     // Keys.
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `everyone`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, `header`", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `global`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, `header`", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = []", "a list of keys needs at least one", "rules[0].key", 6),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"everyone\", \"peer_ip\"]", "nothing can come behind it", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"global\", \"peer_ip\"]", "nothing can come behind it", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x y\" }", "`x y` is not the name of a header", "rules[0].key.header", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x\", prefix = \"y\" }", "no more fields are expected here, but there is `prefix`", "rules[0].key.prefix", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [{ cookie = \"y\" }]", "unknown variant `cookie`", "rules[0].key[0].cookie", 6),
@@ -353,11 +353,11 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "either by their networks, `trusted`, or by their number", "client_ip.trusted_hops", 3),
     ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `peer` or `reject`", "client_ip.on_unreadable", 3),
     // Patterns of other systems.
-    ("POLICY\n[[rules]]\npath = \"/api/*\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/api/**\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/api/*rest\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/api/.*\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/users/:id\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/users/{id}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/*\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/**\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/*rest\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/.*\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/users/:id\"\npolicy = \"a\"\nkey = \"global\"", "write `/users/{id}`", "rules[0].path", 4),
 ];
 
 #[test]
@@ -367,7 +367,7 @@ fn what_is_wrong_is_named_with_its_place() {
     for (text, what, field, line) in BAD {
         let text = text
             .replace("POLICY", "[policies.a]\nlimits = [LIMIT]")
-            .replace("RULE", "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"everyone\"")
+            .replace("RULE", "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"global\"")
             .replace("MANY", &many.join(", "))
             .replace("LIMIT", LIMIT);
         let error = Rules::from_toml(&text).expect_err(&text);
@@ -572,7 +572,7 @@ async fn each_rule_limits_the_requests_that_it_matches() {
         policies.total.limits = [{ quota = 3, per = "1m", algorithm = "fixed_window" }]
         rules = [
             { path = "/api/{*rest}", policy = "api", key = [{ header = "x-api-key" }, "peer_ip"], cost = 5 },
-            { path = "/both", policies = [{ policy = "api", key = { header = "x-api-key" } }, { policy = "total", key = "everyone" }] },
+            { path = "/both", policies = [{ policy = "api", key = { header = "x-api-key" } }, { policy = "total", key = "global" }] },
             { path = "/api/health", unlimited = true },
         ]
         "#,
@@ -607,10 +607,10 @@ async fn each_rule_has_a_say_in_what_happens_when_the_store_fails() {
         r#"
         policies.a.limits = [{ quota = 2, per = "1m", algorithm = "fixed_window" }]
         rules = [
-            { path = "/login", policy = "a", key = "everyone", on_store_error = "deny" },
-            { path = "/open", policy = "a", key = "everyone", on_store_error = "allow" },
-            { path = "/local", policy = "a", key = "everyone" },
-            { path = "/also", policy = "a", key = "everyone", replicas = 2 },
+            { path = "/login", policy = "a", key = "global", on_store_error = "deny" },
+            { path = "/open", policy = "a", key = "global", on_store_error = "allow" },
+            { path = "/local", policy = "a", key = "global" },
+            { path = "/also", policy = "a", key = "global", replicas = 2 },
             { path = "/keyless", policy = "a", key = "peer_ip", on_missing_key = "pass" },
         ]
         "#,
@@ -637,9 +637,9 @@ async fn each_rule_has_its_deadline_and_all_of_them_one_circuit() {
         r#"
         policies.a.limits = [{ quota = 5, per = "1m", algorithm = "fixed_window" }]
         rules = [
-            { path = "/quick", policy = "a", key = "everyone", on_store_error = "deny", deadline = "20ms" },
-            { path = "/usual", policy = "a", key = "everyone", on_store_error = "deny" },
-            { path = "/open", policy = "a", key = "everyone", on_store_error = "allow" },
+            { path = "/quick", policy = "a", key = "global", on_store_error = "deny", deadline = "20ms" },
+            { path = "/usual", policy = "a", key = "global", on_store_error = "deny" },
+            { path = "/open", policy = "a", key = "global", on_store_error = "allow" },
         ]
         "#,
     );
@@ -829,7 +829,7 @@ async fn a_rule_may_charge_by_the_answer() {
             policies.b.limits = [{{ quota = 2, per = "1h", algorithm = "fixed_window" }}]
             rules = [{{
                 path = "/{{*rest}}",
-                policies = [{{ policy = "a", key = "everyone" }}, {{ policy = "b", key = "everyone" }}],
+                policies = [{{ policy = "a", key = "global" }}, {{ policy = "b", key = "global" }}],
                 charge = "{charge}",
             }}]
             "#
@@ -898,8 +898,8 @@ async fn a_rule_may_let_requests_wait_for_room() {
         r#"
         policies.a.limits = [{ quota = 1, per = "10s", algorithm = "fixed_window" }]
         rules = [
-            { path = "/patient", policy = "a", key = "everyone", wait = "25s" },
-            { path = "/at-once", policy = "a", key = "everyone" },
+            { path = "/patient", policy = "a", key = "global", wait = "25s" },
+            { path = "/at-once", policy = "a", key = "global" },
         ]
         "#,
     );
@@ -937,7 +937,7 @@ async fn the_instance_that_was_ready_is_the_one_that_is_called() {
         let rules = Rules::from_toml(
             r#"
             policies.a.limits = [{ quota = 100, per = "1m", algorithm = "fixed_window" }]
-            rules = [{ path = "/limited", policy = "a", key = "everyone" }]
+            rules = [{ path = "/limited", policy = "a", key = "global" }]
             "#,
         );
         let clones = Arc::new(AtomicU64::new(0));
@@ -964,7 +964,7 @@ async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
             [[rules]]
             path = "/steady"
             policy = "steady"
-            key = "everyone"
+            key = "global"
             [[rules]]
             path = "/other{}"
             policy = "other"
@@ -1037,7 +1037,7 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
         Ok::<_, Infallible>(Response::new(String::new()))
     }));
     let policy = Policy::new("a", Quota::per_hour(9).fixed_window());
-    let left = async || store.get_ref().peek(&policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+    let left = async || store.get_ref().peek(&policy, &Key::GLOBAL, 1).await.unwrap().remaining();
     assert_eq!(status(&service, "/x").await, 200);
     // Of rules that hold no more as well.
     layer.handle().reload(simple("fixed_window", 8));
@@ -1070,7 +1070,7 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
     let write = |quota: &str| {
         let text = format!(
             "policies: {{ a: {{ limits: [{{ quota: {quota}, per: 1h, algorithm: fixed_window }}] }} }}\n\
-             rules: [{{ path: '/{{*rest}}', policy: a, key: everyone }}]\n"
+             rules: [{{ path: '/{{*rest}}', policy: a, key: global }}]\n"
         );
         let fresh = folder.path().join("fresh");
         fs::write(&fresh, &text).unwrap();
@@ -1115,7 +1115,7 @@ async fn a_quota_of_nothing_closes_what_may_burst_also_in_a_watched_file() {
         let text = format!(
             r#"
             policies.api.limits = [{{ quota = {quota}, per = "1s", burst = 20, algorithm = "token_bucket" }}]
-            rules = [{{ path = "/{{*rest}}", policy = "api", key = "everyone" }}]
+            rules = [{{ path = "/{{*rest}}", policy = "api", key = "global" }}]
             "#
         );
         let fresh = folder.path().join("fresh");
@@ -1181,7 +1181,7 @@ fn simple(algorithm: &str, quota: u32) -> Rules {
     Rules::from_toml(&format!(
         r#"
         policies.a.limits = [{{ quota = {quota}, per = "1h", algorithm = "{algorithm}" }}]
-        rules = [{{ path = "/{{*rest}}", policy = "a", key = "everyone" }}]
+        rules = [{{ path = "/{{*rest}}", policy = "a", key = "global" }}]
         "#
     ))
     .unwrap()
@@ -1192,7 +1192,7 @@ fn rules_of(rules: &[(&str, Option<&str>, &str)]) -> Rules {
     let mut text = String::new();
     for (path, method, policy) in rules {
         text.push_str(&format!("[policies.{policy}]\nlimits = [{LIMIT}]\n"));
-        text.push_str(&format!("[[rules]]\npath = {path:?}\npolicy = {policy:?}\nkey = \"everyone\"\n"));
+        text.push_str(&format!("[[rules]]\npath = {path:?}\npolicy = {policy:?}\nkey = \"global\"\n"));
         text.push_str(&method.map_or(String::new(), |method| format!("methods = [{method:?}]\n")));
     }
     Rules::from_toml(&text).unwrap()

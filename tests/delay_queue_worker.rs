@@ -420,7 +420,7 @@ async fn a_job_has_what_its_layers_know_of_it() {
         sleep(secs(1)).await;
     }
     assert!(is_empty(&queue).await);
-    assert_eq!(limiter.peek(Key::EVERYONE).await.unwrap().limits()[0].remaining(), 2);
+    assert_eq!(limiter.peek(Key::GLOBAL).await.unwrap().limits()[0].remaining(), 2);
     let fences = fences.lock().unwrap().clone();
     assert_eq!(fences.len(), 9);
     assert!(fences.is_sorted() && fences[0] > 0, "{fences:?}");

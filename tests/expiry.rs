@@ -90,8 +90,7 @@ fn traces() -> impl Strategy<Value = Trace> {
     let pause = prop_oneof![8 => Just(0_u64), 1 => 1..40_u64];
     let step =
         (pause, plan, 0..3_u8, verb).prop_map(|(pause_ms, plan, subject, verb)| Step { pause_ms, plan, subject, verb });
-    let change =
-        prop_oneof![Just(QuotaChange::ResponsePolicy), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
+    let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
     let plans = prop::collection::vec(prop::collection::vec(limits(), 1..=4), 1..4);
     (plans, change, prop::collection::vec(step, 20..80)).prop_map(|(plans, change, steps)| Trace {
         plans,

@@ -201,7 +201,7 @@ async fn of_several_policies_a_problem_names_the_limits_of_all_that_say_no() {
     for (block, wait, policy, kind) in
         [(1_800, 3_600, "user", "quota-exceeded"), (7_200, 7_200, "total", "abnormal-usage-detected")]
     {
-        total.block(Key::EVERYONE, Duration::from_secs(block)).await.unwrap();
+        total.block(Key::GLOBAL, Duration::from_secs(block)).await.unwrap();
         let answer = ask("/").await;
         assert_eq!(answer.problem()["violated-policies"], json!(["user-1m", "user-1h"]));
         assert!(answer.problem()["type"].as_str().unwrap().ends_with(kind), "{}", answer.body);
@@ -253,7 +253,7 @@ async fn a_request_that_passes_without_decision_hears_of_the_policy_only() {
 async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
     let policy = Policy::new("api", Quota::per_minute(1).fixed_window()).shadow();
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key"));
-    for on_missing_key in [OnMissingKey::Responder, OnMissingKey::Pass, OnMissingKey::Shared] {
+    for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass, OnMissingKey::Shared] {
         let answer = ask(&layer.clone().on_missing_key(on_missing_key).layer(hello()), request()).await;
         assert_eq!((answer.status, answer.headers.len()), (StatusCode::OK, 0), "{on_missing_key:?}");
     }
@@ -321,7 +321,7 @@ async fn handlers_of_axum_take_what_layers_know() {
         (status, String::from_utf8(body.to_vec()).unwrap())
     };
     assert_eq!(answer("POST", "/all").await, (StatusCode::OK, "2 1".to_owned()));
-    let peeked = limiter.peek(Key::EVERYONE).await.unwrap();
+    let peeked = limiter.peek(Key::GLOBAL).await.unwrap();
     assert_eq!(peeked.limits()[0].remaining(), 5);
     assert_eq!(answer("GET", "/some").await, (StatusCode::OK, "true false false".to_owned()));
     assert_eq!(answer("GET", "/none").await, (StatusCode::OK, "false false false".to_owned()));
@@ -376,7 +376,7 @@ async fn routes_of_axum_are_counted_as_such() {
         .route("/users/{id}", get(async || ""))
         .nest("/v2", Router::new().route("/users/{id}", get(async || "")))
         .route("/about", get(async || ""))
-        .layer(layer.on_missing_key(OnMissingKey::Responder));
+        .layer(layer.on_missing_key(OnMissingKey::Reject));
     let asked = [
         ("/users/1", 200),
         ("/users/2", 200),
@@ -1255,7 +1255,7 @@ async fn hostile_header_values_are_keys_like_any_other() {
     let mut huge = vec![b'x'; 1 << 20];
     let huge_twin = huge.clone();
     *huge.last_mut().unwrap() = b'y';
-    let values: [&[u8]; 9] = [b"\xff", b"\xfe", b"{}", b"{", b"{a}", b"%7B%7D", b"!everyone", &huge, &huge_twin];
+    let values: [&[u8]; 9] = [b"\xff", b"\xfe", b"{}", b"{", b"{a}", b"%7B%7D", b"!global", &huge, &huge_twin];
     for value in values {
         assert_eq!(ask(&service, with_key(value)).await.status, StatusCode::OK, "counted apart from all others");
     }
@@ -1579,7 +1579,7 @@ async fn layers_that_win_late_tell_all_they_know() {
 
 #[tokio::test(start_paused = true)]
 async fn fields_of_an_upstream_are_kept_if_told_so() {
-    let keep = HttpResponder::new().upstream_fields(UpstreamFields::ResponsePolicy);
+    let keep = HttpResponder::new().upstream_fields(UpstreamFields::Keep);
     for quota in [5, 100] {
         for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
             assert_eq!(told(keep.clone(), quota, upstream).await, pairs(upstream));
@@ -1591,7 +1591,7 @@ async fn fields_of_an_upstream_are_kept_if_told_so() {
 #[tokio::test(start_paused = true)]
 async fn metadata_of_a_grpc_upstream_is_replaced_by_default() {
     for (answer, kept) in
-        [(GrpcResponder::new(), false), (GrpcResponder::new().upstream_fields(UpstreamFields::ResponsePolicy), true)]
+        [(GrpcResponder::new(), false), (GrpcResponder::new().upstream_fields(UpstreamFields::Keep), true)]
     {
         let proxy = service_fn(|_: Request<()>| {
             let response = Response::builder().header("x-ratelimit-remaining", "7").header("x-ratelimit-reset", "30");

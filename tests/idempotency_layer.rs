@@ -915,7 +915,7 @@ async fn where_memory_is_full_of_answers_a_mark_is_kept() {
 /// The story of a handler that took longer than its lease, and was run a second time meanwhile.
 #[tokio::test(start_paused = true)]
 async fn a_handler_outlives_its_lease_by_being_renewed() {
-    for on_unknown in [OnUnknown::Responder, OnUnknown::Retry] {
+    for on_unknown in [OnUnknown::Reject, OnUnknown::Retry] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(100)).on_unknown(on_unknown);
         let app = handler.behind(guard, slow);
@@ -937,7 +937,7 @@ async fn a_handler_outlives_its_lease_by_being_renewed() {
 /// dropped before that.
 #[tokio::test(start_paused = true)]
 async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
-    for (on_unknown, expected) in [(OnUnknown::Responder, 200), (OnUnknown::Retry, 503)] {
+    for (on_unknown, expected) in [(OnUnknown::Reject, 200), (OnUnknown::Retry, 503)] {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
@@ -1537,7 +1537,7 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
         drop(request.into_body().collect().await);
         pending().await
     }
-    let outside = [OnUnknown::Responder, OnUnknown::Retry].map(|on_unknown| {
+    let outside = [OnUnknown::Reject, OnUnknown::Retry].map(|on_unknown| {
         [ResponsePolicy::SafeRetry, ResponsePolicy::All]
             .map(|keep| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, keep, inside)))
     });
@@ -1573,9 +1573,9 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
 #[tokio::test(start_paused = true)]
 async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_body() {
     let inside = [
-        (ResponsePolicy::SafeRetry, OnUnknown::Responder),
+        (ResponsePolicy::SafeRetry, OnUnknown::Reject),
         (ResponsePolicy::All, OnUnknown::Retry),
-        (ResponsePolicy::All, OnUnknown::Responder),
+        (ResponsePolicy::All, OnUnknown::Reject),
     ];
     let outside =
         [ResponsePolicy::SafeRetry, ResponsePolicy::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)]);
@@ -1621,7 +1621,7 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
         let (code, expected) = if streams { (200, "broken off") } else { (422, "key-reused") };
         assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had begun");
         assert!(text.contains(expected), "{case}: {text}");
-        if keep == ResponsePolicy::All && on_unknown == OnUnknown::Responder {
+        if keep == ResponsePolicy::All && on_unknown == OnUnknown::Reject {
             sleep(Duration::from_secs(15)).await;
             let (status, _, _, text) = ask(&["hundred"]).await;
             assert!(status == 409 && text.contains("outcome-unknown"), "{case}: {status} {text}");
@@ -2347,7 +2347,7 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
 #[tokio::test(start_paused = true)]
 async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
     for (on_unknown, away, goes_on) in
-        [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Responder, 2_000, true)]
+        [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Reject, 2_000, true)]
     {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -2726,8 +2726,8 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
 #[tokio::test(start_paused = true)]
 async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
     for (keep, on_unknown) in [
-        (ResponsePolicy::SafeRetry, OnUnknown::Responder),
-        (ResponsePolicy::Success, OnUnknown::Responder),
+        (ResponsePolicy::SafeRetry, OnUnknown::Reject),
+        (ResponsePolicy::Success, OnUnknown::Reject),
         (ResponsePolicy::SafeRetry, OnUnknown::Retry),
         (ResponsePolicy::All, OnUnknown::Retry),
     ] {

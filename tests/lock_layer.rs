@@ -959,7 +959,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
 async fn what_happens_without_a_key_is_said() {
     let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
     let cases = [
-        (OnMissingKey::Responder, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
+        (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
         (OnMissingKey::Shared, [StatusCode::OK, StatusCode::CONFLICT]),
         (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
     ];

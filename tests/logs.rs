@@ -1002,10 +1002,10 @@ async fn rules_that_match_nothing_are_one_warning() {
             r#"
             policies.a.limits = [{{ quota = {quota}, per = "1s", algorithm = "fixed_window" }}]
             rules = [
-                {{ path = "/api/{{*rest}}", policy = "a", key = "everyone" }},
+                {{ path = "/api/{{*rest}}", policy = "a", key = "global" }},
                 {{ path = "/health", unlimited = true }},
-                {{ path = "/v1/login", methods = ["POST", "PUT"], policy = "a", key = "everyone" }},
-                {{ path = "/m%65", policy = "a", key = "everyone" }},
+                {{ path = "/v1/login", methods = ["POST", "PUT"], policy = "a", key = "global" }},
+                {{ path = "/m%65", policy = "a", key = "global" }},
             ]
             "#
         ))
@@ -1515,7 +1515,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     let seizing = admin.clone().namespace("requests");
     let layer = LockLayer::new(locks_store).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
-        seizing.force_unlock(Key::EVERYONE).await.unwrap();
+        seizing.force_unlock(Key::GLOBAL).await.unwrap();
         Ok::<_, BoxError>(())
     }));
     service.clone().oneshot(()).await.unwrap();

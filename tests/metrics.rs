@@ -1073,8 +1073,8 @@ fn the_circuit_of_several_rules_closes_under_the_policy_that_it_opened_under() {
         policies.api.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
         policies.login.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
         rules = [
-            { path = "/api", policy = "api", key = "everyone", on_store_error = "allow" },
-            { path = "/login", policy = "login", key = "everyone", on_store_error = "deny" },
+            { path = "/api", policy = "api", key = "global", on_store_error = "allow" },
+            { path = "/login", policy = "login", key = "global", on_store_error = "deny" },
         ]
         "#,
     );
@@ -1114,7 +1114,7 @@ fn requests_that_no_rule_matches_are_counted() {
         r#"
         policies.api.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
         rules = [
-            { path = "/api", policy = "api", key = "everyone" },
+            { path = "/api", policy = "api", key = "global" },
             { path = "/health", unlimited = true },
         ]
         "#,

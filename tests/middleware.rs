@@ -372,7 +372,7 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     store.faults().heal();
     assert_eq!(service.clone().oneshot(1).await.unwrap(), 1);
     assert_eq!(service.clone().oneshot(0).await.unwrap(), 0, "where nothing is left");
-    Limiter::new(store.clone(), policy).block(Key::EVERYONE, Duration::from_secs(60)).await.unwrap();
+    Limiter::new(store.clone(), policy).block(Key::GLOBAL, Duration::from_secs(60)).await.unwrap();
     let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(refused.decision().outcome(), Outcome::Blocked);
     let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u32| *cost);
@@ -498,7 +498,7 @@ async fn a_request_counts_for_all_its_subjects_or_for_none() {
     assert_eq!(left(&user, "bob").await, Some(0));
     assert_eq!(left(&address, "home").await, Some(0));
     assert_eq!(left(&address, "work").await, Some(2));
-    let decision = RateLimitStore::peek(&backend, &total, &Key::EVERYONE, 1).await.unwrap();
+    let decision = RateLimitStore::peek(&backend, &total, &Key::GLOBAL, 1).await.unwrap();
     assert_eq!(decision.remaining(), Some(96), "denied requests were not charged");
 }
 
@@ -556,7 +556,7 @@ async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
     assert!(ask("paid").await.is_ok());
     assert!(ask("paid").await.is_ok());
     assert!(ask("paid").await.unwrap_err().is::<RateLimited>());
-    let left = backend.peek(&per_hour(100), &Key::EVERYONE, 1).await.unwrap().remaining();
+    let left = backend.peek(&per_hour(100), &Key::GLOBAL, 1).await.unwrap().remaining();
     assert_eq!(left, Some(97), "denied requests were not charged");
 }
 
@@ -568,7 +568,7 @@ async fn a_shadow_policy_counts_and_turns_nobody_away() {
     for _ in 0..10 {
         assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
     }
-    let decision = RateLimitStore::peek(&backend, &policy, &Key::EVERYONE, 1).await.unwrap();
+    let decision = RateLimitStore::peek(&backend, &policy, &Key::GLOBAL, 1).await.unwrap();
     assert_eq!(decision.remaining(), Some(0));
 }
 
@@ -600,7 +600,7 @@ async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
         let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
         for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
             let layer = layer(&store, per_hour(1)).on_store_error(on_store_error);
-            memory.reset(&per_hour(1), &Key::EVERYONE).await.unwrap();
+            memory.reset(&per_hour(1), &Key::GLOBAL).await.unwrap();
             let service = layer.and(trial.clone(), tollgate::GlobalKey).layer(service_fn(echo));
             assert!(service.clone().oneshot("request").await.is_ok(), "{on_store_error:?}");
             let error = service.oneshot("request").await.unwrap_err();
@@ -675,7 +675,7 @@ async fn a_shadow_that_the_store_hangs_for_is_waited_for_by_probes_only() {
         service.clone().oneshot("request").await.unwrap();
         begun.elapsed()
     };
-    let left = async |policy: Policy| memory.peek(&policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+    let left = async |policy: Policy| memory.peek(&policy, &Key::GLOBAL, 1).await.unwrap().remaining();
 
     for _ in 0..3 {
         assert!(took().await >= Duration::from_millis(100), "it has not failed often enough");
@@ -1435,7 +1435,7 @@ impl Login {
 
     async fn left(&self) -> Option<u32> {
         let store = self.0.store();
-        RateLimitStore::peek(store, self.0.policy(), &Key::EVERYONE, 1).await.unwrap().remaining()
+        RateLimitStore::peek(store, self.0.policy(), &Key::GLOBAL, 1).await.unwrap().remaining()
     }
 }
 
@@ -1584,7 +1584,7 @@ async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
             assert!(handle.decision().is_none());
             handle
         };
-        let left = async |policy: &Policy| memory.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining().unwrap();
+        let left = async |policy: &Policy| memory.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining().unwrap();
         store.faults().fail(Failure::Unavailable);
         admitted(own.clone().layer(service_fn(echo)).oneshot("request").await).await.charge(3);
         assert_eq!(left(&per_hour(9)).await, 6, "{then:?} {cost}");
@@ -1950,7 +1950,7 @@ async fn requests_without_key_can_share_a_quota_of_their_own() {
     assert!(service.clone().oneshot("").await.is_ok(), "an empty key is no key, and counts with those");
     assert!(service.clone().oneshot("nobody").await.unwrap_err().is::<RateLimited>());
     assert!(service.clone().oneshot("").await.unwrap_err().is::<RateLimited>());
-    for somebody in ["alice", "!anonymous", "!everyone"] {
+    for somebody in ["alice", "!anonymous", "!global"] {
         assert!(service.clone().oneshot(somebody).await.is_ok(), "{somebody} has a quota of their own");
     }
 }
@@ -1977,7 +1977,7 @@ async fn a_request_that_lacks_an_added_key_is_one_without_key_unless_that_may_be
     type Call = (&'static str, Option<&'static str>);
     let tenant = |call: &Call| call.1;
     for (on_missing_key, passes, left) in [
-        (OnMissingKey::Responder, false, [Some(10), Some(10)]),
+        (OnMissingKey::Reject, false, [Some(10), Some(10)]),
         (OnMissingKey::Shared, true, [Some(9), Some(9)]),
         (OnMissingKey::Pass, true, [Some(9), Some(10)]),
     ] {

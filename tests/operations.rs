@@ -97,7 +97,7 @@ async fn what_takes_longer_than_a_lease_is_in_flight_until_it_is_done<S>(store: 
 where
     S: IdempotencyStore + Clone + Send + Sync + 'static,
 {
-    join_all([OnUnknown::Responder, OnUnknown::Retry].map(async |on_unknown| {
+    join_all([OnUnknown::Reject, OnUnknown::Retry].map(async |on_unknown| {
         let here = operations(store.clone()).on_unknown(on_unknown);
         let there = here.clone();
         let operation = Operation::new("alice", if on_unknown == OnUnknown::Retry { "a" } else { "b" });

@@ -211,7 +211,7 @@ async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
         .cost(|cost: &u32| *cost)
         .responder(ErrorResponder)
         .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
-    let take_all = async || while other.check(Key::EVERYONE).await.unwrap().is_allowed() {};
+    let take_all = async || while other.check(Key::GLOBAL).await.unwrap().is_allowed() {};
     take_all().await;
     let large = tokio::spawn(service.clone().oneshot(4));
     sleep(ms(1)).await;
@@ -238,12 +238,12 @@ async fn what_was_too_long_to_wait_is_forgotten_once_somebody_is_admitted() {
         .cost(|cost: &u32| *cost)
         .responder(ErrorResponder)
         .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
-    while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
+    while other.check(Key::GLOBAL).await.unwrap().is_allowed() {}
     let large = tokio::spawn(service.clone().oneshot(4));
     sleep(ms(1)).await;
     let mut small: JoinSet<_> = (0..3).map(|_| service.clone().oneshot(1)).collect();
     sleep(ms(3_000)).await;
-    other.block(Key::EVERYONE, Duration::from_secs(3_600)).await.unwrap();
+    other.block(Key::GLOBAL, Duration::from_secs(3_600)).await.unwrap();
     store.faults().delay(ms(200));
     assert!(large.await.unwrap().is_err());
     // The next of the line costs less, so it asks.
@@ -251,7 +251,7 @@ async fn what_was_too_long_to_wait_is_forgotten_once_somebody_is_admitted() {
     let begun = Instant::now();
     let told = refusal(service.clone().oneshot(4).await.map(drop)).unwrap();
     assert!(told > Duration::from_secs(3_000) && begun.elapsed() < ms(10), "{told:?} after {:?}", begun.elapsed());
-    other.reset(Key::EVERYONE).await.unwrap();
+    other.reset(Key::GLOBAL).await.unwrap();
     small.join_next().await.unwrap().unwrap().unwrap();
     sleep(ms(50)).await;
     assert!(!small.is_empty());
@@ -282,7 +282,7 @@ async fn those_who_were_asked_about_at_once_keep_their_places() {
         .responder(ErrorResponder)
         .layer(inner);
     let other = Limiter::new(store.clone(), second);
-    while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
+    while other.check(Key::GLOBAL).await.unwrap().is_allowed() {}
     let mut waiting = JoinSet::new();
     let mut leaving = Vec::new();
     for number in 0..60 {
@@ -589,7 +589,7 @@ async fn what_is_given_back_is_had_by_the_first_of_a_line_where_another_one_is_n
     assert!(timeout(ms(90), &mut aside).await.is_err());
     assert_eq!(store.faults().calls(Verb::Check), 6);
     for _ in 0..2 {
-        assert!(other.check(Key::EVERYONE).await.unwrap().is_allowed());
+        assert!(other.check(Key::GLOBAL).await.unwrap().is_allowed());
     }
     sleep(ms(50)).await;
     served.spawn(service.oneshot((1, 0)));
@@ -931,7 +931,7 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several(
         }
         // All of them or none.
         for policy in [total, trial] {
-            let left = store.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+            let left = store.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining();
             assert_eq!(left, Some(if policy == total { 94 } else { 95 }));
         }
     }
@@ -953,7 +953,7 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_count_for_several_on_
         for number in 0..2 {
             service.clone().oneshot((ACME, number)).await.unwrap();
         }
-        for (policy, key) in [(&each, Key::from(ACME)), (&total, Key::EVERYONE)] {
+        for (policy, key) in [(&each, Key::from(ACME)), (&total, Key::GLOBAL)] {
             assert_eq!(store.peek(policy, &key, 1).await.unwrap().remaining(), Some(1), "{then:?}: {}", policy.name());
         }
     }
@@ -1066,7 +1066,7 @@ async fn customers_who_wait_for_the_same_limit_keep_their_order() {
     // Nobody passes them, also where there is room of which they do not know yet.
     let waiting = tokio::spawn(service.clone().oneshot((ACME, 30)));
     sleep(ms(50)).await;
-    Limiter::new(store.clone(), policy()).reset(Key::EVERYONE).await.unwrap();
+    Limiter::new(store.clone(), policy()).reset(Key::GLOBAL).await.unwrap();
     service.oneshot((GLOBEX, 31)).await.unwrap();
     waiting.await.unwrap().unwrap();
     assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), (0..32).collect::<Vec<_>>());

@@ -19,7 +19,7 @@ pub(super) enum RuleKey {
 impl RuleKey {
     pub(super) fn new(def: &KeyDef, client_ip: &ClientIp) -> Self {
         let part = |part: &KeyPart| match part {
-            KeyPart::GlobalKey => Self::GlobalKey,
+            KeyPart::Global => Self::GlobalKey,
             KeyPart::PeerIp => Self::PeerIp(peer_ip()),
             KeyPart::ClientIp => Self::ClientIp(client_ip.clone()),
             KeyPart::BearerToken => Self::BearerToken(bearer_token()),
@@ -34,7 +34,7 @@ impl RuleKey {
 impl<B> ExtractKey<Request<B>> for RuleKey {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
         match self {
-            Self::GlobalKey => Some(Key::EVERYONE),
+            Self::GlobalKey => Some(Key::GLOBAL),
             Self::PeerIp(key) => key.extract_key(request),
             Self::ClientIp(key) => key.extract_key(request),
             Self::BearerToken(key) => key.extract_key(request),

@@ -263,7 +263,7 @@ mod tests {
         let text = format!(
             r#"
             policies.api.limits = [{{ quota = {quota}, per = "1m", algorithm = "fixed_window" }}]
-            rules = [{{ path = "/", policy = "api", key = "everyone", wait = "5s" }}]
+            rules = [{{ path = "/", policy = "api", key = "global", wait = "5s" }}]
             "#
         );
         Rules::from_toml(&text).unwrap()

@@ -106,7 +106,7 @@
 //! | `rules[].unlimited` | in their place `true`: the requests pass uncounted |
 //! | `rules[].cost` | units per request, 1 or more |
 //! | `rules[].charge` | which answers are charged: `always`, `failures` (a status of 400 and above) or `successes`; see [`http`](crate::http::failures), and where the answer is one of gRPC, with its feature, the status of the call counts, as in `grpc::failures` |
-//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: for each of the keys, see [`OnMissingKey`](crate::OnMissingKey); not where every request has a key, as `everyone` is |
+//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: for each of the keys, see [`OnMissingKey`](crate::OnMissingKey); not where every request has a key, as `global` is |
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas); not beside another `on_store_error` than `local` |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
@@ -117,7 +117,7 @@
 //! | `client_ip.on_unreadable` | `peer` or `reject`: see [`OnUnreadable`](crate::http::OnUnreadable) |
 //! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
 //!
-//! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`. A key is `everyone`, `peer_ip`,
+//! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`. A key is `global`, `peer_ip`,
 //! `client_ip`, [`bearer_token`](crate::http::bearer_token), [`basic_user`](crate::http::basic_user), `{ header = "<name>" }`, or a list of
 //! these of which the first that a request has counts. It is never left
 //! out, since everybody would share one quota then. A header counts what the client [claims](crate::http::header): unless the layer is behind

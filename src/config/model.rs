@@ -124,7 +124,7 @@ pub(super) struct KeyDef(pub(super) Vec<KeyPart>);
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum KeyPart {
-    GlobalKey,
+    Global,
     PeerIp,
     ClientIp,
     BearerToken,
@@ -141,7 +141,7 @@ impl<'de> Deserialize<'de> for KeyDef {
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(
-                    "`everyone`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, a table with `header`, or a list of these",
+                    "`global`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, a table with `header`, or a list of these",
                 )
             }
 
@@ -164,8 +164,8 @@ impl<'de> Deserialize<'de> for KeyDef {
             return Err(D::Error::custom("a list of keys needs at least one"));
         }
         // What comes behind would never be asked.
-        if parts[..parts.len() - 1].contains(&KeyPart::GlobalKey) {
-            return Err(D::Error::custom("`everyone` is a key that every request has, so nothing can come behind it"));
+        if parts[..parts.len() - 1].contains(&KeyPart::Global) {
+            return Err(D::Error::custom("`global` is a key that every request has, so nothing can come behind it"));
         }
         Ok(Self(parts))
     }
@@ -197,7 +197,7 @@ impl ModeDef {
 #[derive(Deserialize)]
 #[serde(remote = "QuotaChange", rename_all = "snake_case")]
 enum QuotaChangeDef {
-    ResponsePolicy,
+    Keep,
     Reset,
     Proportional,
 }
@@ -206,13 +206,13 @@ enum QuotaChangeDef {
 #[serde(remote = "OnUnreadable", rename_all = "snake_case")]
 enum OnUnreadableDef {
     Peer,
-    Responder,
+    Reject,
 }
 
 #[derive(Deserialize)]
 #[serde(remote = "OnMissingKey", rename_all = "snake_case")]
 enum OnMissingKeyDef {
-    Responder,
+    Reject,
     Shared,
     Pass,
 }

@@ -315,7 +315,7 @@ impl CompiledRules {
             counts,
             cost: rule.cost.max(more.cost),
             on_missing_key: match (rule.on_missing_key, more.on_missing_key) {
-                (OnMissingKey::Responder, _) | (_, OnMissingKey::Responder) => OnMissingKey::Responder,
+                (OnMissingKey::Reject, _) | (_, OnMissingKey::Reject) => OnMissingKey::Reject,
                 (OnMissingKey::Shared, _) | (_, OnMissingKey::Shared) => OnMissingKey::Shared,
                 (OnMissingKey::Pass, OnMissingKey::Pass) => OnMissingKey::Pass,
             },
@@ -452,7 +452,7 @@ impl Rule {
             (Some(name), None, false) => {
                 let policy = find(name)?;
                 let Some(key) = &def.key else {
-                    return Err(ParseError::new("missing field `key`; `everyone` is one that all requests share"));
+                    return Err(ParseError::new("missing field `key`; `global` is one that all requests share"));
                 };
                 counts.push((policy, RuleKey::new(key, client_ip)));
             }
@@ -516,7 +516,7 @@ impl Rule {
         if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != OnStoreError::Local) {
             return Err(ParseError::new("has no meaning where no process counts for itself").within("replicas"));
         }
-        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::GlobalKey)) {
+        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Global)) {
             return Err(ParseError::new("has no meaning where every request has a key").within("on_missing_key"));
         }
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {

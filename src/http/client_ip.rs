@@ -126,7 +126,7 @@ pub enum OnUnreadable {
     #[default]
     Peer,
     /// The request has no key. A layer answers it by 400 unless its `OnMissingKey` says otherwise.
-    Responder,
+    Reject,
 }
 
 impl ClientIp {
@@ -263,7 +263,7 @@ impl ClientIp {
     }
 
     /// The address of the client with all its bits, for logs and lists. `None` where the other end of the connection is
-    /// not known, and with [`OnUnreadable::Responder`] where a proxy wrote no address.
+    /// not known, and with [`OnUnreadable::Reject`] where a proxy wrote no address.
     pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
         self.client_in(request.headers(), request.extensions())
     }
@@ -320,7 +320,7 @@ impl ClientIp {
                 self.told.of_unreadable(proxy, headers, &self.header);
                 match self.on_unreadable {
                     OnUnreadable::Peer => Some(proxy),
-                    OnUnreadable::Responder => None,
+                    OnUnreadable::Reject => None,
                 }
             }
         }

@@ -83,7 +83,7 @@
 //! | key is [blocked](crate::Limiter::block) | 429 | [`#abnormal-usage-detected`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
 //! | costs more than the quota | 429 | [`#quota-exceeded`] | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
 //! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
-//! | no key ([`OnMissingKey::Responder`](crate::OnMissingKey::Responder)) | 400 | `about:blank`; in debug builds `detail` names an extension that the server has not set | `RateLimit-Policy` |
+//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names an extension that the server has not set | `RateLimit-Policy` |
 //! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
 //! | no decision, but passed | that of the inner service | | `RateLimit-Policy` |
 //!

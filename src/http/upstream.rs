@@ -70,7 +70,7 @@ impl UpstreamFields {
     fn is_replaced(self, ours: Option<Left>, headers: &HeaderMap) -> bool {
         match self {
             Self::Replace => true,
-            Self::ResponsePolicy => false,
+            Self::Keep => false,
             Self::KeepTighter => match (ours, left_upstream(headers)) {
                 (Some(ours), Some(theirs)) => ours <= theirs,
                 _ => true,

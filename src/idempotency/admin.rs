@@ -125,7 +125,7 @@ impl OperationPage {
 
 /// Looks at operations, completes them by hand, and lets them be begun anew: for those who run a service, and not for the service.
 ///
-/// An operation of unknown outcome is refused for its retention ([`OnUnknown::Responder`](super::OnUnknown::Responder)), until somebody has found out
+/// An operation of unknown outcome is refused for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)), until somebody has found out
 /// what became of it. The log names it, and so does [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
 ///
 /// ```

@@ -182,7 +182,7 @@ impl Idempotent {
         self
     }
 
-    /// What happens to an operation that was begun by somebody who was not heard of in time. Defaults to [`OnUnknown::Responder`].
+    /// What happens to an operation that was begun by somebody who was not heard of in time. Defaults to [`OnUnknown::Reject`].
     #[must_use]
     pub const fn on_unknown(mut self, then: OnUnknown) -> Self {
         self.on_unknown = then;

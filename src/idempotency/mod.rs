@@ -169,7 +169,7 @@
 //! the lease ends before that status is stored: somebody else may begin then.
 //!
 //! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
-//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`ResponsePolicy::All`] with [`OnUnknown::Responder`]: the outcome
+//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`ResponsePolicy::All`] with [`OnUnknown::Reject`]: the outcome
 //! is unknown, as that of any handler that was dropped half way. Until so much was read a [checkpoint](IdempotencyHandle::checkpoint) is [refused](CheckpointError::Unread): one
 //! of another body would take the place of the one before. So read the body before the first checkpoint. Where the handler answers before it has read so much, the rest is compared before
 //! its answer is kept, or given whole: if the body stands still for longer than [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or since the handler has not dropped it, an

@@ -30,24 +30,24 @@ impl ResponsePolicy {
     }
 }
 
-/// What happens to a request that has no key. Defaults to [`Responder`](Self::Responder).
+/// What happens to a request that has no key. Defaults to [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP.
     #[default]
-    Responder,
+    Reject,
     /// It is served, as often as it comes.
     Pass,
 }
 
-/// What happens to a request whose operation was begun by somebody who was not heard of in time. Defaults to [`Responder`](Self::Responder).
+/// What happens to a request whose operation was begun by somebody who was not heard of in time. Defaults to [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUnknown {
     /// It is turned away for as long as the record is kept: 409 with HTTP. Somebody has to look what became of it.
     #[default]
-    Responder,
+    Reject,
     /// It is served again, as the next [attempt](super::IdempotencyHandle::attempt). A handler whose own lease is lost is cancelled then.
     ///
     /// What that one was sent is in the record as of its first renewal, a third of a lease after it has begun, or its first checkpoint. Before

@@ -8,7 +8,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Responder) such requests.
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
     MissingKey,
     /// What the request has for a key is none.
     InvalidKey(InvalidKey),

@@ -178,6 +178,6 @@ pub struct GlobalKey;
 
 impl<Req> ExtractKey<Req> for GlobalKey {
     fn extract_key(&self, _: &Req) -> Option<Key> {
-        Some(Key::EVERYONE)
+        Some(Key::GLOBAL)
     }
 }

@@ -64,7 +64,7 @@ impl Key {
     pub const MAX_LEN: usize = 47;
 
     /// The key of everybody, where a quota is shared by all.
-    pub const EVERYONE: Key = Key::reserved(b"!everyone");
+    pub const GLOBAL: Key = Key::reserved(b"!global");
     /// The key of requests that carry none.
     pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
@@ -91,13 +91,13 @@ impl Key {
 
     /// The key that [`as_str`](Self::as_str) answers this for, as a log or a page for operators has shown it.
     ///
-    /// Not for what clients send: they could name the key of anybody, [everyone](Self::EVERYONE) and fallbacks included. That is what
+    /// Not for what clients send: they could name the key of anybody, [`GLOBAL`](Self::GLOBAL) and fallbacks included. That is what
     /// [`new`](Self::new) and `from` are for, which make of a text whatever key it takes and escape what was escaped before.
     ///
     /// ```
     /// use tollgate::Key;
     ///
-    /// for key in [Key::from("a b"), Key::from(("alice", 7)), Key::digest("secret"), Key::EVERYONE] {
+    /// for key in [Key::from("a b"), Key::from(("alice", 7)), Key::digest("secret"), Key::GLOBAL] {
     ///     assert_eq!(Key::parse(key.as_str()), Ok(key));
     ///     assert_ne!(Key::from(key.as_str()), key);
     /// }
@@ -344,7 +344,7 @@ impl Key {
 fn is_part(part: &str) -> bool {
     let (marks, text) = part.split_at(part.rfind('~').map_or(0, |last| last + 1));
     let digest = text.strip_prefix('#').filter(|digits| digits.len() == 32);
-    let is_reserved = [Key::EVERYONE, Key::ANONYMOUS].iter().any(|key| key.as_str() == text);
+    let is_reserved = [Key::GLOBAL, Key::ANONYMOUS].iter().any(|key| key.as_str() == text);
     let is_made = match digest {
         Some(digits) => digits.bytes().all(|digit| BASE64URL.contains(&digit)),
         // What was escaped is what comes of escaping it again.
@@ -454,26 +454,8 @@ mod tests {
     #[test]
     fn what_no_key_is_shown_as_is_refused() {
         for text in [
-            "a b",
-            "{a}",
-            "a%2",
-            "a%2G",
-            "%7b",
-            "%61",
-            "100%",
-            "!",
-            "~!",
-            "!a",
-            "!everyon",
-            "!!everyone",
-            "#",
-            "#a",
-            "a#",
-            "é",
-            "a\n",
-            "a~",
-            "a,!b",
-            "~~!a",
+            "a b", "{a}", "a%2", "a%2G", "%7b", "%61", "100%", "!", "~!", "!a", "!everyon", "!!global", "#", "#a",
+            "a#", "é", "a\n", "a~", "a,!b", "~~!a",
         ] {
             assert_eq!(Key::parse(text), Err(ParseKeyError(())), "{text}");
         }
@@ -487,7 +469,7 @@ mod tests {
 
     #[test]
     fn reserved_keys_cannot_be_spelled() {
-        assert_ne!(Key::from(Key::EVERYONE.as_str()), Key::EVERYONE);
+        assert_ne!(Key::from(Key::GLOBAL.as_str()), Key::GLOBAL);
         assert_ne!(Key::from(Key::ANONYMOUS.as_str()), Key::ANONYMOUS);
         let digest = Key::digest("secret");
         assert_ne!(Key::from(digest.as_str()), digest);
@@ -572,7 +554,7 @@ mod tests {
             let (a, b) = (Key::new(&a), Key::from(b));
             let pair = Key::from((a, b));
             let chain = b.as_fallback().of_first().as_fallback().of_first();
-            let nested = Key::from((Key::EVERYONE.as_fallback(), number, Key::from((chain, "")), Key::digest("x").of_first()));
+            let nested = Key::from((Key::GLOBAL.as_fallback(), number, Key::from((chain, "")), Key::digest("x").of_first()));
             for key in [a, b, pair, pair.as_fallback(), chain, nested, nested.as_fallback().of_first(), number.into()] {
                 prop_assert_eq!(Key::parse(key.as_str()), Ok(key));
             }

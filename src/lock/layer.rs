@@ -75,13 +75,13 @@ pub(super) enum Safe {
     Lock,
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Responder`](Self::Responder).
+/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
-    Responder,
+    Reject,
     /// All such requests share one lock.
     Shared,
     /// It passes without a lock and without a lease in its extensions.
@@ -376,7 +376,7 @@ impl<K, A, D> LockLayer<K, A, D> {
         self
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Responder`].
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(mut self, on_missing_key: OnMissingKey) -> Self {
         self.settings.on_missing_key = on_missing_key;
         self

@@ -12,7 +12,7 @@ use crate::error::BoxError;
 pub enum Rejection {
     /// There is no lease, or no longer one.
     Lock(LockError),
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Responder) such requests.
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
     /// So many requests of the layer are at work that one more is not let in.
     Full(Full),

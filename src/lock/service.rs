@@ -74,7 +74,7 @@ where
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
             (None, OnMissingKey::Pass) => return self.pass(request),
-            (None, OnMissingKey::Responder) => {
+            (None, OnMissingKey::Reject) => {
                 drop(self.take_ready());
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }

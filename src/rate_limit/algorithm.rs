@@ -291,7 +291,7 @@ impl Count {
         let most = 2 * u64::from(new.capacity);
         let convert = |used: u64| match change {
             QuotaChange::Proportional => scale(used, u64::from(new.capacity), u64::from(old.capacity)).min(most),
-            QuotaChange::ResponsePolicy | QuotaChange::Reset => used.min(most),
+            QuotaChange::Keep | QuotaChange::Reset => used.min(most),
         };
         match &mut self {
             Self::TokenBucket { debt, .. } => *debt = convert(debt.div_ceil(old.span)) * new.span,

@@ -106,7 +106,7 @@ impl SharedState {
     }
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Responder`](Self::Responder).
+/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
 ///
 /// Where a request [counts for several](RateLimitLayer::and) this holds for each of the keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl SharedState {
 pub enum OnMissingKey {
     /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
-    Responder,
+    Reject,
     /// It is counted under one key that all such requests share.
     Shared,
     /// It passes, uncounted, but for the keys that it has.
@@ -450,7 +450,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Ok(self)
     }
 
-    /// What happens to a request without a key. Defaults to [`OnMissingKey::Responder`].
+    /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(self, policy: OnMissingKey) -> Self {
         self.change(|core| core.on_missing_key = policy)
     }

@@ -79,7 +79,7 @@ pub(crate) struct EncodedLimits {
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
-/// Defaults to [`ResponsePolicy`](Self::ResponsePolicy).
+/// Defaults to [`Keep`](Self::Keep).
 ///
 /// This is about the numbers: quotas, bursts, and the rates of token buckets. Policies of one name whose limits differ in their algorithms,
 /// in the windows of these, in their order, or in how many they are, count apart: such a change starts afresh, for blocks as well, and while
@@ -100,7 +100,7 @@ pub(crate) struct EncodedLimits {
 pub enum QuotaChange {
     /// What has been used stays used: who used 80 of 100 has 920 left of 1,000.
     #[default]
-    ResponsePolicy,
+    Keep,
     /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000. Not for two quotas that are in use at once.
     Reset,
     /// The used share stays the same, rounded up: who used 80 of 100 has 200 left of 1,000. A sliding log, which remembers
@@ -180,7 +180,7 @@ impl Policy {
         })
     }
 
-    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::ResponsePolicy`].
+    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::Keep`].
     #[must_use]
     pub fn on_quota_change(self, change: QuotaChange) -> Self {
         self.change(|spec| spec.on_change = change)

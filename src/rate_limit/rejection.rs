@@ -11,7 +11,7 @@ use crate::key::Key;
 pub enum Rejection {
     /// The request is over its limit.
     Limited(RateLimited),
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Responder) such requests.
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
     /// The request is on the [deny list](super::RateLimitLayer::deny) of the layer.
     Denied(Denied),

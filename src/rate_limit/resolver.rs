@@ -536,19 +536,18 @@ mod tests {
                 std::future::ready(Ok::<_, BoxError>(policy))
             }
         });
-        let question = resolver.question(&Key::EVERYONE, None).unwrap();
-        let resolve = async || match resolver.resolve(&Key::EVERYONE, &question, Duration::from_secs(1)).await.unwrap()
-        {
+        let question = resolver.question(&Key::GLOBAL, None).unwrap();
+        let resolve = async || match resolver.resolve(&Key::GLOBAL, &question, Duration::from_secs(1)).await.unwrap() {
             Resolved::Fresh(policy) => policy,
             Resolved::Cached(_) | Resolved::Stale(..) => panic!("the answer has become old"),
         };
         let first = resolve().await;
         tokio::time::advance(Duration::from_secs(61)).await;
         assert!(resolve().await.is_same_as(&first));
-        assert!(resolver.known(&Key::EVERYONE).unwrap().is_same_as(&first));
+        assert!(resolver.known(&Key::GLOBAL).unwrap().is_same_as(&first));
         *quota.lock().unwrap() = 6;
         tokio::time::advance(Duration::from_secs(61)).await;
         assert_eq!(resolve().await.limits()[0].capacity(), 6);
-        assert_eq!(resolver.known(&Key::EVERYONE).unwrap().limits()[0].capacity(), 6);
+        assert_eq!(resolver.known(&Key::GLOBAL).unwrap().limits()[0].capacity(), 6);
     }
 }

@@ -239,11 +239,11 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
         match self.core.on_missing_key {
             OnMissingKey::Shared => Ok(Some(Key::ANONYMOUS)),
             OnMissingKey::Pass => Ok(None),
-            OnMissingKey::Responder if !policy.is_enforced_without_key() => {
+            OnMissingKey::Reject if !policy.is_enforced_without_key() => {
                 policy.meters().decided(Verdict::Shadow);
                 Ok(None)
             }
-            OnMissingKey::Responder => {
+            OnMissingKey::Reject => {
                 policy.meters().decided(Verdict::MissingKey);
                 Err(Rejection::MissingKey(MissingKey::new()))
             }

@@ -260,7 +260,7 @@ mod tests {
         /// How much is left of the policies `a` and `b`, which have 5.
         async fn left(&self) -> [Option<u32>; 2] {
             let [a, b, ..] = requests("c").map(|request| request.policy);
-            let left = async |policy| self.memory.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+            let left = async |policy| self.memory.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining();
             [left(&a).await, left(&b).await]
         }
     }
@@ -269,7 +269,7 @@ mod tests {
         ["a", "b", last].map(|name| {
             let limit = if name == "full" { 0 } else { 5 };
             let policy = Policy::new(name, Quota::per_hour(limit).fixed_window());
-            Request { policy, key: Key::EVERYONE, cost: 1 }
+            Request { policy, key: Key::GLOBAL, cost: 1 }
         })
     }
 

@@ -499,7 +499,7 @@ pub enum UpstreamFields {
     /// decision, the layer replaces them.
     KeepTighter,
     /// The layer adds nothing to a response that has such fields.
-    ResponsePolicy,
+    Keep,
 }
 
 /// Which fields are written, and with what.

@@ -730,7 +730,7 @@ pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store
 
 /// What becomes of counts when a quota changes is what [`QuotaChange`] says.
 pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
-    let cases = [(QuotaChange::ResponsePolicy, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
+    let cases = [(QuotaChange::Keep, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
     for (change, expected) in cases {
         for (free, pro) in limits(100).into_iter().zip(limits(1_000)) {
             let expected = match (free.algorithm(), change) {
@@ -756,7 +756,7 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
 /// It happened that all of it was cut to twice the older quota, or forgotten.
 pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
-    for change in [QuotaChange::ResponsePolicy, QuotaChange::Reset, QuotaChange::Proportional] {
+    for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
         for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
             let [free, pro] =
                 [free, pro].map(|limit| policy_limiter(&store, Policy::new("older", limit).on_quota_change(change)));
@@ -783,7 +783,7 @@ pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore 
 /// It happened that it was cut to twice the older quota each time, so that far more was admitted than the newer one.
 pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
-    for change in [QuotaChange::ResponsePolicy, QuotaChange::Reset, QuotaChange::Proportional] {
+    for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
         for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
             let [free, pro] =
                 [free, pro].map(|limit| policy_limiter(&store, Policy::new("larger", limit).on_quota_change(change)));

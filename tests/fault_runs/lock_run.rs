@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::deployment::Deployment;
 use super::lock_catalogue::{LockFault, Loses, RECOVERY, WORKERS};
-use super::lock_worker::{KEYS, LeaseGuard, Line, LockWorker, TTL};
+use super::lock_worker::{HoldRecord, KEYS, Line, LockWorker, TTL};
 use super::support::processor::ProcessorMeter;
 use super::support::server::{RedisServer, query};
 use super::support::windows::now_us;
@@ -109,7 +109,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let mut stays = Vec::new();
     // Until all of them are at work.
     let begun = Instant::now();
-    let is_at_work = |stays: &[LeaseGuard]| (0..KEYS.len()).all(|key| since(stays, key, 0).count() >= ENOUGH);
+    let is_at_work = |stays: &[HoldRecord]| (0..KEYS.len()).all(|key| since(stays, key, 0).count() >= ENOUGH);
     while !is_at_work(&stays) && begun.elapsed() < SETTLED {
         stays.extend(lines.recv_timeout(SETTLED).ok().map(stay));
     }
@@ -122,7 +122,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let strike = (fault.strike)(&mut deployment, &mut workers);
     let us = |instant: Instant| zero_us + instant.saturating_duration_since(zero).as_micros() as u64;
     let back = us(strike.back);
-    let is_well = |stays: &[LeaseGuard]| (0..KEYS.len()).all(|key| since(stays, key, back).next().is_some());
+    let is_well = |stays: &[HoldRecord]| (0..KEYS.len()).all(|key| since(stays, key, back).next().is_some());
     while !is_well(&stays) && strike.back.elapsed() < RECOVERY + AFTER {
         stays.extend(lines.recv_timeout(Duration::from_millis(50)).ok().map(stay));
     }
@@ -133,7 +133,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
         sleep(settled.saturating_duration_since(Instant::now()));
         // Somebody lives on renewals once more.
         workers[WORKERS - 1].stay();
-        let is_enough = |stays: &[LeaseGuard]| {
+        let is_enough = |stays: &[HoldRecord]| {
             (0..KEYS.len()).all(|key| since(stays, key, us(settled)).count() >= ENOUGH)
                 && settled.elapsed() > AFTERWARDS
         };
@@ -151,7 +151,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let mut ends = 0;
     for line in lines.try_iter() {
         match line {
-            Line::LeaseGuard(_) => stays.push(stay(line)),
+            Line::HoldRecord(_) => stays.push(stay(line)),
             Line::End { tasks, sockets } => {
                 tasks_left += tasks;
                 sockets_left += sockets;
@@ -176,7 +176,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
         zero + Duration::from_micros(after) - Duration::from_micros(before)
     };
     // From when it was renewed last, if it was, to when that has to have been done again.
-    let around = |stay: &LeaseGuard| (at(stay.until.max(stay.from)) - TTL, at(stay.until.max(stay.from)) + TTL);
+    let around = |stay: &HoldRecord| (at(stay.until.max(stay.from)) - TTL, at(stay.until.max(stay.from)) + TTL);
     losses(&mut row, &stays, |stay| waits.between(around(stay).0, around(stay).1) > STARVED);
     let left = leftovers(&deployment, killed);
     row.must(left.is_empty(), || format!("left over: {}", left.join(", ")));
@@ -185,24 +185,24 @@ pub fn run(fault: &'static LockFault) -> LockRow {
 }
 
 /// The stays under a lock that began at an instant or later.
-fn since(stays: &[LeaseGuard], key: usize, from: u64) -> impl Iterator<Item = &LeaseGuard> {
+fn since(stays: &[HoldRecord], key: usize, from: u64) -> impl Iterator<Item = &HoldRecord> {
     stays.iter().filter(move |stay| stay.key == key && stay.from >= from && stay.until > 0)
 }
 
-fn stay(line: Line) -> LeaseGuard {
+fn stay(line: Line) -> HoldRecord {
     match line {
-        Line::LeaseGuard(stay) => stay,
+        Line::HoldRecord(stay) => stay,
         Line::End { .. } => panic!("a worker has ended before it was told to"),
     }
 }
 
 /// What the stays say, with the instants of the fault by the clock of the workers.
-fn judge(row: &mut LockRow, stays: &[LeaseGuard], begun: u64, back: u64, well: u64) {
+fn judge(row: &mut LockRow, stays: &[HoldRecord], begun: u64, back: u64, well: u64) {
     row.stays = stays.len();
     // Whom the store may have forgotten is there no longer than that.
     let forgotten = row.fault.overlap().map(|overlap| begun..=back + overlap.as_micros() as u64);
     for (key, name) in KEYS.iter().enumerate() {
-        let mut stays: Vec<&LeaseGuard> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
+        let mut stays: Vec<&HoldRecord> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
         stays.sort_unstable_by_key(|stay| stay.fence);
         for pair in stays.windows(2) {
             row.must(pair[0].fence < pair[1].fence, || {
@@ -240,14 +240,14 @@ struct Overlap {
 }
 
 /// Those of stays under one lock, which are in the order of their fences.
-fn overlaps(stays: &[&LeaseGuard], permits: usize) -> Vec<Overlap> {
+fn overlaps(stays: &[&HoldRecord], permits: usize) -> Vec<Overlap> {
     let mut overlaps = Vec::new();
     // The latest that somebody came, and was known to be there: of those who read, and of those who do not.
     let (mut readers, mut others) = ((0, 0), (0, 0));
     for stay in stays {
         if permits > 1 {
             // Whoever has the larger fence of two who are there together may have heard of it first.
-            let is_there = |other: &&&LeaseGuard| other.from <= stay.from && other.until > stay.from;
+            let is_there = |other: &&&HoldRecord| other.from <= stay.from && other.until > stay.from;
             let there = stays.iter().filter(is_there).count() - usize::from(stay.until > stay.from);
             if there >= permits {
                 overlaps.push(Overlap { at: stay.from, complaint: format!("{stay:?} came to {there} others") });
@@ -270,8 +270,8 @@ fn overlaps(stays: &[&LeaseGuard], permits: usize) -> Vec<Overlap> {
 }
 
 /// As many leases were lost as may be: of those who waited for a processor nobody knows.
-fn losses(row: &mut LockRow, stays: &[LeaseGuard], is_starved: impl Fn(&LeaseGuard) -> bool) {
-    let lost: Vec<&LeaseGuard> = stays.iter().filter(|stay| stay.is_lost).collect();
+fn losses(row: &mut LockRow, stays: &[HoldRecord], is_starved: impl Fn(&HoldRecord) -> bool) {
+    let lost: Vec<&HoldRecord> = stays.iter().filter(|stay| stay.is_lost).collect();
     row.lost = lost.len();
     let (all, refused) = (row.lost, row.refused);
     match row.fault.loses {

@@ -76,7 +76,7 @@ impl Mode {
 
 /// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
 #[derive(Clone, Copy, Debug)]
-pub struct LeaseGuard {
+pub struct HoldRecord {
     pub key: usize,
     pub fence: u64,
     pub from: u64,
@@ -90,7 +90,7 @@ pub struct LeaseGuard {
 /// What a worker has to say.
 #[derive(Clone, Copy, Debug)]
 pub enum Line {
-    LeaseGuard(LeaseGuard),
+    HoldRecord(HoldRecord),
     /// Everything was given back, and so many tasks and sockets were left.
     End {
         tasks: u64,
@@ -104,7 +104,7 @@ impl Line {
         match numbers[..] {
             [key, fence, from, until, is_lost, is_shared] => {
                 let (key, is_lost, is_shared) = (key as usize, is_lost == 1, is_shared == 1);
-                Some(Self::LeaseGuard(LeaseGuard { key, fence, from, until, is_lost, is_shared }))
+                Some(Self::HoldRecord(HoldRecord { key, fence, from, until, is_lost, is_shared }))
             }
             [tasks, sockets] => Some(Self::End { tasks, sockets }),
             _ => None,

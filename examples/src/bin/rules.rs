@@ -49,7 +49,7 @@ limits = [{{ quota = {quota}, per = "1m", algorithm = "fixed_window" }}]
 [[rules]]
 path = "/api/{{*rest}}"
 policy = "api"
-key = "everyone"
+key = "global"
 "#
     )
 }

@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn policies_have_hashes_of_their_own_for_one_key() {
         let (backend, quota) = (MemoryBackend::new(), Quota::per_hour(10));
-        let hash = |policy: &Policy| backend.hash(policy, &Key::EVERYONE);
+        let hash = |policy: &Policy| backend.hash(policy, &Key::GLOBAL);
         let names: Vec<_> =
             (0..1_000).map(|tenant| Policy::new(format!("tenant-{tenant}"), quota.token_bucket())).collect();
         assert_eq!(names.iter().map(hash).collect::<HashSet<_>>().len(), names.len());

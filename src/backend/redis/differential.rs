@@ -89,8 +89,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         3 => prop::collection::vec((algorithm.clone(), window.clone()), 1),
         2 => prop::collection::vec((algorithm, window), 2..5),
     ];
-    let change =
-        prop_oneof![Just(QuotaChange::ResponsePolicy), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
+    let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
     let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
     let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
     // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.

@@ -340,12 +340,12 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.breaker = breaker)))
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Responder`].
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.with(|settings| settings.on_missing_key = on_missing_key)
     }
 
-    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Responder`].
+    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Reject`].
     pub fn on_unknown(self, on_unknown: OnUnknown) -> Self {
         self.with(|settings| settings.on_unknown = on_unknown)
     }

@@ -177,7 +177,7 @@ pub fn serve(told: &str) {
                 .on_unknown(on_unknown)
         };
         let app = Router::new()
-            .merge(Router::new().route("/once", post(pay)).layer(guard(OnUnknown::Responder)))
+            .merge(Router::new().route("/once", post(pay)).layer(guard(OnUnknown::Reject)))
             .merge(Router::new().route("/again", post(pay)).layer(guard(OnUnknown::Retry)))
             .with_state(shop);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("there is a free port");

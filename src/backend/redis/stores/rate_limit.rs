@@ -77,7 +77,7 @@ impl RedisBackend {
 
 fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a> {
     let change = match policy.quota_change() {
-        QuotaChange::ResponsePolicy => "keep",
+        QuotaChange::Keep => "keep",
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
