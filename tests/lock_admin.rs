@@ -10,7 +10,7 @@ use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
 use tokio::task::block_in_place;
-use tollgate::lock::{Cursor, LockAdmin};
+use tollgate::lock::{Acquired, Claim, Cursor, LockAdmin, LockKey, LockStore as _, Token};
 use tollgate::testing::FaultStore;
 use tollgate::{Locks, MemoryBackend};
 
@@ -154,4 +154,20 @@ async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
     assert!(locks.clone().try_lock("b").await.is_ok());
     assert!(!admin.inspect("a").await.unwrap().is_held());
     drop(lease);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn force_unlock_answers_a_fence_above_all_before() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    // As if the clock had been set back by a day since.
+    let day_us = 86_400_000_000;
+    let (seen, claim) = (LockKey::new("locks", "seen"), Claim::new(Token::random().unwrap(), DEADLINE));
+    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else { panic!("it is free") };
+    let mut ahead = Claim::new(Token::random().unwrap(), DEADLINE);
+    ahead.floor = now + day_us;
+    let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();
+    assert!(matches!(granted, Acquired::Granted { fence } if fence > now + day_us), "{granted:?}");
+    let released = LockAdmin::new(backend.clone()).namespace("locks").force_unlock("seen").await.unwrap();
+    assert!(released.fence > now + day_us, "{released:?}");
 }

@@ -106,7 +106,7 @@ async fn take_all(
     let mut asked = Asked::new();
     let mut has_waited = false;
     let first = locks.first().filter(|_| !terms.wait.is_zero());
-    let _asking = first.map(|lock| home.ask(lock, terms.max_asking)).transpose()?;
+    let _asking = first.map(|lock| home.ask(lock, terms.max_asking, place.is_back)).transpose()?;
     for lock in locks {
         may_ask(home, lock, terms)?;
         loop {
@@ -143,7 +143,7 @@ pub(super) async fn take(
     place: Place,
 ) -> Result<Lease, LockError> {
     may_ask(home, lock, terms)?;
-    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
+    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking, place.is_back)?) };
     let mut asked: Asked = match wait_for_turn(home, lock, terms, begun, place, true).await? {
         Handoff::Lease(lease) => {
             home.meters(lock).handed_over(HandoffKind::Hand, lease.since().elapsed());
@@ -183,7 +183,8 @@ async fn wait_for_turn(
     if let Some(releases) = home.gate.releases(lock, terms.deadline) {
         Box::pin(releases).await;
     }
-    let entered = if terms.is_fair { home.join(*lock, terms)? } else { home.enter(*lock, terms, place, by_hand)? };
+    let entered =
+        if terms.is_fair { home.join(*lock, terms, place.is_back)? } else { home.enter(*lock, terms, place, by_hand)? };
     match entered {
         // A shutdown that has begun since this was looked at may not have seen that somebody is here.
         Entered::LeaderPermit(_) if home.is_closed() => Err(Closed.into()),
@@ -470,16 +471,13 @@ impl Acquisition {
 
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
-            // One that stood in line still does beside another kind, and leaves it.
-            Ok(
-                Acquired::Granted { .. }
-                | Acquired::InLine { .. }
-                | Acquired::NotReplicated { .. }
-                | Acquired::OtherKind { .. },
-            ) => {}
+            Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
+            // The claim may still have its position in the queue of the store, and has to leave it.
+            Ok(Acquired::OtherKind { .. }) if self.claim.line == Line::Join => {}
             // An earlier attempt may still be on its way.
-            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.settles.is_some() => {}
-            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
+            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. })
+                if self.settles.is_some() => {}
+            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. }) => self.sent = None,
             // The store has said no, if for another reason, or was not asked.
             Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
                 if self.settles.is_none() {

@@ -316,12 +316,12 @@ impl Shared {
     }
 
     /// Comes to ask the store beside all others, since the store has a line of its own for those who wait.
-    pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
+    pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms, is_back: bool) -> Result<Entered, LockError> {
         let gate = &self.gate;
         let mut shard = gate.shard(&lock);
         let crowd = shard.fair_waiters.get(&lock).copied().unwrap_or_default();
         // Whoever asks first of all does not wait yet.
-        if crowd > terms.max_waiters && !terms.wait.is_zero() {
+        if crowd > terms.max_waiters && !terms.wait.is_zero() && !is_back {
             return Err(QueueFull::new(lock).into());
         }
         shard.fair_waiters.insert(lock, crowd + 1);

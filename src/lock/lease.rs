@@ -190,29 +190,20 @@ impl Lease {
     ///
     /// # Cancellation
     ///
-    /// Once the future is polled or dropped, the lock is given back, whether or not it is polled to its end.
+    /// Nothing happens before the future is polled. From then on, or if it is dropped, the lock is released in the background, whether or not
+    /// the future is polled to its end.
     pub fn release(self) -> impl Future<Output = Result<ReleaseOutcome, StoreError>> + Send + use<> {
-        let outcome = match Arc::into_inner(self.grant) {
-            None => Err(ReleaseOutcome::Shared),
-            Some(mut grant) => {
-                let now = Instant::now();
-                let is_lost = grant.hold.look(now).is_err();
-                let release = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
-                match grant.give_back(now) {
-                    // From hand to hand, or nothing left of it.
-                    None => Err(release),
-                    Some(errand) => Ok((errand, release, Arc::clone(&grant.home), grant.hold.ttl())),
-                }
-            }
-        };
         async move {
-            match outcome {
-                Err(release) => Ok(release),
-                Ok((mut errand, release, home, ttl)) => {
-                    let call = Box::pin(async move { errand.carry_out(release).await });
-                    Attended::new(home, ttl, call).await
-                }
-            }
+            let Some(mut grant) = Arc::into_inner(self.grant) else { return Ok(ReleaseOutcome::Shared) };
+            let now = Instant::now();
+            let is_lost = grant.hold.look(now).is_err();
+            let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
+            // Without a task the lease was handed off to a local waiter, or nothing is left of it.
+            let Some(mut task) = grant.give_back(now) else { return Ok(outcome) };
+            let (home, ttl) = (Arc::clone(&grant.home), grant.hold.ttl());
+            drop(grant);
+            let call = Box::pin(async move { task.carry_out(outcome).await });
+            Attended::new(home, ttl, call).await
         }
     }
 

@@ -111,10 +111,11 @@ impl Shared {
         self.meters_so_far().inspect(|meters| meters.passed_unprotected());
     }
 
-    /// Lets somebody ask for a lock who is ready to wait for it, unless `most` do already.
-    pub(super) fn ask(&self, lock: &LockKey, most: usize) -> Result<WaiterGuard<'_>, QueueFull> {
+    /// Counts a waiter, unless `most` wait already. A waiter that is back from a missed grant was admitted before.
+    pub(super) fn ask(&self, lock: &LockKey, most: usize, is_back: bool) -> Result<WaiterGuard<'_>, QueueFull> {
         let asking = WaiterGuard(self);
-        if self.asking.fetch_add(1, Ordering::Relaxed) < most { Ok(asking) } else { Err(QueueFull::new(*lock)) }
+        let is_admitted = self.asking.fetch_add(1, Ordering::Relaxed) < most || is_back;
+        if is_admitted { Ok(asking) } else { Err(QueueFull::new(*lock)) }
     }
 
     pub(super) fn is_closed(&self) -> bool {

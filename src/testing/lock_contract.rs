@@ -485,7 +485,7 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
     // What is being given back is waited for until the deadline, however far away that is.
     let patient = locks.clone().deadline(Duration::MAX);
     let giving = patient.lock("a").await.unwrap().release();
-    let (next, released) = tokio::join!(patient.try_lock("a").into_future(), giving);
+    let (released, next) = tokio::join!(giving, patient.try_lock("a").into_future());
     assert_eq!(released.unwrap(), ReleaseOutcome::Released);
     drop(next.unwrap());
     timeout(LONG, locks.shutdown()).await.expect("nothing is left");

@@ -165,6 +165,46 @@ async fn unclaimed_grant_of_a_call_in_flight_is_released() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn release_begins_when_it_is_polled_or_dropped() {
+    let locks = Locks::new(MemoryBackend::new());
+    let lease = locks.lock("k").await.unwrap();
+    let view = lease.view();
+    let release = lease.release();
+    sleep(WAIT).await;
+    assert!(view.check().is_ok() && locks.try_lock("k").await.is_err_and(|error| error.is_busy()));
+    drop(release);
+    drop(locks.try_lock("k").await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn caller_that_missed_a_grant_is_not_refused_as_full() {
+    let backend = MemoryBackend::new();
+    let bounded = [
+        Locks::new(backend.clone()).namespace("waiters").max_waiters(1),
+        Locks::new(backend.clone()).namespace("fair").fair().max_waiters(1),
+        Locks::new(backend).namespace("total").max_waiters_in_total(2),
+    ];
+    for locks in bounded {
+        let held = locks.lock("k").await.unwrap();
+        let mut unpolled = Box::pin(locks.lock("k").wait(5 * WAIT).into_future());
+        assert!(timeout(MOMENT, &mut unpolled).await.is_err());
+        held.release().await.unwrap();
+        sleep(SOON).await;
+        let held = locks.lock("k").wait(WAIT).await.unwrap();
+        let mut others = JoinSet::new();
+        for _ in 0..2 {
+            let request = locks.lock("k").wait(5 * WAIT).into_future();
+            others.spawn(async move { request.await.map(drop) });
+        }
+        sleep(MOMENT).await;
+        assert!(timeout(MOMENT, &mut unpolled).await.is_err(), "it waits on: {locks:?}");
+        held.release().await.unwrap();
+        unpolled.await.unwrap();
+        drop(others);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn unpolled_release_frees_the_key() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());

@@ -335,7 +335,7 @@ impl Scripts {
         channel: &str,
         publish: &str,
     ) -> Result<Value, StoreError> {
-        self.lock_seize.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel)).await
+        self.lock_seize.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel, self.floor.get())).await
     }
 
     pub(crate) async fn idempotency_begin(
@@ -747,7 +747,7 @@ mod tests {
             (&scripts.lock_release, 3, 4),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
-            (&scripts.lock_seize, 1, 3),
+            (&scripts.lock_seize, 1, 4),
             (&scripts.idempotency_begin, 2, 6),
             (&scripts.idempotency_renew, 1, 4),
             (&scripts.idempotency_checkpoint, 1, 5),

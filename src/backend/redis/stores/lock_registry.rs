@@ -34,6 +34,7 @@ impl LockRegistry for RedisBackend {
             _ => None,
         };
         let (holders, fence) = seized.ok_or_else(|| unexpected_reply(&reply))?;
+        scripts.floor.note(fence, 1);
         Ok(ForceReleased { holders: holders as usize, fence })
     }
 
