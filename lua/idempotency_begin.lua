@@ -44,7 +44,9 @@ if state == 0 and holder == token then
   return {2, 1, payload}
 end
 local now_ms = math.floor(now / 1000)
-if not stored and most > 0 then
+local member = most > 0 and redis.sha1hex(record):sub(1, 20)
+-- A free record may be one that was released before its claim arrived, and is counted like a new one then.
+if state == 0 and most > 0 and not (stored and redis.call('ZSCORE', records, member)) then
   local count = redis.call('ZCARD', records)
   -- For each eight that come up to sixteen go, so there are never many that have ended.
   if count % 8 == 0 or count >= most then
@@ -94,7 +96,7 @@ if not is_ours then
 end
 -- Counted first: what cannot be counted is not begun.
 if most > 0 and not is_ours then
-  redis.call('ZADD', records, now_ms + lease_ms + keep_ms, redis.sha1hex(record):sub(1, 20))
+  redis.call('ZADD', records, now_ms + lease_ms + keep_ms, member)
   -- For longer than now is needed, so that this is not done each time.
   if redis.call('PTTL', records) < lease_ms + keep_ms then
     redis.call('PEXPIRE', records, 2 * (lease_ms + keep_ms))

@@ -38,9 +38,15 @@ stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
 if most > 0 then
-  local time = redis.call('TIME')
-  local ends_ms = math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms
-  redis.pcall('ZADD', records, 'XX', ends_ms, redis.sha1hex(record):sub(1, 20))
+  local member = redis.sha1hex(record):sub(1, 20)
+  -- Where there is no room, the record of a claim that never arrived is not counted, and its key is refused like a new one.
+  if redis.call('ZCARD', records) < most or redis.call('ZSCORE', records, member) then
+    local time = redis.call('TIME')
+    redis.pcall('ZADD', records, math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms, member)
+    if redis.call('PTTL', records) < keep_ms then
+      redis.call('PEXPIRE', records, 2 * keep_ms)
+    end
+  end
 end
 -- A user who may not publish is served all the same; those who wait look now and then.
 local listeners = redis.pcall(publish, channel, '1')

@@ -47,6 +47,7 @@ pub(crate) struct Coordinator {
     full: OutageTracker,
     running: AtomicUsize,
     running_per_scope: PerScope,
+    waiting_per_scope: PerScope,
     waiting: AtomicUsize,
     background: AtomicUsize,
     idle: Notify,
@@ -103,8 +104,21 @@ impl Coordinator {
     fn over(store: Arc<dyn DynStore>, terms: Terms) -> Self {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
         let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), OutageTracker::of_a_store());
-        let (running_per_scope, idle) = (PerScope::default(), Notify::new());
-        Self { store, terms, circuit, meters, full, running, running_per_scope, waiting, background, idle }
+        let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
+        let idle = Notify::new();
+        Self {
+            store,
+            terms,
+            circuit,
+            meters,
+            full,
+            running,
+            running_per_scope,
+            waiting,
+            waiting_per_scope,
+            background,
+            idle,
+        }
     }
 
     /// The same store on other terms.
@@ -152,7 +166,7 @@ impl Coordinator {
         };
         match Running::new(self, |home| &home.running, most.in_total) {
             Some(mut running) => {
-                running.scope = Some(entered);
+                running.scope = Some((|home| &home.running_per_scope, entered));
                 Ok(running)
             }
             None => {
@@ -162,9 +176,23 @@ impl Coordinator {
         }
     }
 
-    /// A place to wait for somebody else, unless `most` do so already.
-    pub(super) fn register_waiter(self: &Arc<Self>, most: usize) -> Option<Running> {
-        Running::new(self, |home| &home.waiting, most)
+    /// Counts one more waiter, unless `most` wait already, or half as many of its scope.
+    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
+        let waiting_per_scope: fn(&Coordinator) -> &PerScope = |home| &home.waiting_per_scope;
+        let entered = match scope {
+            Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, most.div_ceil(2))?)),
+            None => None,
+        };
+        match Running::new(self, |home| &home.waiting, most) {
+            Some(mut waiting) => {
+                waiting.scope = entered;
+                Some(waiting)
+            }
+            None => {
+                entered.inspect(|(_, hash)| self.waiting_per_scope.leave(*hash));
+                None
+            }
+        }
     }
 
     /// Waits until nothing is being done, in the background neither.
@@ -204,6 +232,11 @@ impl<P: ?Sized> OperationContext<P> {
 
     pub(super) const fn home(&self) -> &Arc<Coordinator> {
         &self.home
+    }
+
+    /// The scope whose records are bounded, if they are.
+    pub(super) fn bounded_scope(&self) -> Option<&Key> {
+        self.claim.bound.as_ref().map(|bound| &bound.scope)
     }
 
     /// What its layer is called.
@@ -532,8 +565,8 @@ pub(crate) struct MostRunning {
 pub(crate) struct Running {
     home: Arc<Coordinator>,
     count: fn(&Coordinator) -> &AtomicUsize,
-    // What is counted for its scope, too.
-    scope: Option<u64>,
+    // Where it is counted for its scope, and the scope's hash.
+    scope: Option<(fn(&Coordinator) -> &PerScope, u64)>,
 }
 
 impl Running {
@@ -547,8 +580,8 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if let Some(scope) = self.scope.take() {
-            self.home.running_per_scope.leave(scope);
+        if let Some((per_scope, hash)) = self.scope.take() {
+            per_scope(&self.home).leave(hash);
         }
         if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
             self.home.idle.notify_waiters();
@@ -790,5 +823,28 @@ mod tests {
         assert!(matches!(home.admit(&Key::from("carol"), most), Err(Rejection::Full)));
         drop(running);
         assert!(home.running_per_scope.is_empty());
+    }
+
+    #[test]
+    fn one_scope_takes_half_of_the_room_for_waiters() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let [alice, bob] = ["alice", "bob"].map(Key::from);
+        let waiting =
+            [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| home.register_waiter(scope, 4).unwrap());
+        assert!(home.register_waiter(Some(&bob), 4).is_none(), "there are as many as there may be");
+        let [first, ..] = waiting;
+        drop(first);
+        assert!(home.register_waiter(Some(&alice), 2).is_none() && home.register_waiter(Some(&bob), 4).is_some());
+    }
+
+    #[test]
+    fn refused_waiter_is_not_counted_for_its_scope() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let alice = Key::from("alice");
+        let waiting = home.register_waiter(None, 1).unwrap();
+        assert!(home.register_waiter(Some(&alice), 1).is_none());
+        drop(waiting);
+        drop(home.register_waiter(Some(&alice), 1).unwrap());
+        assert!(home.waiting_per_scope.is_empty());
     }
 }

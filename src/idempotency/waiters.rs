@@ -30,7 +30,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
             return Ok(begun);
         }
         let home = self.home();
-        let Some(_place) = home.register_waiter(max_waiting) else { return Ok(begun) };
+        let Some(_place) = home.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(begun) };
         let start = Instant::now();
         let begun = Box::pin(wait(Arc::clone(self), begun, start + patience)).await;
         home.meters().waited(start.elapsed());

@@ -486,4 +486,14 @@ pub async fn a_scope_has_a_bounded_number_of_records<S: IdempotencyStore>(store:
     assert!(is_full().await);
     take(&store, &operation("alice", 1), &bounded("alice")).await;
     take(&store, &operation("alice", granted), &claim(LONG)).await;
+    // A claim that is released before it arrives makes no room for its key.
+    let cancelled = operation("alice", granted + 2);
+    assert!(store.release(&cancelled, &bounded("alice")).await.unwrap());
+    // A store that counts roughly may have room left for this key.
+    let mut next = granted + 2;
+    while !matches!(store.begin(&operation("alice", next), &bounded("alice")).await.unwrap(), Begun::ScopeFull { .. }) {
+        next += 2;
+        assert!(next < granted + 1_000, "keys that were cancelled are not bounded");
+        assert!(store.release(&operation("alice", next), &bounded("alice")).await.unwrap());
+    }
 }

@@ -244,7 +244,8 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
     }
 
-    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One more is turned away as if it were not to wait.
+    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One caller, which is what the [scope](Self::scope) says, takes half of
+    /// that at most. One more request is rejected as if it did not wait.
     pub fn max_waiters_in_total(self, requests: usize) -> Self {
         self.with(|settings| settings.max_waiting = requests)
     }
@@ -279,7 +280,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// * In memory the count is exact. The backend may refuse sooner, where a caller has its [share](crate::MemoryBackend#memory) of the room.
     /// * With one Redis server a record counts from its beginning for the lease and the retention, or for ten minutes where it is given
     ///   back: by up to a lease longer than it lives, and less for a handler that outlives its lease. A record that an operator forgets counts until it
-    ///   would have ended. A claim whose request is cancelled before Redis answers is not counted, nor is a later request under its key.
+    ///   would have ended.
     /// * On a cluster the records of a caller are counted in 64 parts, by their keys. Each part has a 64th of the bound, and room for chance, so a caller
     ///   may have up to `most + 32 * sqrt(most) + 400` records. While the slot of a part moves between nodes, new keys of that part can fail as if Redis
     ///   did not answer.
