@@ -16,6 +16,7 @@
 //! `faults=... failed=... worst_recovery_ms=... over_admitted=... leaked=... overlaps=... worst_lock_recovery_ms=...`. Exits with 1 if anything
 //! is not as it should be, and says what. `docs/faults.md` explains the columns. What `scripts/faults` says that became of the jobs of a delay
 //! queue counts as one more fault.
+
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 #![allow(unreachable_pub)]
 

@@ -1,4 +1,5 @@
 //! What several tests and benches need. Each uses a part of it.
+
 #![allow(dead_code, unreachable_pub, unused_macros)]
 
 pub mod cluster;

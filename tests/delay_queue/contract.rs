@@ -1,0 +1,854 @@
+//! The contract of delay queues on the memory backend, on a paused clock, and on real Redis servers.
+
+mod memory {
+    tollgate::delay_queue_contract!(
+        #[tokio::test(start_paused = true)]
+        |claim| {
+            let backend = tollgate::MemoryBackend::new();
+            claim(backend.clone()).await;
+        }
+    );
+}
+
+mod redis_server {
+    use crate::support::server::RedisServer;
+    use tollgate::RedisBackend;
+
+    tollgate::delay_queue_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let server = RedisServer::start();
+            claim(RedisBackend::connect(server.url()).await.unwrap()).await;
+            let mut connection = server.connection();
+            let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
+            for key in keys {
+                let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
+                // -2 is a key that has expired since it was listed.
+                assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
+            }
+        }
+    );
+}
+
+/// What the queue itself sees to, whatever keeps the jobs.
+mod queue {
+    use std::error::Error;
+    use std::fmt;
+    use std::future::{IntoFuture, ready};
+    use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
+    use std::time::{Duration, SystemTime};
+
+    use tokio::time::{Instant, sleep};
+    use tollgate::delay_queue::{
+        Ack, AckKind, Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DelayQueueStore, Due,
+        MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+    };
+    use tollgate::testing::{Failure, FaultStore, Faults, Verb};
+    use tollgate::{
+        AnyBackend, BoxError, ConfigError, DelayQueue, DelayQueueWorker, Job, JobId, MemoryBackend, StoreError,
+    };
+    use tower::service_fn;
+
+    use crate::support::stores::delegate_queue;
+
+    fn queue() -> DelayQueue<String> {
+        DelayQueue::new(MemoryBackend::new(), "test")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bad_input_is_refused_by_name() {
+        let queue = queue().max_size(20).max_jobs(2);
+        let push = || queue.push("x".to_owned());
+        let century = Duration::from_secs(100 * 365 * 86_400);
+        let error = push().delay(century).await.unwrap_err();
+        assert!(matches!(error, QueueError::Config(ConfigError::DelayOutOfRange { .. })), "{error:?}");
+        let longer = Due::MAX_DELAY + Duration::from_secs(1);
+        let unique = push().unique_for("x", UniqueFor::Time(longer)).await;
+        for error in [push().delay(longer).await.unwrap_err(), unique.unwrap_err()] {
+            let expected = "a delay, or the time of a unique key, of 316224001s is longer than 316224000s (3660 days)";
+            assert_eq!(error.to_string(), expected);
+        }
+        let error = push().id("").await.unwrap_err();
+        assert!(matches!(error, QueueError::Config(ConfigError::EmptyJobId)), "{error:?}");
+        let error = queue.push("x".repeat(19)).await.unwrap_err();
+        assert!(matches!(error, QueueError::TooLarge { bytes: 21, max: 20 }), "{error:?}");
+        assert!(push().header("name", "x".repeat(20)).await.unwrap_err().is_too_large());
+        assert!(queue.replace("a", "x".repeat(19)).await.unwrap_err().is_too_large());
+        let error = queue.reschedule("a", century).await.unwrap_err();
+        assert!(matches!(error, QueueError::Config(ConfigError::DelayOutOfRange { .. })), "{error:?}");
+        // None of it came as far as the store.
+        assert_eq!(queue.counts().await.unwrap().waiting, 0);
+        push().delay(Due::MAX_DELAY).await.unwrap();
+        push().at(SystemTime::UNIX_EPOCH).max_attempts(0).await.unwrap();
+        let error = push().await.unwrap_err();
+        assert!(error.is_full() && error.source().is_none(), "{error}");
+        let jobs = queue.list(State::Waiting, 0, 10).await.unwrap();
+        assert!(jobs.iter().any(|job| job.max_attempts == 1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_payload_that_cannot_be_encoded_is_not_pushed() {
+        struct Never;
+        impl Codec<u8> for Never {
+            fn encode(&self, _: &u8) -> Result<Vec<u8>, BoxError> {
+                Err("not today".into())
+            }
+            fn decode(&self, _: &[u8]) -> Result<u8, BoxError> {
+                Err("never".into())
+            }
+        }
+        let queue = DelayQueue::with_codec(MemoryBackend::new(), "test", Never);
+        let error = queue.push(7).await.unwrap_err();
+        assert_eq!(
+            (error.to_string(), error.source().unwrap().to_string()),
+            ("the payload cannot be encoded".to_owned(), "not today".to_owned())
+        );
+    }
+
+    /// What a codec fails with, and what has led to it.
+    #[derive(Debug)]
+    struct Unreadable(std::num::ParseIntError);
+
+    impl fmt::Display for Unreadable {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("no such order")
+        }
+    }
+
+    impl Error for Unreadable {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    /// Keeps zero alone, and reads nothing.
+    struct Broken;
+
+    impl Codec<u8> for Broken {
+        fn encode(&self, payload: &u8) -> Result<Vec<u8>, BoxError> {
+            if *payload == 0 { Ok(b"x".to_vec()) } else { Err(Unreadable("x".parse::<u8>().unwrap_err()).into()) }
+        }
+
+        fn decode(&self, bytes: &[u8]) -> Result<u8, BoxError> {
+            Ok(str::from_utf8(bytes)?.parse().map_err(Unreadable)?)
+        }
+    }
+
+    /// The story of an error that was a text and no more when it came to who pushed, or was noted with the job.
+    #[tokio::test(start_paused = true)]
+    async fn what_a_codec_fails_with_keeps_its_type_and_causes() {
+        let queue = DelayQueue::with_codec(MemoryBackend::new(), "test", Broken);
+        let push = queue.push(7);
+        let clone = push.clone();
+        let many = queue.push_all([queue.push(7)]).await.remove(0).unwrap_err();
+        let errors =
+            [push.await.unwrap_err(), clone.await.unwrap_err(), many, queue.replace("a", 7).await.unwrap_err()];
+        for error in errors {
+            let QueueError::Encode(codec) = &error else { panic!("{error:?}") };
+            assert!(codec.is::<Unreadable>(), "{codec:?}");
+            let cause = error.source().and_then(Error::source).expect("it has a cause");
+            assert!(cause.is::<std::num::ParseIntError>(), "{cause:?}");
+        }
+        let id = *queue.push(0).await.unwrap().id();
+        let worker = DelayQueueWorker::new(queue.clone(), service_fn(async |_: Job<u8>| Ok::<_, BoxError>(())));
+        worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
+        let note = queue.get(id).await.unwrap().unwrap().note.unwrap();
+        assert_eq!((note.reason, &*note.error), (Reason::Undecodable, "no such order: invalid digit found in string"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_split_queue_is_one_queue() {
+        const JOBS: usize = 400;
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(backend.clone(), "test").split(4);
+        let name = |i: usize| format!("job-{i}");
+        let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).id(name(i)))).await;
+        for (i, pushed) in pushed.iter().enumerate() {
+            let pushed = pushed.as_ref().unwrap();
+            assert!(pushed.is_new() && *pushed.id() == JobId::from(name(i)), "in order: {pushed:?}");
+        }
+        for part in 0..4 {
+            let waiting = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap().waiting;
+            assert!(waiting > JOBS as u64 / 8, "{waiting} in part {part}");
+        }
+        assert!(!queue.push(1).id(name(1)).await.unwrap().is_new());
+        let job = queue.get(name(7)).await.unwrap().unwrap();
+        assert_eq!(queue.decode(&job).unwrap(), 7);
+        assert_eq!(queue.promote(name(7)).await.unwrap(), Changed::Done);
+        assert_eq!(queue.cancel(name(7)).await.unwrap(), Cancelled::Removed);
+        queue.pause().await.unwrap();
+        let counts = queue.counts().await.unwrap();
+        assert!(counts.waiting == JOBS as u64 - 1 && counts.is_paused, "{counts:?}");
+        assert_eq!(queue.purge().await.unwrap(), JOBS as u64 - 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn others_have_their_turn_while_the_places_of_many_unique_jobs_are_looked_for() {
+        const JOBS: usize = 20;
+        let queue = DelayQueue::<usize>::new(MemoryBackend::new(), "test").split(1_024);
+        let turns = Arc::new(AtomicUsize::new(0));
+        let other = tokio::spawn({
+            let turns = Arc::clone(&turns);
+            async move {
+                loop {
+                    turns.fetch_add(1, Ordering::Relaxed);
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+        let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).unique(i))).await;
+        assert!(pushed.iter().all(|pushed| pushed.as_ref().unwrap().is_new()));
+        let turns = turns.load(Ordering::Relaxed);
+        assert!(turns >= JOBS / 2, "{turns}");
+        other.abort();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unique_jobs_meet_in_a_split_queue() {
+        let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").split(64);
+        for user in 0..20 {
+            let first = queue.push(1).unique(user).await.unwrap();
+            let second = queue.push(2).unique(user).await.unwrap();
+            assert!(first.is_new() && !second.is_new() && first.id() == second.id(), "{first:?} {second:?}");
+            assert!(queue.get(first).await.unwrap().is_some());
+        }
+        assert_eq!(queue.counts().await.unwrap().waiting, 20);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_of_another_queue_is_refused() {
+        let backend = MemoryBackend::new();
+        let mail = DelayQueue::<u8>::new(backend.clone(), "mail");
+        let orders = DelayQueue::<u8>::new(backend, "orders");
+        let elsewhere = DelayQueue::<u8>::new(MemoryBackend::new(), "mail");
+        let pushes =
+            [orders.push(1), elsewhere.push(2), mail.clone().split(2).push(3), mail.clone().max_jobs(9).push(4)];
+        let answers = mail.push_all(pushes).await;
+        for (answer, name) in answers.iter().zip(["orders", "mail", "mail"]) {
+            let Err(QueueError::Config(ConfigError::OtherQueue { queue, other })) = answer else {
+                panic!("{answer:?}")
+            };
+            assert_eq!((&**queue, &**other), ("mail", name));
+        }
+        let text = answers[2].as_ref().unwrap_err().to_string();
+        assert!(text.ends_with("or split otherwise"), "{text}");
+        assert!(answers[3].as_ref().unwrap().is_new());
+        for (queue, waiting) in [(mail, 1), (orders, 0), (elsewhere, 0)] {
+            assert_eq!(queue.counts().await.unwrap().waiting, waiting, "{queue:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_by_another_value_of_the_same_queue_is_pushed() {
+        async fn answer(here: &MemoryBackend, there: AnyBackend) -> bool {
+            let (here, there) = (DelayQueue::<u8>::new(here.clone(), "mail"), DelayQueue::<u8>::new(there, "mail"));
+            let answers = here.push_all([there.push(1)]).await;
+            match answers.as_slice() {
+                [Ok(pushed)] => pushed.is_new(),
+                [Err(QueueError::Config(ConfigError::OtherQueue { .. }))] => false,
+                _ => panic!("{answers:?}"),
+            }
+        }
+        let backend = MemoryBackend::new();
+        assert!(answer(&backend, AnyBackend::Memory(backend.clone())).await);
+        assert!(!answer(&backend, AnyBackend::Memory(MemoryBackend::new())).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_clone_is_the_same_job_until_it_is_told_something_else() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        for parts in [1, 8] {
+            let queue = DelayQueue::<u8>::new(store.clone(), ("retried", parts)).split(parts);
+            let push = queue.push(1).unique("a");
+            faults.lose_answers();
+            let error = push.clone().await.unwrap_err();
+            assert!(matches!(&error, QueueError::Store(error) if error.is_timeout()), "{error:?}");
+            faults.heal();
+            let again = push.clone().clone().await.unwrap();
+            let at_once = queue.push_all([push.clone(), push.clone().priority(Priority::Low).unique("b")]).await;
+            let [same, other] = at_once.as_slice() else { panic!("{at_once:?}") };
+            assert!(!again.is_new() && same.as_ref().unwrap() == &again && other.as_ref().unwrap().is_new());
+            assert_eq!(push.prepare().unwrap().job.id, *again.id());
+            assert_eq!(queue.counts().await.unwrap().waiting, 2);
+        }
+    }
+
+    /// A push whose answer was lost is pushed again when the job may be done.
+    #[tokio::test(start_paused = true)]
+    async fn a_job_that_is_done_is_pushed_anew_unless_its_key_is_kept_for_a_time() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test");
+        let hour = Duration::from_secs(3_600);
+        let pushes = [queue.push(1), queue.push(2).unique("a"), queue.push(3).unique_for("b", UniqueFor::Time(hour))];
+        for (push, runs) in pushes.iter().zip([2, 2, 1]) {
+            let ran = Arc::new(AtomicU8::new(0));
+            for retries in 0..2 {
+                faults.lose_answers();
+                assert!(push.clone().await.is_err());
+                faults.heal();
+                let waits = queue.counts().await.unwrap().waiting;
+                // While it waits there is one, however often it is pushed.
+                assert!(!push.clone().await.unwrap().is_new(), "retry {retries}");
+                assert_eq!(queue.counts().await.unwrap().waiting, waits);
+                let counted = Arc::clone(&ran);
+                let service = service_fn(move |_: Job<u8>| {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    ready(Ok::<_, BoxError>(()))
+                });
+                let worker = DelayQueueWorker::new(queue.clone(), service);
+                worker.run_until(sleep(Duration::from_secs(60))).await.unwrap();
+            }
+            assert_eq!(ran.load(Ordering::Relaxed), runs);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_hangs_is_asked_by_probes_only_until_it_answers() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test");
+        let clone = queue.clone();
+        faults.hang();
+        let begun = Instant::now();
+        for number in 0..20 {
+            let error = if number % 2 == 0 { queue.push(1).await } else { clone.push(1).await }.unwrap_err();
+            let QueueError::Store(error) = error else { panic!("{error:?}") };
+            assert_eq!((error.is_timeout(), error.is_unavailable()), (number < 5, number >= 5), "{number}: {error}");
+        }
+        // Five have waited for the deadline.
+        assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
+
+        // Nothing else is asked either, and no probe but one in an interval.
+        assert!(queue.counts().await.is_err() && queue.purge().await.is_err());
+        assert!(queue.get("a").await.is_err() && queue.cancel("a").await.is_err());
+        assert!(queue.promote("a").await.is_err() && queue.replace("a", 1).await.is_err());
+        assert!(queue.list(State::Waiting, 0, 1).await.is_err() && queue.pause().await.is_err());
+        assert!(queue.replay(1, |_| true).await.is_err() && queue.forget(1, |_| true).await.is_err());
+        assert_eq!(faults.total_calls(), 5);
+        sleep(Duration::from_millis(101)).await;
+        let (probe, other) = tokio::join!(queue.counts(), queue.push(1).into_future());
+        assert!(probe.is_err() && other.is_err());
+        assert_eq!((faults.total_calls(), faults.calls(Verb::Control)), (6, 1));
+
+        faults.heal();
+        sleep(Duration::from_millis(101)).await;
+        assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Missing);
+        assert!(queue.push(1).await.unwrap().is_new() && clone.push(2).await.unwrap().is_new());
+    }
+
+    /// A moment would fail all the rest of a million jobs.
+    #[tokio::test(start_paused = true)]
+    async fn a_push_of_many_jobs_waits_for_a_store_that_fails_for_a_moment() {
+        const BATCHES: usize = 20;
+        for fault in [Faults::hang, |faults: &Faults| faults.fail(Failure::Unavailable)] {
+            let store = FaultStore::new(MemoryBackend::new());
+            let faults = store.faults();
+            let queue = DelayQueue::<usize>::new(store, "test");
+            fault(&faults);
+            let heal = async {
+                sleep(Duration::from_millis(650)).await;
+                faults.heal();
+            };
+            let pushes: Vec<_> = (0..BATCHES * MAX_BATCH).map(|i| queue.push(i)).collect();
+            let (answers, ()) = tokio::join!(queue.push_all(pushes), heal);
+            let failed = answers.iter().filter(|answer| answer.is_err()).count() / MAX_BATCH;
+            // Five until the circuit opens, and a probe in each interval.
+            assert!((5..=11).contains(&failed), "{failed} batches have failed");
+            assert_eq!(faults.calls(Verb::Push), BATCHES as u64, "each is asked for once");
+            let waiting = queue.counts().await.unwrap().waiting;
+            assert_eq!(waiting, ((BATCHES - failed) * MAX_BATCH) as u64);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_of_many_jobs_does_not_wait_for_long() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<usize>::new(store.clone(), "test");
+        faults.fail(Failure::Unavailable);
+        let begun = Instant::now();
+        let answers = queue.push_all((0..100 * MAX_BATCH).map(|i| queue.push(i))).await;
+        assert!(answers.iter().all(Result::is_err));
+        assert_eq!((begun.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
+
+        // Nor for a probe that is too far away.
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
+        let queue = DelayQueue::<usize>::new(store, "test").circuit_breaker(breaker);
+        let begun = Instant::now();
+        let answers = queue.push_all((0..MAX_BATCH + 1).map(|i| queue.push(i))).await;
+        assert!(answers.iter().all(Result::is_err) && begun.elapsed().is_zero());
+        assert_eq!(faults.calls(Verb::Push), 16);
+    }
+
+    /// A backend of two nodes, of which the first is gone.
+    struct OneNode {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for OneNode {
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, purge, release_unique, replay, forget, scope);
+
+        async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+            match queue.part() {
+                0 => Err(StoreError::unavailable("nobody listens")),
+                _ => self.backend.push(queue, jobs, max_jobs).await,
+            }
+        }
+
+        async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+            match queue.part() {
+                0 => Err(StoreError::unavailable("nobody listens")),
+                _ => self.backend.pause(queue, is_paused).await,
+            }
+        }
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+    }
+
+    /// A backend that remembers how many bytes it was given at a time.
+    struct Weighing {
+        backend: MemoryBackend,
+        batches: Arc<Mutex<Vec<usize>>>,
+    }
+
+    impl DelayQueueStore for Weighing {
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay, forget, scope);
+
+        async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+            self.batches.lock().unwrap().push(jobs.iter().map(NewJob::size).sum());
+            self.backend.push(queue, jobs, max_jobs).await
+        }
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn large_jobs_are_pushed_a_megabyte_at_a_time() {
+        let (backend, batches) = (MemoryBackend::with_capacity(1_000_000), Arc::<Mutex<Vec<_>>>::default());
+        let queue = DelayQueue::<String>::new(Weighing { backend, batches: Arc::clone(&batches) }, "test");
+        let queue = queue.max_size(2 * 1_024 * 1_024);
+        let sizes: Vec<usize> = [vec![60_000; 100], vec![10; 300], vec![1_500_000, 10]].concat();
+        let answers = queue.push_all(sizes.iter().map(|&size| queue.push("x".repeat(size)))).await;
+        assert!(answers.iter().all(|answer| answer.as_ref().unwrap().is_new()));
+        let batches = batches.lock().unwrap().clone();
+        assert_eq!(batches.iter().sum::<usize>(), sizes.iter().map(|size| size + 2).sum::<usize>());
+        let large = batches.iter().filter(|&&bytes| bytes > 1_024 * 1_024).collect::<Vec<_>>();
+        assert!(large == [&1_500_002] && batches.len() <= 10, "{batches:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_part_of_a_queue_that_fails_does_not_fail_the_others() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(2);
+        let jobs = 20 * MAX_BATCH;
+        let answers = queue.push_all((0..jobs).map(|i| queue.push(i))).await;
+        let new = answers.iter().flatten().filter(|pushed| pushed.is_new()).count();
+        let there = backend.counts(&QueueKey::new("test").with_part(1)).await.unwrap().waiting;
+        assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are there");
+
+        // Those who push one by one are told at once, and only of the part that fails.
+        let queue = queue.circuit_breaker(CircuitBreaker::new().failures(1));
+        let begun = Instant::now();
+        let mut failed = 0;
+        for i in 0..100 {
+            failed += usize::from(queue.push(i).await.is_err());
+        }
+        assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
+    }
+
+    /// Those behind it could neither be stopped nor started again for as long as its node was down.
+    #[tokio::test(start_paused = true)]
+    async fn a_part_of_a_queue_that_fails_does_not_keep_the_others_from_being_paused() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(3);
+        for is_paused in [true, false] {
+            let result = if is_paused { queue.pause().await } else { queue.resume().await };
+            assert!(matches!(result, Err(QueueError::Store(_))), "{result:?}");
+            for part in [1, 2] {
+                let counts = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap();
+                assert_eq!(counts.is_paused, is_paused, "part {part}");
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_can_be_told_to_ask_every_time() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test").circuit_breaker(CircuitBreaker::off());
+        faults.fail(Failure::Unavailable);
+        for _ in 0..20 {
+            queue.push(1).await.unwrap_err();
+        }
+        faults.heal();
+        queue.push(1).await.unwrap();
+        assert_eq!(faults.calls(Verb::Push), 21);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_is_not_behind_the_circuit_of_those_who_push() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
+        let queue = DelayQueue::<u8>::new(store, "test").circuit_breaker(breaker);
+        queue.push(1).await.unwrap();
+        faults.fail(Failure::Unavailable);
+        queue.counts().await.unwrap_err();
+        faults.heal();
+        assert!(queue.push(2).await.is_err(), "the circuit is open for an hour");
+        let (done, mut seen) = tokio::sync::mpsc::unbounded_channel();
+        let service = service_fn(move |job: Job<u8>| {
+            let told = done.send(*job);
+            async move { told.map_err(BoxError::from) }
+        });
+        DelayQueueWorker::new(queue, service).run_until(sleep(Duration::from_millis(10))).await.unwrap();
+        assert_eq!(seen.recv().await, Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_payload_is_replaced_within_the_bounds_of_a_push() {
+        let queue = DelayQueue::<String>::new(MemoryBackend::new(), "test").max_size(100);
+        // Two signs are the quotes.
+        queue.push("a".repeat(48)).header("name", "x".repeat(46)).id("a").await.unwrap();
+        let error = queue.replace("a", "b".repeat(49)).await.unwrap_err();
+        assert_eq!(error.to_string(), "a job of 101 bytes is larger than 100");
+        assert_eq!(queue.replace("a", "c".repeat(48)).await.unwrap(), Changed::Done);
+
+        // All that a backend keeps is bounded, too.
+        let queue = DelayQueue::<String>::new(MemoryBackend::with_capacity(1), "test");
+        queue.push("a".repeat(1_000)).id("a").await.unwrap();
+        let error = queue.replace("a", "b".repeat(2_000)).await.unwrap_err();
+        assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        let job = queue.get("a").await.unwrap().unwrap();
+        assert_eq!(queue.decode(&job).unwrap(), "a".repeat(1_000));
+    }
+
+    /// To push once more what is there already is how somebody is sure of it.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_there_already_takes_no_room() {
+        let backend = MemoryBackend::with_capacity(2);
+        let queue = DelayQueue::<String>::new(backend.clone(), "test");
+        for _ in 0..2 {
+            for id in ["a", "b"] {
+                queue.push("x".repeat(1_000)).id(id).await.unwrap();
+            }
+            assert_eq!(backend.jobs(), 2);
+        }
+        for (id, size) in [("c", 0), ("c", 1_000)] {
+            let error = queue.push("x".repeat(size)).id(id).await.unwrap_err();
+            assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        }
+        // One that is dead makes room for itself, if it is no larger.
+        let claim = Claim::new(WorkerId::random().unwrap(), 1, Duration::from_secs(60));
+        let key = QueueKey::new("test");
+        let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
+        let ending = AckKind::Dead { reason: Reason::Failed, error: "it failed".into() };
+        let finish = Ack::new(claimed.ticket(), ending);
+        backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, claim.lease)).await.unwrap();
+        assert_eq!(queue.counts().await.unwrap().dead, 1);
+        let id = claimed.job.id;
+        assert!(queue.push("y".repeat(4_000)).id(id).await.is_err());
+        assert!(queue.push("y".repeat(500)).id(id).await.unwrap().is_new());
+        assert_eq!((backend.jobs(), queue.counts().await.unwrap().dead), (2, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unique_keys_that_are_held_for_a_time_are_bounded_in_memory() {
+        let backend = MemoryBackend::with_capacity(10);
+        let queue = DelayQueue::<u32>::new(backend.clone(), "test");
+        let minute = Duration::from_secs(60);
+        let push = async |user: u32| queue.push(user).unique_for(user, UniqueFor::Time(minute)).await;
+        for user in 0..10 {
+            let pushed = push(user).await.unwrap();
+            assert_eq!(queue.cancel(pushed).keep_unique().await.unwrap(), Cancelled::Removed);
+        }
+        let error = push(10).await.unwrap_err();
+        assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        assert_eq!(backend.jobs(), 0);
+        tokio::time::advance(2 * minute).await;
+        let claim = Claim::new(WorkerId::random().unwrap(), 1, minute);
+        backend.claim(&QueueKey::new("test"), &[], &claim).await.unwrap();
+        assert!(push(10).await.unwrap().is_new());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_jobs_whose_key_is_taken_are_passed_over() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(backend.clone(), "test").max_attempts(1);
+        for i in 0..3 {
+            queue.push(i).unique("user").await.unwrap();
+            let service = tower::service_fn(async |_| Err::<(), _>("no"));
+            DelayQueueWorker::new(queue.clone(), service)
+                .run_until(tokio::time::sleep(Duration::from_secs(1)))
+                .await
+                .unwrap();
+        }
+        assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+        assert_eq!(queue.replay(10, |_| true).await.unwrap(), 0);
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (1, 2));
+    }
+
+    /// However few are asked for, and however many those are that cannot be replayed.
+    #[tokio::test(start_paused = true)]
+    async fn those_behind_dead_jobs_whose_key_is_taken_are_replayed() {
+        for blocked in [1, MAX_BATCH + 50] {
+            let backend = MemoryBackend::new();
+            let queue = DelayQueue::<usize>::new(backend.clone(), "test");
+            for i in 0..blocked {
+                queue.push(i).unique("user").await.unwrap();
+                kill(&backend, &QueueKey::new("test")).await;
+            }
+            let free = [queue.push(blocked).await.unwrap(), queue.push(blocked + 1).await.unwrap()];
+            kill(&backend, &QueueKey::new("test")).await;
+            queue.push(0).unique("user").await.unwrap();
+            for job in free {
+                let mut looked = 0;
+                let replayed = queue.replay(1, |_| {
+                    looked += 1;
+                    true
+                });
+                assert_eq!(replayed.await.unwrap(), 1);
+                assert_eq!(looked, blocked + 1, "each is looked at once, and none behind the one that is replayed");
+                assert_eq!(queue.get(job).await.unwrap().unwrap().state, State::Waiting);
+            }
+            assert_eq!(queue.replay(1, |_| true).await.unwrap(), 0);
+            assert_eq!(queue.forget(2, |_| true).await.unwrap(), 2.min(blocked));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_dead_are_replayed_as_a_filter_says() {
+        const JOBS: usize = 600;
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(backend.clone(), "test");
+        let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i))).await;
+        assert!(pushed.iter().all(Result::is_ok));
+        let claim = Claim::new(WorkerId::random().unwrap(), 256, Duration::from_secs(60));
+        let mut finishes = Vec::new();
+        while queue.counts().await.unwrap().dead < JOBS as u64 {
+            let claimed = backend.claim(&QueueKey::new("test"), &finishes, &claim).await.unwrap();
+            let dead = |ticket| Ack::new(ticket, AckKind::Dead { reason: Reason::Refused, error: "no".into() });
+            finishes = claimed.jobs.iter().map(|job| dead(job.ticket())).collect();
+        }
+        let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap().is_multiple_of(2);
+        assert_eq!(queue.replay(250, is_even).await.unwrap(), 250);
+        assert_eq!(queue.replay(usize::MAX, is_even).await.unwrap(), JOBS / 2 - 250);
+        assert_eq!(queue.replay(usize::MAX, is_even).await.unwrap(), 0);
+        assert_eq!(queue.forget(usize::MAX, |_| true).await.unwrap(), JOBS / 2);
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
+    }
+
+    /// However many are dead, and however early the others have died.
+    #[tokio::test(start_paused = true)]
+    async fn a_dead_job_is_replayed_or_forgotten_by_its_id() {
+        const JOBS: usize = 1_000;
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        for parts in [1, 3] {
+            let queue = DelayQueue::<usize>::new(store.clone(), ("test", parts)).split(parts);
+            let name = |i: usize| format!("job-{i}");
+            queue.push_all((0..JOBS).map(|i| queue.push(i).id(name(i)))).await;
+            while queue.counts().await.unwrap().waiting > 0 {
+                for part in 0..parts {
+                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                }
+            }
+            queue.push(0).id("waits").await.unwrap();
+            let ids = [name(JOBS - 1), "waits".to_owned(), "is not there".to_owned(), name(JOBS - 2)];
+            let before = faults.calls(Verb::Control);
+            assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [true, false, false, true]);
+            // What waits is not removed.
+            let ids = [ids[0].clone(), name(JOBS - 3), ids[1].clone()];
+            assert_eq!(queue.forget_ids(ids).await.unwrap(), [false, true, false]);
+            let calls = faults.calls(Verb::Control) - before;
+            assert!(calls <= 2 * u64::from(parts), "{calls} calls for {parts} parts");
+            assert_eq!(queue.get(name(JOBS - 3)).await.unwrap(), None);
+            let counts = queue.counts().await.unwrap();
+            assert_eq!((counts.waiting, counts.dead), (3, JOBS as u64 - 3));
+        }
+    }
+
+    /// Whoever looks after jobs knows their ids from a log, or from a table of the program's own.
+    #[tokio::test(start_paused = true)]
+    async fn a_job_is_found_by_what_its_id_is_shown_as() {
+        for parts in [1, 7] {
+            let queue = queue().split(parts);
+            for id in [JobId::from(("welcome", 42)), "a b".into(), "x".repeat(100).into(), JobId::unique().unwrap()] {
+                let pushed = queue.push(String::new()).id(id).await.unwrap();
+                let shown = pushed.id().as_str().to_owned();
+                let found: JobId = shown.parse().unwrap();
+                assert_eq!(queue.get(found).await.unwrap().unwrap().id.to_string(), shown);
+                assert_eq!(queue.cancel(found).await.unwrap(), Cancelled::Removed, "{shown}");
+            }
+        }
+        for garbage in ["a b", "{a}", "%7b", "#digest", &"x".repeat(100)] {
+            let error = garbage.parse::<JobId>().unwrap_err();
+            assert_eq!(error.to_string(), "the text is not one that a key is shown as");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_jobs_leave_room_for_others() {
+        let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").max_jobs(10).max_attempts(1);
+        for i in 0..10 {
+            queue.push(i).await.unwrap();
+        }
+        let error = queue.push(10).await.unwrap_err();
+        assert_eq!(error.to_string(), "the queue has 10 jobs, dead ones included, and no room for more");
+        let service = service_fn(async |_: Job<u8>| Err::<(), _>("no"));
+        DelayQueueWorker::new(queue.clone(), service).run_until(sleep(Duration::from_secs(1))).await.unwrap();
+        assert_eq!(queue.counts().await.unwrap().dead, 5);
+        assert!(queue.push(10).await.unwrap().is_new());
+    }
+
+    /// A backend that somebody else pushes to whenever it is purged.
+    struct Busy {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for Busy {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, release_unique, replay, forget, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+            let job = NewJob::new(JobId::unique()?, *b"1");
+            self.backend.push(queue, &[job], u64::MAX).await?;
+            sleep(Duration::from_millis(10)).await;
+            self.backend.purge(queue, limit, keeps_unique).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_that_is_pushed_to_is_drained_of_as_many_as_were_there() {
+        const JOBS: usize = 2 * MAX_BATCH + 10;
+        for parts in [1, 3] {
+            let backend = MemoryBackend::new();
+            let queue = DelayQueue::<usize>::new(Busy { backend: backend.clone() }, "test").split(parts);
+            let purge = async || tokio::time::timeout(Duration::from_secs(60), queue.purge()).await.unwrap().unwrap();
+            assert_eq!(purge().await, 0);
+            let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).delay(Duration::from_secs(60)))).await;
+            assert!(pushed.iter().all(Result::is_ok));
+            assert_eq!(purge().await, JOBS as u64);
+            // As many as have come meanwhile.
+            let left = queue.counts().await.unwrap().waiting;
+            assert!((1..10).contains(&left), "{left}");
+        }
+    }
+
+    /// Whatever waits dies.
+    async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
+        let lease = Duration::from_secs(60);
+        let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
+        let claimed = backend.claim(queue, &[], &claim).await.unwrap();
+        let ending = AckKind::Dead { reason: Reason::Failed, error: "poison".into() };
+        let finish = |job: tollgate::delay_queue::ClaimedJob| Ack::new(job.ticket(), ending.clone());
+        let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
+        backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
+    }
+
+    /// A backend that answers for so many of the dead at a time.
+    struct Terse {
+        backend: MemoryBackend,
+        most: usize,
+    }
+
+    impl Terse {
+        fn some<'a>(&self, ids: &'a [JobId]) -> &'a [JobId] {
+            &ids[..ids.len().min(self.most)]
+        }
+    }
+
+    impl DelayQueueStore for Terse {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            self.backend.replay(queue, self.some(ids)).await
+        }
+
+        async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            self.backend.forget(queue, self.some(ids)).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_answers_for_few_of_the_dead_is_asked_for_the_others() {
+        let backend = MemoryBackend::new();
+        let queue = |most| DelayQueue::<u32>::new(Terse { backend: backend.clone(), most }, "test");
+        let (queue, silent) = (queue(3), queue(0));
+        let ids = || (0..10).map(|i| JobId::new(format!("job-{i}")));
+        queue.push_all(ids().map(|id| queue.push(1).id(id))).await;
+        kill(&backend, &QueueKey::new("test")).await;
+        let unanswered = [silent.replay_ids(ids()).await.map(drop), silent.forget(10, |_| true).await.map(drop)];
+        assert!(unanswered.iter().all(Result::is_err), "{unanswered:?}");
+        assert_eq!(queue.replay_ids(ids()).await.unwrap(), [true; 10]);
+        kill(&backend, &QueueKey::new("test")).await;
+        assert_eq!(queue.forget_ids(ids().take(4)).await.unwrap(), [true; 4]);
+        assert_eq!(queue.replay(4, |_| true).await.unwrap(), 4);
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (4, 2));
+    }
+
+    /// A backend whose workers are quick: what is replayed is dead again before anybody looks.
+    struct Poisoned {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for Poisoned {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, forget, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            let answers = self.backend.replay(queue, ids).await;
+            tokio::time::advance(Duration::from_millis(1)).await;
+            kill(&self.backend, queue).await;
+            answers
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_job_that_dies_again_is_replayed_once_in_a_call() {
+        let backend = MemoryBackend::new();
+        for parts in [1, 3] {
+            let queue =
+                DelayQueue::<String>::new(Poisoned { backend: backend.clone() }, ("poisoned", parts)).split(parts);
+            for id in 0..300 {
+                queue.push("x".to_owned()).id(format!("{id}")).await.unwrap();
+            }
+            for part in 0..parts {
+                for _ in 0..2 {
+                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                }
+            }
+            assert_eq!(queue.counts().await.unwrap().dead, 300);
+            let mut looked = 0;
+            let replayed = queue.replay(1_000, |_| {
+                looked += 1;
+                assert!(looked <= 300, "a job is looked at again");
+                true
+            });
+            assert_eq!(replayed.await.unwrap(), 300);
+            // They are dead, and there to be removed.
+            assert_eq!(queue.forget(1_000, |_| true).await.unwrap(), 300);
+        }
+    }
+}

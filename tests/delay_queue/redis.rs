@@ -1,0 +1,1260 @@
+//! Delay queues on a real server: what is asked of it, who is woken, and what is left behind.
+
+use crate::support;
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
+use std::future::{pending, ready};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use futures_util::future::join_all;
+use support::proxy::{Proxy, Traffic};
+use support::server::{RedisServer, wait_until};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::delay_queue::{
+    Ack, AckKind, Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Event, Extended,
+    Finished, Job, JobId, JobLease, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State,
+    Unique, UniqueFor, WorkerId,
+};
+use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
+use tower::service_fn;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+async fn connect(server: &RedisServer) -> RedisBackend {
+    // What a busy machine takes is no failure here.
+    let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
+    options.connect().await.unwrap()
+}
+
+fn queue(backend: &RedisBackend) -> DelayQueue<String> {
+    DelayQueue::new(backend.clone(), "test").deadline(Duration::from_secs(10))
+}
+
+fn key() -> QueueKey {
+    QueueKey::new("test")
+}
+
+fn claim(limit: usize) -> Claim {
+    claim_for(limit, MINUTE)
+}
+
+fn claim_for(limit: usize, lease: Duration) -> Claim {
+    Claim::new(WorkerId::random().unwrap(), limit, lease)
+}
+
+/// How many scripts the server was asked to run, and how long they took in all.
+fn scripts(server: &RedisServer) -> (u64, Duration) {
+    let stats = server.text("INFO commandstats");
+    let number = |line: &str, field: &str| -> Option<u64> {
+        line.split_once(&format!("{field}="))?.1.split(',').next()?.parse().ok()
+    };
+    let of_scripts = stats.lines().filter(|line| line.starts_with("cmdstat_eval"));
+    let (calls, usec): (Vec<_>, Vec<_>) =
+        of_scripts.filter_map(|line| Some((number(line, "calls")?, number(line, "usec")?))).unzip();
+    (calls.iter().sum(), Duration::from_micros(usec.iter().sum()))
+}
+
+/// All that is due at once is delivered once, in scripts that keep the server for an instant each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
+    const JOBS: usize = 50_000;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    // Over already: due when they are pushed, and none before others.
+    let due = std::time::UNIX_EPOCH;
+    let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i.to_string()).at(due))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    let (mut seen, mut finishes) = (HashSet::new(), Vec::new());
+    let claim = claim(256);
+    loop {
+        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
+        assert!(claimed.finished.iter().all(|finished| *finished == Finished::Done));
+        if claimed.jobs.is_empty() {
+            break;
+        }
+        finishes.clear();
+        for job in claimed.jobs {
+            finishes.push(Ack::new(job.ticket(), AckKind::Done));
+            assert!(seen.insert(job.job.id), "twice");
+        }
+    }
+    assert_eq!(seen.len(), JOBS);
+    let (calls, time) = scripts(&server);
+    // On the average, since a busy machine may take any of them from its processor.
+    assert!(time / u32::try_from(calls).unwrap() < Duration::from_millis(5), "{calls} scripts took {time:?}");
+    let left: Vec<String> = server.query("KEYS *");
+    assert_eq!(left, ["tollgate:2:{delay_queue:test}:state"]);
+}
+
+/// It happened that a claim read 64 jobs before it looked at how large they are, which kept the server for a third of a second.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_claim_of_large_jobs_takes_few_of_them() {
+    const JOBS: usize = 40;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_size(1 << 20);
+    let payload = || "x".repeat(256 * 1_024);
+    // In runs, and by themselves.
+    let pushed = queue.push_all((0..JOBS / 2).map(|_| queue.push(payload()))).await;
+    assert!(pushed.iter().all(Result::is_ok));
+    for _ in 0..JOBS / 2 {
+        queue.push(payload()).await.unwrap();
+    }
+    let listed = queue.list(State::Waiting, 0, 256).await.unwrap().len();
+    assert!((1..=8).contains(&listed), "{listed} are listed");
+    // By somebody who dies.
+    let mut claim = claim_for(256, Duration::from_millis(10));
+    for _ in 0..JOBS / 4 {
+        backend.claim(&key(), &[], &claim).await.unwrap();
+    }
+    sleep(Duration::from_millis(20)).await;
+    claim.lease = MINUTE;
+    let (mut seen, mut expired, mut first) = (HashSet::new(), 0, None);
+    while seen.len() < JOBS {
+        let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
+        let (count, back) = (claimed.jobs.len(), claimed.expired.jobs);
+        assert!((1..=8).contains(&count) && back <= 8, "{count} claimed after {back} had come back");
+        expired += back;
+        for job in claimed.jobs {
+            first.get_or_insert(job.ticket());
+            assert!(seen.insert(job.job.id), "twice");
+        }
+    }
+    assert!(expired > 0);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.running, counts.waiting), (JOBS as u64, 0));
+    let finish = Ack::new(first.unwrap(), AckKind::Done);
+    let claimed = backend.claim(&key(), &[finish], &claim).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Done]);
+}
+
+/// What nobody has named waits in runs, out of which the first are taken in order, and one can be found, changed and cancelled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let members = || {
+        ["runs", "due:normal"]
+            .map(|part| server.query::<usize>(&format!("ZCARD tollgate:2:{{delay_queue:test}}:{part}")))
+    };
+    let due = std::time::SystemTime::now();
+    let pushed = queue.push_all((0..300).map(|i| queue.push(i.to_string()).at(due))).await;
+    let ids: Vec<_> = pushed.iter().map(|pushed| *pushed.as_ref().unwrap().id()).collect();
+    assert!(ids.is_sorted());
+    assert_eq!(members(), [18, 12]);
+    let again = queue.push("again".to_owned()).id(ids[40]).await.unwrap();
+    assert!(!again.is_new());
+    assert_eq!(queue.get(ids[40]).await.unwrap().unwrap().state, State::Waiting);
+    assert_eq!(queue.replace(ids[40], "new".to_owned()).await.unwrap(), Changed::Done);
+    assert_eq!(members(), [18, 12], "to look at one or at its payload moves nothing");
+    assert_eq!(queue.reschedule(ids[41], MINUTE).await.unwrap(), Changed::Done);
+    assert_eq!(members(), [17, 28]);
+    assert_eq!(queue.cancel(ids[0]).await.unwrap(), Cancelled::Removed);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.due), (299, 298));
+    let mut left = ids.clone();
+    left.retain(|id| *id != ids[0] && *id != ids[41]);
+    let listed = queue.list(State::Waiting, 20, 100).await.unwrap();
+    assert_eq!(listed.iter().map(|job| job.id).collect::<Vec<_>>(), left[20..120]);
+    let mut claimed = Vec::new();
+    for limit in [50, 256, 256] {
+        let jobs = backend.claim(&key(), &[], &claim(limit)).await.unwrap().jobs;
+        assert_eq!(jobs.len(), limit.min(left.len() - claimed.len()));
+        claimed.extend(jobs);
+    }
+    assert_eq!(claimed.iter().map(|job| job.job.id).collect::<Vec<_>>(), left);
+    assert_eq!(&*claimed[39].job.payload, b"\"new\"");
+    assert_eq!(members(), [0, 1]);
+}
+
+/// Pushes that meet share calls, and each has its own answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pushes_that_meet_share_calls() {
+    const JOBS: usize = 2_000;
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await).max_jobs(JOBS as u64);
+    queue.push("first".to_owned()).id("0").await.unwrap();
+    let before = scripts(&server).0;
+    let mut pushes = JoinSet::new();
+    for i in 0..JOBS + 10 {
+        let queue = queue.clone();
+        // The first of them is there, and so many more than there is room for come last or first.
+        pushes.spawn(async move { queue.push(i.to_string()).id(i.to_string()).await });
+    }
+    let answers = pushes.join_all().await;
+    let new = answers.iter().filter(|answer| answer.as_ref().is_ok_and(Pushed::is_new)).count();
+    let full = answers.iter().filter(|answer| answer.as_ref().is_err_and(QueueError::is_full)).count();
+    let there = answers.iter().filter(|answer| answer.as_ref().is_ok_and(|pushed| !pushed.is_new())).count();
+    let failed = answers.iter().find(|answer| answer.as_ref().is_err_and(|error| !error.is_full()));
+    assert_eq!((new, full, there), (JOBS - 1, 10, 1), "{failed:?}");
+    let calls = scripts(&server).0 - before;
+    assert!(calls < JOBS as u64 / 4, "{calls} calls");
+    assert_eq!(queue.counts().await.unwrap().waiting, JOBS as u64);
+}
+
+/// What is no job of ours does not keep others from being done, and ends among the dead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_that_cannot_be_read_holds_up_nobody() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("a".to_owned()).id("a").unique("user").await.unwrap();
+    server.query::<()>("HSET tollgate:2:{delay_queue:test}:jobs broken rubbish");
+    server.query::<()>("ZADD tollgate:2:{delay_queue:test}:due:normal 1 broken");
+    let brief = claim_for(10, Claim::MIN_LEASE);
+    let claimed = backend.claim(&key(), &[], &brief).await.unwrap();
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
+    sleep(Claim::MIN_LEASE * 3).await;
+    let claimed = backend.claim(&key(), &[], &claim(10)).await.unwrap();
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
+    assert_eq!(queue.counts().await.unwrap().dead, 1);
+
+    // Nor is it in the way of those who look at the dead.
+    let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = Ack::new(claimed.jobs[0].ticket(), ending);
+    assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
+    assert_eq!(queue.counts().await.unwrap().dead, 2);
+    assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
+    assert!(queue.get("broken").await.is_err());
+    let broken = JobId::new("broken");
+    assert_eq!(backend.replay(&key(), &[broken]).await.unwrap(), [false]);
+    assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+    assert_eq!(backend.forget(&key(), &[broken]).await.unwrap(), [true]);
+    assert_eq!(queue.purge().await.unwrap(), 1);
+    assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
+}
+
+/// Everything that a queue can be asked for, one after the other.
+async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl Fn(&str, Result<(), StoreError>)) {
+    let (key, claim) = (key(), claim(10));
+    let ids = ["high", "normal", "low", "dead"].map(JobId::new);
+    for &priority in Priority::ALL {
+        let mut job = NewJob::new(JobId::unique().unwrap(), *b"1");
+        job.priority = priority;
+        job.unique = Some(Unique { key: Key::from(priority as u8), span: UniqueFor::Time(MINUTE) });
+        looked("push", backend.push(&key, &[job], 100).await.map(drop));
+    }
+    // The ids of a run follow each other.
+    let run = DelayQueue::<u8>::new(backend.clone(), "test").deadline(MINUTE);
+    for pushed in run.push_all((0..16).map(|i| run.push(i).delay(MINUTE))).await {
+        let answer = match pushed {
+            Ok(_) => Ok(()),
+            Err(QueueError::Store(error)) => Err(error),
+            Err(error) => panic!("{error}"),
+        };
+        looked("push of a run", answer);
+    }
+    looked("extend", backend.extend(&key, held, MINUTE).await.map(drop));
+    for id in &ids {
+        looked("get", backend.get(&key, id).await.map(drop));
+        looked("reschedule", backend.reschedule(&key, id, Due::In(MINUTE)).await.map(drop));
+        looked("replace", backend.replace(&key, id, b"2").await.map(drop));
+    }
+    looked("cancel", backend.cancel(&key, &held[1].id, false).await.map(drop));
+    looked("counts", backend.counts(&key).await.map(drop));
+    for state in [State::Waiting, State::Running, State::Dead] {
+        looked("list", backend.list(&key, state, 0, 10).await.map(drop));
+    }
+    let retry = AckKind::Retry { delay: MINUTE, error: "no".into() };
+    for ending in [retry, AckKind::Done] {
+        let finish = Ack::new(held[0], ending);
+        looked("finish", backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.map(drop));
+    }
+    looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
+    looked("pause", backend.pause(&key, false).await);
+    looked("replay", backend.replay(&key, &ids[3..]).await.map(drop));
+    looked("drain", backend.purge(&key, 10, false).await.map(drop));
+    looked("forget", backend.forget(&key, &ids).await.map(drop));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let list = ("RPUSH", "x");
+    let states = ["hello", "", "\u{2}234567890123456789", "\u{1}2345678901234"].map(|value| ("state", ("SET", value)));
+    let parts = [
+        "jobs",
+        "due:high",
+        "due:normal",
+        "due:low",
+        "leases",
+        "dead",
+        "unique",
+        "unique_ends",
+        "cancels",
+        "state",
+        "idle",
+        "runs",
+    ];
+    for (part, (command, value)) in parts.map(|part| (part, list)).into_iter().chain(states) {
+        server.query::<()>("FLUSHALL");
+        // Jobs wherever there can be some: two that run, one that is dead, and one of each priority that waits.
+        let unique =
+            |name: &str| (name == "dead").then(|| Unique { key: "user".into(), span: UniqueFor::WaitingOrRunning });
+        let push = async |name: &str, priority| {
+            let mut job = NewJob::new(JobId::new(name), *b"1");
+            (job.priority, job.unique) = (priority, unique(name));
+            assert_eq!(backend.push(&key(), &[job], 100).await.unwrap(), [Admission::New]);
+        };
+        let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].ticket();
+        push("dead", Priority::Normal).await;
+        let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+        let finish = Ack::new(take().await, ending);
+        backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+        let mut held = Vec::new();
+        for name in ["a", "b"] {
+            push(name, Priority::Normal).await;
+            held.push(take().await);
+        }
+        for (name, priority) in ["high", "normal", "low"].into_iter().zip(Priority::ALL.iter().copied()) {
+            push(name, priority).await;
+        }
+
+        let name = format!("tollgate:2:{{delay_queue:test}}:{part}");
+        let mut connection = server.connection();
+        let _: u64 = redis::cmd("DEL").arg(&name).query(&mut connection).unwrap();
+        let _: redis::Value = redis::cmd(command).arg(&name).arg(value).query(&mut connection).unwrap();
+        let dump = || {
+            let mut connection = server.connection();
+            let mut keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
+            keys.sort_unstable();
+            let value = |key: &String| redis::cmd("DUMP").arg(key).query::<Vec<u8>>(&mut connection).unwrap();
+            let values: Vec<_> = keys.iter().map(value).collect();
+            keys.into_iter().zip(values).collect::<HashMap<_, _>>()
+        };
+        let (before, errors) = (RefCell::new(dump()), Cell::new(0));
+        let looked = |verb: &str, answer: Result<(), StoreError>| {
+            let now = dump();
+            assert_eq!(now[&name], before.borrow()[&name], "{verb} has changed {part}");
+            if let Err(error) = answer {
+                assert!(error.is_foreign_data(), "{verb}: {error:?}");
+                // What is not there is not written either.
+                if command == "SET" {
+                    assert_eq!(now, *before.borrow(), "{verb}");
+                }
+                errors.set(errors.get() + 1);
+            }
+            before.replace(now);
+        };
+        ask_everything(&backend, &held, looked).await;
+        assert!(errors.get() > 0, "nobody has looked at {part}");
+        if command == "SET" {
+            assert_eq!(errors.get(), 24, "all but pushes and extensions look at the state");
+        }
+    }
+}
+
+/// A record of ours with a priority that there is not made every claim fail, and with it what others had finished.
+#[tokio::test]
+async fn a_priority_that_nobody_knows_holds_up_nobody() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for id in ["bad", "good", "late"] {
+        queue.push(id.to_owned()).id(id).await.unwrap();
+    }
+    let claimed = backend.claim(&key(), &[], &claim_for(2, Claim::MIN_LEASE)).await.unwrap();
+    let tickets: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
+    assert_eq!(tickets.iter().map(|ticket| ticket.id.as_str()).collect::<Vec<_>>(), ["bad", "good"]);
+    let mut connection = server.connection();
+    let jobs = "tollgate:2:{delay_queue:test}:jobs";
+    let mut record: Vec<u8> = redis::cmd("HGET").arg(jobs).arg("bad").query(&mut connection).unwrap();
+    record[13] |= 3;
+    let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
+    // Given back beside one that is done, and after its lease has ended.
+    let finishes = [AckKind::Release, AckKind::Done].into_iter().zip(&tickets);
+    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Ack::new(ticket, ending)).collect();
+    let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
+    // Nor is it replayed.
+    assert_eq!(backend.replay(&key(), &[JobId::new("bad")]).await.unwrap(), [false]);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
+}
+
+/// A cancelled record of a later version was taken out of the jobs, and held its id up for half a year.
+#[tokio::test]
+async fn cancellation_leaves_an_unreadable_record_alone() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    let mut connection = server.connection();
+    let jobs = "tollgate:2:{delay_queue:test}:jobs";
+    let record = |connection: &mut redis::Connection| {
+        redis::cmd("HGET").arg(jobs).arg("a").query::<Vec<u8>>(connection).unwrap()
+    };
+    let mut newer = record(&mut connection);
+    newer[0] = 2;
+    let _: u64 = redis::cmd("HSET").arg(jobs).arg("a").arg(&newer).query(&mut connection).unwrap();
+    let error = queue.cancel("a").await.unwrap_err();
+    assert!(matches!(&error, QueueError::Store(error) if error.is_foreign_data()), "{error:?}");
+    assert_eq!(record(&mut connection), newer);
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:cancels"), 0);
+    assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:due:normal"), 1);
+}
+
+/// No lease is left to end the cancelled run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evicted_leases_do_not_hold_up_an_id() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("old".to_owned()).id("a").unique("key").await.unwrap();
+    assert_eq!(backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.len(), 1);
+    queue.cancel("a").await.unwrap();
+    assert_eq!(server.query::<u64>("DEL tollgate:2:{delay_queue:test}:leases"), 1);
+    queue.push("new".to_owned()).id("a").unique("key").await.unwrap();
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:cancels"), 0);
+}
+
+/// Snoozed jobs are read when they return, so that one claim returns about as many bytes as it may take.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_snoozed_jobs_return_in_several_claims() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_size(1 << 20);
+    for _ in 0..8 {
+        queue.push("x".repeat(400_000)).await.unwrap();
+    }
+    let mut tickets = Vec::new();
+    while tickets.len() < 8 {
+        tickets.extend(backend.claim(&key(), &[], &claim(8)).await.unwrap().jobs.iter().map(ClaimedJob::ticket));
+    }
+    let delay = Duration::from_millis(10);
+    let finishes: Vec<_> = tickets.into_iter().map(|ticket| Ack::new(ticket, AckKind::Snooze { delay })).collect();
+    backend.claim(&key(), &finishes, &claim(0)).await.unwrap();
+    sleep(2 * delay).await;
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    assert!(claimed.more && claimed.jobs.len() == 1);
+    assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:snoozed"), 5);
+}
+
+/// It happened that Redis took a very large number for no number, and who asked for it for a server that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await);
+    // In a run, and by itself.
+    for pushed in queue.push_all((0..16).map(|i| queue.push(i.to_string()))).await {
+        pushed.unwrap();
+    }
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    for skip in [u64::MAX, 1 << 63, 100_000_000_000_000_000, 1 << 53, 17] {
+        for state in [State::Waiting, State::Running, State::Dead] {
+            assert_eq!(queue.list(state, skip, 10).await.unwrap(), []);
+        }
+    }
+    // The circuit is closed.
+    queue.push("b".to_owned()).await.unwrap();
+}
+
+/// It happened that each part of a split queue skipped as many, so that what a part could not answer at once was never seen.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_split_queue_is_seen_page_by_page() {
+    const JOBS: usize = 300;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    for (limit, bytes) in [(50, 60_000), (MAX_BATCH, 60_000), (7, 10)] {
+        let queue = DelayQueue::<String>::new(backend.clone(), ("pages", limit)).split(3).deadline(MINUTE);
+        let payload = "x".repeat(bytes);
+        let pushed = queue.push_all((0..JOBS).map(|_| queue.push(payload.clone()))).await;
+        let all: HashSet<_> = pushed.into_iter().map(|pushed| *pushed.unwrap().id()).collect();
+        let (mut seen, mut skip) = (HashSet::new(), 0);
+        loop {
+            let page = queue.list(State::Waiting, skip, limit).await.unwrap();
+            assert!(page.len() <= limit);
+            if page.is_empty() {
+                break;
+            }
+            skip += page.len() as u64;
+            for job in page {
+                assert!(seen.insert(job.id), "twice");
+            }
+        }
+        assert_eq!((seen.len(), seen == all), (JOBS, true));
+        queue.purge().await.unwrap();
+    }
+}
+
+/// Puts what waits among the dead, which are no more jobs than that.
+async fn kill(backend: &RedisBackend, jobs: usize) {
+    let claim = claim(MAX_BATCH);
+    let mut finishes = Vec::new();
+    for _ in 0..jobs {
+        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
+        let dead = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+        finishes = claimed.jobs.iter().map(|job| Ack::new(job.ticket(), dead())).collect();
+        if finishes.is_empty() {
+            break;
+        }
+    }
+}
+
+/// It happened that one script replayed 256 jobs, however large, which kept the server for longer than the deadline is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_jobs_are_replayed_by_id_in_short_scripts() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_jobs(1_000);
+    // With its quotation marks as large as it may be.
+    let payload = "x".repeat(64 * 1_024 - 2);
+    let ids: Vec<_> = (0..MAX_BATCH).map(|i| JobId::new(format!("job-{i}"))).collect();
+    let pushed = queue.push_all(ids.iter().map(|id| queue.push(payload.clone()).id(*id))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    kill(&backend, MAX_BATCH).await;
+    assert_eq!(queue.counts().await.unwrap().dead, MAX_BATCH as u64);
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [true; MAX_BATCH]);
+    let calls = scripts(&server).0 - before;
+    assert!((16..=20).contains(&calls), "{calls} scripts");
+    assert_eq!(queue.counts().await.unwrap().waiting, MAX_BATCH as u64);
+    // What is not dead is not read, nor is what is removed.
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [false; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 1);
+    kill(&backend, MAX_BATCH).await;
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.forget_ids(ids).await.unwrap(), [true; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 1);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.dead), (0, 0));
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:jobs"), 0, "records are left");
+}
+
+/// Pages of large jobs are shorter than others, and not the last for that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn however_large_the_dead_are_all_of_them_are_replayed() {
+    const JOBS: usize = 200;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_jobs(1_000);
+    let payload = "x".repeat(20_000);
+    let pushed = queue.push_all((0..JOBS).map(|_| queue.push(payload.clone()))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    kill(&backend, JOBS).await;
+    assert_eq!(queue.counts().await.unwrap().dead, JOBS as u64);
+    assert!(queue.dead(0, JOBS).await.unwrap().len() < JOBS, "a page has bounds");
+    assert_eq!(queue.replay(50, |_| true).await.unwrap(), 50);
+    assert_eq!(queue.forget(usize::MAX, |_| true).await.unwrap(), JOBS - 50);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.dead), (50, 0));
+}
+
+/// Records may be evicted, or deleted by somebody. What is left of them takes a bounded time to look at.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ids_whose_records_are_gone_are_taken_away_little_by_little() {
+    const JOBS: u64 = 5_000;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for _ in 0..JOBS / 1_000 {
+        queue.push_all((0..1_000).map(|i| queue.push(i.to_string()))).await;
+    }
+    server.query::<()>("DEL tollgate:2:{delay_queue:test}:jobs");
+    let claimed = backend.claim(&key(), &[], &claim(MAX_BATCH)).await.unwrap();
+    assert_eq!((claimed.jobs.len(), claimed.more), (0, true));
+    let left = queue.counts().await.unwrap().waiting;
+    assert!((JOBS - 1_000..JOBS).contains(&left), "{left}");
+    assert!(queue.list(State::Waiting, 0, 10).await.unwrap().is_empty());
+    let looked_at = left - queue.counts().await.unwrap().waiting;
+    assert!((1..=2_000).contains(&looked_at), "{looked_at}");
+    queue.push("whole".to_owned()).await.unwrap();
+    let mut calls = 0;
+    let found = loop {
+        calls += 1;
+        let claimed = backend.claim(&key(), &[], &claim(MAX_BATCH)).await.unwrap();
+        if !claimed.more {
+            break claimed.jobs.len();
+        }
+    };
+    assert!((5..50).contains(&calls), "{calls}");
+    assert_eq!(found, 1);
+}
+
+/// What fails takes the server longer than what is done, so there is less of it in each script.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_failures_are_noted_in_several_scripts() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let pushed = queue.push_all((0..MAX_BATCH).map(|i| queue.push(i.to_string()))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    let claim = claim(MAX_BATCH);
+    let jobs = backend.claim(&key(), &[], &claim).await.unwrap().jobs;
+    assert_eq!(jobs.len(), MAX_BATCH);
+    let error: Arc<str> = "e".repeat(MAX_NOTE).into();
+    let mut finishes: Vec<_> = jobs
+        .iter()
+        .map(|job| {
+            let ending = AckKind::Retry { delay: MINUTE, error: Arc::clone(&error) };
+            Ack::new(job.ticket(), ending)
+        })
+        .collect();
+    // The first and the last are done.
+    finishes[0].ending = AckKind::Done;
+    finishes[MAX_BATCH - 1].ending = AckKind::Done;
+    let (before, _) = scripts(&server);
+    let answer = backend.claim(&key(), &finishes, &claim).await.unwrap();
+    assert_eq!(answer.finished, [Finished::Done; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 4);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running), (MAX_BATCH as u64 - 2, 0));
+}
+
+/// Finishing is what frees memory, so it is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_are_finished_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for id in ["a", "b"] {
+        queue.push(id.to_owned()).id(id).await.unwrap();
+    }
+    let claim = claim(10);
+    let jobs = backend.claim(&key(), &[], &claim).await.unwrap().jobs;
+    server.limit_memory(1);
+    let refused = queue.push("c".to_owned()).await.unwrap_err();
+    assert!(matches!(&refused, QueueError::Store(error) if error.is_out_of_memory()), "{refused:?}");
+    let endings = [AckKind::Done, AckKind::Snooze { delay: MINUTE }];
+    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, ending)| Ack::new(job.ticket(), ending)).collect();
+    for finish in finishes {
+        let answer = backend.claim(&key(), &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.unwrap();
+        assert_eq!(answer.finished, [Finished::Done]);
+    }
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running), (1, 0));
+}
+
+#[tokio::test]
+async fn jobs_are_kept_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    let jobs = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs;
+    server.limit_memory(1);
+    assert_eq!(backend.extend(&key(), &[jobs[0].ticket()], MINUTE * 2).await.unwrap(), [Extended::Held]);
+    let ends: u64 =
+        server.query::<Vec<(Vec<u8>, u64)>>("ZRANGE tollgate:2:{delay_queue:test}:leases 0 -1 WITHSCORES")[0].1;
+    let (seconds, _): (u64, u64) = server.query("TIME");
+    assert!(ends > seconds * 1_000 + 90_000);
+}
+
+#[tokio::test]
+async fn jobs_that_are_pushed_after_others_were_evicted_have_a_time_to_live() {
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await);
+    queue.push("a".to_owned()).delay(MINUTE * 60).await.unwrap();
+    server.query::<()>("UNLINK tollgate:2:{delay_queue:test}:jobs");
+    queue.push("b".to_owned()).await.unwrap();
+    server.every_key_expires();
+}
+
+/// It happened that a paused queue whose jobs had filled the memory could not be resumed, so that it stayed full.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_queue_is_resumed_paused_and_tidied_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("running".to_owned()).id("running").await.unwrap();
+    let running = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0).ticket();
+    let keeper = claim(4);
+    let _wakeups = backend.watch(&key(), keeper.worker).await;
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("the keeper listens", || channels() == 1));
+    assert!(backend.claim(&key(), &[], &keeper).await.unwrap().jobs.is_empty());
+    queue.pause().await.unwrap();
+    for id in ["a", "b"] {
+        queue.push(id.to_owned()).id(id).delay(MINUTE).await.unwrap();
+    }
+    server.limit_memory(1);
+    queue.resume().await.unwrap();
+    assert!(!queue.counts().await.unwrap().is_paused);
+    assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
+    let jobs = backend.claim(&key(), &[], &keeper).await.unwrap().jobs;
+    assert_eq!(jobs.len(), 1);
+    let finish = Ack::new(jobs[0].ticket(), AckKind::Done);
+    assert_eq!(backend.claim(&key(), &[finish], &keeper).await.unwrap().finished, [Finished::Done]);
+    queue.pause().await.unwrap();
+    assert!(queue.counts().await.unwrap().is_paused);
+    assert_eq!(queue.reschedule("b", MINUTE * 2).await.unwrap(), Changed::Done);
+    assert_eq!(queue.cancel("running").await.unwrap(), Cancelled::Told);
+    assert_eq!(backend.extend(&key(), &[running], MINUTE).await.unwrap(), [Extended::Cancelled]);
+    for key in ["due:normal", "cancels", "state"] {
+        assert!(server.query::<i64>(&format!("PTTL tollgate:2:{{delay_queue:test}}:{key}")) > 0, "{key} expires");
+    }
+}
+
+/// A push within the caller's own transaction happens with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_push_rides_in_a_pipeline_of_the_caller() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let push = || queue.push("order 42".to_owned()).id("order:42").prepare().unwrap();
+    let mut pipeline = redis::pipe();
+    pipeline.atomic().set("order:42", "unpaid").ignore();
+    backend.push_in(&mut pipeline, &push());
+    backend.push_in(&mut pipeline, &push());
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+    let answers: Vec<Vec<i64>> = block_in_place(|| pipeline.query(&mut server.connection()).unwrap());
+    assert_eq!(answers, [[1], [0]]);
+    let job = queue.get("order:42").await.unwrap().unwrap();
+    assert_eq!((job.state, queue.decode(&job).unwrap().as_str()), (State::Waiting, "order 42"));
+}
+
+/// Of a hundred workers that wait, one is woken by a push; and the next one where that has no time for more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_push_wakes_one_worker() {
+    const WORKERS: usize = 100;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let mut waiting = Vec::new();
+    for _ in 0..WORKERS {
+        let claim = claim(1);
+        let wakeups = backend.watch(&key(), claim.worker).await;
+        let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
+        assert_eq!((claimed.jobs.len(), claimed.next), (0, Some(Claim::MAX_WAIT)));
+        waiting.push((claim, wakeups));
+    }
+    // Waits for so many messages, and then until no more of them have come for a while.
+    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Notifications)>, at_least: usize| {
+        let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
+        while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
+            assert!(begun.elapsed() < Duration::from_secs(10), "{woken:?} were woken");
+            for (i, (_, wakeups)) in waiting.iter_mut().enumerate() {
+                if timeout(Duration::ZERO, wakeups.next()).await.is_ok() {
+                    woken.push(i);
+                    last = Instant::now();
+                }
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+        woken
+    };
+    // What the subscriptions themselves have said.
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("all of them listen", || channels() >= WORKERS));
+    woken(&mut waiting, 0).await;
+    let pushed = Instant::now();
+    queue.push("a".to_owned()).await.unwrap();
+    let first = woken(&mut waiting, 1).await;
+    assert_eq!(first.len(), 1, "{first:?}");
+    // Nobody else before the first one has come, unless that takes so long that it may have died.
+    let many = queue.push_all((0..10).map(|i| queue.push(i.to_string()))).await;
+    assert!(many.iter().all(Result::is_ok));
+    let others = woken(&mut waiting, 0).await;
+    assert!(others.is_empty() || pushed.elapsed() > Duration::from_secs(1), "{others:?}");
+    let claimed = backend.claim(&key(), &[], &waiting[first[0]].0).await.unwrap();
+    assert!(claimed.jobs.len() == 1 && claimed.more);
+    let second = woken(&mut waiting, 1).await;
+    assert!(second.len() == 1 && second != first, "{second:?}");
+}
+
+/// Workers wait longer than requests do. It happened that a claim which took a server longer than half a second was given up, and what it
+/// had claimed stood still for a whole lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_server_claims_late_is_worked_on() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let queue = queue(&backend);
+    // So that the server knows the script, and runs it although nobody waits any more.
+    backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    let (done, mut attempts) = mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<String>| {
+        done.send(job.attempt()).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    queue.push("a".to_owned()).await.unwrap();
+    server.pause_clients(Duration::from_millis(1_000));
+    let worker = DelayQueueWorker::new(queue, service).lease(Duration::from_secs(30));
+    let worker = tokio::spawn(worker.run());
+    let attempt = timeout(Duration::from_secs(3), attempts.recv()).await;
+    assert_eq!(attempt, Ok(Some(1)));
+    worker.abort();
+}
+
+/// A network that has forgotten the connections of a worker swallows what goes over them. One claim finds that out, and not one for each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let (done, mut finished) = mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<String>| {
+        done.send(job.to_string()).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    let there = queue(&RedisBackend::connect(proxy.url()).await.unwrap());
+    // A call may take a third of that.
+    let worker = tokio::spawn(DelayQueueWorker::new(there, service).lease(Duration::from_secs(6)).run());
+    let here = queue(&connect(&server).await);
+    here.push("before".to_owned()).await.unwrap();
+    assert_eq!(finished.recv().await.as_deref(), Some("before"));
+    proxy.to_server(Traffic::Swallow);
+    sleep(Duration::from_millis(100)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    here.push("after".to_owned()).await.unwrap();
+    // It is woken, since what the server says comes through: a claim of 2 s, and not one for each connection.
+    let after = timeout(Duration::from_secs(6), finished.recv()).await;
+    assert_eq!(after.unwrap().as_deref(), Some("after"));
+    worker.abort();
+}
+
+/// A worker that ends asks again over another connection. It happened that its last call was waited for as long as it had for all of them,
+/// and that what was lost with it was lost without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_worker_has_done_is_noted_although_its_connections_swallow_its_last_words() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let (started, mut running) = mpsc::unbounded_channel();
+    let (end, may_end) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let is_over = Arc::clone(&may_end);
+    let service = service_fn(move |_: Job<String>| {
+        started.send(()).unwrap();
+        let is_over = Arc::clone(&is_over);
+        async move {
+            is_over.notified().await;
+            Ok::<_, BoxError>(())
+        }
+    });
+    let there = RedisOptions::from_url(proxy.url()).unwrap().connections(2).connect().await.unwrap();
+    let worker = DelayQueueWorker::new(queue(&there), service).lease(Duration::from_secs(30));
+    let ending = Arc::clone(&end);
+    let worker = tokio::spawn(worker.run_until(async move { ending.notified().await }));
+    let here = queue(&connect(&server).await);
+    here.push("a".to_owned()).await.unwrap();
+    running.recv().await.unwrap();
+    end.notify_one();
+    sleep(Duration::from_millis(100)).await;
+    proxy.to_server(Traffic::Swallow);
+    sleep(Duration::from_millis(100)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    may_end.notify_one();
+    worker.await.unwrap().unwrap();
+    let counts = here.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+}
+
+/// A job that is put off keeps others out for as long as it waits, which may be longer than anybody thought when it was pushed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_unique_key_lasts_as_long_as_its_job() {
+    const YEAR: Duration = Duration::from_secs(366 * 86_400);
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let days = |key: &str| server.query::<u64>(&format!("TTL tollgate:2:{{delay_queue:test}}:{key}")) / 86_400;
+    queue.push("a".to_owned()).id("a").unique("a").await.unwrap();
+    assert!(days("unique") < 200);
+    queue.reschedule("a", YEAR).await.unwrap();
+    assert!(days("unique") >= 366, "{} days", days("unique"));
+    queue.promote("a").await.unwrap();
+    let (retry, snooze) = (AckKind::Retry { delay: 2 * YEAR, error: "".into() }, AckKind::Snooze { delay: 4 * YEAR });
+    for (ending, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
+        let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+        let finish = Ack::new(claimed.jobs[0].ticket(), ending);
+        backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+        assert!(days("unique") >= least, "{} days", days("unique"));
+        queue.promote("a").await.unwrap();
+    }
+}
+
+/// It happened that a pause was over after 180 days, and jobs that are due later were done without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pause_lasts_as_long_as_what_it_holds_up() {
+    const YEAR: Duration = Duration::from_secs(366 * 86_400);
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let days = |key: &str| server.query::<u64>(&format!("TTL tollgate:2:{{delay_queue:test}}:{key}")) / 86_400;
+    queue.push("running".to_owned()).await.unwrap();
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    queue.pause().await.unwrap();
+    queue.push("waiting".to_owned()).delay(YEAR).await.unwrap();
+    assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
+    let finish = Ack::new(claimed.jobs[0].ticket(), AckKind::Snooze { delay: 2 * YEAR });
+    backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+    assert!(days("snoozed") > 2 * 366);
+    assert!(days("state") + 1 >= days("snoozed"), "{} of {} days", days("state"), days("snoozed"));
+}
+
+/// A worker that has died is not waited for when there is something to do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_the_keeper_is_gone_another_worker_is_woken() {
+    let server = RedisServer::start();
+    let (doomed, backend) = (connect(&server).await, connect(&server).await);
+    let keeper = claim(1);
+    let wakeups = doomed.watch(&key(), keeper.worker).await;
+    doomed.claim(&key(), &[], &keeper).await.unwrap();
+    let other = claim(1);
+    let mut others = backend.watch(&key(), other.worker).await;
+    backend.claim(&key(), &[], &other).await.unwrap();
+    drop((wakeups, doomed));
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("the keeper is gone", || channels() == 1));
+    while timeout(Duration::from_millis(20), others.next()).await.is_ok() {}
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    timeout(Duration::from_secs(4), others.next()).await.expect("somebody is woken");
+}
+
+/// The first worker that waits keeps the time for the others, and dies. Answers how many ms late its peer is with a job, counted from the end of the
+/// lease that the first worker had, or from when the job is due if it has a delay.
+async fn late_after_a_kill(server: &RedisServer, number: u64, lease: Duration, delay: Option<Duration>) -> f64 {
+    let (doomed, backend) = (connect(server).await, connect(server).await);
+    let queue = |backend: &RedisBackend| {
+        DelayQueue::<String>::new(backend.clone(), number.to_string()).deadline(Duration::from_secs(10))
+    };
+    let service = service_fn(|_: Job<String>| pending::<Result<(), BoxError>>());
+    let victim = tokio::spawn(DelayQueueWorker::new(queue(&doomed), service).lease(lease).run());
+    queue(&doomed).push("a".to_owned()).delay(delay.unwrap_or_default()).await.unwrap();
+    while delay.is_none() && queue(&backend).counts().await.unwrap().running == 0 {
+        sleep(Duration::from_millis(5)).await;
+    }
+    // The victim waits for more, and keeps the time.
+    sleep(Duration::from_millis(200)).await;
+    let (taken, mut is_taken) = mpsc::unbounded_channel();
+    let service = service_fn(move |_: Job<String>| {
+        taken.send(SystemTime::now()).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    let peer = tokio::spawn(DelayQueueWorker::new(queue(&backend), service).lease(lease).run());
+    sleep(Duration::from_millis(500 + 700 * number)).await;
+    victim.abort();
+    drop(doomed);
+    sleep(Duration::from_millis(100)).await;
+    let times = if delay.is_some() { "due:normal" } else { "leases" };
+    let times = format!("tollgate:2:{{delay_queue:{number}}}:{times}");
+    let times: Vec<(Vec<u8>, f64)> = block_in_place(|| {
+        let mut range = redis::cmd("ZRANGE");
+        range.arg(times).arg(0).arg(-1).arg("WITHSCORES").query(&mut server.connection()).unwrap()
+    });
+    assert_eq!(times.len(), 1);
+    let taken = timeout(Duration::from_secs(15), is_taken.recv()).await.unwrap().unwrap();
+    peer.abort();
+    taken.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs_f64() * 1e3 - times[0].1
+}
+
+/// The peer was to look five seconds later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn job_of_a_killed_worker_is_taken_over_when_its_lease_ends() {
+    let server = RedisServer::start();
+    let late = |number| late_after_a_kill(&server, number, Duration::from_secs(5), None);
+    for late in join_all((0..4).map(late)).await {
+        assert!((-1.0..500.0).contains(&late), "late by {late} ms");
+    }
+}
+
+/// So it was with a job that nobody had begun.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn delayed_job_is_on_time_although_the_timekeeper_dies() {
+    let server = RedisServer::start();
+    let late = |number| late_after_a_kill(&server, number, MINUTE, Some(Duration::from_secs(6)));
+    for late in join_all((0..4).map(late)).await {
+        assert!((-1.0..500.0).contains(&late), "late by {late} ms");
+    }
+}
+
+/// Leases that are renewed let idle workers look about as often as they do where nothing runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_workers_look_no_more_often_beside_running_jobs() {
+    const WORKERS: usize = 16;
+    const WATCHED: Duration = Duration::from_secs(12);
+    let server = RedisServer::start();
+    // How often each of them looks, as its store says, beside a job of such a lease.
+    let looks = async |lease: Option<Duration>| {
+        let backend = connect(&server).await;
+        let queue = QueueKey::new(format!("{lease:?}"));
+        let keeper = claim_for(10, lease.unwrap_or(MINUTE));
+        if lease.is_some() {
+            backend.push(&queue, &[NewJob::new(JobId::from("a"), *b"")], 10).await.unwrap();
+        }
+        let claimed = backend.claim(&queue, &[], &keeper).await.unwrap();
+        let held: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
+        assert_eq!(held.len(), usize::from(lease.is_some()));
+        let mut workers = JoinSet::new();
+        let begun = Instant::now();
+        for _ in 0..WORKERS {
+            let (backend, claim) = (backend.clone(), claim(1));
+            workers.spawn(async move {
+                let mut looks = 0;
+                while begun.elapsed() < WATCHED {
+                    let claimed = backend.claim(&queue, &[], &claim).await.unwrap();
+                    assert!(claimed.jobs.is_empty());
+                    (looks, _) = (looks + 1, sleep(claimed.next.unwrap()).await);
+                }
+                looks
+            });
+        }
+        while begun.elapsed() < WATCHED {
+            backend.extend(&queue, &held, keeper.lease).await.unwrap();
+            // It keeps the time meanwhile.
+            backend.claim(&queue, &[], &keeper).await.unwrap();
+            sleep(Duration::from_secs(5) / 3).await;
+        }
+        workers.join_all().await.into_iter().sum::<usize>()
+    };
+    let (none, long, short) = tokio::join!(looks(None), looks(Some(MINUTE)), looks(Some(Duration::from_secs(5))));
+    // One look more for each of a few workers, whose leases end within the time that they wait.
+    assert!(long <= none + 1 && short <= none + WORKERS, "{none}, {long} and {short} looks");
+}
+
+/// Whoever kept the time has its hands full, so that there is nobody who keeps it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_the_keeper_is_busy_a_push_wakes_somebody_who_is_not() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let (busy, idle) = (claim(1), claim(1));
+    let mut wakeups = Vec::new();
+    for claim in [&busy, &idle] {
+        wakeups.push(backend.watch(&key(), claim.worker).await);
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    assert_eq!(backend.claim(&key(), &[], &busy).await.unwrap().jobs.len(), 1);
+    let idle_is_told = &mut wakeups[1];
+    while timeout(Duration::from_millis(100), idle_is_told.next()).await.is_ok() {}
+    queue(&backend).push("b".to_owned()).await.unwrap();
+    timeout(Duration::from_secs(4), idle_is_told.next()).await.expect("somebody is woken");
+}
+
+/// Jobs may be what fills the memory, and whoever looks for them is not kept from it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_workers_look_on_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    queue(&backend).push("a".to_owned()).delay(Duration::from_secs(2)).await.unwrap();
+    let (keeper, other, third) = (claim(4), claim(4), claim(4));
+    for claim in [&keeper, &other] {
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    server.limit_memory(1);
+    // It leaves, somebody else takes over, and others stand by, also such as have not before.
+    let leaves = Claim::new(keeper.worker, 0, MINUTE);
+    for claim in [&leaves, &other, &third, &keeper, &third] {
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(backend.claim(&key(), &[], &other).await.unwrap().jobs.len(), 1);
+}
+
+/// Of the same job, and of another one.
+#[tokio::test]
+async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    let first = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0);
+    let state = "tollgate:2:{delay_queue:test}:state";
+    let mut value: Vec<u8> = server.query(&format!("GET {state}"));
+    // As it was written by a clock that was an hour ahead.
+    let last_fence = first.token + 3_600_000_000;
+    value[2..9].copy_from_slice(&last_fence.to_le_bytes()[..7]);
+    let mut set = redis::cmd("SET");
+    let _: () = set.arg(state).arg(value).arg("KEEPTTL").query(&mut server.connection()).unwrap();
+
+    queue.push("b".to_owned()).id("b").await.unwrap();
+    let finish = Ack::new(first.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
+    let claimed = backend.claim(&key(), &[finish], &claim(2)).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Done]);
+    let (begun, mut jobs) = (Instant::now(), claimed.jobs);
+    while jobs.len() < 2 {
+        assert!(begun.elapsed() < MINUTE, "both are due");
+        jobs.extend(backend.claim(&key(), &[], &claim(2)).await.unwrap().jobs);
+    }
+    for job in jobs {
+        assert!(job.token > last_fence, "{} has {} after {last_fence}", job.job.id, job.token);
+    }
+}
+
+/// A primary, a replica that follows it, and the address of whichever is the primary.
+struct Failover {
+    primary: RedisServer,
+    replica: RedisServer,
+    line: Proxy,
+    address: Proxy,
+}
+
+impl Failover {
+    fn start() -> Self {
+        let hurry = "--repl-diskless-sync yes --repl-diskless-sync-delay 0 --repl-ping-replica-period 1";
+        let primary = RedisServer::start_with(&hurry.split(' ').collect::<Vec<_>>());
+        let (line, address) = (Proxy::start(primary.port()), Proxy::start(primary.port()));
+        let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &line.port().to_string()]);
+        Self { primary, replica, line, address }
+    }
+
+    fn is_followed(&self) {
+        wait_until("the replica has everything", || self.primary.is_followed_by(1));
+    }
+
+    /// Lets nothing more through to the replica.
+    fn falls_behind(&self) {
+        self.line.to_client(Traffic::Hold);
+    }
+
+    /// Ends the primary, and has the replica take its place.
+    fn fail_over(&mut self) {
+        self.primary.kill();
+        self.line.reset();
+        self.replica.query::<()>("REPLICAOF NO ONE");
+        let leases: u64 = self.replica.query("EXISTS tollgate:2:{delay_queue:test}:leases");
+        assert_eq!(leases, 0, "the replica knows of no claim");
+        self.address.lead_to(self.replica.port());
+        self.address.cut();
+    }
+}
+
+/// Claims until the store answers, and until there is a job if there is to be one.
+async fn claim_again(backend: &RedisBackend, finished: &[Ack], claim: &Claim) -> (Vec<Finished>, Vec<ClaimedJob>) {
+    let claims = async {
+        loop {
+            match backend.claim(&key(), finished, claim).await {
+                Ok(claimed) if claim.limit == 0 || !claimed.jobs.is_empty() => return (claimed.finished, claimed.jobs),
+                // The connections have just been cut.
+                _ => sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    timeout(MINUTE, claims).await.expect("the store answers")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
+    let mut deployment = block_in_place(Failover::start);
+    let options = RedisOptions::from_url(deployment.address.url()).unwrap().response_timeout(Duration::from_secs(10));
+    let backend = options.connect().await.unwrap();
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    block_in_place(|| deployment.is_followed());
+    deployment.falls_behind();
+    let (_, first) = claim_again(&backend, &[], &claim(1)).await;
+    block_in_place(|| deployment.fail_over());
+
+    let done = |job: &ClaimedJob| [Ack::new(job.ticket(), AckKind::Done)];
+    // Neither while it waits, nor while somebody else has it.
+    assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    let (_, second) = claim_again(&backend, &[], &claim(1)).await;
+    assert_eq!(second[0].job.id, first[0].job.id);
+    assert!(second[0].token > first[0].token, "{} after {}", second[0].token, first[0].token);
+    assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    assert_eq!(claim_again(&backend, &done(&second[0]), &claim(0)).await.0, [Finished::Done]);
+    let counts = queue(&backend).counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+}
+
+/// The attempt that is forgotten is given up, and notes nothing; nor is it done where it ends while no store answers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_runs_what_a_failover_has_given_back_with_a_larger_fence() {
+    for (ends_early, lease) in [(false, Duration::from_secs(3)), (true, Duration::from_secs(30))] {
+        let mut deployment = block_in_place(Failover::start);
+        let queue = queue(&RedisBackend::connect(deployment.address.url()).await.unwrap());
+        queue.push("a".to_owned()).await.unwrap();
+        block_in_place(|| deployment.is_followed());
+        deployment.falls_behind();
+        let (run, mut runs) = mpsc::unbounded_channel();
+        let (end, is_over) = tokio::sync::oneshot::channel::<()>();
+        let mut is_over = Some(is_over);
+        let service = service_fn(move |job: Job<String>| {
+            run.send(job.fence()).unwrap();
+            let (mut cancellation, is_over) = (job.cancellation(), is_over.take());
+            async move {
+                if let Some(is_over) = is_over {
+                    tokio::select! {
+                        () = cancellation.cancelled() => {}
+                        Ok(()) = is_over => {}
+                    }
+                }
+                Ok::<_, BoxError>(())
+            }
+        });
+        let worker = DelayQueueWorker::one_by_one(queue.clone(), service).lease(lease);
+        let mut events = worker.events();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let worker = tokio::spawn(worker.run_until(async {
+            let _ = stopped.await;
+        }));
+        let first = runs.recv().await.unwrap();
+        if ends_early {
+            block_in_place(|| deployment.primary.kill());
+            end.send(()).unwrap();
+            let fails = async { while !matches!(events.next().await, Some(Event::StoreFailed { .. })) {} };
+            timeout(MINUTE, fails).await.expect("nobody answers");
+        }
+        block_in_place(|| deployment.fail_over());
+        let second = timeout(MINUTE, runs.recv()).await.expect("it comes again").unwrap();
+        assert!(second > first, "{second} after {first}");
+        let mut ends = HashMap::new();
+        let both = async {
+            while ends.values().sum::<u32>() < 2 {
+                match events.next().await {
+                    Some(Event::Done { .. }) => *ends.entry("done").or_default() += 1,
+                    Some(Event::LeaseLost { .. }) => *ends.entry("lost").or_default() += 1,
+                    Some(Event::Started { .. } | Event::StoreFailed { .. } | Event::StoreWorks) => {}
+                    event => panic!("{event:?}"),
+                }
+            }
+        };
+        timeout(MINUTE, both).await.expect("both attempts end");
+        assert_eq!(ends, HashMap::from([("done", 1), ("lost", 1)]));
+        stop.send(()).unwrap();
+        worker.await.unwrap().unwrap();
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+    }
+}
+
+/// What the docs list is enough for everything that a queue does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_may_do_no_more_than_the_docs_say() {
+    let server = RedisServer::start();
+    let docs = include_str!("../../src/backend/redis/mod.rs");
+    let line = |start: &str| {
+        let rule =
+            docs.lines().find_map(|line| line.split_once(start)).unwrap_or_else(|| panic!("{start} is in the docs")).1;
+        rule.split('`').next().unwrap().trim().to_owned()
+    };
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("ACL SETUSER tollgate ")));
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("For delay queues also `")));
+    let url = server.url().replace("://", "://tollgate:password@");
+    let backend = RedisOptions::from_url(url).unwrap().connect().await.unwrap();
+    let queue = queue(&backend);
+    let worker = claim(10);
+    let mut wakeups = backend.watch(&key(), worker.worker).await;
+    backend.claim(&key(), &[], &worker).await.unwrap();
+    while timeout(Duration::from_millis(20), wakeups.next()).await.is_ok() {}
+    for id in ["a", "b", "c"] {
+        queue.push(id.to_owned()).id(id).unique(id).max_attempts(1).await.unwrap();
+    }
+    timeout(Duration::from_secs(4), wakeups.next()).await.expect("it may publish and subscribe");
+    assert_eq!(queue.reschedule("a", MINUTE).await.unwrap(), Changed::Done);
+    assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
+    let jobs = backend.claim(&key(), &[], &worker).await.unwrap().jobs;
+    queue.cancel("a").await.unwrap();
+    backend.extend(&key(), &[jobs[0].ticket()], MINUTE).await.unwrap();
+    let finish =
+        |job: &ClaimedJob| Ack::new(job.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
+    let finishes: Vec<_> = jobs.iter().map(finish).collect();
+    let mut few = worker;
+    few.dead = DeadLimits::new(1, MINUTE);
+    backend.claim(&key(), &finishes, &few).await.unwrap();
+    queue.pause().await.unwrap();
+    queue.resume().await.unwrap();
+    assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
+    assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+    assert_eq!(queue.purge().await.unwrap(), 1);
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+}

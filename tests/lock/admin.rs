@@ -1,0 +1,172 @@
+//! The contract of what those who run locks see of them and do to them, on memory, on one Redis and on a cluster.
+
+use crate::support;
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use support::cluster::Cluster;
+use support::server::RedisServer;
+use support::shared::{Shared, connect, patient};
+use tokio::task::block_in_place;
+use tollgate::lock::{Acquired, Claim, Cursor, LockAdmin, LockKey, LockStore as _, Token};
+use tollgate::testing::FaultStore;
+use tollgate::{Locks, MemoryBackend};
+
+/// Whoever looks is to have no part in it how busy the machine is.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+mod memory {
+    use super::*;
+
+    tollgate::lock_registry_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            MemoryBackend::new()
+        }
+    );
+}
+
+mod behind_a_store_of_faults {
+    use super::*;
+
+    tollgate::lock_registry_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            FaultStore::new(MemoryBackend::new())
+        }
+    );
+}
+
+mod redis_server {
+    use super::*;
+
+    tollgate::lock_registry_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let server = RedisServer::start();
+            claim(patient(server.url()).await).await;
+            server.every_key_expires();
+        }
+    );
+}
+
+mod on_a_cluster {
+    use super::*;
+
+    static CLUSTER: Shared<Cluster> = Shared::new();
+
+    tollgate::lock_registry_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let cluster = CLUSTER.get(Cluster::start);
+            claim(connect(&cluster.url()).await).await;
+        }
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    let (admin, locks) = (LockAdmin::new(backend.clone()).deadline(DEADLINE), Locks::new(backend).deadline(DEADLINE));
+    for value in ["hello", "", "2345678901234567890"] {
+        let _: () = redis::cmd("SET")
+            .arg("tollgate:2:{lock:default:a}:lease")
+            .arg(value)
+            .query(&mut server.connection())
+            .unwrap();
+        assert!(admin.inspect("a").await.unwrap_err().is_foreign_data());
+        assert!(admin.force_unlock("a").await.unwrap_err().is_foreign_data());
+        let still: String = server.query("GET tollgate:2:{lock:default:a}:lease");
+        assert_eq!(still, value);
+    }
+    // It hid all other locks of its page, and those of all pages behind.
+    let _: () = server.query("DEL tollgate:2:{lock:default:a}:lease");
+    let _: () = server.query("RPUSH tollgate:2:{lock:default:b}:lease x");
+    let _: () = server.query("SET tollgate:2:{lock:default:c}:lease hello");
+    let lease = locks.lock("d").await.unwrap();
+    let mut from = Some(Cursor::default());
+    let mut listed = Vec::new();
+    while let Some(cursor) = from {
+        let page = admin.list(cursor, 10).await.unwrap();
+        listed.extend(page.locks.into_iter().map(|status| status.lock));
+        from = page.next;
+    }
+    assert_eq!(listed, [*lease.lock()]);
+}
+
+/// Nodes were counted as they came in the map: when a slot had moved, the same number was that of another one, and one was left out with all its
+/// locks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
+    let cluster = Cluster::start();
+    let locks = Locks::new(patient(cluster.url()).await).deadline(DEADLINE);
+    let mut leases = Vec::new();
+    for key in 0..60_u32 {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    let mut next = Some(Cursor::default());
+    let (mut found, mut pages) = (HashSet::new(), 0);
+    while let Some(from) = next {
+        // One that knows of the move.
+        let admin = LockAdmin::new(patient(cluster.url()).await).deadline(DEADLINE);
+        let page = admin.list(from, 1_000).await.unwrap();
+        found.extend(page.locks.into_iter().map(|status| status.lock));
+        (next, pages) = (page.next, pages + 1);
+        if pages == 1 {
+            block_in_place(|| {
+                cluster.migrate(0, cluster.owner(16_383));
+                cluster.wait_until_whole();
+            });
+        }
+    }
+    assert!(pages > 3, "each node has a page of its own");
+    assert_eq!(found, leases.iter().map(|lease| *lease.lock()).collect());
+}
+
+#[tokio::test]
+async fn a_store_that_does_not_answer_is_not_waited_for() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    let admin = LockAdmin::new(backend).deadline(Duration::from_millis(100));
+    server.pause();
+    let begun = Instant::now();
+    assert!(admin.inspect("a").await.unwrap_err().is_timeout());
+    assert!(admin.force_unlock("a").await.unwrap_err().is_timeout());
+    assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    server.resume();
+}
+
+/// What makes room in the end is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    let (locks, admin) = (Locks::new(backend.clone()).deadline(DEADLINE), LockAdmin::new(backend).deadline(DEADLINE));
+    let lease = locks.lock("a").await.unwrap();
+    server.limit_memory(1);
+    assert_eq!(admin.force_unlock("a").await.unwrap().holders, 1);
+    assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+    server.limit_memory(0);
+    assert!(locks.clone().try_lock("b").await.is_ok());
+    assert!(!admin.inspect("a").await.unwrap().is_held());
+    drop(lease);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn force_unlock_answers_a_fence_above_all_before() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    // As if the clock had been set back by a day since.
+    let day_us = 86_400_000_000;
+    let (seen, claim) = (LockKey::new("locks", "seen"), Claim::new(Token::random().unwrap(), DEADLINE));
+    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else { panic!("it is free") };
+    let mut ahead = Claim::new(Token::random().unwrap(), DEADLINE);
+    ahead.floor = now + day_us;
+    let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();
+    assert!(matches!(granted, Acquired::Granted { fence } if fence > now + day_us), "{granted:?}");
+    let released = LockAdmin::new(backend.clone()).namespace("locks").force_unlock("seen").await.unwrap();
+    assert!(released.fence > now + day_us, "{released:?}");
+}

@@ -1,0 +1,2469 @@
+//! Locks on bad days: futures dropped anywhere, leases that are lost, answers that never come, and Redis killed, stopped and
+//! cut off. Whatever happens, nobody is left behind with a lock, and no two ever believe to have the same one.
+
+use crate::support;
+
+use std::convert::Infallible;
+use std::error::Error as _;
+use std::future::{IntoFuture, pending};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{Method, Request, Response};
+use http_body_util::{BodyExt, Full};
+use support::locks::{DropAt, History};
+use support::processor::ProcessorMeter;
+use support::proxy::{Proxy, Traffic};
+use support::server::{RedisServer, wait_until};
+use support::shared::patient;
+use support::stores::delegate_lock;
+use support::windows::now_us;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::{Mutex, MutexGuard};
+use tokio::task::{JoinSet, yield_now};
+use tokio::time::{sleep, timeout};
+use tollgate::lock::fencing::FenceLayer;
+use tollgate::lock::{
+    Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
+    Notifications, Reach, Redlock, ReleaseOutcome, Released, Renewal, Replication, RunError, RwLocks, Segmented,
+    Semaphore, Token,
+};
+use tollgate::testing::{Failure, FaultStore, Faults, Verb};
+use tollgate::{
+    BoxError, ErrorResponder, Lease, Limiter, LockError, LockLayer, Locks, MemoryBackend, Policy, Quota, RedisBackend,
+    RedisOptions, StoreError,
+};
+use tower::util::BoxCloneService;
+use tower::{Layer, ServiceExt, service_fn};
+
+const LONG: Duration = Duration::from_secs(30);
+/// What a busy machine may add to a time before it counts as missed.
+const SLACK: Duration = Duration::from_millis(500);
+
+/// Lets the tests of this file that judge by the clock run one after the other: they would slow each other down.
+async fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::const_new(());
+    TURN.lock().await
+}
+
+async fn connect(server: &RedisServer) -> RedisBackend {
+    patient(server.url()).await
+}
+
+/// With what is set for everybody, for servers that stop.
+async fn impatient(server: &RedisServer) -> RedisBackend {
+    RedisBackend::connect(server.url()).await.expect("the server lets us in")
+}
+
+async fn locks(server: &RedisServer) -> Locks {
+    Locks::new(connect(server).await).deadline(Duration::from_secs(2))
+}
+
+/// Runs a command on the server, by a connection of its own.
+fn command<T: redis::FromRedisValue>(server: &RedisServer, words: &[&str]) -> T {
+    let mut command = redis::cmd(words[0]);
+    command.arg(&words[1..]);
+    command.query(&mut server.connection()).unwrap()
+}
+
+const LEASE: &str = "tollgate:2:{lock:default:a}:lease";
+
+/// Drops a future after its first poll, its second, and so on, until it gets to its end; after each time `then` is done.
+macro_rules! drop_everywhere {
+    ($future:expr, $then:expr) => {{
+        let mut ended = false;
+        for polls in 0..100 {
+            // What it has brought is dropped before `then`.
+            ended = DropAt::new(polls, $future).await.map(drop).is_some();
+            $then;
+            if ended {
+                break;
+            }
+        }
+        assert!(ended, "it never came to its end");
+    }};
+}
+
+/// Drops a lease after a moment.
+fn give_back_soon(lease: Lease) {
+    tokio::spawn(async move {
+        sleep(Duration::from_millis(5)).await;
+        drop(lease);
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    // Whoever comes next gets the lock at once, and needs no expiry for that.
+    let is_free = async || drop(timeout(LONG / 3, there.lock("a")).await.unwrap().unwrap());
+
+    drop_everywhere!(here.lock("a").into_future(), is_free().await);
+    drop_everywhere!(here.try_lock("a").into_future(), is_free().await);
+    drop_everywhere!(here.run("a", async |_| sleep(Duration::from_millis(1)).await), is_free().await);
+    drop_everywhere!(
+        async {
+            let lease = here.lock("a").await.unwrap();
+            let more = lease.reenter();
+            drop(lease);
+            more.release().await.unwrap();
+        },
+        is_free().await
+    );
+    // Waiting for somebody else, elsewhere and here, who is done after a moment.
+    for holder in [&there, &here] {
+        drop_everywhere!(
+            async {
+                let lease = holder.lock("a").await.unwrap();
+                tokio::spawn(async move {
+                    sleep(Duration::from_millis(5)).await;
+                    drop(lease);
+                });
+                drop(here.lock("a").wait(LONG).await.unwrap());
+            },
+            is_free().await
+        );
+    }
+    let fair = here.clone().fair();
+    drop_everywhere!(
+        async {
+            let lease = there.lock("a").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(fair.lock("a").wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
+    drop_everywhere!(here.lock_all(["c", "a", "b"]).into_future(), {
+        drop(timeout(LONG / 3, there.lock_all(["a", "b", "c"]).into_future()).await.unwrap().unwrap());
+    });
+    drop_everywhere!(
+        async {
+            let lease = there.lock("b").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(here.lock_all(["a", "b"]).wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
+    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2));
+    let (readers, writers) = (rw().await, rw().await);
+    let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());
+    drop_everywhere!(readers.read("a").into_future(), is_free().await);
+    drop_everywhere!(readers.try_read("a").into_future(), is_free().await);
+    drop_everywhere!(readers.try_write("a").into_future(), is_free().await);
+    for is_writer in [true, false] {
+        drop_everywhere!(
+            async {
+                let lease = if is_writer { readers.read("a") } else { writers.write("a") }.await.unwrap();
+                tokio::spawn(async move {
+                    sleep(Duration::from_millis(5)).await;
+                    drop(lease);
+                });
+                drop(if is_writer { readers.write("a") } else { readers.read("a") }.wait(LONG).await.unwrap());
+            },
+            is_free().await
+        );
+    }
+    for locks in [readers, writers] {
+        give_back_soon(locks.read("a").await.unwrap());
+        drop_everywhere!(locks.shutdown(), yield_now().await);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
+    drop_everywhere!(lease.lost(), yield_now().await);
+    drop(lease);
+    // Somebody elsewhere asks for it, and does so again.
+    let lease = here.lock("b").await.unwrap();
+    let asks = tokio::spawn(there.clone().request_release().lock("b").wait(LONG).into_future());
+    drop_everywhere!(lease.asked(), yield_now().await);
+    drop(lease);
+    drop(asks.await.unwrap().unwrap());
+    let is_free = async || drop(timeout(LONG / 3, there.lock_all(["a", "b"]).into_future()).await.unwrap().unwrap());
+    drop_everywhere!(async { here.lock_all(["b", "a"]).await.unwrap().release().await.unwrap() }, is_free().await);
+    let short = here.clone().ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20));
+    let leases = short.lock_all(["a", "b"]).await.unwrap();
+    drop_everywhere!(leases.lost(), yield_now().await);
+    drop(leases);
+    for locks in [here, there] {
+        drop_everywhere!(locks.shutdown(), yield_now().await);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    // Nobody listens any more, and no lease is left.
+    let begun = Instant::now();
+    while !command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).is_empty() {
+        assert!(begun.elapsed() < LONG, "somebody still listens");
+        sleep(Duration::from_millis(50)).await;
+    }
+    for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
+        let value: Vec<u8> = command(&server, &["GET", &key]);
+        // What one held alone ends at 0 when it is given back.
+        assert!(value.len() == 8 || (value.len() == 42 && value[8..15] == [0; 7]), "{key} has a holder");
+    }
+}
+
+/// The same for what is made of locks: layers, their relatives, and what looks at them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dropped() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG / 3));
+    let is_free = async || drop(there.lock("a").await.unwrap());
+    let held_for_a_moment = async || {
+        let lease = there.lock("a").await.unwrap();
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(5)).await;
+            drop(lease);
+        });
+    };
+
+    let layer = LockLayer::with_locks(here.clone().wait(LONG)).key(|_: &Request<()>| "a");
+    let handler = service_fn(async |_: Request<()>| {
+        sleep(Duration::from_millis(1)).await;
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+    });
+    let post = || Request::post("/").body(()).unwrap();
+    let (attached, detached) = (layer.clone().layer(handler), layer.detached().layer(handler));
+    drop_everywhere!(
+        async { attached.clone().oneshot(post()).await.unwrap().collect().await.unwrap() },
+        is_free().await
+    );
+    drop_everywhere!(
+        async { detached.clone().oneshot(post()).await.unwrap().collect().await.unwrap() },
+        is_free().await
+    );
+    for service in [BoxCloneService::new(attached), BoxCloneService::new(detached)] {
+        drop_everywhere!(
+            async {
+                held_for_a_moment().await;
+                service.clone().oneshot(post()).await.unwrap()
+            },
+            is_free().await
+        );
+    }
+    let ends = LockLayer::with_locks(locks(&server).await).key(|_: &Request<()>| "a").detached();
+    let answer = ends.clone().layer(handler).oneshot(post()).await.unwrap();
+    tokio::spawn(async move {
+        sleep(Duration::from_millis(5)).await;
+        drop(answer);
+    });
+    drop_everywhere!(ends.shutdown(), yield_now().await);
+    timeout(LONG, ends.shutdown()).await.expect("nothing is left");
+    drop(there.try_lock("a").await.unwrap());
+
+    let segments = Segmented::new(&here, "a", 2);
+    let is_free = async || drop(there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap());
+    drop_everywhere!(segments.any().into_future(), is_free().await);
+    drop_everywhere!(async { segments.any().await.unwrap().release().await.unwrap() }, is_free().await);
+    drop_everywhere!(
+        async {
+            let both = there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(both);
+            });
+            drop(segments.any().wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
+
+    let semaphore = async || Semaphore::new(connect(&server).await, 2).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let (exports, others) = (semaphore().await, semaphore().await);
+    let is_free = async || drop((others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap()));
+    drop_everywhere!(exports.acquire("a").into_future(), is_free().await);
+    drop_everywhere!(exports.try_acquire("a").into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            let permits = (others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap());
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(permits);
+            });
+            drop(exports.acquire("a").await.unwrap());
+        },
+        is_free().await
+    );
+    let layer = LockLayer::with_semaphore(exports.clone()).key(|_: &Request<()>| "a").layer(handler);
+    drop_everywhere!(async { layer.clone().oneshot(post()).await.unwrap().collect().await.unwrap() }, is_free().await);
+    drop_everywhere!(
+        async {
+            give_back_soon(others.acquire("a").await.unwrap());
+            give_back_soon(others.acquire("a").await.unwrap());
+            layer.clone().oneshot(post()).await.unwrap()
+        },
+        is_free().await
+    );
+    for semaphore in [exports, others] {
+        give_back_soon(semaphore.acquire("a").await.unwrap());
+        drop_everywhere!(semaphore.shutdown(), yield_now().await);
+        timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
+    }
+
+    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let (pages, others) = (rw().await, rw().await);
+    let is_free = async || drop(others.write("a").await.unwrap());
+    let moment = async |_| sleep(Duration::from_millis(1)).await;
+    drop_everywhere!(pages.read("a").run(moment), is_free().await);
+    drop_everywhere!(pages.write("a").run(moment), is_free().await);
+    let layer = LockLayer::with_rw_locks(pages.clone()).key(|_: &Request<()>| "a").layer(handler);
+    for method in [Method::GET, Method::POST] {
+        let request = || Request::builder().method(&method).uri("/").body(()).unwrap();
+        drop_everywhere!(
+            async { layer.clone().oneshot(request()).await.unwrap().collect().await.unwrap() },
+            is_free().await
+        );
+        drop_everywhere!(
+            async {
+                give_back_soon(others.write("a").await.unwrap());
+                layer.clone().oneshot(request()).await.unwrap()
+            },
+            is_free().await
+        );
+    }
+
+    let is_free = async || drop(there.lock("b").await.unwrap());
+    // Whoever has nothing but a view keeps the lock when its lease goes, and gives it back.
+    drop_everywhere!(
+        async {
+            let lease = here.lock("b").await.unwrap();
+            let view = lease.view();
+            let kept = view.reenter().unwrap();
+            drop(lease);
+            yield_now().await;
+            kept.release().await.unwrap();
+        },
+        is_free().await
+    );
+    let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
+    let view = lease.view();
+    drop_everywhere!(view.lost(), yield_now().await);
+    drop((lease, view));
+    let lease = here.lock("b").await.unwrap();
+    let view = lease.view();
+    let asks = tokio::spawn(there.clone().request_release().lock("b").into_future());
+    drop_everywhere!(view.asked(), yield_now().await);
+    drop(lease);
+    drop((asks.await.unwrap().unwrap(), view));
+    let admin = LockAdmin::new(connect(&server).await).deadline(LONG);
+    let is_free = async || drop(there.lock("a").await.unwrap());
+    drop_everywhere!(admin.inspect("a"), is_free().await);
+    drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
+    drop_everywhere!(admin.force_unlock("a"), is_free().await);
+    let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).responder(ErrorResponder);
+    let fenced = fenced.layer(service_fn(async |fence: u64| {
+        yield_now().await;
+        Ok::<_, BoxError>(fence)
+    }));
+    drop_everywhere!(fenced.clone().oneshot(7), assert_eq!(fenced.clone().oneshot(7).await.unwrap(), 7));
+
+    let servers = [(); 3].map(|()| RedisServer::start());
+    let quorum = async || {
+        let mut backends = Vec::new();
+        for server in &servers {
+            backends.push(connect(server).await);
+        }
+        Locks::new(Redlock::new(backends).unwrap()).deadline(Duration::from_secs(2)).wait(LONG / 3)
+    };
+    let (redlock, elsewhere) = (quorum().await, quorum().await);
+    let is_free = async || drop(elsewhere.lock("a").await.unwrap());
+    drop_everywhere!(redlock.lock("a").into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            let lease = elsewhere.lock("a").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(redlock.lock("a").await.unwrap());
+        },
+        is_free().await
+    );
+    let is_free = async || drop(elsewhere.lock_all(["b", "a"]).await.unwrap());
+    drop_everywhere!(redlock.lock_all(["a", "b"]).into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            give_back_soon(elsewhere.lock("b").await.unwrap());
+            redlock.lock_all(["a", "b"]).await.unwrap().release().await.unwrap()
+        },
+        is_free().await
+    );
+    for locks in [pages, others] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    for locks in [here, there, redlock, elsewhere] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_to_nobody_is_given_back() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let (locks, other) = (Locks::new(store), Locks::new(backend.clone()));
+    faults.delay(Duration::from_millis(20));
+    // Dropped while the store is asked: the grant comes later, and goes back.
+    for polls in 0..3 {
+        assert!(DropAt::new(polls, locks.lock("a").into_future()).await.is_none() || polls == 2);
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(backend.locks(), 0, "after {polls} polls");
+    }
+    // Granted, and nobody hears of it: the caller is told of a store that does not answer, and it goes back in the end.
+    faults.heal();
+    faults.lose_answers();
+    let asking = tokio::spawn(locks.try_lock("a").into_future());
+    sleep(Duration::from_millis(90)).await;
+    assert!(other.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    let error = asking.await.unwrap().unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(backend.locks(), 0);
+    locks.shutdown().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_asks_again_when_an_answer_is_lost_and_gets_what_was_granted() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    faults.lose_answers();
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(150)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    assert!(faults.calls(Verb::Acquire) >= 2);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    // What comes to pass late is undone as well.
+    locks.shutdown().await;
+    drop(locks);
+}
+
+/// Permits that were asked for without waiting were granted when the shutdown was over, and nobody gave them back.
+#[tokio::test(start_paused = true)]
+async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    store.faults().delay(Duration::from_millis(50));
+    let semaphore = Semaphore::new(store, 2);
+    let asking = tokio::spawn(semaphore.try_acquire("a").into_future());
+    yield_now().await;
+    let over = tokio::spawn({
+        let semaphore = semaphore.clone();
+        async move { semaphore.shutdown().await }
+    });
+    let permit = asking.await.unwrap().unwrap();
+    sleep(Duration::from_secs(1)).await;
+    assert!(!over.is_finished(), "a permit is held");
+    assert_eq!(permit.release().await.unwrap(), ReleaseOutcome::Released);
+    timeout(LONG, over).await.expect("nothing is left").unwrap();
+    assert_eq!(backend.locks(), 0);
+}
+
+/// Whoever had got one answer less gave the lease back every second, and kept a shutdown waiting, until its time was over: for a day.
+#[tokio::test(start_paused = true)]
+async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_day() {
+    for is_granted in [true, false] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+        faults.lose_answers();
+        if is_granted {
+            let waiter = tokio::spawn(locks.lock("a").into_future());
+            sleep(Duration::from_millis(150)).await;
+            faults.heal();
+            let lease = waiter.await.unwrap().unwrap();
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+        } else {
+            assert!(locks.try_lock("a").await.is_err());
+            faults.heal();
+        }
+        timeout(Duration::from_secs(6), locks.shutdown()).await.expect("that is long enough");
+        assert_eq!(backend.locks(), 0);
+        let releases = faults.calls(Verb::Release);
+        assert!((2..=12).contains(&releases), "{releases} releases, granted: {is_granted}");
+    }
+    // Of a lease that was held for longer than that nothing is on its way any more.
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+    faults.lose_answers();
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(150)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    sleep(LONG).await;
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    timeout(Duration::from_millis(1), locks.shutdown()).await.expect("nothing is left");
+    assert_eq!(faults.calls(Verb::Release), 1);
+}
+
+/// The first call counted, where the last one does of every other setting.
+#[tokio::test(start_paused = true)]
+async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
+    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off()).holder("first");
+    let locks = locks.circuit_breaker(CircuitBreaker::new().failures(1)).holder("last");
+    faults.fail(Failure::Timeout);
+    for _ in 0..3 {
+        assert!(locks.try_lock("a").await.is_err());
+    }
+    assert_eq!(faults.calls(Verb::Acquire), 1, "it is open after the first");
+    faults.heal();
+    sleep(Duration::from_millis(100)).await;
+    let lease = locks.lock("a").await.unwrap();
+    yield_now().await;
+    let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
+    assert_eq!(name().await.as_deref(), Some("last"));
+    drop(lease);
+    // Those that come next are called otherwise.
+    let lease = locks.clone().holder("next").lock("a").await.unwrap();
+    yield_now().await;
+    assert_eq!(name().await.as_deref(), Some("next"));
+    drop(lease);
+}
+
+/// The name of whom nobody had heard was told again after five minutes only.
+#[tokio::test(start_paused = true)]
+async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
+    let locks = Locks::new(store).ttl(LONG).holder("me");
+    let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
+    for is_silent in [false, true] {
+        let lease = locks.lock("a").await.unwrap();
+        // The call is on its way: nothing has run since.
+        if is_silent {
+            faults.hang();
+        } else {
+            faults.fail_next(1, Failure::Unavailable);
+        }
+        sleep(Duration::from_secs(1)).await;
+        faults.heal();
+        assert_eq!(name().await, None);
+        sleep(LONG / 3).await;
+        assert_eq!(name().await.as_deref(), Some("me"));
+        lease.release().await.unwrap();
+    }
+    assert_eq!(faults.calls(Verb::Name), 4);
+}
+
+/// Work under several locks, or under any segment, is as that under one.
+#[tokio::test(start_paused = true)]
+async fn a_body_runs_under_several_locks_and_no_longer() {
+    let backend = MemoryBackend::new();
+    let (locks, admin) = (Locks::new(backend.clone()).ttl(Duration::from_secs(3)), LockAdmin::new(backend.clone()));
+    let others = Locks::new(backend);
+    let value = locks.lock_all(["alice", "bob"]).run(async |leases| {
+        assert!(leases.check().is_ok() && leases.leases().len() == 2);
+        for key in ["alice", "bob"] {
+            assert!(matches!(locks.lock(key).await, Err(LockError::Nested(_))));
+            assert!(others.try_lock(key).await.is_err_and(|error| error.is_busy()));
+        }
+        assert!(matches!(locks.lock_all(["bob", "carol"]).await, Err(LockError::Nested(_))));
+        drop(locks.lock("carol").await.unwrap());
+        7
+    });
+    assert_eq!(value.await.unwrap(), 7);
+    for key in ["alice", "bob"] {
+        drop(others.try_lock(key).await.unwrap());
+    }
+    // The loss of one of them is that of all.
+    let taken_away = async {
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(admin.force_unlock("bob").await.unwrap().holders, 1);
+    };
+    let (outcome, ()) = tokio::join!(locks.lock_all(["alice", "bob"]).run(|_| pending::<()>()), taken_away);
+    assert!(outcome.unwrap_err().is_lost());
+    for key in ["alice", "bob"] {
+        drop(others.lock(key).wait(Duration::from_secs(1)).await.unwrap());
+    }
+    let begun = tokio::time::Instant::now();
+    let brief = locks.lock_all(["alice", "bob"]).ttl(Duration::from_secs(60)).max_hold(Duration::from_millis(20));
+    let outcome = brief.run(async |leases| {
+        assert!(leases.remaining() <= Duration::from_millis(20));
+        pending::<()>().await;
+    });
+    assert!(
+        matches!(outcome.await, Err(RunError::Lock(LockError::Lost(lost))) if lost.reason() == LossReason::MaxHold)
+    );
+    assert!(begun.elapsed() < Duration::from_millis(100));
+
+    let segments = Segmented::new(&locks, "sku:1", 2);
+    let indices = segments.any().run(async |outer| {
+        let inner = segments.any().run(async |inner| inner.index()).await.unwrap();
+        assert!(matches!(segments.one(outer.index()).await, Err(LockError::Nested(_))));
+        (outer.index(), inner)
+    });
+    let (outer, inner) = indices.await.unwrap();
+    assert_eq!(outer + inner, 1);
+    let brief = segments.any().ttl(Duration::from_secs(60)).max_hold(Duration::from_millis(20));
+    let outcome = brief.run(|segment| async move {
+        assert!(segment.lease().remaining() <= Duration::from_millis(20));
+        pending::<()>().await;
+    });
+    assert!(outcome.await.unwrap_err().is_lost());
+    locks.shutdown().await;
+}
+
+/// A store that fails for one lock.
+struct FailsFor {
+    inner: MemoryBackend,
+    failing: LockKey,
+}
+
+impl LockStore for FailsFor {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock == self.failing {
+            return Err(StoreError::unavailable("its node is down"));
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+/// The first segment that failed was the end of it, whatever the others would have said.
+#[tokio::test(start_paused = true)]
+async fn a_segment_for_which_the_store_fails_is_passed_over() {
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let failing = *probe.one(1).await.unwrap().lock();
+    let locks = Locks::new(FailsFor { inner: MemoryBackend::new(), failing });
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for wait in [Duration::ZERO, Duration::from_secs(10)] {
+        for _ in 0..50 {
+            assert_ne!(segments.any().wait(wait).await.unwrap().index(), 1);
+        }
+    }
+    // Until one of the others is given back.
+    let (first, second) = (segments.one(0).await.unwrap(), segments.one(2).await.unwrap());
+    let refused = segments.any().wait(Duration::ZERO).await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+    let waiter = tokio::spawn(segments.any().wait(Duration::from_secs(10)).into_future());
+    sleep(Duration::from_secs(2)).await;
+    drop(second);
+    assert_eq!(waiter.await.unwrap().unwrap().index(), 2);
+    drop(first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_wants_any_segment_waits_for_a_store_that_fails() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for failure in [Failure::Unavailable, Failure::Timeout] {
+        faults.fail(failure);
+        let waiter = tokio::spawn(segments.any().wait(Duration::from_secs(10)).into_future());
+        sleep(Duration::from_millis(300)).await;
+        faults.heal();
+        drop(waiter.await.unwrap().unwrap());
+        // The store is asked for no longer than somebody waits.
+        faults.fail(failure);
+        let begun = tokio::time::Instant::now();
+        assert!(matches!(segments.any().wait(Duration::from_secs(1)).await, Err(LockError::Store(_))));
+        assert!(begun.elapsed() >= Duration::from_secs(1) && begun.elapsed() < Duration::from_secs(2));
+        assert!(matches!(segments.any().wait(Duration::ZERO).await, Err(LockError::Store(_))));
+        faults.heal();
+        drop(segments.any().await.unwrap());
+    }
+    // What does not pass is said at once.
+    faults.fail(Failure::Unauthorized);
+    let begun = tokio::time::Instant::now();
+    let refused = segments.any().await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unauthorized()), "{refused:?}");
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    faults.heal();
+    // A server that does not answer is waited for no longer than for one lock.
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    assert!(segments.any().wait(Duration::ZERO).await.is_err());
+    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    faults.heal();
+    // Nor is a lock relied on that too few replicas know of.
+    let careful = Segmented::new(&locks.clone().replication(Replication::Require(1)), "sku:1", 3);
+    let begun = tokio::time::Instant::now();
+    assert!(matches!(careful.any().wait(Duration::from_secs(1)).await, Err(LockError::NotReplicated(_))));
+    assert!(begun.elapsed() >= Duration::from_millis(900), "{:?}", begun.elapsed());
+}
+
+/// A store that answers for one lock, and hangs for all others.
+struct HangsBut {
+    inner: MemoryBackend,
+    healthy: LockKey,
+}
+
+impl LockStore for HangsBut {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock != self.healthy {
+            pending::<()>().await;
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+/// The first one for which the store did not answer took all the time there was for those that do not want to wait.
+#[tokio::test(start_paused = true)]
+async fn a_segment_for_which_the_store_hangs_leaves_time_for_the_others() {
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let healthy = *probe.one(1).await.unwrap().lock();
+    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy });
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for wait in [Duration::ZERO, Duration::from_millis(50)] {
+        for _ in 0..20 {
+            let begun = tokio::time::Instant::now();
+            assert_eq!(segments.any().wait(wait).await.unwrap().index(), 1);
+            assert!(begun.elapsed() <= Duration::from_millis(200) + wait, "{:?}", begun.elapsed());
+        }
+    }
+    // And no more than that, however many there are.
+    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }).circuit_breaker(CircuitBreaker::off());
+    let many = Segmented::new(&locks, "sku:2", 1_000);
+    let begun = tokio::time::Instant::now();
+    assert!(many.any().wait(Duration::ZERO).await.is_err());
+    assert!(begun.elapsed() <= Duration::from_millis(210), "{:?}", begun.elapsed());
+}
+
+/// Whoever does not want to wait asks for all of them, however long that takes where the store answers.
+#[tokio::test(start_paused = true)]
+async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
+    let backend = MemoryBackend::new();
+    let theirs = Segmented::new(&Locks::new(backend.clone()), "sku:1", 50);
+    let mut held = Vec::new();
+    for index in (0..50).filter(|index| *index != 17) {
+        held.push(theirs.one(index).await.unwrap());
+    }
+    let store = FaultStore::new(backend);
+    store.faults().delay(Duration::from_millis(20));
+    let ours = Segmented::new(&Locks::new(store), "sku:1", 50);
+    for _ in 0..20 {
+        let segment = ours.any().wait(Duration::ZERO).await.unwrap();
+        assert_eq!(segment.index(), 17);
+        segment.release().await.unwrap();
+    }
+}
+
+/// A store in which what is asked first comes to pass late, when nobody listens any more.
+struct Late {
+    inner: MemoryBackend,
+    by: Duration,
+    late: AtomicBool,
+}
+
+impl Late {
+    fn new(inner: &MemoryBackend, by: Duration) -> Self {
+        Self { inner: inner.clone(), by, late: AtomicBool::new(true) }
+    }
+}
+
+impl LockStore for Late {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if self.late.swap(false, Ordering::SeqCst) {
+            let (inner, by, lock, claim) = (self.inner.clone(), self.by, *lock, *claim);
+            tokio::spawn(async move {
+                sleep(by).await;
+                inner.acquire(&lock, &claim).await
+            });
+            return Err(StoreError::timeout());
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
+    let inner = MemoryBackend::new();
+    let locks = Locks::new(Late::new(&inner, Duration::from_secs(3))).ttl(Claim::MAX_TTL);
+    assert!(locks.try_lock("a").await.is_err());
+    let begun = tokio::time::Instant::now();
+    while inner.locks() == 0 {
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!(begun.elapsed() >= Duration::from_secs(2), "it was late");
+    locks.shutdown().await;
+    assert_eq!(inner.locks(), 0);
+    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+}
+
+/// With a short ttl it was given back for no longer than that, and nobody had the lock for as long once more.
+#[tokio::test(start_paused = true)]
+async fn what_comes_to_pass_when_a_lease_would_be_over_is_given_back_all_the_same() {
+    let (second, late) = (Duration::from_secs(1), Duration::from_millis(4_900));
+    for (is_held, fails) in [(true, false), (false, false), (true, true), (false, true)] {
+        let inner = MemoryBackend::new();
+        let store = FaultStore::new(Late::new(&inner, late));
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(2 * second);
+        let begun = tokio::time::Instant::now();
+        if is_held {
+            let lease = locks.lock("a").wait(second).await.unwrap();
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+        } else {
+            assert!(locks.try_lock("a").await.is_err());
+        }
+        sleep(4 * second).await;
+        assert_eq!(inner.locks(), 0);
+        if fails {
+            faults.fail(Failure::Unavailable);
+            // It is given back a second after this at the latest, which is before it ends by itself.
+            sleep(Duration::from_millis(1_500)).await;
+            assert_eq!(inner.locks(), 1, "it was late");
+            faults.heal();
+        }
+        locks.shutdown().await;
+        assert_eq!(inner.locks(), 0, "held: {is_held}");
+        let ended = begun.elapsed();
+        assert!(ended > late && ended < if fails { late + 2 * second } else { 6 * second }, "{ended:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).wait(Duration::from_secs(1));
+    faults.fail(Failure::Unavailable);
+    let begun = tokio::time::Instant::now();
+    assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unavailable()));
+    assert!(begun.elapsed() <= Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(faults.calls(Verb::Acquire) > 2, "who waits tries again");
+    // What will not pass is not waited for.
+    faults.fail(Failure::Unauthorized);
+    let calls = faults.calls(Verb::Acquire);
+    assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unauthorized()));
+    assert_eq!(faults.calls(Verb::Acquire), calls + 1);
+    faults.heal();
+    drop(locks.lock("a").await.unwrap());
+}
+
+/// Those in line behind a store that did not answer were told that somebody else had the lock, when their time was over.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_store_that_fails_is_told_so() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off());
+    for wait in [0, 50, 150, 500].map(Duration::from_millis) {
+        faults.hang();
+        let begun = tokio::time::Instant::now();
+        let requests: JoinSet<_> = (0..10).map(|_| locks.lock("a").wait(wait).into_future()).collect();
+        for answer in requests.join_all().await {
+            assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_timeout()), "{answer:?} after {wait:?}");
+        }
+        assert!(begun.elapsed() <= wait + Duration::from_millis(100), "{:?}", begun.elapsed());
+        faults.heal();
+    }
+    // As soon as it answers, those who come are told what it says, and not what it said.
+    faults.delay(Duration::from_millis(20));
+    let lease = locks.lock("a").await.unwrap();
+    assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    drop(lease);
+}
+
+/// All but the first were told that the lock would be free at once.
+#[tokio::test(start_paused = true)]
+async fn all_are_told_how_long_others_may_keep_a_lock() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    faults.delay(Duration::from_millis(5));
+    let (here, there) = (Locks::new(store), Locks::new(backend));
+    let held = there.lock("a").await.unwrap();
+    let told = async |key: &'static str| {
+        let requests: JoinSet<_> = (0..10).map(|_| here.try_lock(key).into_future()).collect();
+        for answer in requests.join_all().await {
+            let error = answer.unwrap_err();
+            assert!(matches!(&error, LockError::Busy(busy) if !busy.retry_after().is_zero()), "{error:?}");
+        }
+    };
+    told("a").await;
+    assert_eq!(faults.calls(Verb::Acquire), 1, "one asks for all of them");
+    // Behind somebody who waits, for it or for several, and has been told.
+    let waiter = tokio::spawn(here.lock("a").into_future());
+    sleep(Duration::from_millis(50)).await;
+    told("a").await;
+    waiter.abort();
+    let waiter = tokio::spawn(here.lock_all(["a", "b"]).into_future());
+    sleep(Duration::from_millis(50)).await;
+    told("a").await;
+    told("b").await;
+    waiter.abort();
+    sleep(Duration::from_secs(1)).await;
+    // The first of several is not asked for while another one is held in here.
+    let second = here.lock("c").await.unwrap();
+    let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
+    sleep(Duration::from_millis(50)).await;
+    let begun = tokio::time::Instant::now();
+    told("b").await;
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    drop(second);
+    drop((waiter.await.unwrap().unwrap(), held));
+}
+
+/// Where nobody may stand in line, whoever came when a lock was being given back was turned away.
+#[tokio::test(start_paused = true)]
+async fn what_is_being_given_back_is_no_line() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).max_waiters(0);
+    faults.delay(Duration::from_millis(5));
+    for wait in [Duration::ZERO, LONG] {
+        drop(locks.lock("a").await.unwrap());
+        let next = tokio::spawn(locks.lock("a").wait(wait).into_future());
+        yield_now().await;
+        // But behind whoever waits for it already there is one.
+        assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
+        drop(next.await.unwrap().unwrap());
+        sleep(Duration::from_secs(1)).await;
+    }
+}
+
+/// One after the other they took the deadline each.
+#[tokio::test(start_paused = true)]
+async fn several_leases_are_given_back_at_the_same_time() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let leases = locks.lock_all(0..20_u64).await.unwrap();
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    let error = leases.release().await.unwrap_err();
+    assert!(error.is_timeout());
+    assert_eq!(error.source().unwrap().to_string(), "no answer within the deadline of 100ms");
+    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    faults.heal();
+    drop(locks.lock_all(0..20_u64).await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let mut leases = Vec::new();
+    for key in 0..300 {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(faults.calls(Verb::Renew), 0, "it is not time yet");
+    // What is due at about the same time goes together, 128 in a call.
+    for third in 1..=20 {
+        sleep(Duration::from_secs(3)).await;
+        let calls = faults.calls(Verb::Renew);
+        assert!((third * 3 - 3..=third * 4).contains(&calls), "{calls} calls in {third} thirds");
+    }
+    assert!(leases.iter().all(|lease| lease.state() == LeaseState::Held));
+}
+
+#[tokio::test(start_paused = true)]
+async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let lease = locks.lock("a").await.unwrap();
+    faults.fail(Failure::Timeout);
+    sleep(Duration::from_secs(4)).await;
+    assert_eq!(lease.state(), LeaseState::Suspended);
+    assert!(lease.check().is_ok());
+    faults.heal();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(lease.state(), LeaseState::Held);
+    assert!(lease.remaining() > Duration::from_secs(7));
+    // Not a renewal that hangs either keeps it beyond its time.
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    assert_eq!(lease.lost().await.reason(), LossReason::Expired);
+    assert!(begun.elapsed() < Duration::from_secs(9));
+    assert_eq!(lease.state(), LeaseState::Lost);
+    faults.heal();
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(lease.state(), LeaseState::Lost, "a loss is for good");
+    assert!(locks.try_lock("a").await.is_ok(), "it does not stand in the way of others");
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
+}
+
+/// The deadline counts from before the command was sent: the answer may have been on its way for long.
+#[tokio::test(start_paused = true)]
+async fn what_the_answer_takes_is_no_time_of_the_lease() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(300));
+    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(1));
+    let left = locks.lock("a").await.unwrap().remaining();
+    assert!(left <= Duration::from_millis(700) && left > Duration::from_millis(600), "{left:?}");
+}
+
+/// Whoever was ready to wait was told of a timeout at once.
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given_back_by_others() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(2));
+    faults.delay(Duration::from_millis(1_200));
+    let asking = tokio::spawn(locks.try_lock("a").into_future());
+    sleep(Duration::from_millis(100)).await;
+    faults.heal();
+    let error = asking.await.unwrap().unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(backend.locks(), 0, "long before it would have expired");
+
+    faults.delay(Duration::from_millis(1_200));
+    let waiter = tokio::spawn(locks.lock("a").wait(Duration::from_secs(5)).into_future());
+    sleep(Duration::from_millis(100)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    assert!(lease.remaining() > Duration::from_millis(900), "{lease:?}");
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    assert_eq!(backend.locks(), 0);
+}
+
+/// Loses a lease, and then another one that a body runs under, since the store does not answer any more.
+async fn lose(locks: &Locks, faults: &Faults) {
+    // Less than the nine seconds by a hundredth and two milliseconds, and no later than a timer is.
+    let in_time = Duration::from_millis(8_908)..Duration::from_millis(8_912);
+    let locks = locks.clone().ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
+    let begun = tokio::time::Instant::now();
+    let lease = locks.lock("a").await.unwrap();
+    faults.hang();
+    assert_eq!(lease.lost().await.reason(), LossReason::Expired);
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+
+    faults.heal();
+    let begun = tokio::time::Instant::now();
+    let outcome = locks.run("b", async |_| {
+        faults.hang();
+        pending::<()>().await;
+    });
+    assert!(outcome.await.unwrap_err().is_lost());
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+    faults.heal();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    lose(&Locks::new(store), &faults).await;
+    assert_eq!(faults.calls(Verb::Renew), 2, "one of each lease was under way");
+}
+
+/// What renews leases, and lets go of those that are lost, is in a runtime that stands still.
+#[test]
+fn a_holder_is_told_in_time_by_the_clock_alone() {
+    let runtime = || Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (still, here) = (runtime(), runtime());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let first = still.block_on(locks.lock("first").into_future()).unwrap();
+    here.block_on(lose(&locks, &faults));
+    assert_eq!(faults.calls(Verb::Renew), 0);
+    here.block_on(async { drop(first) });
+}
+
+/// The answer to a renewal was waited for no longer than the first lease of the call had left, by which all of them were suspended.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(3));
+    let lease = locks.lock("a").await.unwrap();
+    let short = locks.lock("b").max_hold(Duration::from_millis(1_030)).await.unwrap();
+    faults.delay(Duration::from_millis(60));
+    sleep(Duration::from_millis(1_045)).await;
+    assert_eq!((lease.state(), short.state()), (LeaseState::Held, LeaseState::Lost));
+    sleep(Duration::from_millis(100)).await;
+    assert!(lease.remaining() > Duration::from_secs(2), "it was renewed");
+}
+
+/// Nobody got it for as long as the lease lasted that was renewed last.
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold() {
+    let second = Duration::from_secs(1);
+    let backend = MemoryBackend::new();
+    let locks = || Locks::new(backend.clone()).wait(Duration::ZERO);
+    for (here, there) in [(locks(), locks()), (locks().fair(), locks().fair())] {
+        let forgotten = here.lock("a").max_hold(5 * second).await.unwrap();
+        let begun = tokio::time::Instant::now();
+        let waiter = tokio::spawn(here.lock("a").wait(LONG).into_future());
+        sleep(5 * second).await;
+        // Whoever looks has the time to let go of it that there is with a lease that expires.
+        assert_eq!(forgotten.check().unwrap_err().reason(), LossReason::MaxHold);
+        assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
+        let next = waiter.await.unwrap().unwrap();
+        assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+        // What the first one gives back is nobody else's.
+        assert_eq!(forgotten.release().await.unwrap(), ReleaseOutcome::Lost);
+        assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
+        next.release().await.unwrap();
+    }
+    let semaphore = || Semaphore::new(backend.clone(), 1).wait(Duration::ZERO);
+    let permit = semaphore().max_hold(5 * second).acquire("a").await.unwrap();
+    sleep(6 * second).await;
+    drop(semaphore().acquire("a").await.unwrap());
+    drop(permit);
+}
+
+/// It was given back once more in place of its holder, and a shutdown waited for that: for a hundredth of the ttl.
+#[tokio::test(start_paused = true)]
+async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for() {
+    let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
+    let permits = Semaphore::new(store.clone(), 1).ttl(hour).max_hold(5 * second);
+    let begun = tokio::time::Instant::now();
+    let leases = [
+        locks.lock("a").await.unwrap(),
+        locks.lock("b").await.unwrap(),
+        locks.clone().fair().lock("c").await.unwrap(),
+        permits.acquire("d").await.unwrap(),
+    ];
+    sleep(Duration::from_millis(5_001)).await;
+    let [first, rest @ ..] = leases;
+    assert_eq!(first.release().await.unwrap(), ReleaseOutcome::Lost);
+    drop(rest);
+    tokio::join!(locks.shutdown(), permits.shutdown());
+    assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+    assert_eq!(faults.calls(Verb::Release), 4);
+
+    // Nobody has told the store yet.
+    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
+    let lease = locks.lock("a").await.unwrap();
+    sleep(Duration::from_millis(5_001)).await;
+    let release = lease.release();
+    sleep(60 * second).await;
+    drop(Locks::new(store).lock("a").wait(Duration::ZERO).await.unwrap());
+    assert_eq!(release.await.unwrap(), ReleaseOutcome::Lost);
+}
+
+/// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
+#[tokio::test(start_paused = true)]
+async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
+    let locks = Locks::new(MemoryBackend::new());
+    let lease = locks.lock("a").await.unwrap();
+    let (view, fence) = (lease.view(), lease.fence());
+    let guarded = tokio::spawn(async move { view.lost().await });
+    let next = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(10)).await;
+    drop(lease);
+    let next = next.await.unwrap().unwrap();
+    assert_eq!(next.fence(), fence + 1, "from hand to hand");
+    let lost = timeout(Duration::from_millis(1), guarded).await.unwrap().unwrap();
+    assert_eq!(lost.reason(), LossReason::GivenBack);
+    assert!(next.check().is_ok());
+}
+
+/// A store in which a lock is given back by another process just before anybody listens.
+struct Hasty {
+    inner: MemoryBackend,
+    held: Mutex<Option<Lease>>,
+}
+
+impl LockStore for Hasty {
+    delegate_lock!(inner: acquire, acquire_all, renew, release);
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+        if let Some(lease) = self.held.lock().await.take() {
+            lease.release().await.unwrap();
+        }
+        LockStore::watch(&self.inner, lock, in_line).await
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Process
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_before_anybody_listens_is_found_at_once() {
+    let inner = MemoryBackend::new();
+    let held = Mutex::new(Some(Locks::new(inner.clone()).lock("a").await.unwrap()));
+    let begun = tokio::time::Instant::now();
+    drop(Locks::new(Hasty { inner, held }).lock("a").await.unwrap());
+    assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_fails_is_said_and_tried_again() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    for failure in [Failure::Unavailable, Failure::Timeout] {
+        let lease = locks.lock("a").await.unwrap();
+        faults.fail(failure);
+        assert!(lease.release().await.is_err());
+        assert_eq!(backend.locks(), 1);
+        faults.heal();
+        sleep(Duration::from_secs(3)).await;
+        assert_eq!(backend.locks(), 0);
+        // A body is not told: it has an outcome of its own.
+        let outcome = locks.run("a", async |_| faults.fail(failure)).await;
+        assert!(outcome.is_ok(), "{outcome:?}");
+        faults.heal();
+        sleep(Duration::from_secs(3)).await;
+        assert_eq!(backend.locks(), 0);
+    }
+}
+
+/// It was given back until it would have ended by the last renewal that was answered, and then nobody had it for the rest of its time.
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_given_back_for_as_long_as_renewals_without_an_answer_may_have_kept_it() {
+    let second = Duration::from_secs(1);
+    // Behind several renewals that were given up, and beside the first one.
+    for (loses, given_back) in [(second, 29_650), (9 * second, 10_050)] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(30 * second);
+        let begun = tokio::time::Instant::now();
+        let lease = locks.lock("a").await.unwrap();
+        tokio::time::sleep_until(begun + loses).await;
+        faults.lose_answers();
+        let given_back = begun + Duration::from_millis(given_back);
+        tokio::time::sleep_until(given_back).await;
+        assert!(faults.calls(Verb::Renew) > 0);
+        faults.fail(Failure::Unavailable);
+        drop(lease);
+        tokio::time::sleep_until(begun + Duration::from_millis(30_500)).await;
+        faults.heal();
+        sleep(2 * second).await;
+        assert_eq!(backend.locks(), 0);
+        locks.shutdown().await;
+    }
+    // Not for longer than it lasts where renewals were refused.
+    let store = FaultStore::new(MemoryBackend::new());
+    let locks = Locks::new(store.clone()).ttl(30 * second);
+    let lease = locks.lock("a").await.unwrap();
+    store.faults().fail(Failure::OutOfMemory);
+    sleep(29 * second).await;
+    drop(lease);
+    timeout(2 * second, locks.shutdown()).await.expect("it has expired");
+    // By all of several stores: one of them may go on renewing it alone.
+    let backend = MemoryBackend::new();
+    let stores = [backend.clone(), MemoryBackend::new(), MemoryBackend::new()].map(FaultStore::new);
+    let faults = stores.each_ref().map(FaultStore::faults);
+    let locks = Locks::new(Redlock::new(stores).unwrap()).ttl(30 * second);
+    let lease = locks.lock("a").await.unwrap();
+    faults[1..].iter().for_each(|faults| faults.fail(Failure::OutOfMemory));
+    sleep(29 * second).await;
+    faults[0].fail(Failure::Unavailable);
+    drop(lease);
+    sleep(2 * second).await;
+    faults.iter().for_each(Faults::heal);
+    sleep(2 * second).await;
+    assert_eq!(backend.locks(), 0);
+}
+
+/// A store that gives back what it is told to, and whose first answer to that is lost with its connection.
+#[derive(Clone)]
+struct Forgetful {
+    inner: MemoryBackend,
+    forgets: Arc<AtomicBool>,
+}
+
+impl Forgetful {
+    fn new() -> Self {
+        Self { inner: MemoryBackend::new(), forgets: Arc::new(AtomicBool::new(true)) }
+    }
+}
+
+impl LockStore for Forgetful {
+    delegate_lock!(inner: acquire, acquire_all, renew, watch);
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        let released = self.inner.release(lock, token).await?;
+        if self.forgets.swap(false, Ordering::SeqCst) {
+            return Err(StoreError::unavailable("the connection broke"));
+        }
+        Ok(released)
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Redis
+    }
+}
+
+/// Whoever was told that the lease had been lost before might have undone what it had protected.
+#[tokio::test(start_paused = true)]
+async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
+    let store = Forgetful::new();
+    let locks = Locks::new(store.clone()).ttl(Duration::from_secs(9));
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
+    assert_eq!(store.inner.locks(), 0);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+    // What had come to its end before by our own clock was lost, whatever becomes of the answers.
+    let lease = locks.lock("a").max_hold(Duration::from_secs(1)).await.unwrap();
+    sleep(Duration::from_secs(2)).await;
+    store.forgets.store(true, Ordering::SeqCst);
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
+    // One by one, and the worst of all counts.
+    let leases = locks.lock_all(["a", "b", "c"]).await.unwrap();
+    let handle = leases.leases()[0].reenter();
+    store.forgets.store(true, Ordering::SeqCst);
+    assert_eq!(leases.release().await.unwrap(), ReleaseOutcome::Uncertain);
+    assert_eq!(handle.release().await.unwrap(), ReleaseOutcome::Released);
+
+    let stores = [(); 3].map(|()| Forgetful::new());
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
+    assert!(stores.iter().all(|store| store.inner.locks() == 0));
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+    // Those that have answered are enough.
+    stores[0].forgets.store(true, Ordering::SeqCst);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+}
+
+/// The same with a connection that breaks when Redis has done what it was told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let backend = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(LONG).connect().await.unwrap();
+    let locks = Locks::new(backend).deadline(LONG);
+    let admin = LockAdmin::new(connect(&server).await);
+    locks.lock("a").await.unwrap().release().await.unwrap();
+    let lease = locks.lock("a").await.unwrap();
+    proxy.to_client(Traffic::Swallow);
+    let releasing = tokio::spawn(lease.release());
+    while admin.inspect("a").await.unwrap().is_held() {
+        sleep(Duration::from_millis(1)).await;
+    }
+    proxy.heal();
+    proxy.cut();
+    assert_eq!(timeout(LONG, releasing).await.unwrap().unwrap().unwrap(), ReleaseOutcome::Uncertain);
+    // Over the other connection nothing was lost.
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+}
+
+/// Locks that went together on a dead connection were waited for until the response timeout, when nobody waited for them any more, and the connection
+/// was not replaced before that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_nobody_waits_for_keep_no_dead_connection() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(2 * LONG);
+    let locks = Locks::new(options.connect().await.unwrap()).circuit_breaker(CircuitBreaker::off());
+    // Both connections are there.
+    locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    let several: JoinSet<_> = (0..16).map(|task: u32| locks.try_lock(task).into_future()).collect();
+    assert!(several.join_all().await.iter().all(Result::is_err));
+    // One who asks on, since so many are sent alone in the end that the dead connection is found out by that.
+    let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
+    sleep(Duration::from_millis(1_500)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
+}
+
+/// While a connection was opened, locks that waited for it together were granted also to those who had been told that there was none.
+#[tokio::test]
+async fn who_has_given_up_before_there_is_a_connection_gets_no_lock() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let backend = options.connect_timeout(4 * LONG).response_timeout(4 * LONG).connect().await.unwrap();
+    proxy.to_client(Traffic::Hold);
+    proxy.cut();
+    // Until that is known here.
+    sleep(Duration::from_millis(300)).await;
+    // More of them than go alone, and in one task, so that they meet.
+    let ask = async |key: &'static str, i: u32| {
+        let lock = LockKey::new(key, i);
+        backend.acquire(&lock, &Claim::new(Token::random().unwrap(), 4 * LONG)).await
+    };
+    let is_told = AtomicU32::new(0);
+    let give_up = async |i| {
+        assert!(timeout(Duration::from_millis(100), ask("hurried", i)).await.is_err());
+        if is_told.fetch_add(1, Ordering::Relaxed) + 1 == 16 {
+            proxy.heal();
+        }
+    };
+    let wait = async |i| ask("patient", i).await.unwrap();
+    let (_, waited) = tokio::join!(join_all((0..16).map(give_up)), join_all((0..16).map(wait)));
+    assert!(waited.iter().all(|answer| matches!(answer, Acquired::Granted { .. })), "{waited:?}");
+    for i in 0..16_u32 {
+        let held_by = async |key| backend.inspect(&LockKey::new(key, i)).await.unwrap().held_by;
+        assert_eq!([held_by("hurried").await, held_by("patient").await], [0, 1]);
+    }
+}
+
+/// Those who give back at the same time share calls, which a runtime sends that may end: what became of such a call is not known either.
+#[test]
+fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
+    let server = RedisServer::start();
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let give_back = |leases: Vec<Result<Lease, LockError>>| -> JoinSet<_> {
+        leases.into_iter().map(|lease| lease.unwrap().release()).collect()
+    };
+    let (sends, stays) = (parallel(), parallel());
+    // What sends the calls is in the runtime that has connected, whoever asks.
+    let backend = sends.block_on(impatient(&server));
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
+    let outcomes = stays.block_on(async {
+        // The server has to know the script to run what it is sent while it stands still.
+        let mut giving = give_back(ask_for_all(std::slice::from_ref(&locks), 60).await);
+        while giving.join_next().await.is_some() {}
+        let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+        server.pause();
+        let giving = give_back(leases);
+        sleep(Duration::from_millis(300)).await;
+        sends.shutdown_background();
+        sleep(Duration::from_millis(100)).await;
+        server.resume();
+        timeout(LONG, giving.join_all()).await.unwrap()
+    });
+    // One that was told of a store that fails is not told of a loss.
+    assert!(!outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Lost))), "{outcomes:?}");
+    assert!(outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Uncertain))), "{outcomes:?}");
+}
+
+#[test]
+fn a_lease_may_be_dropped_without_a_runtime() {
+    let server = RedisServer::start();
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
+    let lease = runtime.block_on(locks.lock("a").into_future()).unwrap();
+    thread::spawn(move || drop(lease)).join().unwrap();
+    let begun = Instant::now();
+    drop(runtime.block_on(other.lock("a").into_future()).unwrap());
+    // Long before it runs out.
+    assert!(begun.elapsed() < LONG / 6, "{:?}", begun.elapsed());
+
+    // Where the runtime is gone, the lease runs out, and another runtime carries on.
+    let lease = runtime.block_on(locks.lock("b").ttl(Duration::from_secs(1)).into_future()).unwrap();
+    drop(runtime);
+    drop(lease);
+    drop((locks, other));
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let locks = self::locks(&server).await;
+        let lease = locks.lock("b").ttl(Duration::from_secs(3)).await.unwrap();
+        sleep(Duration::from_secs(4)).await;
+        assert_eq!(lease.state(), LeaseState::Held, "it is renewed here");
+    });
+}
+
+/// The watcher was started in the runtime of the first lease, and leases of the next runtime were not renewed.
+#[test]
+fn locks_that_outlive_a_runtime_renew_in_the_next() {
+    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_secs(3));
+    for _ in 0..2 {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let lease = locks.lock("a").await.unwrap();
+            sleep(Duration::from_secs(4)).await;
+            assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+        });
+    }
+}
+
+/// What renewed all leases was a task of the runtime of the first one, and ended with that.
+#[test]
+fn a_lease_outlives_the_runtime_of_another_one() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(2));
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let first = Builder::new_current_thread().enable_all().build().unwrap();
+    let (second, last) = (parallel(), parallel());
+    let take = |runtime: &Runtime, key| runtime.block_on(locks.lock(key).into_future()).unwrap();
+    let leases = [take(&first, "a"), take(&second, "b"), take(&last, "c")];
+    // With a renewal of all of them under way, of which nobody will hear.
+    faults.hang();
+    first.block_on(async {
+        while faults.calls(Verb::Renew) == 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
+    drop(first);
+    faults.heal();
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
+    assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
+    drop(second);
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
+    assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
+    last.block_on(async {
+        drop(leases);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
+/// What was dropped with its runtime was to be given back in that runtime, and was not.
+#[test]
+fn a_lease_that_ends_with_its_runtime_is_given_back_in_another_one() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let lasting = parallel();
+    let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
+    for is_under_way in [false, true] {
+        let (brief, locks) = (parallel(), locks.clone());
+        let lease = brief.block_on(locks.lock("a").into_future()).unwrap();
+        if is_under_way {
+            // In the background already, and the store does not answer there.
+            faults.hang();
+            brief.block_on(async {
+                drop(lease);
+                sleep(Duration::from_millis(50)).await;
+            });
+            faults.heal();
+        } else {
+            brief.spawn(async move {
+                pending::<()>().await;
+                drop(lease);
+            });
+        }
+        drop(brief);
+        let begun = Instant::now();
+        while backend.locks() > 1 {
+            assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+    lasting.block_on(async {
+        drop(other);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
+/// A store that does not answer who wants a lock called `a`, and remembers what was wanted.
+#[derive(Clone, Default)]
+struct Unanswering {
+    inner: MemoryBackend,
+    wanted: Arc<std::sync::Mutex<Option<(LockKey, Claim)>>>,
+}
+
+impl LockStore for Unanswering {
+    delegate_lock!(inner: acquire_all, renew, release, watch);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock == LockKey::new("default", "a") {
+            *self.wanted.lock().unwrap() = Some((*lock, *claim));
+            pending::<()>().await;
+        }
+        self.inner.acquire(lock, claim).await
+    }
+
+    fn scope(&self) -> Reach {
+        Reach::Process
+    }
+}
+
+/// It was given back once, which was before it was granted.
+#[test]
+fn what_is_granted_after_the_end_of_the_runtime_that_asked_is_given_back() {
+    let store = Unanswering::default();
+    let locks = Locks::new(store.clone()).deadline(LONG);
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (brief, lasting) = (parallel(), parallel());
+    let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
+    drop(brief.spawn(locks.lock("a").into_future()));
+    let begun = Instant::now();
+    while store.wanted.lock().unwrap().is_none() {
+        assert!(begun.elapsed() < LONG, "nobody asks");
+        thread::sleep(Duration::from_millis(10));
+    }
+    drop(brief);
+    thread::sleep(Duration::from_millis(100));
+    let (lock, claim) = store.wanted.lock().unwrap().unwrap();
+    lasting.block_on(store.inner.acquire(&lock, &claim)).unwrap();
+    assert_eq!(store.inner.locks(), 2);
+    let begun = Instant::now();
+    while store.inner.locks() > 1 {
+        assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+        thread::sleep(Duration::from_millis(10));
+    }
+    lasting.block_on(async {
+        drop(other);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
+/// All leases that were renewed by the same call were lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(3));
+    let (lost, kept) = (locks.lock("a").await.unwrap(), locks.lock("b").await.unwrap());
+    let _: u64 = command(&server, &["DEL", LEASE]);
+    let _: u64 = command(&server, &["RPUSH", LEASE, "x"]);
+    assert_eq!(timeout(LONG, lost.lost()).await.unwrap().reason(), LossReason::Taken);
+    sleep(Duration::from_millis(3_500)).await;
+    assert!(kept.check().is_ok());
+    assert_eq!(command::<Vec<String>>(&server, &["LRANGE", LEASE, "0", "-1"]), ["x"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_whose_key_is_deleted_is_lost_at_the_next_renewal() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let ttl = Duration::from_secs(3);
+    let locks = locks(&server).await.ttl(ttl);
+    let cancelled = Arc::new(AtomicBool::new(true));
+    let body = locks.run("a", async |lease| {
+        let _: u64 = command(&server, &["DEL", LEASE]);
+        let other = self::locks(&server).await.try_lock("a").await.unwrap();
+        assert!(other.fence() > lease.fence());
+        sleep(LONG).await;
+        cancelled.store(false, Ordering::SeqCst);
+    });
+    let begun = Instant::now();
+    let error = LockError::from(body.await.unwrap_err());
+    assert!(matches!(&error, LockError::Lost(lost) if lost.reason() == LossReason::Taken), "{error:?}");
+    assert!(begun.elapsed() < ttl, "{:?}", begun.elapsed());
+    assert!(cancelled.load(Ordering::SeqCst));
+}
+
+/// Both bodies ran at the same time, and both were told that all was well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_whose_lease_was_flushed_says_so() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    let outcome = here.run("a", async |_| {
+        let _: () = command(&server, &["FLUSHALL"]);
+        there.run("a", async |_| 1).await.unwrap()
+    });
+    match outcome.await {
+        Err(RunError::Unprotected { lost, output: 1 }) => assert_eq!(lost.reason(), LossReason::Taken),
+        outcome => panic!("{outcome:?}"),
+    }
+    assert_eq!(here.run("a", async |_| 2).await.unwrap(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_knows_before_its_key_can_expire_when_redis_does_not_answer() {
+    let _alone = alone().await;
+    for is_killed in [false, true] {
+        while !is_known_in_time(is_killed).await {}
+    }
+}
+
+/// Takes a lease from a server that stops then, and looks how long its holder believes to have it. False if that took so long that it may have
+/// been renewed before the server stopped.
+async fn is_known_in_time(is_killed: bool) -> bool {
+    let ttl = Duration::from_secs(2);
+    let meter = ProcessorMeter::start();
+    let mut server = RedisServer::start();
+    let locks = Locks::new(impatient(&server).await).ttl(ttl).deadline(Duration::from_secs(20));
+    let begun = Instant::now();
+    let lease = locks.lock("a").await.unwrap();
+    let value: Vec<u8> = command(&server, &["GET", LEASE]);
+    // Behind how it is held and the last fence, in microseconds.
+    let ends = u64::from_le_bytes([&value[8..15], &[0]].concat().try_into().unwrap());
+    if is_killed {
+        server.kill();
+    } else {
+        server.pause();
+    }
+    if begun.elapsed() >= ttl / 3 {
+        return false;
+    }
+    // However long this is not let run in between: what is left was so before the clock was read.
+    let believes_until = |lease: &Lease| {
+        let left = (0..20).map(|_| lease.remaining().as_micros() as u64 + now_us());
+        left.min().unwrap()
+    };
+    let margin = (ttl / 100).as_micros() as u64;
+    assert!(believes_until(&lease) <= ends - margin);
+    // Renewals are under way meanwhile, and not answered.
+    sleep(ttl / 2).await;
+    assert!(lease.check().is_err() || believes_until(&lease) <= ends - margin);
+    assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
+    let (told, told_us) = (Instant::now(), now_us());
+    assert!(lease.check().is_err() && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
+    // Nobody can be told who is not let run.
+    let waited = meter.stop().between(told - SLACK, told);
+    let late = Duration::from_micros(told_us.saturating_sub(ends));
+    assert!(
+        late <= waited,
+        "told {late:?} after the key may be somebody else's, of which {waited:?} without a processor"
+    );
+    if !is_killed {
+        server.resume();
+        // The watcher has let go of it, so others in this process can have it.
+        drop(locks.lock("a").wait(LONG).await.unwrap());
+    }
+    true
+}
+
+#[test]
+fn a_holder_knows_at_once_when_its_runtime_stood_still() {
+    let server = RedisServer::start();
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
+    let here = runtime();
+    here.block_on(async {
+        let locks = locks(&server).await.ttl(Duration::from_millis(400));
+        let lease = locks.lock("a").await.unwrap();
+        // The whole runtime: no timer fires and nothing is renewed for two leases.
+        thread::sleep(Duration::from_millis(800));
+        assert!(lease.check().is_err());
+        assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
+        // Without waiting for anything.
+        assert_eq!(timeout(Duration::ZERO, lease.lost()).await.unwrap().reason(), LossReason::Expired);
+
+        let mut is_untouched = true;
+        let outcome = locks.run("b", async |_| {
+            thread::sleep(Duration::from_millis(800));
+            yield_now().await;
+            is_untouched = false;
+        });
+        assert!(outcome.await.unwrap_err().is_lost());
+        assert!(is_untouched, "the body went on without the lock");
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_connection_is_no_lost_lease() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_millis(1_500));
+    let lease = locks.lock("a").await.unwrap();
+    for _ in 0..10 {
+        let _: u64 = command(&server, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+        let _: () = command(&server, &["SCRIPT", "FLUSH"]);
+        sleep(Duration::from_millis(200)).await;
+        assert!(lease.check().is_ok(), "{lease:?}");
+    }
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_hears_again_after_the_listening_connection_was_cut_off() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG));
+    let lease = here.lock("a").await.unwrap();
+    let waiter = tokio::spawn(async move {
+        let lease = there.lock("a").await.unwrap();
+        (Instant::now(), lease.release().await)
+    });
+    let listens = || server.query::<Vec<String>>("PUBSUB CHANNELS *:free").len() == 1;
+    for _ in 0..3 {
+        tokio::task::block_in_place(|| wait_until("somebody listens", listens));
+        let killed: u64 = command(&server, &["CLIENT", "KILL", "TYPE", "pubsub"]);
+        assert_eq!(killed, 1, "one connection listens for the whole process");
+    }
+    tokio::task::block_in_place(|| wait_until("somebody listens again", listens));
+    // Long enough after a look at the lock, and before the next one.
+    sleep(Duration::from_millis(300)).await;
+    let meter = ProcessorMeter::start();
+    let freed = Instant::now();
+    lease.release().await.unwrap();
+    let (taken, released) = waiter.await.unwrap();
+    is_told_at_once(freed, taken, meter);
+    assert_eq!(released.unwrap(), ReleaseOutcome::Released);
+}
+
+/// What nobody is let in without.
+const RIGHTS: &[&str] = &[
+    "+eval",
+    "+evalsha",
+    "+unlink",
+    "+get",
+    "+mget",
+    "+set",
+    "+pttl",
+    "+pexpire",
+    "+time",
+    "+getrange",
+    "+setrange",
+    "+strlen",
+    "+append",
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_cannot_listen_looks_once_a_second() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "resetchannels"];
+    let _: () = command(&server, &[&acl[..], RIGHTS].concat());
+    let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
+    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
+    let pooled = RedisOptions::from_pool(pool).connect().await.unwrap();
+    let pooled = Locks::new(pooled).deadline(Duration::from_secs(2)).wait(LONG);
+    let holder = locks(&server).await;
+    for locks in [mute, pooled] {
+        let lease = holder.lock("a").await.unwrap();
+        let waiter = tokio::spawn(locks.lock("a").into_future());
+        sleep(Duration::from_millis(300)).await;
+        let freed = Instant::now();
+        lease.release().await.unwrap();
+        let lease = waiter.await.unwrap().unwrap();
+        assert!(freed.elapsed() < Duration::from_secs(1) + SLACK, "{:?}", freed.elapsed());
+        // And gives back what it has, as anybody does.
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    }
+}
+
+/// The server ends no connection for a refusal. Who was refused opened another one at once, ninety times a second.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_may_not_listen_does_not_connect_again_and_again() {
+    let server = RedisServer::start();
+    let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "&*", "+@all", "-subscribe"];
+    let _: () = command(&server, &acl);
+    let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
+    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let lease = locks(&server).await.lock("a").await.unwrap();
+    let connections = || server.info("total_connections_received").unwrap().parse::<u32>().unwrap();
+    let before = connections();
+    let waiter = tokio::spawn(mute.lock("a").into_future());
+    sleep(Duration::from_secs(2)).await;
+    let opened = connections() - before;
+    assert!(opened < 10, "{opened} connections in two seconds");
+    lease.release().await.unwrap();
+    waiter.await.unwrap().unwrap().release().await.unwrap();
+}
+
+/// The server refuses a subscription to several channels for one of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_may_not_be_listened_to_keeps_nobody_from_hearing_of_others() {
+    let server = RedisServer::start();
+    let channels = "&tollgate:2:{lock:default:a}:*";
+    let acl = ["ACL", "SETUSER", "half", "on", ">secret", "~tollgate:2:*", "resetchannels", channels, "+@all"];
+    let _: () = command(&server, &acl);
+    let url = format!("redis://half:secret@127.0.0.1:{}/", server.port());
+    let half = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let holder = locks(&server).await;
+    let [a, b] = [holder.lock("a").await.unwrap(), holder.lock("b").await.unwrap()];
+    let for_b = tokio::spawn(half.lock("b").into_future());
+    let refusals = || command::<Vec<redis::Value>>(&server, &["ACL", "LOG"]).len();
+    tokio::task::block_in_place(|| wait_until("the channel is refused", || refusals() > 0));
+    let for_a = tokio::spawn(half.lock("a").into_future());
+    let heard = || command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).iter().any(|name| name.contains(":a}"));
+    tokio::task::block_in_place(|| wait_until("the other one is listened to", heard));
+    a.release().await.unwrap();
+    b.release().await.unwrap();
+    for waiter in [for_a, for_b] {
+        waiter.await.unwrap().unwrap().release().await.unwrap();
+    }
+    assert!(heard(), "the connection is still there");
+}
+
+fn claim_in(line: Line, ttl: Duration) -> Claim {
+    let mut claim = Claim::new(Token::random().unwrap(), ttl);
+    claim.line = line;
+    claim
+}
+
+/// Behind somebody who had died, those who came next asked again and again for as long as the place of the dead was kept.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_stands_behind_the_dead_asks_now_and_then() {
+    let server = RedisServer::start();
+    let (every, mute) = ("+@all", "mute");
+    let _: () = command(&server, &["ACL", "SETUSER", mute, "on", ">secret", "~tollgate:2:*", "resetchannels", every]);
+    let url = format!("redis://{mute}:secret@127.0.0.1:{}/", server.port());
+    let backend = connect(&server).await;
+    let lock = LockKey::new("default", "a");
+    for url in [url, server.url().to_owned()] {
+        let store = FaultStore::new(RedisBackend::connect(url).await.unwrap());
+        let faults = store.faults();
+        let claim = |line| claim_in(line, LONG);
+        let (held, dead) = (claim(Line::Ignore), claim(Line::Join));
+        backend.acquire(&lock, &held).await.unwrap();
+        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
+        backend.release(&lock, &held.token).await.unwrap();
+        let locks = Locks::new(store).fair().deadline(Duration::from_secs(2)).wait(LONG);
+        let waiter = tokio::spawn(locks.lock("a").into_future());
+        sleep(Duration::from_secs(2)).await;
+        assert!(!waiter.is_finished());
+        let calls = faults.calls(Verb::Acquire);
+        assert!((2..=6).contains(&calls), "{calls} calls in two seconds");
+        timeout(LONG, waiter).await.unwrap().unwrap().unwrap().release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let foreign: [&[&str]; 5] = [
+        &["RPUSH", LEASE, "x"],
+        &["SET", LEASE, "hello"],
+        &["SET", LEASE, ""],
+        &["SET", LEASE, "2345678901234567890"],
+        &["SET", LEASE, "\u{1}234567890123456789012345678901234"],
+    ];
+    for words in foreign {
+        let _: redis::Value = command(&server, words);
+        let before: Vec<u8> = command(&server, &["DUMP", LEASE]);
+        let answer = locks.try_lock("a").await;
+        assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_foreign_data()), "{words:?}: {answer:?}");
+        assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
+        let _: u64 = command(&server, &["DEL", LEASE]);
+    }
+}
+
+/// Makes sure that whoever has waited was told, and did not look by chance. Nobody can be told who is not let run.
+fn is_told_at_once(given_back: Instant, taken: Instant, meter: ProcessorMeter) {
+    let (took, waited) = (taken - given_back, meter.stop().between(given_back, taken));
+    assert!(took < Duration::from_millis(400) + waited, "{took:?}, of which {waited:?} without a processor");
+}
+
+/// As in a deployment that changes over to fair locks, or back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_in_no_line_is_told_by_one_who_did() {
+    let server = RedisServer::start();
+    let (fair, plain) = (locks(&server).await.fair(), locks(&server).await);
+    for _ in 0..3 {
+        let lease = fair.lock("a").await.unwrap();
+        let plain = plain.clone();
+        let waiting = tokio::spawn(async move {
+            let lease = plain.lock("a").wait(Duration::from_secs(20)).await.unwrap();
+            (Instant::now(), lease.release().await)
+        });
+        let listens = || server.query::<Vec<String>>("PUBSUB CHANNELS *:free").len() == 1;
+        tokio::task::block_in_place(|| wait_until("somebody listens", listens));
+        // Long enough after a look at the lock, and before the next one.
+        sleep(Duration::from_millis(300)).await;
+        let meter = ProcessorMeter::start();
+        let given_back = Instant::now();
+        lease.release().await.unwrap();
+        let (taken, released) = waiting.await.unwrap();
+        is_told_at_once(given_back, taken, meter);
+        assert_eq!(released.unwrap(), ReleaseOutcome::Released);
+    }
+}
+
+/// What makes room in the end is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(2));
+    let mut leases = Vec::new();
+    for key in ["a", "b", "c"] {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    leases.push(locks.clone().fair().lock("d").await.unwrap());
+    server.limit_memory(1);
+    let refused = locks.try_lock("e").await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_out_of_memory()), "{refused:?}");
+    sleep(Duration::from_millis(4_500)).await;
+    // All at once, so that some go together.
+    let mut giving: JoinSet<_> = leases.into_iter().map(Lease::release).collect();
+    while let Some(released) = giving.join_next().await {
+        assert_eq!(released.unwrap().unwrap(), ReleaseOutcome::Released);
+    }
+    server.limit_memory(0);
+    for key in ["a", "b", "c", "d"] {
+        drop(locks.try_lock(key).await.unwrap());
+    }
+}
+
+/// Whoever was first in a line and had died held it up for ever once their place was evicted; and of several each held it up as long.
+#[tokio::test]
+async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let lock = LockKey::new("default", "a");
+    let claim = |ttl| claim_in(Line::Join, ttl);
+    // Until after the places have been looked at, and over before the next ones are given up.
+    let short = claim(Duration::from_secs(2));
+    assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
+    for place in 0..3 {
+        let answer = backend.acquire(&lock, &claim(LONG)).await.unwrap();
+        assert!(matches!(answer, Acquired::InLine { is_first, .. } if is_first == (place == 0)), "{answer:?}");
+    }
+    let begun = Instant::now();
+    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
+    // Who does not want to stand in the line leaves nothing there without a time to live.
+    let passing = claim_in(Line::Respect, LONG);
+    assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
+    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
+    assert!(lives > 0, "{lives}");
+    let mine = claim(LONG);
+    while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
+        assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "those before are gone");
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert!(begun.elapsed() > Claim::PLACE - SLACK, "and had places until then");
+}
+
+/// A lease that was written before the server's clock was set back lasted for as long as that was.
+#[tokio::test]
+async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let fence = locks.lock("a").await.unwrap().fence();
+    sleep(Duration::from_millis(100)).await;
+    let hour = 3_600_000_000;
+    for is_one_of_several in [false, true] {
+        let (seconds, _): (u64, u64) = command(&server, &["TIME"]);
+        let (last_fence, ends) = (fence + hour, seconds * 1_000_000 + hour);
+        let mut value = vec![1];
+        value.extend_from_slice(&last_fence.to_le_bytes()[..7]);
+        value.extend_from_slice(&ends.to_le_bytes()[..7]);
+        value.extend_from_slice(&500_u32.to_le_bytes());
+        value.extend_from_slice(&fence.to_le_bytes()[..7]);
+        value.extend_from_slice(&[7; 16]);
+        let mut connection = server.connection();
+        let _: () = redis::cmd("SET").arg(LEASE).arg(value).arg("PX").arg(600_000).query(&mut connection).unwrap();
+        let begun = Instant::now();
+        let next_fence = match is_one_of_several {
+            false => locks.lock("a").await.unwrap().fence(),
+            true => locks.lock_all(["a", "b"]).await.unwrap().leases()[0].fence(),
+        };
+        assert!(begun.elapsed() < Duration::from_millis(500) + SLACK, "{:?}", begun.elapsed());
+        assert!(next_fence > last_fence);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_free_costs_two_commands() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    // The first calls carry the text of the scripts.
+    locks.lock("a").await.unwrap().release().await.unwrap();
+    let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
+    for _ in 0..100 {
+        locks.lock("a").await.unwrap().release().await.unwrap();
+    }
+    let info: String = command(&server, &["INFO", "commandstats"]);
+    let mut calls: Vec<_> =
+        info.lines().filter_map(|line| line.strip_prefix("cmdstat_")?.split_once(",usec")).collect();
+    // The statistics also count what scripts call and what this test sends; beyond that there is nothing.
+    let known = ["get", "set", "time", "publish", "config", "info", "hello", "client", "select"];
+    calls.retain(|(call, _)| !known.iter().any(|known| call.starts_with(known)));
+    let calls: Vec<_> = calls.into_iter().map(|(call, _)| call).collect();
+    assert_eq!(calls, ["evalsha:calls=200"]);
+    // Nobody has waited, so nobody listens.
+    let listeners: String = command(&server, &["CLIENT", "LIST", "TYPE", "pubsub"]);
+    assert_eq!(listeners.trim(), "");
+}
+
+/// Several clients under one lock while Redis is stopped, cut off and made to forget its scripts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_two_ever_believe_to_have_the_same_lock() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let history = History::default();
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = JoinSet::new();
+    for client in 0..4_u64 {
+        let backend = impatient(&server).await;
+        let locks = Locks::new(backend).ttl(Duration::from_millis(300)).wait(LONG);
+        for task in 0..3_u64 {
+            let (locks, history, stop) = (locks.clone(), history.clone(), Arc::clone(&stop));
+            tasks.spawn(async move {
+                let mut turn = client + task;
+                while !stop.load(Ordering::Relaxed) {
+                    let Ok(lease) = locks.lock("a").await else { continue };
+                    history.stay(&lease, Duration::from_millis(turn * 7 % 20)).await;
+                    turn += 1;
+                    match turn % 3 {
+                        0 => drop(lease),
+                        1 => drop(lease.release().await),
+                        // Dropped on the way.
+                        _ => drop(DropAt::new(1, lease.release()).await),
+                    }
+                }
+            });
+        }
+    }
+    for round in 0..12_u64 {
+        match round % 4 {
+            0 => {
+                server.pause();
+                sleep(Duration::from_millis(100 + 60 * round)).await;
+                server.resume();
+            }
+            1 => drop(command::<u64>(&server, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"])),
+            2 => drop(command::<u64>(&server, &["CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes"])),
+            _ => command::<()>(&server, &["SCRIPT", "FLUSH"]),
+        }
+        sleep(Duration::from_millis(400)).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    timeout(LONG, tasks.join_all()).await.expect("everybody gets through");
+    history.check();
+    assert!(history.len() > 100, "only {} stays", history.len());
+    println!("{} stays", history.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_never_gets_to_the_lock_holds_nobody_up() {
+    let locks = Locks::new(MemoryBackend::new());
+    let lease = locks.lock("a").await.unwrap();
+    let waiters: Vec<_> = (0..100).map(|_| tokio::spawn(locks.lock("a").into_future())).collect();
+    yield_now().await;
+    for waiter in waiters.iter().step_by(2) {
+        waiter.abort();
+    }
+    drop(lease);
+    for (at, waiter) in waiters.into_iter().enumerate() {
+        match waiter.await {
+            Ok(lease) => {
+                assert_eq!(at % 2, 1, "who was aborted has the lock");
+                drop(lease.unwrap());
+            }
+            Err(error) => assert!(at % 2 == 0 && error.is_cancelled(), "{at}: {error}"),
+        }
+    }
+    // A body that never ends goes with its caller.
+    let body = tokio::spawn(locks.run("a", async |_| pending::<()>().await));
+    yield_now().await;
+    body.abort();
+    let _ = body.await;
+    drop(locks.try_lock("a").await.unwrap());
+    locks.shutdown().await;
+}
+
+/// Asks for all of these locks at the same time.
+async fn ask_for_all(locks: &[Locks], keys: usize) -> Vec<Result<Lease, LockError>> {
+    let mut asking = JoinSet::new();
+    for key in 0..keys {
+        let request = locks[key % locks.len()].try_lock(key.to_string());
+        asking.spawn(async move { (key, request.await) });
+    }
+    let mut answers = asking.join_all().await;
+    answers.sort_by_key(|(key, _)| *key);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+/// Those who ask at the same time share calls, and nothing else: what is wrong with the lock of one is not wrong with all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_refused_to_one_is_granted_to_the_others() {
+    let server = RedisServer::start();
+    let lease_of = |key: usize| format!("tollgate:2:{{lock:default:{key}}}:lease");
+    // Another type, another layout, and a lease from before the clock was set back by a century.
+    let _: () = command(&server, &["RPUSH", &lease_of(7), "x"]);
+    let _: () = command(&server, &["SET", &lease_of(8), "hello"]);
+    let foreign = [7, 8].map(|key| command::<Vec<u8>>(&server, &["DUMP", &lease_of(key)]));
+    let mut ancient = vec![1];
+    for number in [5_000_000_000_000_000_u64, 5_000_000_000_000_000] {
+        ancient.extend(&number.to_le_bytes()[..7]);
+    }
+    ancient.extend(10_u32.to_le_bytes());
+    ancient.extend(&5_000_000_000_000_000_u64.to_le_bytes()[..7]);
+    ancient.extend([7; 16]);
+    let mut set = redis::cmd("SET");
+    let _: () = set.arg(lease_of(9)).arg(ancient).query(&mut server.connection()).unwrap();
+
+    let (locks, others) = (locks(&server).await, self::locks(&server).await);
+    let answers = ask_for_all(std::slice::from_ref(&locks), 100).await;
+    for (key, answer) in answers.iter().enumerate() {
+        match (key, answer) {
+            (7 | 8, Err(LockError::Store(error))) if error.is_foreign_data() => {}
+            (9, Err(LockError::Busy(busy))) if busy.retry_after() <= Duration::from_secs(1) => {}
+            (0..7 | 10.., Ok(_)) => {}
+            answer => panic!("{answer:?}"),
+        }
+    }
+    assert_eq!(foreign, [7, 8].map(|key| command::<Vec<u8>>(&server, &["DUMP", &lease_of(key)])));
+    drop(answers);
+    timeout(LONG, locks.shutdown()).await.unwrap();
+    let lease = others.lock("9").await.unwrap();
+    assert!(lease.fence() > 5_000_000_000_000_000, "the last fence counts, whatever the clock says");
+}
+
+/// Futures are dropped anywhere also where many ask at the same time, and share calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_gives_up_among_many_leaves_nothing_behind() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    for polls in 0..6 {
+        let mut asking = JoinSet::new();
+        for key in 0..100_u32 {
+            // Some are in the same calls and stay.
+            let polls = if key % 3 == 0 { 100 } else { polls };
+            let request = DropAt::new(polls, here.lock(key).into_future());
+            asking.spawn(async move { drop(request.await) });
+        }
+        asking.join_all().await;
+        let all_are_free = async {
+            for key in 0..100_u32 {
+                drop(there.lock(key).wait(LONG).await.unwrap());
+            }
+        };
+        // What is held by nobody would be free after its time, which is as long as this.
+        timeout(LONG / 2, all_are_free).await.expect("everything was given back");
+    }
+}
+
+/// A user may be allowed some locks and not others, or nothing that a call of several needs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_user_may_not_do_together_is_done_one_by_one() {
+    let server = RedisServer::start();
+    let some = ["ACL", "SETUSER", "some", "on", ">secret", "~tollgate:2:{lock:orders:*", "~tollgate:2:{probe}"];
+    let _: () = command(&server, &[&some[..], &["&*", "+@all"]].concat());
+    let few = ["ACL", "SETUSER", "few", "on", ">secret", "~tollgate:2:*", "resetchannels"];
+    let _: () = command(&server, &[&few[..], RIGHTS].concat());
+    for user in ["some", "few"] {
+        let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
+        let locks = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        if user == "few" {
+            // Less than a user is let in with.
+            let fewer = ["ACL", "SETUSER", user, "-@all", "+eval", "+evalsha", "+get", "+set", "+time"];
+            let _: () = command(&server, &fewer);
+        }
+        let both = [locks.clone().namespace("orders"), locks.clone().namespace("payments")];
+        let mut leases = Vec::new();
+        for (key, answer) in ask_for_all(&both, 60).await.into_iter().enumerate() {
+            match answer {
+                Ok(lease) => leases.push(lease),
+                Err(LockError::Store(error)) if error.is_unauthorized() && user == "some" && key % 2 == 1 => {}
+                Err(error) => panic!("{user}, {key}: {error}"),
+            }
+        }
+        assert_eq!(leases.len(), if user == "some" { 30 } else { 60 });
+        let mut giving = JoinSet::new();
+        for lease in leases {
+            giving.spawn(async move { assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released) });
+        }
+        giving.join_all().await;
+    }
+}
+
+/// What is given back goes on to live as long as it did, but where that is long.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_of_a_day_leave_nothing_behind_for_a_day() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(86_400));
+    let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+    let mut giving: JoinSet<_> = leases.into_iter().map(|lease| lease.unwrap().release()).collect();
+    while let Some(released) = giving.join_next().await {
+        assert_eq!(released.unwrap().unwrap(), ReleaseOutcome::Released);
+    }
+    let keys: Vec<String> = command(&server, &["KEYS", "*:lease"]);
+    assert_eq!(keys.len(), 60);
+    for key in keys {
+        let ttl: u64 = command(&server, &["PTTL", &key]);
+        assert!(ttl <= 25 * 60 * 1_000, "{key} lives for {ttl} ms");
+    }
+}
+
+/// Who waits is told of a lock that is given back together with others, whether or not that user may ask who listens.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_is_told_of_what_is_given_back_together() {
+    let server = RedisServer::start();
+    let there = locks(&server).await;
+    let rights = format!("{} +publish +subscribe +unsubscribe", RIGHTS.join(" "));
+    for (user, more) in [("knows", "+pubsub|numsub"), ("guesses", "-pubsub")] {
+        let rule = format!("ACL SETUSER {user} on >secret ~tollgate:2:* resetchannels &tollgate:2:* {rights} {more}");
+        let _: () = command(&server, &rule.split(' ').collect::<Vec<_>>());
+        let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
+        let here = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        let listeners =
+            || command::<(String, u64)>(&server, &["PUBSUB", "NUMSUB", "tollgate:2:{lock:default:5}:free"]).1;
+        // Some go by themselves, and the one that is waited for may be among these.
+        for _ in 0..5 {
+            let leases = ask_for_all(std::slice::from_ref(&here), 60).await;
+            let waiter = there.clone();
+            let waiting = tokio::spawn(async move {
+                let lease = waiter.lock("5").wait(LONG).await.unwrap();
+                (Instant::now(), lease)
+            });
+            while listeners() == 0 {
+                sleep(Duration::from_millis(1)).await;
+            }
+            // Long enough after a look at the lock, and half a second before the next one.
+            sleep(Duration::from_millis(50)).await;
+            let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
+            let meter = ProcessorMeter::start();
+            let given_back = Instant::now();
+            let mut giving = JoinSet::new();
+            for lease in leases {
+                giving.spawn(
+                    async move { assert_eq!(lease.unwrap().release().await.unwrap(), ReleaseOutcome::Released) },
+                );
+            }
+            giving.join_all().await;
+            let (taken, lease) = waiting.await.unwrap();
+            is_told_at_once(given_back, taken, meter);
+            lease.release().await.unwrap();
+            // Who goes by itself publishes in any case, and so does whoever has waited.
+            let info: String = command(&server, &["INFO", "commandstats"]);
+            let calls = |name: &str| -> u64 {
+                let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{name}:calls=")));
+                line.and_then(|calls| calls.split(',').next()?.parse().ok()).unwrap_or_default()
+            };
+            let (together, alone, published) = (calls("mget"), calls("get"), calls("publish"));
+            assert!(together > 0, "{user}: nobody goes together");
+            if user == "knows" {
+                assert!(published <= alone, "{user}: {published} messages, and {alone} go by themselves");
+            } else {
+                assert!(published >= 60, "{user}: {published} messages");
+            }
+        }
+    }
+}
+
+/// What is given back together is free to everybody, and to give it back once more changes nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_given_back_together_is_free_for_all() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    for turn in 0..3 {
+        let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+        let mut giving = JoinSet::new();
+        for lease in leases {
+            giving.spawn(async move { lease.unwrap().release().await.unwrap() });
+        }
+        giving.join_all().await;
+        let values = (0..60).map(|key| format!("tollgate:2:{{lock:default:{key}}}:lease"));
+        let of = |value: &[u8], at: usize| value[at..at + 7].iter().rfold(0, |n, byte| n << 8 | u64::from(*byte));
+        let together = values.filter(|lease| {
+            let value: Vec<u8> = command(&server, &["GET", lease]);
+            value.len() == 42 && of(&value, 8) == 0
+        });
+        let together: Vec<_> = together.collect();
+        let lease = together.last().expect("some go together");
+        let value: Vec<u8> = command(&server, &["GET", lease]);
+        let token = Token::from_bytes(&value[26..]).unwrap();
+        let subject = lease.trim_start_matches("tollgate:2:{lock:default:").trim_end_matches("}:lease");
+        let lock = LockKey::new("default", subject);
+        // Its holder has nothing any more.
+        assert_eq!(backend.renew(&[Renewal::new(lock, token, LONG)]).await.unwrap(), [false]);
+        assert!(!backend.release(&lock, &token).await.unwrap().was_held);
+        backend.name(&lock, &token, "nobody").await.unwrap();
+        let status = backend.inspect(&lock).await.unwrap();
+        assert!(!status.is_held() && status.last_fence >= of(&value, 1), "{status:?}");
+        assert_eq!(command::<Vec<u8>>(&server, &["GET", lease]), value);
+        let names: bool = command(&server, &["EXISTS", &lease.replace(":lease", ":names")]);
+        assert!(!names, "a name of somebody who holds nothing");
+        // Each script that grants knows that it is free.
+        let fence = match turn {
+            0 => locks.try_lock(subject).await.unwrap().fence(),
+            1 => locks.clone().fair().lock(subject).await.unwrap().fence(),
+            _ => {
+                // One key alone does not go by the script for several.
+                let several = locks.lock_all([subject, "free"]).await.unwrap();
+                several.leases().iter().find(|lease| *lease.lock() == LockKey::new("default", subject)).unwrap().fence()
+            }
+        };
+        assert!(fence > of(&value, 1));
+        timeout(LONG, async { drop(locks.lock(subject).wait(LONG).await.unwrap()) }).await.unwrap();
+    }
+}
+
+/// Who takes the same lock again and again leaves its time to live as it is, and what was to be held for long is not kept for as long.
+#[tokio::test]
+async fn a_lock_that_is_taken_again_and_again_keeps_its_time_to_live() {
+    const KEPT_MS: i64 = 750_000;
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let lives = || command::<i64>(&server, &["PTTL", "tollgate:2:{lock:default:a}:lease"]);
+    let mut last = 0;
+    for _ in 0..20 {
+        let lease = locks.lock("a").await.unwrap();
+        assert!(lease.fence() > last, "{} after {last}", lease.fence());
+        last = lease.fence();
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    }
+    let info: String = command(&server, &["INFO", "commandstats"]);
+    let written = info.lines().find_map(|line| line.strip_prefix("cmdstat_set:calls="));
+    let written: u32 = written.and_then(|calls| calls.split(',').next()?.parse().ok()).expect("the first one is set");
+    assert!(written <= 2, "at first, and where a fifth of the time begins: {written}");
+    assert!(lives() > KEPT_MS, "{}", lives());
+    let lease = locks.lock("a").ttl(Duration::from_secs(3_600)).await.unwrap();
+    assert!(lease.fence() > last && lives() > KEPT_MS + 3_500_000, "{}", lives());
+    lease.release().await.unwrap();
+    assert!((KEPT_MS - 60_000..=KEPT_MS).contains(&lives()), "{}", lives());
+}
+
+/// What is asked for at the same time costs Redis few calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_who_ask_at_the_same_time_share_calls() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let calls = || -> u64 {
+        let info: String = command(&server, &["INFO", "commandstats"]);
+        let calls = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+        calls.and_then(|calls| calls.split(',').next()?.parse().ok()).unwrap_or_default()
+    };
+    let before = calls();
+    let mut tasks = JoinSet::new();
+    for key in 0..64_u32 {
+        let locks = locks.clone();
+        tasks.spawn(async move {
+            for _ in 0..20 {
+                assert_eq!(locks.lock(key).await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+            }
+        });
+    }
+    tasks.join_all().await;
+    let made = calls() - before;
+    assert!(made < 64 * 20, "{made} calls for {} cycles", 64 * 20);
+    // Several leases of one holder are given back so, too.
+    let leases = locks.lock_all(0..64_u32).await.unwrap();
+    let before = calls();
+    assert_eq!(leases.release().await.unwrap(), ReleaseOutcome::Released);
+    let made = calls() - before;
+    assert!(made < 16, "{made} calls for 64 leases");
+}
+
+/// Whoever was refused a connection had nothing to undo, and tried to for as long as a lease would have lasted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    tokio::task::block_in_place(|| server.kill());
+    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
+    for _ in 0..3 {
+        assert!(limiter.check("alice").await.is_err());
+    }
+    for key in ["a", "b"] {
+        assert!(matches!(locks.try_lock(key).await, Err(LockError::Store(error)) if error.is_unavailable()));
+    }
+    assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
+    timeout(Duration::from_secs(1), locks.shutdown()).await.expect("nothing is under way");
+}
+
+/// A server that is reading its data answers, and so counted as one that may have been asked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_does_not_wait_for_locks_that_a_server_was_asked_for_while_it_was_loading() {
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    tokio::task::block_in_place(|| {
+        server.kill();
+        server.restart_slowly();
+    });
+    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
+    let limiter = limiter.circuit_breaker(CircuitBreaker::off()).deadline(Duration::from_secs(2));
+    let story = |error: &StoreError| error.source().unwrap().to_string();
+    let begun = Instant::now();
+    while let Err(error) = limiter.check("alice").await
+        && !story(&error).contains("loading")
+    {
+        assert!(begun.elapsed() < LONG, "{}", story(&error));
+    }
+    for key in ["a", "b"] {
+        let refused = locks.try_lock(key).await;
+        assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+    }
+    assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
+    timeout(Duration::from_secs(5), locks.shutdown()).await.expect("nothing is under way");
+    assert!(!server.is_answering(), "it is still loading");
+}

@@ -1,0 +1,1472 @@
+//! A lock in front of services: who gets through, when, and when the next one does.
+
+use std::convert::Infallible;
+use std::future::{Ready, pending, ready};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Full};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::http::{header, lock_fence};
+use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
+use tollgate::lock::{
+    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError,
+    Reach, ReleaseAt, Replication, RwLocks, Semaphore,
+};
+use tollgate::responder::BusyStatus;
+use tollgate::testing::{Failure, FaultStore};
+use tollgate::{BoxError, ConfigError, ErrorResponder, HttpResponder, LockError, LockLayer, Locks, MemoryBackend};
+use tower::limit::ConcurrencyLimitLayer;
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+/// A layer that locks the path of a request.
+type ByPath = LockLayer<fn(&Request<Full<Bytes>>) -> String>;
+
+fn by_path() -> ByPath {
+    on(MemoryBackend::new())
+}
+
+fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> ByPath {
+    LockLayer::new(store).key(|request| request.uri().path().to_owned())
+}
+
+fn request(method: Method, path: &str) -> Request<Full<Bytes>> {
+    Request::builder().method(method).uri(path).body(Full::default()).unwrap()
+}
+
+fn post(path: &str) -> Request<Full<Bytes>> {
+    request(Method::POST, path)
+}
+
+/// The methods of requests that change nothing.
+const SAFE: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE];
+
+/// A handler that takes a second, and says so.
+async fn slow(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+    sleep(Duration::from_secs(1)).await;
+    Ok(Response::new("done".into()))
+}
+
+async fn quick(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+    Ok(Response::new("done".into()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
+    let service = by_path().layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.status(), StatusCode::CONFLICT);
+    assert_eq!(response.headers()["retry-after"], "5");
+    assert_eq!(response.headers()["content-type"], "application/problem+json");
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(body["status"], 409);
+    assert_eq!(body["type"], "urn:tollgate:lock:busy");
+    assert_eq!(body["title"], "Lock is held by another request");
+    assert!(!body.to_string().contains("/a"), "the key is nobody's business: {body}");
+    // Another key, and requests that change nothing.
+    assert_eq!(service.clone().oneshot(post("/b")).await.unwrap().status(), StatusCode::OK);
+    for safe in SAFE {
+        let response = service.clone().oneshot(request(safe.clone(), "/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{safe}");
+    }
+    let body = first.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(body, "done");
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_change_nothing_can_need_the_lock_as_well() {
+    let service = by_path().lock_safe_methods(true).layer(service_fn(slow));
+    for first in [Method::POST, Method::GET] {
+        let first = tokio::spawn(service.clone().oneshot(request(first, "/a")));
+        tokio::task::yield_now().await;
+        for safe in SAFE {
+            let response = service.clone().oneshot(request(safe.clone(), "/a")).await.unwrap();
+            assert_eq!(response.status(), StatusCode::CONFLICT, "{safe}");
+        }
+        let response = first.await.unwrap().unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        response.into_body().collect().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn busy_has_the_status_that_was_chosen() {
+    let presets = [
+        (BusyStatus::Conflict, StatusCode::CONFLICT),
+        (BusyStatus::Locked, StatusCode::LOCKED),
+        (BusyStatus::TooManyRequests, StatusCode::TOO_MANY_REQUESTS),
+    ];
+    for (preset, status) in presets {
+        let layer = by_path().responder(HttpResponder::new().busy(preset));
+        let service = layer.layer(service_fn(slow));
+        let _first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), status);
+    }
+}
+
+/// A program cannot tell a full line from a store that is down by the status, nor a lock that is held from a conflict that the handler found.
+#[tokio::test(start_paused = true)]
+async fn each_case_is_a_problem_of_its_own() {
+    async fn problem<B>(response: Response<B>) -> (u16, String)
+    where
+        B: Body<Data = Bytes>,
+        B::Error: std::fmt::Debug,
+    {
+        let status = response.status();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(body["status"], status.as_u16());
+        assert_ne!(body["title"], status.canonical_reason().unwrap());
+        (status.as_u16(), body["type"].as_str().unwrap().to_owned())
+    }
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).max_hold(Duration::from_millis(500));
+    let service = layer.clone().layer(service_fn(slow));
+    let ask = |layer: ByPath| layer.layer(service_fn(slow)).oneshot(post("/a"));
+
+    let first = tokio::spawn(service.oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let busy = ask(layer.clone()).await.unwrap();
+    assert_eq!(problem(busy).await, (409, "urn:tollgate:lock:busy".into()));
+    let full = ask(layer.clone().wait(Duration::from_secs(1)).max_waiters(0)).await.unwrap();
+    assert_eq!(problem(full).await, (503, "urn:tollgate:lock:queue-full".into()));
+    let lost = first.await.unwrap().unwrap();
+    assert_eq!(problem(lost).await, (503, "urn:tollgate:lock:lost".into()));
+    faults.fail(Failure::Unavailable);
+    let failed = ask(layer.clone()).await.unwrap();
+    assert_eq!(problem(failed).await, (503, "urn:tollgate:lock:unavailable".into()));
+    faults.heal();
+    layer.shutdown().await;
+    let closed = ask(layer).await.unwrap();
+    assert_eq!(problem(closed).await, (503, "urn:tollgate:lock:unavailable".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_wait_in_bounds() {
+    let layer = by_path().wait(Duration::from_millis(2_500)).max_waiters(3);
+    let service = layer.layer(service_fn(slow));
+    let begun = Instant::now();
+    let mut requests = Vec::new();
+    for _ in 0..5 {
+        let request = service.clone().oneshot(post("/a"));
+        requests.push(tokio::spawn(async move {
+            let response = request.await.unwrap();
+            let status = response.status();
+            response.into_body().collect().await.unwrap();
+            (status, begun.elapsed().as_millis() / 500)
+        }));
+        tokio::task::yield_now().await;
+    }
+    let mut outcomes = Vec::new();
+    for request in requests {
+        outcomes.push(request.await.unwrap());
+    }
+    let expected = [
+        (StatusCode::OK, 2),
+        (StatusCode::OK, 4),
+        (StatusCode::OK, 6),
+        // It has waited for as long as it may.
+        (StatusCode::CONFLICT, 5),
+        // The line was full.
+        (StatusCode::SERVICE_UNAVAILABLE, 0),
+    ];
+    assert_eq!(outcomes, expected);
+}
+
+/// A body that a test sends frame by frame.
+struct Stream(mpsc::UnboundedReceiver<Result<&'static str, BoxError>>);
+
+impl Body for Stream {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame =
+            |frame: Result<&'static str, BoxError>| frame.map(|text| Frame::data(Bytes::from_static(text.as_bytes())));
+        self.0.poll_recv(cx).map(|next| next.map(frame))
+    }
+}
+
+type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
+
+/// A service that answers at once, with bodies that are sent by what it leaves behind.
+fn streaming(layer: &ByPath) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
+    let senders = Arc::default();
+    let service = layer.layer(service_fn(streams(&senders))).boxed_clone();
+    (move || senders.lock().unwrap().pop(), service)
+}
+
+/// A handler that answers with streams, whose senders are kept.
+fn streams(kept: &Arc<Mutex<Vec<Sender>>>) -> impl Fn(Request<Full<Bytes>>) -> Ready<Streamed> + Clone + Send + use<> {
+    let kept = Arc::clone(kept);
+    move |_| {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        kept.lock().unwrap().push(sender);
+        ready(Ok(Response::new(Stream(receiver))))
+    }
+}
+
+type Streamed = Result<Response<Stream>, Infallible>;
+type StreamService =
+    tower::util::BoxCloneService<Request<Full<Bytes>>, Response<tollgate::http::LockedBody<Stream>>, Infallible>;
+
+#[tokio::test(start_paused = true)]
+async fn the_lock_is_held_until_the_body_has_ended_however_it_does() {
+    for end in ["ends", "fails", "is dropped"] {
+        let (sender, service) = streaming(&by_path());
+        let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+        let sender = sender().unwrap();
+        sender.send(Ok("some")).unwrap();
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "some");
+        let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(status, StatusCode::CONFLICT, "before it {end}");
+        match end {
+            "ends" => {
+                drop(sender);
+                assert!(body.frame().await.is_none());
+            }
+            "fails" => {
+                sender.send(Err("broken".into())).unwrap();
+                assert_eq!(body.frame().await.unwrap().unwrap_err().to_string(), "broken");
+            }
+            _ => drop(body),
+        }
+        let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(status, StatusCode::OK, "after it {end}");
+    }
+    // Or no longer than the handler runs.
+    let (_, service) = streaming(&by_path().release_at(ReleaseAt::HandlerDone));
+    let _body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+/// Sets a flag when it is dropped.
+struct OnDrop(Arc<AtomicBool>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_whose_lease_is_lost_is_cancelled() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |_| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let begun = Instant::now();
+    let response = tokio::spawn(service.oneshot(post("/a")));
+    sleep(Duration::from_secs(10)).await;
+    assert!(!response.is_finished(), "it is renewed");
+    faults.fail(Failure::Unavailable);
+    let response = response.await.unwrap().unwrap();
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(!response.headers().contains_key("retry-after"), "it may have had effects");
+    assert!(is_dropped.load(Ordering::SeqCst));
+    assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+}
+
+/// Unless it is only to be told, and goes on as it likes.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_is_told_of_a_loss_lives_on() {
+    async fn stubborn(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
+        let lost = lease.lost().await;
+        sleep(Duration::from_secs(60)).await;
+        assert!(lease.check().is_err());
+        Ok(Response::new(format!("{:?}", lost.reason()).into()))
+    }
+    let layer = by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify);
+    let (attached, detached) =
+        (layer.clone().layer(service_fn(stubborn)), layer.detached().layer(service_fn(stubborn)));
+    let begun = Instant::now();
+    let (attached, detached) = tokio::join!(attached.oneshot(post("/a")), detached.oneshot(post("/b")));
+    assert_eq!(begun.elapsed().as_secs(), 62);
+    for body in [attached.unwrap().into_body().collect().await, detached.unwrap().into_body().collect().await] {
+        assert_eq!(body.unwrap().to_bytes(), "MaxHold");
+    }
+}
+
+/// A handler that is behind a layer has no other way to see that time is running out.
+#[tokio::test(start_paused = true)]
+async fn a_handler_sees_how_its_lease_stands() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let (lease, faults) = (request.extensions().get::<LeaseHandle>().unwrap().clone(), faults.clone());
+        async move {
+            assert_eq!(lease.state(), LeaseState::Held);
+            faults.fail(Failure::Unavailable);
+            sleep(Duration::from_millis(1_500)).await;
+            assert_eq!(lease.state(), LeaseState::Suspended);
+            assert!(lease.check().is_ok());
+            faults.heal();
+            sleep(Duration::from_secs(3)).await;
+            assert_eq!(lease.state(), LeaseState::Held);
+            let mut response = Response::new(Full::<Bytes>::from("done"));
+            response.extensions_mut().insert(lease);
+            Ok::<_, Infallible>(response)
+        }
+    }));
+    let response = service.oneshot(post("/a")).await.unwrap();
+    let lease = response.extensions().get::<LeaseHandle>().unwrap().clone();
+    assert_eq!(lease.state(), LeaseState::Held);
+    drop(response);
+    assert_eq!(lease.state(), LeaseState::Lost, "it was given back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
+    let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)));
+    let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+    let sender = sender().unwrap();
+    sender.send(Ok("some")).unwrap();
+    body.frame().await.unwrap().unwrap();
+    let error = body.frame().await.unwrap().unwrap_err();
+    assert_eq!(error.downcast::<tollgate::lock::Lost>().unwrap().reason(), LossReason::MaxHold);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+
+    // Unless nobody wants to be cancelled.
+    let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify));
+    let mut body = service.oneshot(post("/a")).await.unwrap().into_body();
+    let sender = sender().unwrap();
+    sleep(Duration::from_secs(3)).await;
+    sender.send(Ok("more")).unwrap();
+    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "more");
+}
+
+/// It was refused the lock for having it.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
+    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_secs(1));
+    let inner = locks.clone();
+    let layer = LockLayer::with_locks(locks).max_hold(Duration::from_millis(20)).on_loss(OnLoss::Notify);
+    let service = layer.key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let (locks, view) = (inner.clone(), request.extensions().get::<LeaseHandle>().unwrap().clone());
+        async move {
+            assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
+            view.lost().await;
+            // The store keeps it until it ends.
+            let lease = locks.lock("a").wait(Duration::from_secs(2)).await.unwrap();
+            assert!(lease.fence() > view.fence());
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    assert_eq!(service.oneshot(post("/")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
+    let views = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&views);
+    let service = by_path().layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let view = request.extensions().get::<LeaseHandle>().unwrap().clone();
+        assert!(view.check().is_ok() && view.remaining() > Duration::from_secs(10));
+        seen.lock().unwrap().push(view);
+        async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
+    }));
+    for _ in 0..2 {
+        assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+    }
+    let views = views.lock().unwrap().clone();
+    assert!(views[0].fence() < views[1].fence());
+    for view in views {
+        assert_eq!(view.check().unwrap_err().reason(), LossReason::GivenBack);
+        assert!(view.reenter().is_none() && view.remaining().is_zero());
+        assert_eq!(timeout(Duration::from_secs(60), view.lost()).await.unwrap().reason(), LossReason::GivenBack);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
+    let locks = Locks::new(MemoryBackend::new());
+    let inner = locks.clone();
+    let service = LockLayer::with_locks(locks).key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(
+        move |request: Request<Full<Bytes>>| {
+            let (locks, view) = (inner.clone(), request.extensions().get::<LeaseHandle>().unwrap().clone());
+            async move {
+                assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
+                // How it is meant to be done.
+                let lease = view.reenter().unwrap();
+                assert_eq!(lease.fence(), view.fence());
+                drop(locks.lock("b").await.unwrap());
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            }
+        },
+    ));
+    assert_eq!(service.oneshot(post("/")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_goes_away_takes_its_lock_along() {
+    let service = by_path().layer(service_fn(slow));
+    let request = timeout(Duration::from_millis(500), service.clone().oneshot(post("/a")));
+    assert!(request.await.is_err());
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_comes_to_its_end_with_its_lock() {
+    let finished = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&finished);
+    let service = by_path().detached().layer(service_fn(move |request| {
+        let count = Arc::clone(&count);
+        async move {
+            let response = slow(request).await;
+            count.fetch_add(1, Ordering::SeqCst);
+            response
+        }
+    }));
+    assert!(timeout(Duration::from_millis(500), service.clone().oneshot(post("/a"))).await.is_err());
+    sleep(Duration::from_millis(400)).await;
+    assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(finished.load(Ordering::SeqCst), 1);
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "done");
+    assert_eq!(finished.load(Ordering::SeqCst), 2);
+    // What needs no lock is cut off as ever, and so is who still waits for one.
+    for layer in [by_path(), by_path().wait(Duration::from_secs(9))] {
+        let finished = Arc::clone(&finished);
+        let service = layer.detached().layer(service_fn(move |request| {
+            let finished = Arc::clone(&finished);
+            async move {
+                let response = slow(request).await;
+                finished.fetch_add(1, Ordering::SeqCst);
+                response
+            }
+        }));
+        let _first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        for request in [request(Method::GET, "/a"), post("/a")] {
+            let _ = timeout(Duration::from_millis(500), service.clone().oneshot(request)).await;
+        }
+        sleep(Duration::from_secs(5)).await;
+    }
+    assert_eq!(finished.load(Ordering::SeqCst), 4);
+}
+
+/// A request that passed without its lock, as the store failed, was cut off where others come to their end.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_comes_to_its_end_without_its_lock() {
+    let store = FaultStore::new(MemoryBackend::new());
+    // Of what is refused nothing is left to be undone, which a shutdown would wait for as well.
+    store.faults().fail(Failure::OutOfMemory);
+    let layer = on(store).on_store_error(OnStoreError::Allow).detached();
+    let finished = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&finished);
+    let service = layer.clone().layer(service_fn(move |request| {
+        let count = Arc::clone(&count);
+        async move {
+            let response = slow(request).await;
+            count.fetch_add(1, Ordering::SeqCst);
+            response
+        }
+    }));
+    for request in [request(Method::GET, "/a"), post("/a")] {
+        assert!(timeout(Duration::from_millis(500), service.clone().oneshot(request)).await.is_err());
+    }
+    assert_eq!(finished.load(Ordering::SeqCst), 0);
+    // Whoever shuts down waits for it, as for any other.
+    layer.shutdown().await;
+    assert_eq!(finished.load(Ordering::SeqCst), 1, "what needs no lock is cut off as ever");
+}
+
+/// It went on without its client all the same, with the lock of the layer outside, for as long as that layer would let it.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_needs_no_lock_is_not_detached_with_that_of_another_layer() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).lock_safe_methods(true);
+    let by_order = |request: &Request<_>| (request.uri().path() == "/order").then(|| "order".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(by_order).on_missing_key(OnMissingKey::Pass).detached();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let inner = inner.layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let second = Duration::from_secs(1);
+    for request in [request(Method::GET, "/order"), post("/other")] {
+        assert!(timeout(second, outer.clone().layer(inner.clone()).oneshot(request)).await.is_err());
+        assert!(is_dropped.swap(false, Ordering::SeqCst));
+        drop(locks.try_lock("tenant").await.unwrap());
+    }
+    let within = locks.run("tenant", async |_| inner.clone().oneshot(request(Method::GET, "/order")).await);
+    assert!(timeout(second, within).await.is_err());
+    assert!(is_dropped.swap(false, Ordering::SeqCst));
+    drop(locks.try_lock("tenant").await.unwrap());
+    // One that has a lock goes on with that, and not without it.
+    assert!(timeout(second, outer.layer(inner).oneshot(post("/order"))).await.is_err());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+    assert!(locks.try_lock("order").await.is_err_and(|error| error.is_busy()));
+}
+
+/// The story of two handlers of one tenant: its lock was given back with the request of a client that had gone, and the handler went on.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_keeps_the_locks_around_it() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "order".to_owned()).detached();
+    let inner = inner.layer(service_fn(slow));
+    let nearly = Duration::from_millis(900);
+    let begun = Instant::now();
+    assert!(timeout(nearly, outer.layer(inner.clone()).oneshot(post("/"))).await.is_err());
+    assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
+    drop(locks.lock("tenant").await.unwrap());
+    assert_eq!(begun.elapsed(), Duration::from_secs(1));
+
+    let within = locks.run("tenant", async |_| inner.oneshot(post("/")).await);
+    assert!(timeout(nearly, within).await.is_err());
+    assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
+    drop(locks.lock("tenant").await.unwrap());
+    assert_eq!(begun.elapsed(), Duration::from_secs(2));
+}
+
+/// A client was told that its request was cancelled, and it was not.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_ends_with_the_locks_around_it() {
+    for (on_loss, is_there, is_done) in
+        [(OnLoss::Cancel, true, false), (OnLoss::Cancel, false, false), (OnLoss::Notify, false, true)]
+    {
+        let finished = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&finished);
+        let handler = service_fn(move |request| {
+            let flag = Arc::clone(&flag);
+            async move {
+                let response = slow(request).await;
+                flag.store(true, Ordering::SeqCst);
+                response
+            }
+        });
+        let outer = LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_millis(500)).on_loss(on_loss);
+        let inner = by_path().detached();
+        let answer = outer.layer(inner.layer(handler)).oneshot(post("/a"));
+        if is_there {
+            assert_eq!(answer.await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+        } else {
+            assert!(timeout(Duration::from_millis(100), answer).await.is_err());
+        }
+        inner.shutdown().await;
+        assert_eq!(finished.load(Ordering::SeqCst), is_done, "{on_loss:?}");
+    }
+}
+
+/// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_needs_no_lock_is_answered_when_that_of_another_layer_is_lost() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).lock_safe_methods(true).on_loss(OnLoss::Notify);
+    let inner = LockLayer::with_locks(locks).detached();
+    let service = outer.max_hold(Duration::from_millis(500)).layer(inner.layer(service_fn(slow)));
+    let answer = timeout(Duration::from_secs(10), service.oneshot(request(Method::GET, "/a"))).await;
+    assert_eq!(answer.expect("it is answered").unwrap().status(), StatusCode::OK);
+}
+
+/// What goes on without its lock kept that of the layer outside, which lets nobody go on.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_without_its_lock_keeps_no_other() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let by_path = |request: &Request<Full<Bytes>>| request.uri().path().to_owned();
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(by_path).on_store_error(OnStoreError::Allow).detached();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let (flag, again) = (Arc::clone(&is_dropped), locks.clone());
+    let handler = inner.layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let (guard, again) = (OnDrop(Arc::clone(&flag)), again.clone());
+        async move {
+            // Who is within a lock is told so, and does not wait for it.
+            let refused = again.lock("tenant").wait(Duration::from_secs(9)).await;
+            assert!(matches!(refused, Err(LockError::Nested(_))), "{refused:?}");
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let failing = faults.clone();
+    let handler = handler.map_request(move |request| {
+        failing.fail(Failure::OutOfMemory);
+        request
+    });
+    assert!(timeout(Duration::from_secs(1), outer.layer(handler).oneshot(post("/order"))).await.is_err());
+    faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    drop(locks.try_lock("tenant").await.unwrap());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
+    let layer = by_path().detached();
+    let finished = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&finished);
+    let service = layer.clone().layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let flag = Arc::clone(&flag);
+        async move {
+            sleep(Duration::from_secs(5)).await;
+            flag.store(true, Ordering::SeqCst);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/a"))).await.is_err());
+    let begun = Instant::now();
+    layer.shutdown().await;
+    assert!(finished.load(Ordering::SeqCst) && begun.elapsed() < Duration::from_secs(5));
+    assert_eq!(service.oneshot(post("/b")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_is_cancelled_by_a_loss_and_its_panic_is_its_callers() {
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let locks = Locks::new(MemoryBackend::new()).max_hold(Duration::from_secs(2));
+    let layer =
+        LockLayer::with_locks(locks.clone()).key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned());
+    let service = layer.detached().layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            assert_ne!(request.uri().path(), "/panic");
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    // It has a task of its own, and the lock until it is gone.
+    drop(locks.lock("/a").await.unwrap());
+    assert!(is_dropped.swap(false, Ordering::SeqCst));
+    assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/b"))).await.is_err());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+    // Also where nobody waits any more.
+    locks.shutdown().await;
+    assert!(is_dropped.load(Ordering::SeqCst));
+
+    let layer =
+        by_path().detached().layer(service_fn(async |_: Request<Full<Bytes>>| -> Result<Response<Full<Bytes>>, _> {
+            Err::<_, BoxError>(std::iter::empty::<BoxError>().next().expect("a handler that panics"))
+        }));
+    assert!(tokio::spawn(layer.clone().oneshot(post("/a"))).await.unwrap_err().is_panic());
+    assert!(tokio::spawn(layer.oneshot(post("/a"))).await.unwrap_err().is_panic(), "the lock is free again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_are_bounded_in_total() {
+    let layer = by_path().wait(Duration::from_secs(9)).max_waiters_in_total(2).release_at(ReleaseAt::HandlerDone);
+    let service = layer.layer(service_fn(slow));
+    let _holders = ["/a", "/b", "/c"].map(|path| tokio::spawn(service.clone().oneshot(post(path))));
+    sleep(Duration::from_millis(10)).await;
+    let mut waiters = Vec::new();
+    for (path, status) in [("/a", StatusCode::OK), ("/b", StatusCode::OK), ("/c", StatusCode::SERVICE_UNAVAILABLE)] {
+        waiters.push((tokio::spawn(service.clone().oneshot(post(path))), status));
+        tokio::task::yield_now().await;
+    }
+    for (waiter, status) in waiters {
+        assert_eq!(waiter.await.unwrap().unwrap().status(), status);
+    }
+    assert_eq!(service.oneshot(post("/c")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(1)));
+    let service = layer.layer(service_fn(slow));
+    let held = service.clone().oneshot(post("/held")).await.unwrap();
+    faults.hang();
+    let mut took = Vec::new();
+    for _ in 0..6 {
+        let begun = Instant::now();
+        let response = service.clone().oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers()["retry-after"], "1");
+        took.push(begun.elapsed().as_millis());
+    }
+    assert_eq!(took, [100, 100, 100, 0, 0, 0]);
+    faults.heal();
+    assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+    // What is held is given back all the same.
+    drop(held);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(service.clone().oneshot(post("/held")).await.unwrap().status(), StatusCode::OK);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+/// Ten requests at the same time, and what becomes of them.
+async fn ten<S, B>(service: S, path: &'static str) -> Vec<u16>
+where
+    S: Service<Request<Full<Bytes>>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    B: Send + 'static,
+{
+    let requests: JoinSet<_> = (0..10).map(|_| service.clone().oneshot(post(path))).collect();
+    requests.join_all().await.into_iter().map(|response| response.unwrap().status().as_u16()).collect()
+}
+
+/// Those behind the request that asked were told that somebody else had the lock, and not let through where the others were.
+#[tokio::test(start_paused = true)]
+async fn all_who_want_one_lock_are_told_of_a_store_that_hangs() {
+    let breaker = CircuitBreaker::new().failures(3);
+    for wait in [0, 50, 500].map(Duration::from_millis) {
+        for (then, status) in [(OnStoreError::Deny, 503), (OnStoreError::Allow, 200)] {
+            let store = FaultStore::new(MemoryBackend::new());
+            let faults = store.faults();
+            let layer = on(store).on_store_error(then).wait(wait).circuit_breaker(breaker);
+            let service = layer.layer(service_fn(quick));
+            faults.hang();
+            // Before the circuit opens, and when it is open and one of them is a probe.
+            for round in 0..8 {
+                let statuses = ten(service.clone(), "/a").await;
+                assert_eq!(statuses, [status; 10], "round {round}, waiting for {wait:?}");
+            }
+            faults.heal();
+            sleep(Duration::from_secs(1)).await;
+            assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+        }
+    }
+}
+
+/// Requests that were ready to wait for their lock waited for a store that nobody asked.
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_while_the_circuit_is_open() {
+    let patient = |probe_interval| {
+        let store = FaultStore::new(MemoryBackend::new());
+        let breaker = CircuitBreaker::new().failures(2).probe_interval(probe_interval);
+        let layer = on(store.clone()).wait(Duration::from_secs(5)).release_at(ReleaseAt::HandlerDone);
+        (store.faults(), layer.circuit_breaker(breaker))
+    };
+    let (faults, layer) = patient(Duration::from_secs(60));
+    let service = layer.layer(service_fn(quick));
+    // While it is closed a failure is no reason to go.
+    faults.delay(Duration::from_millis(5));
+    faults.fail_next(1, Failure::Timeout);
+    assert_eq!(ten(service.clone(), "/a").await, [200; 10]);
+    // When it opens, and from then on.
+    faults.hang();
+    let begun = Instant::now();
+    assert_eq!(ten(service.clone(), "/a").await, [503; 10]);
+    assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
+    let begun = Instant::now();
+    assert_eq!((ten(service.clone(), "/a").await, ten(service.clone(), "/b").await), (vec![503; 10], vec![503; 10]));
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    // Nor behind the probe.
+    tokio::time::advance(Duration::from_secs(60)).await;
+    let probe = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let begun = Instant::now();
+    assert_eq!(ten(service, "/a").await, [503; 10]);
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(probe.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+
+    // Those who are in line already do not become the probe one after the other.
+    let (faults, layer) = patient(Duration::from_millis(10));
+    let service = layer.layer(service_fn(slow));
+    let begun = Instant::now();
+    let holder = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let waiters = tokio::spawn(ten(service.clone(), "/a"));
+    sleep(Duration::from_millis(500)).await;
+    faults.hang();
+    assert_eq!(ten(service, "/b").await, [503; 10]);
+    assert_eq!(holder.await.unwrap().unwrap().status(), StatusCode::OK);
+    assert_eq!(waiters.await.unwrap(), [503; 10]);
+    assert!(begun.elapsed() < Duration::from_millis(1_400), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_fence_is_one_plain_number() {
+    use tollgate::http::{LOCK_FENCE, lock_fence};
+    let fence = |values: &[&str]| {
+        let mut request = Request::new(());
+        for value in values {
+            request.headers_mut().append(LOCK_FENCE, value.parse().unwrap());
+        }
+        lock_fence(&request)
+    };
+    assert_eq!(fence(&["1763663760123456"]), Some(1_763_663_760_123_456));
+    for values in [&[][..], &["", "7"], &["7", "7"], &["+7"], &["-7"], &["7 "], &["0x7"], &["99999999999999999999"]] {
+        assert_eq!(fence(values), None, "{values:?}");
+    }
+}
+
+fn fenced(order: &str, fence: &str) -> Request<Full<Bytes>> {
+    let request = Request::post("/").header("order", order).header("lock-fence", fence);
+    request.body(Full::default()).unwrap()
+}
+
+#[tokio::test]
+async fn who_comes_with_too_small_a_fence_is_turned_away() {
+    let handler =
+        service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
+    let layer = FenceLayer::new(header("order"), lock_fence);
+    let service = layer.clone().layer(handler);
+    for (request, status) in [
+        (fenced("a", "7"), 200),
+        (fenced("a", "9"), 200),
+        (fenced("a", "9"), 200),
+        (fenced("a", "8"), 412),
+        (fenced("b", "8"), 200),
+        (fenced("a", "nine"), 400),
+        (post("/"), 400),
+    ] {
+        let told = format!("{:?}", request.headers());
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{told}");
+    }
+    // All that the layer makes has one memory.
+    let service = layer.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);
+    for (request, code) in [(fenced("a", "8"), "10"), (fenced("a", ""), "3"), (post("/"), "3")] {
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], code);
+        let pushback = response.headers().get("grpc-retry-pushback-ms").map(|pushback| pushback.to_str().unwrap());
+        assert_eq!(pushback, (code == "10").then_some("-1"));
+    }
+    assert!(!service.oneshot(fenced("a", "9")).await.unwrap().headers().contains_key("grpc-status"));
+}
+
+#[tokio::test]
+async fn whoever_is_turned_away_by_a_fence_may_be_answered_with_the_type_that_is_there() {
+    use axum::body::Body;
+
+    let handler = service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Body::from("written"))));
+    let layer = FenceLayer::new(header("order"), lock_fence).responder(HttpResponder::new().same_body());
+    let service = layer.layer(handler);
+    for (fence, status, text) in [("9", 200, "written"), ("8", 412, "somebody else's")] {
+        let response: Response<Body> = service.clone().oneshot(fenced("a", fence)).await.unwrap();
+        assert_eq!(response.status(), status);
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        assert!(String::from_utf8_lossy(&body).contains(text), "{body:?}");
+    }
+}
+
+/// Whoever forgot the fence was told of a key.
+#[tokio::test]
+async fn what_is_missing_is_said() {
+    let layer =
+        FenceLayer::new(|order: &(u64, _)| (order.0 > 0).then_some(order.0), |order: &(_, Option<u64>)| order.1);
+    let service = layer.responder(ErrorResponder).layer(service_fn(async |order| Ok::<_, BoxError>(order)));
+    assert!(service.clone().oneshot((0, Some(7))).await.unwrap_err().is::<MissingKey>());
+    for fence in [None, Some(u64::MAX)] {
+        let error = service.clone().oneshot((1, fence)).await.unwrap_err();
+        assert!(error.is::<MissingFence>() && error.to_string().contains("fence"), "{error}");
+    }
+    assert!(service.oneshot((1, Some(7))).await.is_ok());
+}
+
+/// A service that was ready and is not called kept its place: with a limit of one at a time nobody else came in.
+#[tokio::test(start_paused = true)]
+async fn whoever_is_turned_away_by_its_fence_keeps_no_place() {
+    let write = service_fn(async |(_, fence): (u64, Option<u64>)| Ok::<_, BoxError>(fence));
+    let limited = ConcurrencyLimitLayer::new(1).layer(write);
+    let layer =
+        FenceLayer::new(|write: &(u64, _)| (write.0 > 0).then_some(write.0), |write: &(_, Option<u64>)| write.1);
+    let service = Fence::new(limited, layer.responder(ErrorResponder));
+    assert_eq!(service.clone().oneshot((1, Some(7))).await.unwrap(), Some(7));
+    for rejected in [(1, Some(6)), (1, None), (0, Some(7))] {
+        let mut first = service.clone();
+        let answer = first.ready().await.unwrap().call(rejected);
+        let mut next = service.clone();
+        assert!(timeout(Duration::ZERO, next.ready()).await.is_ok(), "{rejected:?}");
+        assert!(answer.await.is_err());
+    }
+    assert_eq!(service.into_inner().oneshot((1, None)).await.unwrap(), None);
+}
+
+/// A fence that no store grants kept all that came later out, and with more keys than are remembered those of all keys.
+#[tokio::test]
+async fn a_fence_that_no_store_grants_is_none() {
+    let handler =
+        service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
+    let service = FenceLayer::new(header("order"), lock_fence).capacity(2).layer(handler);
+    for order in ["a", "b", "c", "d"] {
+        for fence in [u64::MAX, 1 << 53] {
+            let request = fenced(order, &fence.to_string());
+            assert_eq!(service.clone().oneshot(request).await.unwrap().status(), StatusCode::BAD_REQUEST);
+        }
+    }
+    let largest = fenced("a", &((1_u64 << 53) - 1).to_string());
+    for request in [fenced("a", "7"), fenced("e", "7"), largest] {
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
+    for (then, status) in [(OnStoreError::Deny, StatusCode::SERVICE_UNAVAILABLE), (OnStoreError::Allow, StatusCode::OK)]
+    {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let unprotected = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&unprotected);
+        let service = on(store).on_store_error(then).layer(service_fn(move |request: Request<Full<Bytes>>| {
+            seen.fetch_add(usize::from(request.extensions().get::<LeaseHandle>().is_none()), Ordering::SeqCst);
+            async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
+        }));
+        // Another lock, whose store does not fail.
+        let service = by_path().layer(service);
+        for fault in [Failure::Unavailable, Failure::Timeout, Failure::OutOfMemory] {
+            faults.fail(fault);
+            let response = service.clone().oneshot(post("/a")).await.unwrap();
+            assert_eq!(response.status(), status, "{fault:?}");
+            if then == OnStoreError::Deny {
+                assert_eq!(response.headers()["retry-after"], "1");
+            }
+        }
+        faults.heal();
+        faults.hang();
+        let begun = Instant::now();
+        assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), status);
+        assert_eq!(begun.elapsed(), Duration::from_millis(100));
+        faults.heal();
+        // As soon as it is asked again.
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+        assert_eq!(unprotected.load(Ordering::SeqCst), if then == OnStoreError::Deny { 0 } else { 4 });
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_happens_without_a_key_is_said() {
+    let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let cases = [
+        (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
+        (OnMissingKey::Shared, [StatusCode::OK, StatusCode::CONFLICT]),
+        (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
+    ];
+    for (then, expected) in cases {
+        let service = layer.clone().on_missing_key(then).layer(service_fn(slow));
+        let first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        let second = service.oneshot(post("/b")).await.unwrap().status();
+        assert_eq!([first.await.unwrap().unwrap().status(), second], expected, "{then:?}");
+    }
+}
+
+/// A handler that is not protected found the lease of another layer, believed that it is, and wrote with a fence that says nothing of it.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_passes_without_its_lock_has_no_lease_of_another() {
+    let by = |field: &'static str, store: &FaultStore<MemoryBackend>| {
+        let layer = LockLayer::new(store.clone()).namespace(field).key(header(field));
+        layer.on_missing_key(OnMissingKey::Pass).on_store_error(OnStoreError::Allow)
+    };
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&seen);
+    let handler = service_fn(move |request: Request<Full<Bytes>>| {
+        let lease = request.extensions().get::<LeaseHandle>();
+        noted.lock().unwrap().push(lease.map(|lease| lease.lock().namespace().to_string()));
+        ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
+    });
+    let store = FaultStore::new(MemoryBackend::new());
+    let inner = by("order", &store);
+    let outer = by("tenant", &FaultStore::new(MemoryBackend::new())).lock_safe_methods(true);
+    let http = outer.layer(inner.layer(handler.clone())).map_response(drop).boxed_clone();
+    let silent = inner.clone().responder(HttpResponder::new().extensions(false)).layer(handler.clone());
+    let silent = outer.layer(silent).map_response(drop).boxed_clone();
+    let grpc = inner.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);
+    let grpc = outer.layer(grpc).map_response(drop).boxed_clone();
+
+    let (tenant, order) = (Some("tenant"), Some("order"));
+    // What is seen with the lock, with a method that changes nothing, without a key, and when the store fails.
+    for (service, expected) in [
+        (http, [order, None, None, None]),
+        (grpc, [order, order, None, None]),
+        // Leaves extensions alone.
+        (silent, [tenant, tenant, tenant, tenant]),
+    ] {
+        let cases = [(Method::POST, "order"), (Method::GET, "order"), (Method::POST, "other"), (Method::POST, "order")];
+        for (case, (method, field)) in cases.into_iter().enumerate() {
+            if case == 3 {
+                store.faults().fail(Failure::Unavailable);
+            }
+            let request = Request::builder().method(method).header("tenant", "42").header(field, "42");
+            service.clone().oneshot(request.body(Full::default()).unwrap()).await.unwrap();
+        }
+        store.faults().heal();
+        assert_eq!(seen.lock().unwrap().drain(..).collect::<Vec<_>>(), expected.map(|lease| lease.map(str::to_owned)));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_without_http_fails_with_an_error_to_downcast() {
+    let layer =
+        LockLayer::new(MemoryBackend::new()).key(|job: &u32| (*job > 0).then_some(*job)).responder(ErrorResponder);
+    let service = layer.layer(service_fn(async |job: u32| {
+        sleep(Duration::from_secs(1)).await;
+        Ok::<_, BoxError>(job)
+    }));
+    let first = tokio::spawn(service.clone().oneshot(7));
+    tokio::task::yield_now().await;
+    let error = service.clone().oneshot(7).await.unwrap_err();
+    assert!(error.downcast::<LockError>().unwrap().is_busy());
+    assert!(service.clone().oneshot(0).await.unwrap_err().is::<MissingKey>());
+    assert_eq!(first.await.unwrap().unwrap(), 7);
+    assert_eq!(service.oneshot(7).await.unwrap(), 7);
+}
+
+#[tokio::test]
+async fn a_layer_may_demand_more_than_this_process() {
+    let error = by_path().require(Reach::Redis).unwrap_err();
+    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
+    assert!(by_path().require(Reach::Process).is_ok());
+}
+
+#[tokio::test]
+async fn locks_without_a_layer_may_demand_that_as_well() {
+    let too_small = ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process };
+    for (scope, expected) in [(Reach::Process, Ok(())), (Reach::Redis, Err(too_small))] {
+        assert_eq!(Locks::new(MemoryBackend::new()).require(scope).map(drop), expected);
+        assert_eq!(Semaphore::new(MemoryBackend::new(), 2).require(scope).map(drop), expected);
+        assert_eq!(RwLocks::new(MemoryBackend::new()).require(scope).map(drop), expected);
+    }
+}
+
+/// Counts how often it was asked to be ready, and is only called by who asked.
+#[derive(Debug)]
+struct Strict(bool);
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        Self(false)
+    }
+}
+
+impl Service<Request<Full<Bytes>>> for Strict {
+    type Response = Response<Full<Bytes>>;
+    type Error = Infallible;
+    type Future = std::future::Ready<Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.0 = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<Full<Bytes>>) -> Self::Future {
+        assert!(std::mem::take(&mut self.0), "called without having been ready");
+        std::future::ready(Ok(Response::new(Full::default())))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+    let mut service = by_path().layer(Strict(false));
+    for request in [post("/a"), request(Method::GET, "/a"), post("/a")] {
+        let response = service.ready().await.unwrap().call(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+}
+
+/// A real server, and a client that hangs up in the middle of the answer.
+#[tokio::test]
+async fn a_connection_that_is_cut_gives_the_lock_back() {
+    let (frames, receiver) = mpsc::unbounded_channel::<Result<Bytes, BoxError>>();
+    let receiver = Arc::new(Mutex::new(Some(receiver)));
+    let handler = move || {
+        let receiver = receiver.lock().unwrap().take();
+        async move {
+            match receiver {
+                Some(mut receiver) => {
+                    axum::body::Body::from_stream(futures_util::stream::poll_fn(move |cx| receiver.poll_recv(cx)))
+                }
+                None => axum::body::Body::from("second"),
+            }
+        }
+    };
+    let lock =
+        LockLayer::new(MemoryBackend::new()).key(|request: &axum::extract::Request| request.uri().path().to_owned());
+    let app = axum::Router::new().route("/a", axum::routing::post(handler)).layer(lock);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let server = tokio::spawn(async move { axum::serve(listener, app).await });
+    let head = "POST /a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+    let mut first = TcpStream::connect(addr).await.unwrap();
+    first.write_all(head.as_bytes()).await.unwrap();
+    frames.send(Ok("some".into())).unwrap();
+    let mut buffer = [0; 1_024];
+    assert!(first.read(&mut buffer).await.unwrap() > 0);
+    let ask = async || {
+        let mut client = TcpStream::connect(addr).await.unwrap();
+        client.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    assert!(ask().await.starts_with("HTTP/1.1 409 "));
+    drop(first);
+    let begun = std::time::Instant::now();
+    loop {
+        let answer = ask().await;
+        if answer.starts_with("HTTP/1.1 200 ") {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "{answer}");
+        sleep(Duration::from_millis(10)).await;
+    }
+    server.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn grpc_has_codes_for_it() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).responder(tollgate::grpc::GrpcResponder::new()).max_hold(Duration::from_secs(2));
+    let service = layer.layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "10");
+    assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    drop(first.await.unwrap().unwrap());
+    faults.fail(Failure::Unavailable);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "14");
+    faults.heal();
+    let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
+    let response = service.oneshot(post("/b")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "10");
+    // It may have had effects, and clients with a retry policy would send it again.
+    assert_eq!(response.headers()["grpc-retry-pushback-ms"], "-1");
+
+    // Also for a loss when the answer has begun.
+    let senders = Arc::default();
+    let service = layer.layer(service_fn(streams(&senders)));
+    let mut body = service.oneshot(post("/c")).await.unwrap().into_body();
+    let sender = senders.lock().unwrap().pop().unwrap();
+    sender.send(Ok("some")).unwrap();
+    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "some");
+    let trailers = body.frame().await.unwrap().unwrap().into_trailers().unwrap();
+    assert_eq!(trailers["grpc-status"], "10");
+    assert!(trailers.contains_key("grpc-message") && !trailers.contains_key("content-type"));
+    assert!(body.is_end_stream() && body.frame().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn grpc_and_http_have_codes_for_what_is_not_busy() {
+    let grpc = |layer: ByPath| layer.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
+    let service = grpc(by_path().wait(Duration::from_secs(9)).max_waiters(0));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "8");
+    assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    drop(first.await.unwrap().unwrap());
+
+    let nobody = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let service = nobody.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "3");
+
+    let careful = Locks::new(MemoryBackend::new()).replication(Replication::Require(1)).wait(Duration::ZERO);
+    let closed = Locks::new(MemoryBackend::new());
+    closed.shutdown().await;
+    for locks in [careful, closed] {
+        let layer = || {
+            LockLayer::with_locks(locks.clone()).key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
+        };
+        let response = layer().layer(service_fn(slow)).oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers()["retry-after"], "1");
+        let service = layer().responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
+        let response = service.oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], "14");
+        assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    }
+}
+
+/// A handler may come to its end sooner for a request that waits, and is told of it if that is wanted.
+#[tokio::test(start_paused = true)]
+async fn a_handler_is_asked_by_the_request_that_waits() {
+    async fn patient(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
+        let is_asked = timeout(Duration::from_secs(5), lease.asked()).await.is_ok();
+        Ok(Response::new(if is_asked { "asked" } else { "in peace" }.into()))
+    }
+    for asks in [false, true] {
+        let layer = by_path().wait(Duration::from_secs(60));
+        let layer = if asks { layer.request_release() } else { layer };
+        let service = layer.layer(service_fn(patient));
+        let requests = [(); 2].map(|()| tokio::spawn(service.clone().oneshot(post("/a"))));
+        let mut ends = Vec::new();
+        for request in requests {
+            ends.push(request.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes());
+        }
+        assert_eq!(ends, [if asks { "asked" } else { "in peace" }, "in peace"]);
+    }
+}
+
+/// Who wanted more of the locks of a layer than it could be told had to make them, and got others' waits and bounds with that.
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_names_its_holders_turns_the_next_away_at_once() {
+    let backend = MemoryBackend::new();
+    let service = on(backend.clone()).holder("billing").layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    sleep(Duration::from_millis(10)).await;
+    let status = LockAdmin::new(backend).namespace("requests").inspect("/a").await.unwrap();
+    assert_eq!(status.holders.iter().map(|holder| holder.name.as_deref()).collect::<Vec<_>>(), [Some("billing")]);
+    let begun = Instant::now();
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
+}
+
+/// Two layers are as two processes.
+#[tokio::test(start_paused = true)]
+async fn a_layer_may_be_fair() {
+    for is_fair in [false, true] {
+        let backend = MemoryBackend::new();
+        let layer = || if is_fair { on(backend.clone()).fair() } else { on(backend.clone()) };
+        let first = Locks::new(backend.clone()).namespace("requests").lock("/a").await.unwrap();
+        let waits = layer().wait(Duration::from_secs(60)).layer(service_fn(quick));
+        let waits = tokio::spawn(waits.oneshot(post("/a")));
+        sleep(Duration::from_millis(10)).await;
+        first.release().await.unwrap();
+        // Who waits is told of that, and has not asked again yet.
+        let passes = layer().layer(service_fn(quick)).oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(passes, if is_fair { StatusCode::CONFLICT } else { StatusCode::OK });
+        assert_eq!(waits.await.unwrap().unwrap().status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_may_need_replicas() {
+    // Of which the memory backend has none.
+    let service = by_path().replication(Replication::Require(1)).layer(service_fn(quick));
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+}
+
+/// How many requests are at work at the moment, and the most that ever were.
+#[derive(Clone, Default)]
+struct AtWork(Arc<(AtomicUsize, AtomicUsize)>);
+
+impl AtWork {
+    async fn serve(self, request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let (now, most) = &*self.0;
+        most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        let response = slow(request).await;
+        now.fetch_sub(1, Ordering::SeqCst);
+        response
+    }
+
+    fn most(&self) -> usize {
+        self.0.1.load(Ordering::SeqCst)
+    }
+}
+
+/// A 101 has no body that could keep the lock for as long as the connection lasts.
+#[tokio::test]
+async fn an_upgraded_connection_has_the_lock_for_as_long_as_its_task_keeps_it() {
+    use axum::response::IntoResponse;
+    for keeps in [false, true] {
+        let handler = async move |view: LeaseHandle, request: axum::extract::Request| {
+            let permit = view.reenter().filter(|_| keeps);
+            tokio::spawn(async move {
+                let connection = hyper::upgrade::on(request).await.unwrap();
+                let mut connection = hyper_util::rt::TokioIo::new(connection);
+                let _ = connection.read_to_end(&mut Vec::new()).await;
+                drop(permit);
+            });
+            (StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]).into_response()
+        };
+        let permits = Semaphore::new(MemoryBackend::new(), 1).wait(Duration::ZERO);
+        let layer = LockLayer::with_semaphore(permits).lock_safe_methods(true);
+        let app = axum::Router::new().route("/", axum::routing::get(handler)).layer(layer);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let server = tokio::spawn(async move { axum::serve(listener, app).await });
+        let open = async || {
+            let mut client = TcpStream::connect(addr).await.unwrap();
+            let head = "GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n";
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut status = [0; "HTTP/1.1 101".len()];
+            client.read_exact(&mut status).await.unwrap();
+            (String::from_utf8(status.to_vec()).unwrap(), client)
+        };
+        let (status, first) = open().await;
+        assert_eq!(status, "HTTP/1.1 101");
+        let (status, second) = open().await;
+        assert_eq!(status, if keeps { "HTTP/1.1 409" } else { "HTTP/1.1 101" });
+        drop((first, second));
+        let begun = std::time::Instant::now();
+        while open().await.0 != "HTTP/1.1 101" {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the permit is not given back");
+            sleep(Duration::from_millis(10)).await;
+        }
+        server.abort();
+    }
+}
+
+/// The status of a request whose answer is read to its end, and when that was.
+async fn outcome(
+    service: impl Service<Request<Full<Bytes>>, Response = Response<impl Body>, Error = Infallible>,
+    request: Request<Full<Bytes>>,
+) -> (StatusCode, Duration) {
+    let begun = Instant::now();
+    let response = service.oneshot(request).await.unwrap();
+    let status = response.status();
+    assert!(response.into_body().collect().await.is_ok());
+    (status, begun.elapsed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_semaphore_lets_so_many_through() {
+    for is_fair in [false, true] {
+        let at_work = AtWork::default();
+        let inner = at_work.clone();
+        let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::from_millis(1_500));
+        let layer = LockLayer::with_semaphore(permits);
+        let layer = if is_fair { layer.fair() } else { layer };
+        let service = layer
+            .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
+            .responder(HttpResponder::new().busy(BusyStatus::TooManyRequests))
+            .layer(service_fn(move |request| inner.clone().serve(request)));
+        let requests =
+            [post("/a"), post("/a"), post("/a"), post("/a"), post("/a"), post("/b"), request(Method::GET, "/a")];
+        let requests = requests.map(|request| tokio::spawn(outcome(service.clone(), request)));
+        let mut outcomes = Vec::new();
+        for request in requests {
+            let (status, after) = request.await.unwrap();
+            outcomes.push((status.as_u16(), after.as_millis()));
+        }
+        let two_seconds = (200, 2_000);
+        assert_eq!(outcomes[..4], [(200, 1_000), (200, 1_000), two_seconds, two_seconds]);
+        assert_eq!(outcomes[4], (429, 1_500), "it has waited for as long as it may");
+        assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a request that changes nothing");
+        assert_eq!(at_work.most(), 4);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_has_a_permit_may_ask_for_another() {
+    let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::ZERO);
+    let inner = permits.clone();
+    let service = LockLayer::with_semaphore(permits).key(|_: &Request<Full<Bytes>>| "a").detached().layer(service_fn(
+        move |request: Request<Full<Bytes>>| {
+            let permits = inner.clone();
+            async move {
+                let mine = request.extensions().get::<LeaseHandle>().unwrap().fence();
+                let other = permits.try_acquire("a").await.unwrap();
+                assert!(other.fence() > mine);
+                assert!(permits.try_acquire("a").await.unwrap_err().is_busy());
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            }
+        },
+    ));
+    assert_eq!(outcome(service.clone(), post("/")).await.0, StatusCode::OK);
+    assert_eq!(outcome(service, post("/")).await.0, StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_pass_together_and_a_writer_alone() {
+    let at_work = AtWork::default();
+    let locks = RwLocks::new(MemoryBackend::new()).wait(Duration::ZERO);
+    let layer: ByPath = LockLayer::with_rw_locks(locks).key(|request| request.uri().path().to_owned());
+    let with = |layer: &ByPath| {
+        let inner = at_work.clone();
+        layer.layer(service_fn(move |request| inner.clone().serve(request)))
+    };
+    let service = with(&layer);
+    let readers = [Method::GET, Method::HEAD, Method::GET]
+        .map(|method| tokio::spawn(outcome(service.clone(), request(method, "/a"))));
+    tokio::task::yield_now().await;
+    assert_eq!(outcome(service.clone(), post("/a")).await.0, StatusCode::CONFLICT);
+    assert_eq!(outcome(service.clone(), post("/b")).await.0, StatusCode::OK);
+    for reader in readers {
+        assert_eq!(reader.await.unwrap().0, StatusCode::OK);
+    }
+    assert_eq!(at_work.most(), 4);
+    let writer = tokio::spawn(outcome(service.clone(), post("/a")));
+    tokio::task::yield_now().await;
+    assert_eq!(outcome(service.clone(), request(Method::GET, "/a")).await.0, StatusCode::CONFLICT);
+    assert_eq!(writer.await.unwrap().0, StatusCode::OK);
+    // Unless readers are told to write. Said to be as it is by default, it stays so.
+    let whatever = layer.clone().lock_safe_methods(true).lock_safe_methods(false);
+    for (layer, status) in
+        [(layer.clone().lock_safe_methods(false), 200), (whatever, 200), (layer.clone().lock_safe_methods(true), 409)]
+    {
+        let service = with(&layer);
+        let reader = tokio::spawn(outcome(service.clone(), request(Method::GET, "/")));
+        tokio::task::yield_now().await;
+        assert_eq!(outcome(service.clone(), post("/")).await.0, StatusCode::CONFLICT);
+        assert_eq!(outcome(service, request(Method::GET, "/")).await.0, status);
+        assert_eq!(reader.await.unwrap().0, StatusCode::OK);
+    }
+}
+
+/// Clients that hung up left any number of handlers at work.
+#[tokio::test(start_paused = true)]
+async fn detached_handlers_are_bounded() {
+    let layer = by_path().detached().max_running(3);
+    let service = layer.clone().layer(service_fn(slow));
+    let status = async |path: &str| {
+        let response = service.clone().oneshot(post(path)).await.unwrap();
+        (response.status(), response.headers().contains_key("retry-after"))
+    };
+    for path in ["/a", "/b", "/c"] {
+        assert!(timeout(Duration::from_millis(10), service.clone().oneshot(post(path))).await.is_err());
+    }
+    for _ in 0..100 {
+        assert_eq!(status("/d").await, (StatusCode::SERVICE_UNAVAILABLE, true));
+    }
+    // The layer counts for all of its services, and other layers for theirs.
+    let again = layer.clone().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
+    assert_eq!(again.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let other = by_path().detached().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
+    assert_eq!(other.status(), StatusCode::OK);
+    // What needs no lock is let through.
+    let get = Request::get("/d").body(Full::default()).unwrap();
+    assert_eq!(service.clone().oneshot(get).await.unwrap().status(), StatusCode::OK);
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(status("/d").await.0, StatusCode::OK);
+    // One that is refused its lock, or gives up waiting for it, gives its place back.
+    let held = timeout(Duration::from_millis(10), service.clone().oneshot(post("/a"))).await;
+    assert!(held.is_err());
+    for _ in 0..10 {
+        assert_eq!(status("/a").await.0, StatusCode::CONFLICT);
+    }
+    sleep(Duration::from_secs(2)).await;
+    layer.shutdown().await;
+}
+
+/// Without HTTP the error says so; requests that pass without a lock count as well.
+#[tokio::test(start_paused = true)]
+async fn detached_handlers_without_a_lock_are_bounded() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let layer = LockLayer::new(store).on_store_error(OnStoreError::Allow).detached().max_running(1);
+    let wait = async |_: ()| {
+        sleep(Duration::from_secs(1)).await;
+        Ok::<_, BoxError>(())
+    };
+    let service = layer.responder(ErrorResponder).layer(service_fn(wait));
+    assert!(timeout(Duration::from_millis(10), service.clone().oneshot(())).await.is_err());
+    let error = service.clone().oneshot(()).await.unwrap_err();
+    assert!(error.is::<tollgate::lock::Full>(), "{error:?}");
+    sleep(Duration::from_secs(1)).await;
+    service.oneshot(()).await.unwrap();
+}

@@ -1,0 +1,610 @@
+//! Locks that replicas have to know of: on servers with replicas that are there, stopped, gone, or take over.
+
+use crate::support;
+
+use std::future::IntoFuture;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use support::cluster::Cluster;
+use support::processor::ProcessorMeter;
+use support::proxy::{Proxy, Traffic};
+use support::server::{RedisServer, wait_until};
+use support::shared::patient;
+use support::stores::delegate_lock;
+use tokio::task::{block_in_place, yield_now};
+use tokio::time::{sleep, timeout};
+use tollgate::lock::{
+    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, OnStoreError,
+    ReleaseOutcome, Renewal, Replicas, Replication, RwLocks, Segmented,
+};
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{ErrorResponder, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
+use tower::{Layer, ServiceExt, service_fn};
+
+const LONG: Duration = Duration::from_secs(20);
+
+async fn locks(server: &RedisServer, replicas: u32) -> Locks {
+    let backend = patient(server.url()).await;
+    Locks::new(backend)
+        .replication(Replication::Require(replicas))
+        .deadline(Duration::from_secs(1))
+        .wait(Duration::ZERO)
+}
+
+fn replica_of(primary: &RedisServer) -> RedisServer {
+    let port = primary.port().to_string();
+    RedisServer::start_with(&["--replicaof", "127.0.0.1", &port, "--repl-diskless-sync-delay", "0"])
+}
+
+fn with_replicas(count: usize) -> (RedisServer, Vec<RedisServer>) {
+    let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
+    let replicas: Vec<_> = (0..count).map(|_| replica_of(&primary)).collect();
+    primary.query::<()>("SET started 1");
+    wait_until("the replicas have all there is", || primary.is_followed_by(count));
+    (primary, replicas)
+}
+
+/// How many replicas had it, and how many it takes.
+fn shortage<T: std::fmt::Debug>(answer: Result<T, LockError>) -> (u32, u32) {
+    match answer {
+        Err(LockError::NotReplicated(error)) => (error.replicas(), error.required()),
+        answer => panic!("{answer:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_counts_once_so_many_replicas_have_it() {
+    let (primary, replicas) = with_replicas(2);
+    let (two, three) = (locks(&primary, 2).await, locks(&primary, 3).await);
+    for turn in 0..50 {
+        let lease = two.lock(turn).await.unwrap();
+        let key = format!("STRLEN tollgate:2:{{lock:default:{turn}}}:lease");
+        for replica in &replicas {
+            assert_eq!(replica.query::<u64>(&key), 8 + 34, "it was granted before the replicas had it");
+        }
+        assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+    }
+    let both = two.lock_all(["a", "b"]).await.unwrap();
+    assert_eq!(both.release().await.unwrap(), ReleaseOutcome::Released);
+    assert_eq!(shortage(three.lock("a").await), (2, 3));
+    assert_eq!(shortage(three.lock_all(["d", "e"]).await), (2, 3));
+    // What was granted is given back, and is waited for like anything else.
+    let both = two.lock_all(["a", "d", "e"]).wait(LONG).await.unwrap();
+    // A lock that is held is busy, however many know of it.
+    assert!(three.lock("a").await.is_err_and(|error| error.is_busy()));
+    drop(both);
+    for locks in [two, three] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    let fair = locks(&primary, 3).await.fair();
+    assert_eq!(shortage(fair.lock("c").wait(Duration::from_millis(300)).await), (2, 3));
+    let backend = patient(primary.url()).await;
+    let pages = RwLocks::new(backend).replication(Replication::Require(2)).deadline(Duration::from_secs(1));
+    drop((pages.read("a").await.unwrap(), pages.read("a").await.unwrap()));
+    timeout(LONG, pages.shutdown()).await.expect("nothing is left");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() {
+    let (primary, replicas) = with_replicas(1);
+    let locks = locks(&primary, 1).await;
+    replicas[0].pause();
+    let begun = Instant::now();
+    assert_eq!(shortage(locks.lock("a").await), (0, 1));
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    // Whoever waits tries again, and others of this process stand in line behind.
+    let waiter = tokio::spawn(locks.lock("a").wait(LONG).into_future());
+    sleep(Duration::from_millis(1_200)).await;
+    assert!(!waiter.is_finished());
+    // Those who do not ask for replicas do not wait for them.
+    let plain = patient(primary.url()).await;
+    let plain = Locks::new(plain).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    drop(plain.lock("b").await.unwrap());
+    replicas[0].resume();
+    drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_that_replicas_do_not_have_does_not_make_a_lease_longer() {
+    let (primary, replicas) = with_replicas(1);
+    let ttl = Duration::from_secs(3);
+    let locks = locks(&primary, 1).await.ttl(ttl).deadline(Duration::from_millis(300));
+    let lease = locks.lock("a").await.unwrap();
+    replicas[0].pause();
+    let begun = Instant::now();
+    while lease.state() != LeaseState::Suspended {
+        assert!(begun.elapsed() < ttl && lease.state() != LeaseState::Lost, "{lease:?}");
+        sleep(Duration::from_millis(10)).await;
+    }
+    replicas[0].resume();
+    let begun = Instant::now();
+    while lease.state() != LeaseState::Held {
+        assert!(begun.elapsed() < ttl, "it does not recover");
+        sleep(Duration::from_millis(10)).await;
+    }
+    replicas[0].pause();
+    let stopped = Instant::now();
+    assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
+    // Only what was renewed after the replica had stopped, a third of the lease later, would last for as long as that.
+    assert!(stopped.elapsed() < ttl * 5 / 4, "a renewal counted that the replica did not have");
+    replicas[0].resume();
+}
+
+/// Each of them waited for replicas behind the others on the same connection, and most for longer than they may: a store that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_who_ask_at_the_same_time_are_told_that_there_are_too_few_replicas() {
+    let primary = RedisServer::start();
+    let locks = locks(&primary, 1).await;
+    let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
+    for asked in asking {
+        assert_eq!(shortage(asked.await.unwrap()), (0, 1));
+    }
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_who_ask_at_the_same_time_are_granted_what_replicas_know_of() {
+    let (primary, replicas) = with_replicas(1);
+    let locks = locks(&primary, 1).await;
+    let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
+    for (key, asked) in asking.into_iter().enumerate() {
+        let lease = asked.await.unwrap().unwrap();
+        let key = format!("STRLEN tollgate:2:{{lock:default:{key}}}:lease");
+        assert_eq!(block_in_place(|| replicas[0].query::<u64>(&key)), 8 + 34);
+        drop(lease);
+    }
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+/// Their renewals came after what others had waited for in vain on the same connection, until the leases were over.
+/// What others had taken of their time was taken off that of the replicas, which were no slower than they may be.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_for_a_connection_has_as_much_time_for_replicas_as_others() {
+    let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
+    let proxy = Proxy::start(primary.port());
+    let port = proxy.port().to_string();
+    let _replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &port]);
+    primary.query::<()>("SET started 1");
+    wait_until("the replica has all there is", || primary.is_followed_by(1));
+    proxy.to_server(Traffic::Delay(Duration::from_millis(1_500)));
+    let options = RedisOptions::from_url(primary.url()).unwrap().connections(2);
+    let locks = Locks::new(options.response_timeout(LONG).connect_timeout(LONG).connect().await.unwrap())
+        .replication(Replication::Require(1))
+        .deadline(Duration::from_secs(4));
+    let mut asking = Vec::new();
+    for key in ["a", "b", "c", "d"] {
+        asking.push(tokio::spawn(locks.try_lock(key).into_future()));
+        // So that nobody meets anybody on the way.
+        sleep(Duration::from_millis(50)).await;
+    }
+    for asked in asking {
+        drop(asked.await.unwrap().unwrap());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_who_want_more_replicas_than_there_are_cost_nobody_else_a_lease() {
+    let (primary, _replicas) = with_replicas(1);
+    let one = locks(&primary, 1).await;
+    let two = one.clone().replication(Replication::Require(2));
+    let ttl = Duration::from_secs(3);
+    let lease = one.lock("held").ttl(ttl).await.unwrap();
+    let begun = Instant::now();
+    let mut asking = Vec::new();
+    while begun.elapsed() < 2 * ttl {
+        asking.push(tokio::spawn(two.try_lock(asking.len()).into_future()));
+        sleep(Duration::from_millis(50)).await;
+        assert!(lease.check().is_ok(), "{lease:?} after {:?}", begun.elapsed());
+    }
+    // Nor does it cost them a lock.
+    assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+    for asked in asking {
+        assert_eq!(shortage(asked.await.unwrap()).1, 2);
+    }
+    assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_takes_over_knows_of_the_lease() {
+    let (mut primary, replicas) = with_replicas(1);
+    let lease = locks(&primary, 1).await.ttl(LONG).lock("a").await.unwrap();
+    primary.kill();
+    replicas[0].query::<()>("REPLICAOF NO ONE");
+    let other = patient(replicas[0].url()).await;
+    let other = Locks::new(other).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    assert!(other.lock("a").await.is_err_and(|error| error.is_busy()));
+    assert!(lease.check().is_ok());
+}
+
+/// What was sent on a dead connection was waited for until the response timeout, when nobody waited for it any more, and the connection was not
+/// replaced before that: locks stood still, and leases were lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
+    let (primary, _replicas) = with_replicas(1);
+    let proxy = Proxy::start(primary.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1).response_timeout(3 * LONG);
+    let locks = Locks::new(options.connect().await.unwrap())
+        .replication(Replication::Require(1))
+        .circuit_breaker(CircuitBreaker::off());
+    let ttl = Duration::from_secs(6);
+    let patient = locks.clone().deadline(Duration::from_secs(2)).ttl(ttl);
+    let accepted = proxy.accepted();
+    let lease = patient.lock("a").ttl(Duration::from_secs(1)).await.unwrap();
+    block_in_place(|| {
+        wait_until("there is a connection for renewals beside the one for grants", || proxy.accepted() >= accepted + 2);
+    });
+    lease.release().await.unwrap();
+    let held = patient.lock("held").await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    assert!(locks.try_lock("a").await.is_err());
+    // For connections that are opened from now on.
+    proxy.heal();
+    let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
+    timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
+    let begun = Instant::now();
+    while begun.elapsed() < ttl * 3 / 2 {
+        assert!(held.check().is_ok(), "{held:?} after {:?}", begun.elapsed());
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Those who found no connection were told that too few replicas know of their lock, which was an answer of the store: the circuit stayed closed,
+/// and requests that may pass without their lock did not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_finds_no_connection_to_a_server_that_hangs_is_told_of_a_store_that_fails() {
+    let (primary, _replicas) = with_replicas(1);
+    let options = RedisOptions::from_url(primary.url()).unwrap().connections(1).response_timeout(LONG);
+    let locks = Locks::new(options.connect().await.unwrap())
+        .replication(Replication::Require(1))
+        .circuit_breaker(CircuitBreaker::off())
+        .wait(Duration::ZERO);
+    locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
+    primary.pause();
+    let locks = locks.deadline(Duration::from_secs(1));
+    let layer = LockLayer::with_locks(locks).key(|key: &u32| key.to_string());
+    let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
+    let service = layer.layer(service_fn(async |_: u32| Ok::<_, LockError>(())));
+    let mut asking = Vec::new();
+    for key in 0..30 {
+        asking.push(tokio::spawn(service.clone().oneshot(key)));
+        sleep(Duration::from_millis(20)).await;
+    }
+    for asked in asking {
+        asked.await.unwrap().unwrap();
+    }
+}
+
+/// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who
+/// stood behind.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_for_replicas_goes_on_when_the_primary_becomes_a_replica_itself() {
+    let (primary, replicas) = with_replicas(1);
+    let other = RedisServer::start();
+    let locks = locks(&primary, 1).await.deadline(LONG).wait(2 * LONG);
+    replicas[0].pause();
+    let waiters = ["one", "other"].map(|_| {
+        let waiting = locks.lock("a").into_future();
+        tokio::spawn(async move { waiting.await.unwrap().release().await.unwrap() })
+    });
+    block_in_place(|| {
+        wait_until("replicas are waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
+        primary.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", other.port()));
+        wait_until("nobody is waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
+        primary.query::<()>("REPLICAOF NO ONE");
+        replicas[0].resume();
+    });
+    for waiter in waiters {
+        assert_eq!(timeout(LONG, waiter).await.unwrap().unwrap(), ReleaseOutcome::Released);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
+    let cluster = block_in_place(Cluster::start);
+    // What replicas are waited for, where there are too few, is half of this.
+    let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(1));
+    let backend = options.connect().await.unwrap();
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    let most = block_in_place(|| {
+        let followers =
+            |index: &usize| cluster.nodes[*index].info("connected_slaves").and_then(|count| count.parse().ok());
+        cluster.primaries().iter().map(|index| followers(index).unwrap_or(0_u32)).max().unwrap_or_default()
+    });
+    assert_eq!(most, 1);
+    let one = locks.clone().replication(Replication::Require(1));
+    for turn in 0..20 {
+        let reached = |locks: Locks| async move { locks.lock(turn).await };
+        reached(one.clone()).await.unwrap().release().await.unwrap();
+        let beyond = reached(locks.clone().replication(Replication::Require(2))).await;
+        assert_eq!(shortage(beyond), (1, 2));
+    }
+
+    // The replica of one node stands still, and those of the others do not.
+    let owner = |turn: i32| {
+        let slot = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{lock:default:{turn}}}"));
+        cluster.owner(slot)
+    };
+    let owners: Vec<usize> = block_in_place(|| (0..20).map(owner).collect());
+    let struck = owners[0];
+    assert!(owners.iter().any(|owner| *owner != struck), "all locks are on one node");
+    block_in_place(|| cluster.nodes[cluster.replica_of(struck)].pause());
+    for (turn, owner) in (0..20).zip(owners) {
+        let answer = one.lock(turn).await;
+        if owner == struck {
+            assert_eq!(shortage(answer), (0, 1), "nobody knows of {turn} but the node that has it");
+        } else {
+            assert_eq!(answer.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).replication(Replication::Require(1)).wait(Duration::from_secs(1));
+    assert_eq!(shortage(locks.lock("a").await), (0, 1));
+    assert_eq!(shortage(locks.lock_all(["a", "b"]).await), (0, 1));
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    assert_eq!(backend.locks(), 0);
+    drop(locks);
+    drop(Locks::new(backend).replication(Replication::Primary).lock("a").await.unwrap());
+}
+
+/// Whoever asked for replicas got a lease from hand to hand that no replica had to know of, then or later.
+#[tokio::test(start_paused = true)]
+async fn a_lease_goes_from_hand_to_hand_only_to_those_who_ask_for_as_many_replicas() {
+    let locks = Locks::new(MemoryBackend::new()).wait(Duration::from_secs(1));
+    let careful = locks.clone().replication(Replication::Require(2));
+    let lease = locks.lock("a").await.unwrap();
+    let (first, second) = (careful.lock("a").into_future(), locks.lock("a").into_future());
+    let (first, second, ()) = tokio::join!(first, second, async {
+        sleep(Duration::from_millis(10)).await;
+        drop(lease);
+    });
+    assert_eq!(shortage(first), (0, 2));
+    drop(second.unwrap());
+}
+
+/// A store whose server is as late as Redis may be to say how many replicas know of a lease.
+struct Late {
+    inner: MemoryBackend,
+    replicas: u32,
+}
+
+impl Late {
+    async fn wait(&self, replicas: &mut Replicas) -> bool {
+        let Replicas { count, within, .. } = std::mem::take(replicas);
+        if count > 0 {
+            sleep(within + Duration::from_millis(100)).await;
+        }
+        count <= self.replicas
+    }
+}
+
+impl LockStore for Late {
+    delegate_lock!(inner: acquire_all, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        if self.wait(&mut claim.replicas).await {
+            return self.inner.acquire(lock, &claim).await;
+        }
+        Ok(Acquired::NotReplicated { replicas: self.replicas })
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        let mut renewals = renewals.to_vec();
+        for renewal in &mut renewals {
+            self.wait(&mut renewal.replicas).await;
+        }
+        self.inner.renew(&renewals).await
+    }
+}
+
+/// The answer came after the deadline now and then: a store that fails, for which a layer may let requests pass without their lock.
+#[tokio::test(start_paused = true)]
+async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
+    let locks = |replicas| {
+        let store = Late { inner: MemoryBackend::new(), replicas };
+        Locks::new(store).replication(Replication::Require(1)).wait(Duration::ZERO)
+    };
+    let alone = locks(0);
+    for _ in 0..10 {
+        // One asks, and the other one stands behind.
+        let (first, second) = tokio::join!(alone.lock("a").into_future(), alone.lock("a").into_future());
+        assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
+    }
+    let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
+    let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+    for _ in 0..10 {
+        assert!(service.clone().oneshot(()).await.is_err());
+    }
+    // Nor is a renewal given up for that.
+    let lease = locks(1).ttl(Duration::from_secs(3)).lock("a").await.unwrap();
+    for _ in 0..100 {
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(lease.state(), LeaseState::Held);
+    }
+}
+
+/// They were told of a store that fails, which it did not: a layer may let requests pass without their lock then.
+#[tokio::test(start_paused = true)]
+async fn who_stands_behind_somebody_who_waits_for_replicas_waits_for_the_answer_as_well() {
+    let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }).wait(Duration::ZERO);
+    for deadline in [100, 2_000].map(Duration::from_millis) {
+        let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
+        let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
+        let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
+        let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+        let (first, second, third, fourth) = tokio::join!(
+            careful.lock("a").into_future(),
+            plain.lock("a").into_future(),
+            plain.lock("a").wait(Duration::from_millis(10)).into_future(),
+            service.oneshot(()),
+        );
+        assert_eq!(shortage(first), (0, 1));
+        for refused in [second.unwrap_err(), third.unwrap_err()] {
+            assert!(refused.is_busy(), "{refused:?}");
+        }
+        assert!(fourth.is_err());
+        // The next one in line is no longer behind somebody who waits for replicas.
+        drop(plain.lock("a").await.unwrap());
+    }
+}
+
+/// The time that was left for the others was over before they could answer, and that was a store that fails.
+#[tokio::test(start_paused = true)]
+async fn any_segment_that_too_few_replicas_know_of_is_told_from_a_store_that_fails() {
+    let late = Late { inner: MemoryBackend::new(), replicas: 0 };
+    let locks = Locks::new(late).replication(Replication::Require(1));
+    for (key, segments) in [("some", 8), ("many", 20)] {
+        let stock = Segmented::new(&locks, key, segments);
+        for wait in [Duration::ZERO, Duration::from_secs(1)] {
+            assert_eq!(shortage(stock.any().wait(wait).await), (0, 1));
+        }
+    }
+}
+
+/// A store whose server has no replicas, and grants leases all the same.
+struct Alone {
+    inner: MemoryBackend,
+}
+
+impl LockStore for Alone {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        let count = std::mem::take(&mut claim.replicas).count;
+        Ok(match self.inner.acquire(lock, &claim).await? {
+            Acquired::Granted { .. } if count > 0 => Acquired::NotReplicated { replicas: 0 },
+            answer => answer,
+        })
+    }
+}
+
+/// A store that says of a renewal that too few replicas know of it as Redis does: of all leases at once.
+struct Short {
+    inner: MemoryBackend,
+    is_short: Arc<AtomicBool>,
+}
+
+impl LockStore for Short {
+    delegate_lock!(inner: acquire_all, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        claim.replicas = Replicas::default();
+        self.inner.acquire(lock, &claim).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        let renewed = self.inner.renew(renewals).await?;
+        if self.is_short.load(Ordering::Relaxed) && renewed.contains(&true) {
+            return Err(StoreError::unavailable("too few replicas"));
+        }
+        Ok(renewed)
+    }
+}
+
+/// What was said of it was lost with what was said of the others, for as long as too few replicas knew of those.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_taken_away_is_told_from_others_that_too_few_replicas_know_of() {
+    let backend = MemoryBackend::new();
+    let is_short = Arc::new(AtomicBool::new(true));
+    let store = Short { inner: backend.clone(), is_short: Arc::clone(&is_short) };
+    let ttl = Duration::from_secs(30);
+    let locks = Locks::new(store).replication(Replication::Require(1)).ttl(ttl);
+    let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
+    LockAdmin::new(backend).force_unlock("taken").await.unwrap();
+    let begun = tokio::time::Instant::now();
+    assert_eq!(taken.lost().await.reason(), LossReason::Taken);
+    // By the second renewal. Later ones may not meet.
+    assert!(begun.elapsed() < ttl / 3 + Duration::from_millis(60), "{:?}", begun.elapsed());
+    assert_eq!(kept.state(), LeaseState::Suspended);
+    is_short.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(kept.state(), LeaseState::Held);
+}
+
+/// It was forgotten when the next attempt was refused without the store being asked: nobody had the lock until it expired.
+#[tokio::test(start_paused = true)]
+async fn what_one_attempt_has_left_is_given_back_also_where_the_next_one_is_not_made() {
+    for is_fair in [false, true] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(Alone { inner: backend.clone() });
+        let faults = store.faults();
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(LONG);
+        let locks = Locks::new(store).circuit_breaker(breaker).wait(Duration::from_secs(2));
+        let elsewhere = Locks::new(backend).fair().wait(Duration::ZERO);
+        // A lease that too few replicas know of, or a place in the line.
+        let (waiting, held) = match is_fair {
+            false => (locks.clone().replication(Replication::Require(1)), None),
+            true => (locks.clone().fair(), Some(elsewhere.lock("a").await.unwrap())),
+        };
+        let waiter = tokio::spawn(waiting.lock("a").into_future());
+        while faults.calls(Verb::Acquire) == 0 {
+            yield_now().await;
+        }
+        faults.fail(Failure::Unavailable);
+        assert!(locks.try_lock("b").await.is_err(), "the circuit is closed");
+        faults.heal();
+        let refused = waiter.await.unwrap();
+        assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+        sleep(Duration::from_millis(50)).await;
+        if let Some(held) = held {
+            held.release().await.unwrap();
+        }
+        let free = elsewhere.lock("a").await;
+        assert!(free.is_ok(), "is fair: {is_fair}: {free:?}");
+    }
+}
+
+/// What whoever is in front asks for was told to others as if they had asked for it.
+#[tokio::test(start_paused = true)]
+async fn who_stands_behind_somebody_who_waits_for_replicas_is_told_of_those_that_they_ask_for() {
+    let locks = Locks::new(Alone { inner: MemoryBackend::new() });
+    let careful = |replicas| locks.clone().replication(Replication::Require(replicas));
+    let waiter = tokio::spawn(careful(1).lock("a").wait(Duration::from_secs(10)).into_future());
+    sleep(Duration::from_secs(1)).await;
+    for wait in [0, 500].map(Duration::from_millis) {
+        let refused = locks.lock("a").wait(wait).await.unwrap_err();
+        // For as long as it is tried in front.
+        let left = Duration::from_secs(9) - wait;
+        assert!(matches!(&refused, LockError::Busy(busy) if busy.retry_after() == left), "{refused:?}");
+        for replicas in [1, 2] {
+            assert_eq!(shortage(careful(replicas).lock("a").wait(wait / 5).await), (0, replicas));
+        }
+    }
+    assert_eq!(shortage(waiter.await.unwrap()), (0, 1));
+    drop(locks.lock("a").await.unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
+    let primary = RedisServer::start();
+    let backend = RedisBackend::connect(primary.url()).await.unwrap();
+    let locks = Locks::new(backend).replication(Replication::Require(1));
+    let meter = ProcessorMeter::start();
+    let mut answers = Vec::new();
+    for turn in 0..50 {
+        sleep(Duration::from_millis(30)).await;
+        let begun = Instant::now();
+        let answer = locks.try_lock(turn).await;
+        answers.push((begun, Instant::now(), answer));
+    }
+    let waits = meter.stop();
+    // What there is to spare for a machine that is busy is half of the deadline. Whether the server had a processor is not known: a few it may
+    // have answered too late. It was a third of them.
+    answers.retain(|(begun, ended, _)| waits.between(*begun, *ended) < Duration::from_millis(50));
+    let (told, late): (Vec<_>, Vec<_>) = answers
+        .into_iter()
+        .map(|(.., answer)| answer)
+        .partition(|answer| matches!(answer, Err(LockError::NotReplicated(_))));
+    assert!(!told.is_empty() && told.len() >= 8 * late.len(), "{late:?}");
+    assert!(told.into_iter().all(|answer| shortage(answer) == (0, 1)));
+}

@@ -1,0 +1,1523 @@
+//! What an operator reads: a line when something changes, and none per request.
+
+use crate::support;
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::{pending, ready};
+use std::io;
+use std::net::IpAddr;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
+use http::{Method, Request, Response, StatusCode};
+use http_body::Frame;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+use support::server::{RedisServer, free_port, version, wait_until};
+use tokio::sync::Barrier;
+use tokio::time::{advance, sleep, timeout};
+use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
+use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
+use tollgate::idempotency::{
+    Failed, IdempotencyHandle, Idempotent, OnDisconnect, OnStoreError, Operation, OperationError, ResponsePolicy,
+};
+use tollgate::lock::{LockKey, LockStore};
+use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
+use tollgate::responder::OutcomeUnknown;
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExtractKey, GlobalKey, IdempotencyLayer, Job, Key, Limiter,
+    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+};
+use tower::{Layer, ServiceExt, service_fn};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// Collects the messages of all events, and what they say is done then, with or without an old answer; if it is told so also which layer, operation or locks they are of.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<Message>>>, bool, Option<tracing::Level>);
+
+impl Log {
+    fn take(&self) -> Vec<Message> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    fn lines(&self) -> Vec<String> {
+        self.take().into_iter().map(|message| message.line).collect()
+    }
+}
+
+impl Subscriber for Log {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        // What is logged per request is for those who look for it.
+        *metadata.level() <= self.2.unwrap_or(tracing::Level::INFO)
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut message = Message { names_operations: self.1, ..Message::default() };
+        event.record(&mut message);
+        message.line = format!("{} {}{}", event.metadata().level(), message.line, message.operation);
+        self.0.lock().unwrap().push(message);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[derive(Default)]
+struct Message {
+    line: String,
+    then: String,
+    old_answer: String,
+    cause: String,
+    missing: String,
+    operation: String,
+    names_operations: bool,
+}
+
+impl Message {
+    fn of_a_resolver(&self) -> (&str, &str, &str) {
+        (&self.line, &self.then, &self.old_answer)
+    }
+}
+
+impl Visit for Message {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        match field.name() {
+            "message" => self.line = format!("{value:?}"),
+            "cause" => self.cause = format!("{value:?}"),
+            "missing" => self.missing = format!("{value:?}").replace('"', ""),
+            "then" => self.then = format!("{value:?}"),
+            "old_answer" => self.old_answer = format!("{value:?}"),
+            name @ ("layer" | "operation" | "locks" | "queue") if self.names_operations => {
+                self.operation += &format!(" {name}={value:?}");
+            }
+            name @ ("job" | "jobs" | "attempts" | "reason" | "error") if self.operation.starts_with(" queue=") => {
+                self.operation += &format!(" {name}={value:?}");
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A store that works or not, as it is told; about a policy with the name `firm` it always does.
+#[derive(Clone, Default)]
+struct Moody {
+    broken: Arc<AtomicBool>,
+}
+
+impl RateLimitStore for Moody {
+    async fn check(&self, policy: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        if self.broken.load(Ordering::Relaxed) && policy.name() != "firm" {
+            Err(StoreError::unavailable("connection refused"))
+        } else {
+            Ok(Decision::new([LimitStatus::new(5, 4, Duration::ZERO, Duration::from_secs(1))]))
+        }
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.check(policy, key, cost).await
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        unreachable!("nothing is given back")
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        unreachable!("a layer never blocks")
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = Moody::default();
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    // The request is its cost.
+    let service = RateLimitLayer::new(store.clone(), policy)
+        .cost(|cost: &u32| *cost)
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let ask = |cost: u32| {
+        let service = service.clone();
+        async move { drop(service.oneshot(cost).await) }
+    };
+
+    ask(1).await;
+    assert!(log.lines().is_empty());
+
+    // Now and then it fails, and a cost that can never fit does not pass for an answer of the store.
+    for turn in 0..200 {
+        store.broken.store(turn % 3 == 0, Ordering::Relaxed);
+        ask(1).await;
+        ask(1_000).await;
+        advance(Duration::from_millis(20)).await;
+    }
+    assert_eq!(log.lines(), ["WARN rate limit store fails"]);
+
+    store.broken.store(false, Ordering::Relaxed);
+    for _ in 0..3 {
+        advance(Duration::from_secs(1)).await;
+        ask(1).await;
+    }
+    assert_eq!(log.lines(), ["INFO rate limit store answers again"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_one_at_the_end() {
+    let log = Log(Arc::default(), true, None);
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(store).name("pay").scope(GlobalKey).on_store_error(OnStoreError::Allow);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    let ask = |number: usize| {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { assert_eq!(service.oneshot(request).await.unwrap().status(), StatusCode::OK) }
+    };
+    ask(0).await;
+    log.lines();
+    faults.fail(Failure::Unavailable);
+    for number in 1..20 {
+        ask(number).await;
+    }
+    let begins = r#"WARN idempotency store fails: requests are served without a record layer="pay""#;
+    let opens = r#"WARN idempotency circuit opens: the store is asked by probes only layer="pay""#;
+    let told = log.take();
+    let [fails, passes, _] = &*told else { panic!("{} lines", told.len()) };
+    assert!(!passes.cause.is_empty() && passes.cause == fails.cause, "{:?}", passes.cause);
+    assert_eq!(
+        told.iter().map(|told| &*told.line).collect::<Vec<_>>(),
+        [r#"WARN idempotency store fails layer="pay""#, begins, opens]
+    );
+    faults.heal();
+    for number in 20..23 {
+        advance(Duration::from_secs(5)).await;
+        ask(number).await;
+    }
+    let ends = r#"INFO idempotency store answers again: requests are served once layer="pay""#;
+    let closes = r#"INFO idempotency circuit closes: the store is asked again layer="pay""#;
+    assert_eq!(log.lines(), [closes, r#"INFO idempotency store answers again layer="pay""#, ends]);
+}
+
+/// Whoever names the methods knows what passes.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_protects_from_nothing_is_one_warning() {
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(GlobalKey);
+    let chosen = guard().methods([Method::POST]);
+    for (guard, is_told) in [(guard(), true), (chosen, false)] {
+        let log = Log(Arc::default(), true, None);
+        let _logging = tracing::subscriber::set_default(log.clone());
+        let ask = async |method: Method, key: Option<&str>| {
+            // One for each request, as a router may make them.
+            let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+                Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+            }));
+            let mut request = Request::builder().method(method);
+            if let Some(key) = key {
+                request = request.header("idempotency-key", key);
+            }
+            service.oneshot(request.body(Full::default()).unwrap()).await.unwrap();
+        };
+        for method in [Method::GET, Method::OPTIONS, Method::POST] {
+            ask(method, Some("k")).await;
+        }
+        ask(Method::PUT, None).await;
+        assert!(log.lines().is_empty());
+        for method in [Method::DELETE, Method::PUT, Method::DELETE] {
+            ask(method, Some("k")).await;
+        }
+        let lines = log.lines();
+        assert_eq!(lines.len(), usize::from(is_told), "{lines:?}");
+        let begins = "WARN a request with an idempotency key is served without a record";
+        assert!(lines.iter().all(|line| line.starts_with(begins) && line.ends_with(r#" layer="pay""#)), "{lines:?}");
+    }
+}
+
+/// A layer around it does that once, and it is replayed.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_a_layer_outside_knows_is_no_warning() {
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(GlobalKey);
+    let handler = service_fn(async |_: Request<FingerprintedBody<FingerprintedBody<Full<Bytes>>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    });
+    let service = guard().methods([Method::PUT]).layer(guard().layer(handler));
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let ask = async |method: Method| {
+        let request = Request::builder().method(method).header("idempotency-key", "k").body(Full::default()).unwrap();
+        service.clone().oneshot(request).await.unwrap().headers().contains_key("idempotent-replayed")
+    };
+    assert!(!ask(Method::PUT).await);
+    assert!(ask(Method::PUT).await);
+    assert!(log.lines().is_empty());
+    // Neither layer has a record of this one.
+    ask(Method::DELETE).await;
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("served without a record"), "{lines:?}");
+}
+
+/// Without a layer, too. As it comes every call asks; with a breaker those that come while the circuit is open do not.
+#[tokio::test(start_paused = true)]
+async fn a_limiter_that_leaves_its_store_alone_says_so_once() {
+    for (breaker, asked) in [(None, 20), (Some(CircuitBreaker::new().failures(3)), 3)] {
+        let log = Log::default();
+        let _logging = tracing::subscriber::set_default(log.clone());
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let limiter = Limiter::new(store, Policy::new("api", Quota::per_minute(100).fixed_window()));
+        let limiter = breaker.map_or(limiter.clone(), |breaker| limiter.circuit_breaker(breaker));
+        faults.fail(Failure::Unavailable);
+        for _ in 0..20 {
+            assert!(limiter.check("alice").await.unwrap_err().is_unavailable());
+        }
+        assert_eq!(faults.calls(Verb::Check), asked);
+        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        let begins = ["WARN rate limit store fails", opens];
+        assert_eq!(log.lines(), begins[..1 + usize::from(breaker.is_some())]);
+        faults.heal();
+        for _ in 0..2 {
+            sleep(Duration::from_secs(1)).await;
+            // What memory knows at once asks nobody.
+            let _ = limiter.peek("alice").await.unwrap();
+        }
+        let ends = ["INFO rate limit circuit closes: the store is asked again", "INFO rate limit store answers again"];
+        assert_eq!(log.lines(), ends[usize::from(breaker.is_none())..]);
+    }
+}
+
+/// Nothing is done without the store, so the lines do not say what would be.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_for_a_shadow_alone_is_told_apart() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = Moody::default();
+    let policy = |name: &str| Policy::new(name, Quota::per_minute(5).fixed_window());
+    let service = RateLimitLayer::new(store.clone(), policy("firm"))
+        .and(policy("trial").shadow(), GlobalKey)
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    store.broken.store(true, Ordering::Relaxed);
+    for request in 0..20 {
+        service.clone().oneshot(request).await.unwrap();
+    }
+    let told = log.take();
+    let lines: Vec<&str> = told.iter().map(|message| &*message.line).collect();
+    let begins = "WARN rate limit store fails about policies on trial: they count nothing";
+    let opens = "WARN rate limit circuit of policies on trial opens: the store is asked about them by probes only";
+    assert_eq!(lines, [begins, opens]);
+    assert_eq!((&*told[0].cause, &*told[0].then), ("connection refused", ""));
+
+    store.broken.store(false, Ordering::Relaxed);
+    for request in 0..3 {
+        advance(Duration::from_secs(1)).await;
+        service.clone().oneshot(request).await.unwrap();
+    }
+    let closes = "INFO rate limit circuit of policies on trial closes: the store is asked about them again";
+    assert_eq!(log.lines(), [closes, "INFO rate limit store answers again about policies on trial"]);
+}
+
+/// Nothing was begun, so there is nothing to be sorry for; and a store that is down is not asked to take back what it never gave.
+#[tokio::test(start_paused = true)]
+async fn operations_that_could_not_be_begun_are_no_line_each() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(store).scope(GlobalKey);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    let ask = |number: usize| {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { service.oneshot(request).await.unwrap().status() }
+    };
+    faults.fail(Failure::Timeout);
+    for number in 0..600 {
+        assert_eq!(ask(number).await, StatusCode::SERVICE_UNAVAILABLE);
+        sleep(Duration::from_millis(200)).await;
+    }
+    let opens = "WARN idempotency circuit opens: the store is asked by probes only";
+    assert_eq!(log.lines(), ["WARN idempotency store fails", opens]);
+    let (begins, releases) = (faults.calls(Verb::Begin), faults.calls(Verb::Release));
+    assert!(releases <= begins, "{releases} attempts to give back what nobody has been given in {begins}");
+    faults.heal();
+    assert_eq!(ask(600).await, StatusCode::OK);
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(ask(601).await, StatusCode::OK);
+    let closes = "INFO idempotency circuit closes: the store is asked again";
+    assert_eq!(log.lines(), [closes, "INFO idempotency store answers again"]);
+}
+
+/// One call in three fails for a while, so that no circuit opens.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = LockLayer::new(store.clone()).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let locked = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let guard = IdempotencyLayer::new(store).scope(GlobalKey).on_store_error(OnStoreError::Allow);
+    let guarded = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    for number in 0..300 {
+        if number % 3 == 0 {
+            faults.fail(Failure::Unavailable);
+        }
+        locked.clone().oneshot(()).await.unwrap();
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        guarded.clone().oneshot(request).await.unwrap();
+        faults.heal();
+        sleep(Duration::from_millis(20)).await;
+    }
+    let mut lines = log.lines();
+    lines.sort_unstable();
+    let expected = [
+        "WARN idempotency store fails",
+        "WARN idempotency store fails: requests are served without a record",
+        "WARN lock store fails",
+        "WARN lock store fails: requests pass without a lock",
+    ];
+    assert_eq!(lines, expected);
+}
+
+/// It happened that the line said no more than that a store fails.
+/// It was ignored without a word.
+#[tokio::test(start_paused = true)]
+async fn a_circuit_breaker_that_comes_too_late_is_told() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let locks = Locks::new(FaultStore::new(MemoryBackend::new())).circuit_breaker(CircuitBreaker::off());
+    drop(locks.clone().circuit_breaker(CircuitBreaker::new()).lock("a").await.unwrap());
+    log.take();
+    drop(locks.circuit_breaker(CircuitBreaker::new()));
+    let expected = "WARN a circuit breaker of locks is ignored: it comes after the first lock was asked for";
+    assert_eq!(log.lines(), [expected]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn why_requests_pass_without_a_lock_is_told() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = LockLayer::new(store).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    service.oneshot(()).await.unwrap();
+    let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    let cause = "a fault that the test asked for";
+    let expected = ["WARN lock store fails", "WARN lock store fails: requests pass without a lock"]
+        .map(|line| (line.into(), cause.into()));
+    assert_eq!(told, expected);
+}
+
+/// Who is woken for requests without a lock wants to know whether those are payments.
+#[tokio::test(start_paused = true)]
+async fn lines_of_an_outage_say_which_locks_they_are_of() {
+    let log = Log(Arc::default(), true, None);
+    let store = FaultStore::new(MemoryBackend::new());
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(1));
+    let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).responder(ErrorResponder);
+    let inner = service_fn(async |_: ()| Ok::<_, BoxError>(()));
+    let payments = layer("payments").layer(inner);
+    let reports = layer("reports").on_store_error(tollgate::lock::OnStoreError::Allow).layer(inner);
+    store.faults().fail(Failure::Unavailable);
+    assert!(payments.clone().oneshot(()).await.is_err());
+    assert!(reports.clone().oneshot(()).await.is_ok());
+    let opens = "WARN lock circuit opens: the store is asked by probes only";
+    let begins = [
+        "WARN lock store fails locks=\"payments\"".to_owned(),
+        format!("{opens} locks=\"payments\""),
+        "WARN lock store fails locks=\"reports\"".to_owned(),
+        format!("{opens} locks=\"reports\""),
+        "WARN lock store fails: requests pass without a lock locks=\"reports\"".to_owned(),
+    ];
+    assert_eq!(log.lines(), begins);
+
+    store.faults().heal();
+    sleep(Duration::from_secs(3)).await;
+    assert!(payments.oneshot(()).await.is_ok() && reports.clone().oneshot(()).await.is_ok());
+    let ends: Vec<_> = log.lines().into_iter().filter(|line| line.contains("answers again")).collect();
+    let expected = [
+        "INFO lock store answers again locks=\"payments\"",
+        "INFO lock store answers again locks=\"reports\"",
+        "INFO lock store answers again: requests need their lock locks=\"reports\"",
+    ];
+    assert_eq!(ends, expected);
+}
+
+/// The answers are lost, and the marks that there were some are kept.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_has_no_room_for_answers_is_one_line() {
+    let log = Log(Arc::default(), true, None);
+    let backend = MemoryBackend::with_capacity(20);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(backend).name("pay").scope(GlobalKey);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::from(vec![b'x'; 15_000])))
+    }));
+    let ask = async |number: usize| {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes().len(), 15_000);
+    };
+    for number in 0..10 {
+        ask(number).await;
+        sleep(Duration::from_millis(100)).await;
+    }
+    let lines =
+        [r#"WARN idempotency store fails layer="pay""#, r#"WARN there is no room to keep an answer layer="pay""#];
+    assert_eq!(log.lines(), lines);
+    sleep(Duration::from_secs(86_400)).await;
+    ask(10).await;
+    let lines = [
+        r#"INFO idempotency store answers again layer="pay""#,
+        r#"INFO there is room to keep answers again layer="pay""#,
+    ];
+    assert_eq!(log.lines(), lines);
+}
+
+/// The story of operations of unknown outcome that nobody could find, since their lines did not say which they were.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = IdempotencyLayer::new(store)
+        .name("payments")
+        .scope(|_: &Request<Full<Bytes>>| Some("alice"))
+        .max_runtime(Duration::from_secs(60));
+    let failing = faults.clone();
+    let named = Arc::new(Mutex::new(Vec::new()));
+    let names = Arc::clone(&named);
+    let service = guard.layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+        let operation = request.extensions().get::<IdempotencyHandle>().unwrap().operation().to_string();
+        names.lock().unwrap().push(operation);
+        let (failing, path) = (failing.clone(), request.uri().path().to_owned());
+        async move {
+            match path.as_str() {
+                "/never" => pending().await,
+                _ => failing.fail(Failure::Unavailable),
+            }
+            Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let ask = |path: &str| {
+        let request = Request::post(path).header("idempotency-key", "k").body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { service.oneshot(request).await.unwrap().status() }
+    };
+    assert_eq!(ask("/never").await, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(ask("/late").await, StatusCode::OK);
+    guard.wait_idle().await;
+    let named = std::mem::take(&mut *named.lock().unwrap());
+    assert_eq!(named.len(), 2);
+    assert!(named[0].contains("alice") && named[0].ends_with(":k"), "{named:?}");
+    let lines: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    for (line, operation, cause) in [
+        ("a handler was cancelled: its outcome is unknown when its lease has ended", &named[0], ""),
+        (
+            "an operation could not be settled in time: its outcome is unknown",
+            &named[1],
+            "a fault that the test asked for",
+        ),
+    ] {
+        let line = (format!("WARN {line} layer=\"payments\" operation={operation}"), cause.to_owned());
+        assert!(lines.contains(&line), "{line:?} is not one of {lines:#?}");
+    }
+}
+
+/// The story of a payment that might have been made, and of a line that did not say why.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_work_whose_outcome_is_unknown_says_what_it_has_failed_with() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let payouts = Idempotent::new(MemoryBackend::new(), "payouts").keep(ResponsePolicy::All);
+    let timeout = io::Error::other(Failed::outcome_unknown("timed out"));
+    let errors: [(BoxError, &str); 3] = [
+        (Failed::outcome_unknown("bank timeout").into(), "bank timeout"),
+        (OperationError::Failed(timeout.into()).into(), "what came of the operation is not known: timed out"),
+        ("no money".into(), ""),
+    ];
+    for (number, (error, cause)) in errors.into_iter().enumerate() {
+        let operation = Operation::new("alice", number.to_string());
+        assert!(payouts.run(operation, "", async |_| Err::<&str, _>(error)).await.is_err());
+        let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+        let line = "WARN an operation has failed: its outcome is unknown when its lease has ended";
+        assert_eq!(told, [(line.to_owned(), cause.to_owned())]);
+    }
+}
+
+/// Each of them is one line, however it has come about.
+#[tokio::test(start_paused = true)]
+async fn a_line_names_whatever_was_left_half_way() {
+    const LEFT: &str = "an operation was left: its outcome is unknown when its lease has ended";
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(MemoryBackend::new())
+        .scope(GlobalKey)
+        .max_body(3)
+        .keep(ResponsePolicy::All)
+        .on_disconnect(OnDisconnect::Cancel);
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, Infallible>>>| {
+        let (parts, body) = request.into_parts();
+        match parts.uri.path() {
+            "/fails" => return Err(BoxError::from("no money")),
+            "/panics" => panic!("no money at all"),
+            "/gone" => pending().await,
+            _ => drop(body.collect().await),
+        }
+        let mut response = Response::new(Full::<Bytes>::default());
+        response.extensions_mut().insert(OutcomeUnknown);
+        Ok(response)
+    }));
+    let ask = |path: &str, body: &'static str| {
+        // How long it is comes out when it is read.
+        let body = futures_util::stream::iter([Ok(Frame::data(Bytes::from(body)))]);
+        let request = Request::post(path).header("idempotency-key", "k");
+        service.clone().oneshot(request.body(BodyExt::boxed(StreamBody::new(body))).unwrap())
+    };
+    let line = |path: &str| format!("WARN {LEFT} layer=\"idempotency\" operation=!everyone,POST,{path}:k");
+    assert!(ask("/fails", "").await.is_err());
+    assert_eq!(log.lines(), [line("/fails")]);
+    assert!(AssertUnwindSafe(ask("/panics", "")).catch_unwind().await.is_err());
+    assert_eq!(log.lines(), [line("/panics")]);
+    assert!(timeout(Duration::from_secs(1), ask("/gone", "")).await.is_err());
+    assert_eq!(log.lines(), [line("/gone")]);
+    assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(log.lines(), [line("/large")]);
+    assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
+    let says_so = "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
+    assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
+
+    let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
+    let run = payouts.run(Operation::new("alice", "k"), "", async |_| pending::<Result<&str, BoxError>>().await);
+    assert!(timeout(Duration::from_secs(1), run).await.is_err());
+    assert_eq!(log.lines(), [format!("WARN {LEFT} layer=\"payouts\" operation=payouts,alice:k")]);
+    let run = payouts.clone().max_runtime(Duration::from_secs(1));
+    let run = run.run(Operation::new("alice", "l"), "", async |_| pending::<Result<&str, BoxError>>().await);
+    assert!(matches!(run.await, Err(OperationError::Cancelled)));
+    let lines = log.lines();
+    assert!(matches!(lines.as_slice(), [line] if line.contains("an operation was cancelled")), "{lines:?}");
+}
+
+/// Clients break off all the time: in lines that are all alike whoever looks for a crash would not find it.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_a_request_that_broke_off_says_so() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(MemoryBackend::new()).name("uploads").scope(GlobalKey).keep(ResponsePolicy::All);
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, io::Error>>>| {
+        let mut response = Response::new(Full::<Bytes>::default());
+        if request.into_body().collect().await.is_err() {
+            *response.status_mut() = StatusCode::BAD_REQUEST;
+        }
+        Ok::<_, BoxError>(response)
+    }));
+    let frames = [Ok(Frame::data(Bytes::from("hun"))), Err(io::Error::other("the connection is gone"))];
+    let body = BodyExt::boxed(StreamBody::new(futures_util::stream::iter(frames)));
+    let request = Request::post("/").header("idempotency-key", "k").body(body).unwrap();
+    assert_eq!(service.oneshot(request).await.unwrap().status(), StatusCode::BAD_REQUEST);
+    let line = "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended";
+    assert_eq!(log.lines(), [format!("WARN {line} layer=\"uploads\" operation=!everyone,POST,/:k")]);
+}
+
+/// As many as can be told to the store at a time once it is back are told, and one more is not.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_lost_for_lack_of_room_is_named() {
+    const ROOM: usize = 4_096;
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let payouts = Idempotent::new(store, "payouts");
+    let all_have_begun = Barrier::new(ROOM + 1);
+    let runs = (0..=ROOM).map(|number| {
+        let (faults, all_have_begun) = (&faults, &all_have_begun);
+        payouts.run(Operation::new("alice", number.to_string()), "", async move |_| {
+            all_have_begun.wait().await;
+            faults.fail(Failure::Unavailable);
+            Ok::<_, BoxError>("paid")
+        })
+    });
+    for paid in join_all(runs).await {
+        assert_eq!(paid.unwrap().answer(), b"paid");
+    }
+    faults.heal();
+    payouts.wait_idle().await;
+    let lost = "WARN an operation cannot be settled in the background: its outcome is unknown layer=\"payouts\" ";
+    let lines = log.lines();
+    assert_eq!(lines.iter().filter(|line| line.starts_with(lost)).count(), 1, "{lines:#?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let plans = PolicyResolver::new({
+        let policy = policy.clone();
+        move |key: Key| ready(if key.as_str() == "nobody" { Err("no such customer") } else { Ok(policy.clone()) })
+    });
+    let service = RateLimitLayer::new(Moody::default(), policy)
+        .key(|customer: &&'static str| *customer)
+        .resolver(plans.time_to_live(Duration::from_millis(1)))
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
+    let ask = |customer: &'static str| {
+        let service = service.clone();
+        async move { service.oneshot(customer).await.unwrap() }
+    };
+    ask("alice").await;
+    assert!(log.lines().is_empty());
+    // Somebody has a key that nobody knows, and tries it at most twice a minute.
+    for turn in 0..400 {
+        if turn % 30 == 0 {
+            ask("nobody").await;
+        }
+        ask("alice").await;
+        advance(Duration::from_secs(1)).await;
+    }
+    let messages = log.take();
+    let messages: Vec<_> = messages.iter().map(Message::of_a_resolver).collect();
+    assert_eq!(messages, [("WARN rate limit resolver fails", "Local", "false")]);
+    for _ in 0..60 {
+        advance(Duration::from_secs(1)).await;
+        ask("alice").await;
+    }
+    assert_eq!(log.lines(), ["INFO rate limit resolver answers again"]);
+}
+
+/// It told of the request that failed first, which was taken for the whole outage.
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_behind_old_answers_is_a_line_that_tells_of_the_others() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let hangs = Arc::new(AtomicBool::new(false));
+    let plans = PolicyResolver::new({
+        let (policy, hangs) = (policy.clone(), Arc::clone(&hangs));
+        move |_| {
+            let (policy, hangs) = (policy.clone(), hangs.load(Ordering::Relaxed));
+            async move { if hangs { pending().await } else { Ok::<_, BoxError>(policy) } }
+        }
+    });
+    let service = RateLimitLayer::new(Moody::default(), policy)
+        .key(|customer: &&'static str| *customer)
+        .resolver(plans)
+        .on_store_error(tollgate::OnStoreError::Deny)
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
+    let ask = async |customer: &'static str| service.clone().oneshot(customer).await.is_ok();
+    assert!(ask("alice").await);
+    hangs.store(true, Ordering::Relaxed);
+    for _ in 0..3 {
+        advance(Duration::from_secs(61)).await;
+        assert!(ask("alice").await && !ask("bob").await);
+    }
+    let messages = log.take();
+    let messages: Vec<_> = messages.iter().map(Message::of_a_resolver).collect();
+    assert_eq!(messages, [("WARN rate limit resolver fails", "Deny", "true")]);
+    hangs.store(false, Ordering::Relaxed);
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(61)).await;
+        assert!(ask("alice").await);
+    }
+    assert_eq!(log.lines(), ["INFO rate limit resolver answers again"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let service = RateLimitLayer::new(store.clone(), policy)
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let locks = Locks::new(store.clone());
+    let jobs = DelayQueue::<u8>::new(store.clone(), "mail");
+    let ask = async |times: usize| {
+        for _ in 0..times {
+            drop(service.clone().oneshot(()).await);
+        }
+        log.lines()
+    };
+    let take = async |times: usize| {
+        for _ in 0..times {
+            drop(locks.try_lock("alice").await);
+        }
+        log.lines()
+    };
+    let push = async |times: usize| {
+        for _ in 0..times {
+            drop(jobs.push(1).await);
+        }
+        log.lines()
+    };
+    assert!(ask(1).await.is_empty() && take(1).await.is_empty() && push(1).await.is_empty());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for _ in 0..2 {
+        store.faults().fail(Failure::Unavailable);
+        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        assert_eq!(ask(4).await, ["WARN rate limit store fails"]);
+        assert_eq!(ask(100).await, [opens]);
+        let opens = "WARN lock circuit opens: the store is asked by probes only";
+        assert_eq!(take(100).await, ["WARN lock store fails", opens]);
+        let opens = "WARN delay queue circuit opens: the store is asked by probes only";
+        assert_eq!(push(100).await, ["WARN delay queue store fails", opens]);
+        advance(Duration::from_secs(2)).await;
+        let probed = [ask(3).await, take(3).await, push(3).await].concat();
+        assert!(probed.is_empty(), "a probe that fails changes nothing: {probed:?}");
+
+        store.faults().heal();
+        // What need not be waited for may have been answered by something else.
+        store.faults().delay(Duration::from_millis(1));
+        advance(Duration::from_secs(2)).await;
+        let closes = "INFO rate limit circuit closes: the store is asked again";
+        assert_eq!(ask(3).await, [closes, "INFO rate limit store answers again"]);
+        let closes = "INFO lock circuit closes: the store is asked again";
+        assert_eq!(take(3).await, [closes, "INFO lock store answers again"]);
+        let closes = "INFO delay queue circuit closes: the store is asked again";
+        assert_eq!(push(3).await, [closes, "INFO delay queue store answers again"]);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_peer_address_that_nobody_fills_in_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for _ in 0..3 {
+        assert_eq!(peer_ip().extract_key(&http::Request::new(())), None);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("into_make_service_with_connect_info"), "{lines:?}");
+}
+
+#[test]
+fn a_proxy_in_front_of_peer_ip_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let ask = |peer: &str, header: &str| {
+        let peer = PeerAddr((peer.parse::<IpAddr>().unwrap(), 4711).into());
+        let request = http::Request::builder().extension(peer).header(header, "203.0.113.7").body(());
+        assert!(peer_ip().extract_key(&request.unwrap()).is_some());
+    };
+    ask("192.0.2.1", "x-forwarded-for");
+    ask("2001:db8::1", "forwarded");
+    ask("10.0.0.1", "x-api-key");
+    assert!(log.lines().is_empty(), "anybody can send the header over the internet");
+    for (peer, header) in [("::ffff:10.0.0.1", "forwarded"), ("10.0.0.1", "x-forwarded-for"), ("::1", "forwarded")] {
+        ask(peer, header);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("`ClientIp::trusting`"), "{lines:?}");
+}
+
+#[test]
+fn a_client_without_peer_address_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let by_ip = proxied();
+    for _ in 0..3 {
+        assert_eq!(by_ip.client_ip(&http::Request::new(())), None);
+        assert_eq!(by_ip.clone().extract_key(&http::Request::new(())), None);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp finds no address"), "{lines:?}");
+}
+
+#[test]
+fn a_forgotten_proxy_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for by_ip in [ClientIp::peer(), proxied(), proxied().single_header("x-real-ip")] {
+        ask(&by_ip, "192.0.2.1", &[]);
+        ask(&by_ip, "192.0.2.1", &[("x-api-key", "k1")]);
+        assert!(log.lines().is_empty(), "nobody forwards anything");
+        for header in ["x-forwarded-for", "forwarded", "x-real-ip"] {
+            ask(&by_ip, "192.0.2.1", &[(header, "203.0.113.7")]);
+            ask(&by_ip.clone(), "192.0.2.2", &[(header, "203.0.113.7")]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("not a trusted proxy"), "{lines:?}");
+    }
+}
+
+#[test]
+fn trust_in_every_address_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let trusting = |nets: &[&str]| ClientIp::trusting(nets.iter().map(|net| net.parse().unwrap()));
+    for nets in [&["0.0.0.0/0"][..], &["10.0.0.0/8", "::/0"], &["::ffff:0.0.0.0/96"], &["0.0.0.0/1", "128.0.0.0/1"]] {
+        let by_ip = trusting(nets);
+        ask(&by_ip.clone(), "203.0.113.7", &[]);
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp trusts every address"), "{nets:?}: {lines:?}");
+    }
+    let some = trusting(&["0.0.0.0/1", "::/1", "10.0.0.0/8"]);
+    let client = http::Request::builder().extension(PeerAddr(([203, 0, 113, 7], 4711).into())).body(()).unwrap();
+    assert!(some.within(["0.0.0.0/0".parse().unwrap()])(&client));
+    assert!(log.lines().is_empty(), "these are as they should be");
+}
+
+#[test]
+fn a_private_client_behind_a_proxy_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for client in
+        ["192.168.0.1", "127.0.0.1", "169.254.0.1", "100.64.0.1", "::1", "fd00::1", "fe80::1", "::ffff:172.16.0.1"]
+    {
+        let by_ip = proxied();
+        for quiet in ["203.0.113.7", "2001:db8::7", "10.0.0.2", "203.0.113.7, 10.0.0.2"] {
+            ask(&by_ip, "10.0.0.1", &[("x-forwarded-for", quiet)]);
+        }
+        ask(&by_ip, "10.0.0.1", &[]);
+        ask(&by_ip, "192.168.0.1", &[]);
+        assert!(log.lines().is_empty(), "these are as they should be");
+        for _ in 0..3 {
+            ask(&by_ip, "10.0.0.1", &[("x-forwarded-for", client)]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("private address"), "{client}: {lines:?}");
+    }
+}
+
+#[test]
+fn a_proxy_that_writes_another_header_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let (list, element) = (("x-forwarded-for", "203.0.113.7"), ("forwarded", "for=203.0.113.7"));
+    let by_forwarded = proxied().header(ForwardingHeader::Forwarded);
+    for (by_ip, read, other) in [(proxied(), list, element), (by_forwarded, element, list)] {
+        ask(&by_ip, "10.0.0.1", &[]);
+        ask(&by_ip, "10.0.0.1", &[read]);
+        ask(&by_ip, "10.0.0.1", &[read, other]);
+        assert!(log.lines().is_empty(), "these are as they should be");
+        for _ in 0..3 {
+            ask(&by_ip, "10.0.0.1", &[other]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("another header"), "{lines:?}");
+    }
+}
+
+#[tokio::test]
+async fn counting_in_memory_is_said_once_to_be_local() {
+    let log = Log(Arc::default(), false, Some(tracing::Level::DEBUG));
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let local = |level| {
+        [format!(
+            "{level} tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only"
+        )]
+    };
+    let backend = tollgate::connect("memory:").await.unwrap();
+    assert_eq!(log.lines(), local("INFO"));
+    drop((Locks::new(backend.clone()), DelayQueue::<String>::new(backend, "mails")));
+    assert!(log.lines().is_empty());
+    for backend in [MemoryBackend::new, MemoryBackend::default, || MemoryBackend::with_capacity(10)] {
+        drop(backend());
+        assert_eq!(log.lines(), local("DEBUG"));
+    }
+}
+
+fn proxied() -> ClientIp {
+    ClientIp::trusting(["10.0.0.0/8".parse().unwrap()])
+}
+
+fn ask(by_ip: &ClientIp, peer: &str, headers: &[(&str, &str)]) {
+    let mut request = http::Request::builder().extension(PeerAddr((peer.parse::<IpAddr>().unwrap(), 4711).into()));
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    by_ip.client_ip(&request.body(()).unwrap());
+}
+
+/// All clients of the proxy had one quota, without a line in the log.
+#[tokio::test(start_paused = true)]
+async fn an_unreadable_client_address_is_one_warning_a_minute() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for (by_ip, header, value) in [
+        (proxied(), "x-forwarded-for", "6.6.6.6, unknown"),
+        (proxied().header(ForwardingHeader::Forwarded), "forwarded", "for=unknown"),
+        (proxied().single_header("x-real-ip"), "x-real-ip", "203.0.113.7 and more"),
+        (ClientIp::trusting_hops(2), "x-forwarded-for", "unknown"),
+    ] {
+        for _ in 0..2 {
+            for _ in 0..100 {
+                ask(&by_ip, "10.0.0.1", &[(header, value)]);
+                ask(&by_ip.clone(), "10.0.0.2", &[(header, value)]);
+            }
+            advance(Duration::from_millis(59_999)).await;
+            ask(&by_ip, "10.0.0.1", &[(header, value)]);
+            let lines = log.lines();
+            assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp cannot read the address"), "{lines:?}");
+            advance(Duration::from_millis(1)).await;
+        }
+    }
+    ask(&proxied(), "192.0.2.1", &[("x-forwarded-for", "unknown")]);
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("not a trusted proxy"), "it is not read: {lines:?}");
+}
+
+/// A path that is spelled wrong switches its limit off, and nothing said so.
+#[tokio::test(start_paused = true)]
+async fn rules_that_match_nothing_are_one_warning() {
+    use tollgate::config::{Rules, RulesLayer};
+    let rules = |quota: u32| {
+        Rules::from_toml(&format!(
+            r#"
+            policies.a.limits = [{{ quota = {quota}, per = "1s", algorithm = "fixed_window" }}]
+            rules = [
+                {{ path = "/api/{{*rest}}", policy = "a", key = "global" }},
+                {{ path = "/health", unlimited = true }},
+                {{ path = "/v1/login", methods = ["POST", "PUT"], policy = "a", key = "global" }},
+                {{ path = "/m%65", policy = "a", key = "global" }},
+            ]
+            "#
+        ))
+        .unwrap()
+    };
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = RulesLayer::new(MemoryBackend::new(), rules(1_000_000));
+    let service = layer.layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))));
+    let ask = async |paths: &[&str]| {
+        // More than one in so many looks at the clock.
+        for path in paths.iter().cycle().take(300) {
+            let _ = service.clone().oneshot(Request::get(*path).body(()).unwrap()).await;
+        }
+    };
+    let paths = ["/api/x", "/health", "/login", "/me"];
+    ask(&paths).await;
+    advance(Rules::UNMATCHED_AFTER - Duration::from_secs(1)).await;
+    ask(&paths).await;
+    assert!(log.lines().is_empty(), "they have had no time yet");
+    advance(Duration::from_secs(1)).await;
+    for lines in [1, 0] {
+        ask(&paths).await;
+        let found = log.lines();
+        assert_eq!(found.len(), lines, "{found:?}");
+        assert!(found.iter().all(|line| line.starts_with("WARN no request has matched these rules")), "{found:?}");
+    }
+    layer.handle().reload(rules(2_000_000));
+    assert_eq!(log.lines(), ["INFO the rules were changed"]);
+    ask(&paths).await;
+    service.clone().oneshot(Request::post("/v1/login").body(()).unwrap()).await.unwrap();
+    advance(Rules::UNMATCHED_AFTER).await;
+    ask(&paths).await;
+    assert!(log.lines().is_empty(), "each has matched since the rules were changed");
+}
+
+#[tokio::test]
+async fn rules_say_what_is_wrong_with_them_once() {
+    use tollgate::config::Rules;
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.toml");
+    let limit = r#"limits = [{ quota = 1, per = "1s", algorithm = "fixed_window" }]"#;
+    let rule = "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"everyone\"";
+    let good = format!("[policies.a]\n{limit}\n[policies.b]\n{limit}\n{rule}\n");
+    let handle = Rules::from_toml(&good).unwrap().handle();
+    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+    // All clients of a proxy would share one quota where this was meant.
+    let trusting = format!("{good}[client_ip]\ntrusted = [\"10.0.0.0/8\"]\n");
+    Rules::from_toml(&trusting.replace("\"everyone\"", "\"peer_ip\"")).unwrap();
+    assert_eq!(
+        log.lines()[1..],
+        ["WARN no rule has the key `client_ip`, so nothing depends on the proxies that are named"]
+    );
+    Rules::from_toml(&trusting.replace("\"everyone\"", "[{ header = \"x-api-key\" }, \"client_ip\"]")).unwrap();
+    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+    Rules::from_toml(&good.replace("\"everyone\"", "{ header = \"Authorization\" }")).unwrap();
+    assert!(log.lines()[1].starts_with("WARN a rule has the header `authorization` as a key"));
+
+    let write = |text: &str| {
+        std::fs::write(folder.path().join("fresh"), text).unwrap();
+        std::fs::rename(folder.path().join("fresh"), &file).unwrap();
+    };
+    // Until the mistake was found, and many a look longer.
+    let found = async |what: &str| {
+        while handle.last_error().is_none_or(|error| !error.message().contains(what)) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    write("rules = [");
+    let _watch = handle.watch_every(Duration::from_millis(2), &file);
+    found("unclosed").await;
+    let place = format!("{}:1:", file.display());
+    let lines = log.lines();
+    assert_eq!(lines.len(), 1, "once, however often it is looked at: {lines:?}");
+    assert!(lines[0].starts_with("ERROR the rules stay as they are: ") && lines[0].contains(&place), "{lines:?}");
+
+    write("rules = 7");
+    found("invalid type").await;
+    assert_eq!(log.lines().len(), 1, "another mistake is another line");
+}
+
+#[tokio::test]
+async fn a_server_that_may_evict_our_keys_is_one_line() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let policy = |policy: &'static str| ["--maxmemory-policy", policy];
+    for evicting in ["allkeys-lru", "volatile-ttl"] {
+        let server = RedisServer::start_with(&[&policy(evicting)[..], &["--maxmemory", "100mb"]].concat());
+        let _backend = tollgate::connect(server.url()).await.unwrap();
+        let lines = log.lines();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].starts_with("WARN redis may evict keys") && lines[0].contains("noeviction"), "{lines:?}");
+    }
+    for harmless in [&policy("allkeys-lru")[..], &["--maxmemory", "100mb", "--maxmemory-policy", "noeviction"]] {
+        let server = RedisServer::start_with(harmless);
+        let _backend = tollgate::connect(server.url()).await.unwrap();
+        assert_eq!(log.lines(), Vec::<String>::new());
+    }
+}
+
+#[tokio::test]
+async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let server = RedisServer::start();
+    server.query::<()>("ACL SETUSER mute on >secret ~tollgate:2:* &* +@all -subscribe");
+    let backend = RedisBackend::connect(server.url().replace("://", "://mute:secret@")).await.unwrap();
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
+    let holder = Locks::new(RedisBackend::connect(server.url()).await.unwrap()).deadline(Duration::from_secs(2));
+    for key in ["a", "b", "a"] {
+        let _lease = holder.lock(key).await.unwrap();
+        assert!(locks.lock(key).wait(Duration::from_millis(500)).await.is_err());
+    }
+    let lines = log.take();
+    assert_eq!(lines.len(), 1, "{:?}", lines.iter().map(|message| &message.line).collect::<Vec<_>>());
+    assert!(lines[0].line.starts_with("WARN the redis user may not listen for those who wait"), "{}", lines[0].line);
+    assert_eq!(lines[0].missing, "+subscribe");
+    for how_often in ["workers of queues look every five seconds", "all others once a second"] {
+        assert!(lines[0].line.contains(how_often), "{}", lines[0].line);
+    }
+}
+
+/// Nothing was said of a process that heard of nothing any more.
+#[tokio::test]
+async fn subscriptions_that_fail_are_one_line_and_one_when_they_work() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let recorder = DebuggingRecorder::new();
+    let _counts = metrics::set_default_local_recorder(&recorder);
+    let mut server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    server.kill();
+    sleep(Duration::from_secs(1)).await;
+    server.restart();
+    let begun = tokio::time::Instant::now();
+    let mut lines = Vec::new();
+    while !lines.iter().any(|line: &String| line.contains("subscribed to redis again")) {
+        assert!(begun.elapsed() < Duration::from_secs(10), "{lines:?}");
+        sleep(Duration::from_millis(20)).await;
+        lines.extend(log.lines().into_iter().filter(|line| line.contains("subscribe")));
+    }
+    assert_eq!(
+        lines,
+        ["WARN cannot subscribe to redis; waiters and workers poll meanwhile", "INFO subscribed to redis again"]
+    );
+    let counters = recorder.snapshotter().snapshot().into_vec();
+    let failures =
+        counters.iter().find(|(key, ..)| key.key().name() == "tollgate_redis_subscription_failures_total").unwrap();
+    assert!(matches!(failures.3, DebugValue::Counter(1..)), "{:?}", failures.3);
+}
+
+/// The process connected again a hundred times a second, and the log had nothing of it.
+#[tokio::test]
+async fn connection_that_always_ends_at_once_is_one_line() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let mut ended = 0;
+    for _ in 0..1_000 {
+        ended += server.query::<u32>("CLIENT KILL TYPE pubsub");
+        sleep(Duration::from_millis(3)).await;
+    }
+    assert!((2..25).contains(&ended), "{ended} connections");
+    let lines = || log.lines().into_iter().filter(|line| line.contains("subscribe")).collect::<Vec<_>>();
+    assert_eq!(lines(), ["WARN cannot subscribe to redis; waiters and workers poll meanwhile"]);
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(lines(), ["INFO subscribed to redis again"]);
+}
+
+/// Twenty times a second it was tried again, without a line or a count.
+#[tokio::test]
+async fn node_that_refuses_its_own_channels_is_one_line() {
+    // Without channels of slots before.
+    if version() < (7, 0) {
+        return;
+    }
+    let args = "--cluster-enabled yes --cluster-config-file nodes.conf --cluster-announce-ip 127.0.0.1 \
+                --cluster-allow-pubsubshard-when-down no";
+    let node = RedisServer::start_with(&args.split_whitespace().collect::<Vec<_>>());
+    node.query::<()>("CLUSTER ADDSLOTSRANGE 0 16383");
+    wait_until("the node serves", || node.text("CLUSTER INFO").contains("cluster_state:ok"));
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let url = node.url().replace("redis:", "redis+cluster:");
+    let backend = RedisBackend::connect(url).await.unwrap();
+    node.query::<()>("CLUSTER DELSLOTS 0");
+    wait_until("the node refuses", || node.text("CLUSTER INFO").contains("cluster_state:fail"));
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let begun = node.text("INFO stats");
+    sleep(Duration::from_secs(4)).await;
+    let errors = |stats: &str| {
+        let field = stats.lines().find_map(|line| line.strip_prefix("total_error_replies:"));
+        field.unwrap().trim().parse::<u32>().unwrap()
+    };
+    let refused = errors(&node.text("INFO stats")) - errors(&begun);
+    assert!((3..20).contains(&refused), "{refused} refusals");
+    let lines: Vec<_> = log.lines().into_iter().filter(|line| line.contains("subscribe")).collect();
+    assert_eq!(
+        lines,
+        ["WARN cannot subscribe to redis, the node of the slot refuses; waiters and workers poll meanwhile"]
+    );
+    node.query::<()>("CLUSTER ADDSLOTS 0");
+    let listeners = || node.query::<(String, u32)>("PUBSUB SHARDNUMSUB tollgate:2:{lock:default:a}:free").1;
+    let is_heard = async {
+        while listeners() == 0 {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(Duration::from_secs(10), is_heard).await.unwrap();
+}
+
+/// Each look for the map was a line for each of the nodes, twenty times a second.
+#[tokio::test]
+async fn a_cluster_that_is_down_is_a_few_lines() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let nodes: Vec<_> = (0..3).map(|_| format!("127.0.0.1:{}", free_port())).collect();
+    let options = RedisOptions::from_url(format!("redis+cluster://{}/", nodes.join(","))).unwrap();
+    let _backend = options.tolerate_outage(true).connect().await.unwrap();
+    sleep(Duration::from_secs(2)).await;
+    let lines = log.lines();
+    // Each node when it is tried at the start and when it is tried again, and that there is an outage.
+    assert!((1..=7).contains(&lines.len()), "{} lines: {:?}", lines.len(), &lines[..lines.len().min(10)]);
+}
+
+/// Collects the spans of one name, with their fields.
+#[derive(Clone)]
+struct Spans {
+    name: &'static str,
+    seen: Arc<Mutex<Vec<String>>>,
+}
+
+impl Spans {
+    fn called(name: &'static str) -> Self {
+        Self { name, seen: Arc::default() }
+    }
+}
+
+struct Fields(String);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0 += &format!(" {}={value:?}", field.name());
+    }
+}
+
+impl Subscriber for Spans {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_span() && metadata.name() == self.name
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut fields = Fields(span.metadata().name().to_owned());
+        span.record(&mut fields);
+        let mut spans = self.seen.lock().unwrap();
+        spans.push(fields.0);
+        Id::from_u64(spans.len() as u64)
+    }
+
+    fn record(&self, span: &Id, values: &Record<'_>) {
+        let mut fields = Fields(String::new());
+        values.record(&mut fields);
+        self.seen.lock().unwrap()[span.into_u64() as usize - 1] += &fields.0;
+    }
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
+    let spans = Spans::called("job");
+    let _guard = tracing::subscriber::set_default(spans.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    queue.push(1).id("welcome:42").header("traceparent", parent).await.unwrap();
+    let service = service_fn(async |job: Job<u32>| if job.attempt() == 1 { Err("not today") } else { Ok(()) });
+    let worker = DelayQueueWorker::new(queue, service);
+    worker.run_until(tokio::time::sleep(Duration::from_secs(60))).await.unwrap();
+    let links = "link.trace_id=\"4bf92f3577b34da6a3ce929d0e0e4736\" link.span_id=\"00f067aa0ba902b7\"";
+    let expected = [1, 2].map(|attempt| format!("job queue=\"mail\" id=welcome:42 attempt={attempt} {links}"));
+    assert_eq!(*spans.seen.lock().unwrap(), expected);
+}
+
+/// What a call has taken along that hangs until the end is as lost as what waits for one.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let queue = DelayQueue::<u32>::new(store, "mail");
+    queue.push(1).await.unwrap();
+    let service = service_fn(async |_: Job<u32>| {
+        sleep(Duration::from_secs(2)).await;
+        Ok::<_, BoxError>(())
+    });
+    let worker = DelayQueueWorker::new(queue, service);
+    let shut_down = async {
+        sleep(Duration::from_secs(1)).await;
+        faults.hang();
+    };
+    worker.run_until(shut_down).await.unwrap();
+    let expected = [
+        "WARN the store fails: the worker asks again until it works",
+        "WARN what jobs have come to could not be noted",
+    ];
+    assert_eq!(log.lines(), expected);
+}
+
+/// A job that fails for good: half of these say so, and the others have no attempt left.
+fn failing(queue: DelayQueue<u32>) -> impl Future<Output = ()> {
+    let service = service_fn(async |job: Job<u32>| {
+        let error: BoxError =
+            if (*job).is_multiple_of(2) { Outcome::dead("no such address").into() } else { "not today".into() };
+        Err::<(), _>(error)
+    });
+    let worker = DelayQueueWorker::new(queue, service);
+    async { worker.run_until(sleep(Duration::from_secs(1))).await.unwrap() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn job_that_dies_is_one_warning() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let (backend, second) = (MemoryBackend::new(), Duration::from_secs(1));
+    let queue = DelayQueue::<u32>::new(backend.clone(), "mail");
+    queue.push(0).id("a").await.unwrap();
+    queue.push(1).id("b").max_attempts(1).await.unwrap();
+    failing(queue.clone()).await;
+    let dead = "WARN a job is dead: it will not be tried again";
+    let expected = [
+        format!(r#"{dead} queue=mail job=a attempts=1 reason=Refused error="no such address""#),
+        format!(r#"{dead} queue=mail job=b attempts=1 reason=Failed error="not today""#),
+    ];
+    assert_eq!(log.lines(), expected);
+    // One that cannot be read, and one whose worker has died.
+    let texts = DelayQueue::<String>::new(backend, "mail");
+    texts.push("not a number".to_owned()).id("c").await.unwrap();
+    failing(queue.clone()).await;
+    let lines = log.lines();
+    assert!(
+        lines[0].starts_with(&format!("{dead} queue=mail job=c attempts=1 reason=Undecodable error=")),
+        "{lines:?}"
+    );
+    assert_eq!(lines.len(), 1);
+    queue.push(2).id("d").max_attempts(1).await.unwrap();
+    let service = || service_fn(|_: Job<u32>| pending::<Result<(), BoxError>>());
+    let doomed = DelayQueueWorker::new(queue.clone(), service()).lease(second);
+    timeout(second / 2, doomed.run()).await.unwrap_err();
+    sleep(second).await;
+    failing(queue).await;
+    let ended = "WARN leases have ended without a word of their workers queue=mail jobs=1";
+    let expected =
+        format!(r#"{dead} queue=mail job=d attempts=1 reason=LeaseExpired error="its last lease has ended""#);
+    assert_eq!(log.lines(), [ended.to_owned(), expected]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn flood_of_deaths_is_summed_up() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    let pushed = queue.push_all((0..1_000).map(|i| queue.push(i).max_attempts(1))).await;
+    assert!(pushed.iter().all(Result::is_ok));
+    failing(queue).await;
+    let lines = log.lines();
+    assert_eq!(lines.len(), 101, "{lines:?}");
+    let summary = "WARN more jobs died or were cut off than are logged in a second queue=mail jobs=900";
+    assert_eq!(lines[100], summary);
+}
+
+#[tokio::test(start_paused = true)]
+async fn job_that_a_shutdown_cuts_off_is_one_warning() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    for (number, id) in ["brief", "long"].into_iter().enumerate() {
+        queue.push(number as u32).id(id).await.unwrap();
+    }
+    let service = service_fn(async |job: Job<u32>| {
+        sleep(Duration::from_secs(2 + 1_000 * u64::from(*job))).await;
+        Ok::<_, BoxError>(())
+    });
+    let worker = DelayQueueWorker::new(queue, service).grace(Duration::from_secs(5));
+    worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
+    let line = "WARN a job is cut off: it did not end within the grace of a shutdown";
+    assert_eq!(log.lines(), [format!(r#"{line} queue=mail job=long attempts=1 reason="shutdown""#)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recurring_job_that_cannot_be_pushed_says_why() {
+    struct Never;
+    impl Codec<u8> for Never {
+        fn encode(&self, _: &u8) -> Result<Vec<u8>, BoxError> {
+            Err("a payload without a name".into())
+        }
+        fn decode(&self, _: &[u8]) -> Result<u8, BoxError> {
+            Err("never".into())
+        }
+    }
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::with_codec(MemoryBackend::new(), "mail", Never);
+    let hourly = Schedule::cron("hourly", "0 * * * *").unwrap();
+    Recurring::new(queue, hourly.clone(), |_| 7).run_until(sleep(Duration::from_secs(1))).await;
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let queue = DelayQueue::new(store, "mail");
+    Recurring::new(queue, hourly, |_| 7).run_until(sleep(Duration::from_millis(10))).await;
+    let lines: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    let expected = [
+        ("ERROR a recurring job cannot be pushed", "a payload without a name"),
+        ("WARN delay queue store fails", "a fault that the test asked for"),
+        ("WARN a recurring job could not be pushed yet", "a fault that the test asked for"),
+    ];
+    assert_eq!(lines, expected.map(|(line, cause)| (line.to_owned(), cause.to_owned())));
+}
+
+/// One process cannot know what another one has pushed.
+#[tokio::test(start_paused = true)]
+async fn a_process_that_is_late_for_a_schedule_does_not_say_that_there_are_no_jobs() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    faults.fail(Failure::Unavailable);
+    let queue = DelayQueue::new(backend, "mail");
+    let minutely = Schedule::cron("minutely", "* * * * *").unwrap();
+    let cut_off = Recurring::new(DelayQueue::new(store, "mail"), minutely.clone(), |_| 7_u8);
+    let other = Recurring::new(queue.clone(), minutely, |_| 7_u8);
+    let heal = async {
+        sleep(Duration::from_secs(3_600)).await;
+        faults.heal();
+    };
+    let end = || sleep(Duration::from_secs(3_610));
+    tokio::join!(cut_off.run_until(end()), other.run_until(end()), heal);
+    assert!(queue.counts().await.unwrap().waiting >= 60, "each time has a job");
+    let lines = log.lines();
+    let late: Vec<_> = lines.iter().filter(|line| line.contains("times of a schedule")).collect();
+    let expected =
+        "WARN this process was too late for times of a schedule: they have no job unless another process has pushed it";
+    assert_eq!(late, [expected]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_call_of_a_rate_limit_store_is_a_span_that_tells_no_key() {
+    let spans = Spans::called("rate_limit");
+    let _guard = tracing::subscriber::set_default(spans.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let per_hour = |name| Policy::new(name, Quota::per_hour(1).fixed_window());
+    let one =
+        RateLimitLayer::new(store.clone(), per_hour("api")).key(|user: &&'static str| *user).responder(ErrorResponder);
+    let several = one.clone().and(per_hour("total"), |user: &&'static str| *user);
+    let answer = service_fn(async |user: &'static str| Ok::<_, BoxError>(user));
+    // What need not be waited for has none.
+    one.layer(answer).oneshot("alice").await.unwrap();
+    assert!(spans.seen.lock().unwrap().is_empty());
+    // A yes, a no, and a failure.
+    store.faults().delay(Duration::from_millis(1));
+    several.layer(answer).oneshot("bob").await.unwrap();
+    one.layer(answer).oneshot("bob").await.unwrap_err();
+    store.faults().fail(Failure::Unavailable);
+    one.layer(answer).oneshot("carol").await.unwrap();
+    let expected = [2, 1, 1].map(|subjects| format!("rate_limit policy=\"api\" subjects={subjects}"));
+    assert_eq!(*spans.seen.lock().unwrap(), expected);
+}
+
+/// A loss that was found when a lease was given back left no line.
+#[tokio::test(start_paused = true)]
+async fn a_loss_found_at_release_is_logged_once() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store.clone());
+    let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store));
+    let lease = locks.lock("a").await.unwrap();
+    admin.force_unlock("a").await.unwrap();
+    log.take();
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Lost);
+    locks.shutdown().await;
+    assert_eq!(log.lines(), ["WARN lock lost"]);
+
+    // Nobody knows where a connection broke on the way.
+    let locks = Locks::new(locks_store.clone());
+    let lease = locks.lock("a").await.unwrap();
+    admin.force_unlock("a").await.unwrap();
+    log.take();
+    faults.fail_next(1, Failure::Unavailable);
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Uncertain);
+    assert!(log.lines().is_empty());
+
+    // Behind a layer nobody asks what became of the lease.
+    let seizing = admin.clone().namespace("requests");
+    let layer = LockLayer::new(locks_store).responder(ErrorResponder);
+    let service = layer.layer(service_fn(async |_: ()| {
+        seizing.force_unlock(Key::GLOBAL).await.unwrap();
+        Ok::<_, BoxError>(())
+    }));
+    service.clone().oneshot(()).await.unwrap();
+    layer.shutdown().await;
+    assert_eq!(log.lines(), ["WARN lock taken away from its holder", "WARN lock lost"]);
+}

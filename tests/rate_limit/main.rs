@@ -1,0 +1,13 @@
+//! Rate limits: the layer, waiting, charges, prefetched quotas and the memory backend.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+#[path = "../model/mod.rs"]
+mod model;
+
+mod accelerators;
+mod charging;
+mod memory;
+mod middleware;
+mod properties;
+mod waiting;

@@ -1,0 +1,561 @@
+//! The algorithms against their definitions (`model/mod.rs`), on a paused clock: whatever is asked, in whatever order, decisions
+//! are those of the model to the microsecond, and what they promise is so.
+
+use crate::model;
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use model::{Count, Expected, Model};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use tokio::runtime::Builder;
+use tokio::time::{Instant, advance};
+use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, RateLimitStore, Receipt};
+use tollgate::{Key, MemoryBackend, Policy, Quota};
+
+const MICROSECOND: Duration = Duration::from_micros(1);
+const MILLISECOND: Duration = Duration::from_millis(1);
+
+/// A policy, and what happens to one subject of it.
+#[derive(Clone, Debug)]
+struct Trace {
+    limits: Vec<Limit>,
+    steps: Vec<Step>,
+}
+
+#[derive(Clone, Debug)]
+struct Step {
+    // Before the step, in parts per million of the window of one of the limits.
+    pause: u64,
+    of: usize,
+    verb: Verb,
+}
+
+/// Costs and changes are in parts per thousand of the smallest capacity, rounded down; 0 stands for one unit.
+#[derive(Clone, Copy, Debug)]
+enum Verb {
+    Check(u32),
+    CheckNothing,
+    Peek(u32),
+    // Of the charge so many before.
+    GiveBack(usize, u32),
+    ChargeAnyway(u32),
+    // In parts per million of the window.
+    Block(u64),
+    Reset,
+}
+
+fn algorithms() -> impl Strategy<Value = Algorithm> {
+    use Algorithm::{FixedWindow, SlidingLog, SlidingWindow, TokenBucket};
+    prop_oneof![2 => Just(TokenBucket), 1 => Just(FixedWindow), 1 => Just(SlidingWindow), 1 => Just(SlidingLog)]
+}
+
+/// Limits that are counted exactly: up to 2^51 for the product of capacity and window.
+fn limits() -> impl Strategy<Value = Limit> {
+    let window = prop_oneof![
+        Just(Quota::MIN_WINDOW),
+        Just(Duration::from_micros(1_234_567)),
+        Just(Duration::from_secs(1)),
+        Just(Duration::from_secs(60)),
+        Just(Duration::from_micros(3_661_000_007)),
+        Just(Duration::from_secs(30 * 86_400)),
+    ];
+    let units = prop_oneof![1 => Just(1_u32), 6 => 1_u32..13, 3 => 13_u32..400];
+    // Up to twice the quota.
+    let burst = prop_oneof![3 => Just(None), 2 => (0_u32..2_001).prop_map(Some)];
+    (algorithms(), window, units, burst).prop_map(|(algorithm, window, units, burst)| {
+        let quota = Quota::new(units, window).unwrap();
+        match (algorithm, burst) {
+            (Algorithm::TokenBucket, Some(share)) => {
+                quota.burst((units * share / 1_000).max(1)).unwrap().token_bucket()
+            }
+            _ => limit(algorithm, quota),
+        }
+    })
+}
+
+fn limit(algorithm: Algorithm, quota: Quota) -> Limit {
+    match algorithm {
+        Algorithm::TokenBucket => quota.token_bucket(),
+        Algorithm::FixedWindow => quota.fixed_window(),
+        Algorithm::SlidingWindow => quota.sliding_window(),
+        _ => quota.sliding_log().unwrap(),
+    }
+}
+
+/// One limit, or several of them together.
+fn policies() -> impl Strategy<Value = Vec<Limit>> {
+    prop_oneof![1 => prop::collection::vec(limits(), 1), 1 => prop::collection::vec(limits(), 2..=4)]
+}
+
+/// Mostly as many in a window as it has units, sometimes right at its edge or beyond it.
+fn pauses() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        20 => Just(0_u64),
+        20 => 0..20_000_u64,
+        10 => 0..300_000_u64,
+        2 => 999_999..1_000_002_u64,
+        1 => 1_999_999..2_000_002_u64,
+        2 => 0..3_000_000_u64,
+    ]
+}
+
+fn costs() -> impl Strategy<Value = u32> {
+    prop_oneof![10 => Just(0_u32), 4 => 0..200_u32, 2 => 0..1_001_u32]
+}
+
+/// Only what a layer does by itself.
+fn checks() -> impl Strategy<Value = Verb> {
+    costs().prop_map(Verb::Check)
+}
+
+/// Everything there is.
+fn verbs() -> impl Strategy<Value = Verb> {
+    prop_oneof![
+        200 => checks(),
+        10 => Just(Verb::CheckNothing),
+        40 => (0..1_001_u32).prop_map(Verb::Peek),
+        40 => (0..20_usize, 0..1_001_u32).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
+        10 => (0..2_500_u32).prop_map(Verb::ChargeAnyway),
+        4 => (0..1_500_000_u64).prop_map(Verb::Block),
+        2 => Just(Verb::Reset),
+    ]
+}
+
+fn traces(verbs: impl Strategy<Value = Verb>, steps: usize) -> impl Strategy<Value = Trace> {
+    let step = (pauses(), 0..4_usize, verbs).prop_map(|(pause, of, verb)| Step { pause, of, verb });
+    (policies(), prop::collection::vec(step, 1..steps)).prop_map(|(limits, steps)| Trace { limits, steps })
+}
+
+/// Runs a property on as many values, each on a paused clock of its own.
+fn for_all<T: std::fmt::Debug>(
+    cases: u32,
+    values: impl Strategy<Value = T>,
+    property: impl AsyncFn(T) -> Result<(), TestCaseError>,
+) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&values, |value| {
+        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(property(value))
+    });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// A subject on a backend of its own.
+struct Subject {
+    backend: MemoryBackend,
+    policy: Policy,
+    key: Key,
+    epoch: Instant,
+    // What was charged and not given back.
+    charges: Vec<(Receipt, u32)>,
+}
+
+impl Subject {
+    fn new(limits: &[Limit]) -> Self {
+        let policy = Policy::new("properties", limits[0]);
+        let policy = limits[1..].iter().fold(policy, |policy, limit| policy.limit(*limit));
+        let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
+        // The clock of the backend begins a microsecond before it.
+        Self { backend, policy, key, epoch: Instant::now() - Duration::from_micros(1), charges: Vec::new() }
+    }
+
+    fn now(&self) -> u64 {
+        self.epoch.elapsed().as_micros() as u64
+    }
+
+    /// The most that can be asked for at once.
+    fn capacity(&self) -> u32 {
+        self.policy.limits().iter().map(Limit::capacity).min().unwrap()
+    }
+
+    fn units(&self, share: u32) -> u32 {
+        if share == 0 { 1 } else { (u64::from(share) * u64::from(self.capacity()) / 1_000) as u32 }
+    }
+
+    fn share_of_window(&self, of: usize, parts: u64) -> Duration {
+        let window = self.policy.limits()[of % self.policy.limits().len()].quota().window().as_micros();
+        Duration::from_micros((window * u128::from(parts) / 1_000_000) as u64)
+    }
+
+    async fn check(&mut self, cost: u32) -> Decision {
+        let decision = self.backend.check(&self.policy, &self.key, cost).await.unwrap();
+        if let Some(receipt) = decision.receipt() {
+            self.charges.push((receipt, cost));
+        }
+        decision
+    }
+
+    async fn peek(&self, cost: u32) -> Decision {
+        self.backend.peek(&self.policy, &self.key, cost).await.unwrap()
+    }
+
+    /// The charge so many before, and how much of it this is to give back: no more than is left of it.
+    fn charge_to_give_back(&mut self, before: usize, share: u32) -> Option<(Receipt, u32)> {
+        let units = self.units(share);
+        let index = self.charges.len().checked_sub(before + 1)?;
+        let (receipt, left) = &mut self.charges[index];
+        let given = units.min(*left);
+        *left -= given;
+        Some((*receipt, given))
+    }
+
+    async fn settle(&self, receipt: Receipt, change: i64) {
+        self.backend.settle(&self.policy, &self.key, receipt, change).await.unwrap();
+    }
+
+    async fn step(&mut self, step: &Step) -> Option<Decision> {
+        match step.verb {
+            Verb::Check(cost) => return Some(self.check(self.units(cost)).await),
+            Verb::CheckNothing => return Some(self.check(0).await),
+            Verb::Peek(cost) => return Some(self.peek(self.units(cost)).await),
+            Verb::GiveBack(before, share) => {
+                if let Some((receipt, units)) = self.charge_to_give_back(before, share) {
+                    self.settle(receipt, -i64::from(units)).await;
+                }
+            }
+            Verb::ChargeAnyway(share) => {
+                let units = self.units(share);
+                self.settle(Receipt::at_micros(0), units.into()).await;
+            }
+            Verb::Block(parts) => {
+                let time = self.share_of_window(step.of, parts);
+                self.backend.block(&self.policy, &self.key, time).await.unwrap();
+            }
+            Verb::Reset => {
+                self.charges.clear();
+                self.backend.reset(&self.policy, &self.key).await.unwrap();
+            }
+        }
+        None
+    }
+
+    async fn run(&mut self, steps: &[Step]) {
+        for step in steps {
+            advance(self.share_of_window(step.of, step.pause)).await;
+            self.step(step).await;
+        }
+    }
+}
+
+#[test]
+fn decisions_are_those_of_the_definitions() {
+    let steps = Cell::new(0);
+    for_all(150, traces(verbs(), 250), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        let mut model = Model::new(&subject.policy);
+        for (number, step) in trace.steps.iter().enumerate() {
+            advance(subject.share_of_window(step.of, step.pause)).await;
+            let now = subject.now();
+            let expected = match step.verb {
+                Verb::Check(cost) => Some(model.check(now, subject.units(cost))),
+                Verb::CheckNothing => Some(model.check(now, 0)),
+                Verb::Peek(cost) => Some(model.peek(now, subject.units(cost))),
+                Verb::GiveBack(before, share) => {
+                    let left = subject.charges.clone();
+                    if let Some((receipt, units)) = subject.charge_to_give_back(before, share) {
+                        model.give_back(now, left.len() - before - 1, receipt.as_micros(), units);
+                    }
+                    subject.charges = left;
+                    None
+                }
+                Verb::ChargeAnyway(share) => {
+                    model.charge_anyway(now, subject.units(share));
+                    None
+                }
+                Verb::Block(parts) => {
+                    model.block(now + subject.share_of_window(step.of, parts).as_micros() as u64);
+                    None
+                }
+                Verb::Reset => {
+                    model = Model::new(&subject.policy);
+                    None
+                }
+            };
+            let seen = subject.step(step).await;
+            // What nobody is told shows in what a question is answered then.
+            let (seen, expected) = match (seen, expected) {
+                (Some(seen), Some(expected)) => (seen, expected),
+                _ => (subject.peek(1).await, model.peek(now, 1)),
+            };
+            prop_assert_eq!(Expected::from(&seen), expected, "seen left, defined right, step {}: {:?}", number, step);
+            for (limit, status) in trace.limits.iter().zip(seen.limits()) {
+                prop_assert_eq!(status.capacity(), limit.capacity());
+            }
+            steps.set(steps.get() + 1);
+        }
+        Ok(())
+    });
+    assert!(steps.get() >= 10_000, "{} steps are too few to say anything", steps.get());
+}
+
+#[test]
+fn a_denial_leaves_no_trace() {
+    for_all(60, traces(verbs(), 200), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        // What would have been if nobody had asked in vain.
+        let mut quiet = Subject::new(&trace.limits);
+        for (number, step) in trace.steps.iter().enumerate() {
+            advance(subject.share_of_window(step.of, step.pause)).await;
+            // Whoever asks for too much is denied for sure.
+            let too_much = subject.peek(0).await.remaining().unwrap() + 1;
+            if too_much <= subject.capacity() {
+                prop_assert!(!subject.check(too_much).await.is_allowed());
+            }
+            let decision = subject.step(step).await;
+            let changes = match (step.verb, &decision) {
+                (Verb::Peek(_) | Verb::CheckNothing, _) => false,
+                (_, Some(decision)) => decision.is_allowed(),
+                (_, None) => true,
+            };
+            if changes {
+                prop_assert_eq!(&quiet.step(step).await, &decision);
+            }
+            let (seen, expected) = (subject.peek(1).await, quiet.peek(1).await);
+            prop_assert_eq!(seen, expected, "asked in vain left, never asked right, step {}: {:?}", number, step);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_given_back_was_there_before() {
+    for_all(100, traces(verbs(), 120), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        let left = |decision: &Decision| decision.limits().iter().map(LimitStatus::remaining).collect::<Vec<_>>();
+        // All that was ever charged, and once more for those who do not keep to what the docs ask of them.
+        let charges = subject.charges.clone();
+        for (receipt, units) in charges.iter().chain(&charges) {
+            let before = left(&subject.peek(0).await);
+            subject.settle(*receipt, -i64::from(*units)).await;
+            let after = left(&subject.peek(0).await);
+            for ((before, after), limit) in before.iter().zip(&after).zip(&trace.limits) {
+                prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
+            }
+        }
+        // Nobody gets more at once than there is, whatever was given back.
+        let mut admitted = 0;
+        while subject.check(1).await.is_allowed() {
+            admitted += 1;
+            prop_assert!(admitted <= subject.capacity());
+        }
+        // And for who is not known there is nothing to give back.
+        subject.backend.reset(&subject.policy, &subject.key).await.unwrap();
+        subject.settle(Receipt::at_micros(subject.now()), -1).await;
+        prop_assert!(subject.backend.is_empty());
+        Ok(())
+    });
+}
+
+#[test]
+fn what_is_charged_and_given_back_at_once_was_never_charged() {
+    for_all(60, traces(verbs(), 120), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        let before = subject.peek(1).await;
+        let cost = before.remaining().unwrap_or(0);
+        if let Some(receipt) = subject.check(cost).await.receipt() {
+            subject.settle(receipt, -i64::from(cost)).await;
+            prop_assert_eq!(subject.peek(1).await, before);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn waiting_as_told_is_enough_and_a_microsecond_less_is_not() {
+    let waits = Cell::new(0);
+    let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u32, 12));
+    for_all(120, asked, async |(trace, costs): (Trace, Vec<u32>)| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        for cost in costs {
+            let cost = subject.units(cost).max(1);
+            let Some(wait) = subject.check(cost).await.retry_after() else { continue };
+            prop_assert!(!wait.is_zero());
+            let mut waited = Duration::ZERO;
+            let half = Duration::from_micros(wait.as_micros() as u64 / 2);
+            for early in [half, wait.saturating_sub(MILLISECOND), wait - MICROSECOND] {
+                advance(early.saturating_sub(waited)).await;
+                waited = waited.max(early);
+                let decision = subject.check(cost).await;
+                prop_assert!(!decision.is_allowed(), "{:?} of {:?} was enough: {:?}", waited, wait, decision);
+                prop_assert_eq!(decision.retry_after().unwrap() + waited, wait);
+            }
+            // Behind a block the limits have their say.
+            let blocked = subject.peek(cost).await.outcome() == Outcome::Blocked;
+            advance(wait - waited).await;
+            let decision = subject.check(cost).await;
+            prop_assert!(decision.is_allowed() || blocked, "{:?} was not enough: {:?}", wait, decision);
+            waits.set(waits.get() + 1);
+        }
+        Ok(())
+    });
+    assert!(waits.get() >= 300, "{} waits are too few to say anything", waits.get());
+}
+
+#[test]
+fn what_remains_is_what_can_be_charged_at_once() {
+    for_all(150, traces(verbs(), 60), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        subject.backend.block(&subject.policy, &subject.key, Duration::ZERO).await.unwrap();
+        let left = subject.peek(1).await.limits().iter().map(LimitStatus::remaining).min().unwrap();
+        prop_assert_eq!(subject.peek(0).await.remaining(), Some(left));
+        if left < subject.capacity() {
+            prop_assert!(!subject.check(left + 1).await.is_allowed());
+        }
+        let decision = subject.check(left).await;
+        prop_assert!(decision.is_allowed());
+        prop_assert_eq!(decision.remaining(), Some(0));
+        prop_assert!(!subject.check(1).await.is_allowed());
+        Ok(())
+    });
+}
+
+#[test]
+fn more_becomes_available_when_it_was_said_to() {
+    for_all(150, traces(verbs(), 60), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        // Each limit in turn, since each has its own time.
+        for index in 0..trace.limits.len() {
+            let before = subject.peek(0).await.limits()[index];
+            let reset = before.reset_after();
+            prop_assert_eq!(reset.is_zero(), before.remaining() == before.capacity());
+            if reset.is_zero() {
+                continue;
+            }
+            advance(reset - MICROSECOND).await;
+            prop_assert_eq!(subject.peek(0).await.limits()[index].remaining(), before.remaining());
+            advance(MICROSECOND).await;
+            prop_assert!(subject.peek(0).await.limits()[index].remaining() > before.remaining());
+        }
+        Ok(())
+    });
+}
+
+/// The most that the docs let pass in a span of `length` us, both ends included.
+fn worst_case(limit: Limit, length: u64) -> u64 {
+    let (quota, window) = (u64::from(limit.quota().limit()), limit.quota().window().as_micros() as u64);
+    let windows = length / window + 1;
+    match limit.algorithm() {
+        Algorithm::TokenBucket => {
+            u64::from(limit.capacity()) + (u128::from(quota) * u128::from(length) / u128::from(window)) as u64
+        }
+        // The end of one window, and every window that can begin in the span.
+        Algorithm::FixedWindow => quota * (windows + 1),
+        Algorithm::SlidingWindow if windows == 1 => 2 * quota - 1,
+        Algorithm::SlidingWindow => quota * (windows + 1),
+        _ => quota * windows,
+    }
+}
+
+#[test]
+fn no_span_sees_more_than_the_worst_case() {
+    let admitted_in_total = Cell::new(0);
+    for_all(120, traces(checks(), 300), async |trace: Trace| {
+        let mut subject = Subject::new(&trace.limits);
+        subject.run(&trace.steps).await;
+        let charges: Vec<_> = subject.charges.iter().map(|(at, units)| (at.as_micros(), u64::from(*units))).collect();
+        admitted_in_total.set(admitted_in_total.get() + charges.len());
+        for (first, (start, _)) in charges.iter().enumerate() {
+            let mut admitted = 0;
+            for (end, units) in &charges[first..] {
+                admitted += units;
+                for limit in &trace.limits {
+                    let most = worst_case(*limit, end - start);
+                    prop_assert!(admitted <= most, "{} in {} us of {:?}", admitted, end - start, limit);
+                }
+            }
+        }
+        Ok(())
+    });
+    assert!(admitted_in_total.get() >= 3_000, "only {} were admitted", admitted_in_total.get());
+}
+
+/// What the docs of the token bucket and of the fixed window say can happen does happen: the property above is not idle.
+#[tokio::test(start_paused = true)]
+async fn the_worst_cases_can_be_reached() {
+    let quota = Quota::per_minute(10);
+    for (limit, most) in [(quota.token_bucket(), 19), (quota.fixed_window(), 20), (quota.sliding_window(), 18)] {
+        let mut subject = Subject::new(&[limit]);
+        // The window opens long before the crowd comes.
+        let early = u32::from(limit.algorithm() != Algorithm::TokenBucket);
+        let _ = subject.check(early).await;
+        advance(Duration::from_secs(60) - MICROSECOND).await;
+        let (start, mut admitted) = (Instant::now(), early * u32::from(limit.algorithm() == Algorithm::FixedWindow));
+        while start.elapsed() < Duration::from_secs(60) {
+            if subject.check(1).await.is_allowed() {
+                admitted += 1;
+            } else {
+                advance(MILLISECOND).await;
+            }
+        }
+        assert_eq!(admitted, most, "{limit:?}");
+    }
+}
+
+/// Shares are rounded up, so who spreads requests evenly may lose one a window, and never more.
+#[tokio::test(start_paused = true)]
+async fn whoever_spreads_requests_evenly_gets_the_quota_of_a_sliding_window_less_one() {
+    for quota in [1, 2, 3, 7, 10, 60, 100] {
+        let window = Duration::from_secs(60);
+        let mut subject = Subject::new(&[Quota::new(quota, window).unwrap().sliding_window()]);
+        for number in 0..20 {
+            let mut admitted = 0;
+            for _ in 0..quota {
+                admitted += u32::from(subject.check(1).await.is_allowed());
+                advance(Duration::from_micros(60_000_000_u64.div_ceil(quota.into()))).await;
+            }
+            assert!((quota - 1..=quota).contains(&admitted), "{admitted} of {quota} in window {number}");
+        }
+    }
+}
+
+/// Numbers of any size, where the docs allow rounding.
+fn huge_limits() -> impl Strategy<Value = Limit> {
+    let longest = Quota::MAX_WINDOW.as_micros() as u64;
+    let window = prop_oneof![
+        1 => Just(longest),
+        2 => 10_000..longest,
+        2 => 10_000..86_400_000_000_u64,
+    ];
+    let units = prop_oneof![1 => Just(u32::MAX), 4 => 1_000_000..u32::MAX, 1 => 1..u32::MAX];
+    let algorithm = prop_oneof![Just(Algorithm::TokenBucket), Just(Algorithm::SlidingWindow)];
+    (algorithm, window, units).prop_map(|(algorithm, window, units)| {
+        limit(algorithm, Quota::new(units, Duration::from_micros(window)).unwrap())
+    })
+}
+
+#[test]
+fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
+    let steps = prop::collection::vec((pauses(), 0..1_001_u32), 1..60);
+    for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u32)>)| {
+        let mut subject = Subject::new(&[limit]);
+        let mut count = Count::new(limit);
+        let capacity = u64::from(limit.capacity());
+        for (pause, cost) in steps {
+            advance(subject.share_of_window(0, pause)).await;
+            let (now, cost) = (subject.now(), subject.units(cost));
+            let decision = subject.check(cost).await;
+            let used = count.used_at(now);
+            let fits = |used: u64| used + u64::from(cost) <= capacity;
+            if decision.is_allowed() {
+                prop_assert!(fits(*used.start()), "{} of {} fitted into {:?}", cost, capacity, used);
+                count.charge(now, cost.into());
+            } else {
+                prop_assert!(!fits(*used.end()), "{} of {} did not fit into {:?}", cost, capacity, used);
+                let wait = decision.retry_after().unwrap().as_micros() as u64;
+                let least = count.wait(now, |used| fits(*used.start()));
+                let most = count.wait(now, |used| fits(*used.end()));
+                prop_assert!((least..=most).contains(&wait), "{} is not from {} to {}", wait, least, most);
+            }
+            let (used, seen) = (count.used_at(now), capacity - u64::from(decision.remaining().unwrap()));
+            prop_assert!(used.contains(&seen), "{} is not in {:?}: {:?}", seen, used, limit);
+        }
+        Ok(())
+    });
+}

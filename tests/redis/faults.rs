@@ -1,0 +1,539 @@
+//! Redis on bad days, under load: flushed, killed, restarted, stopped, and with its clients cut off.
+
+use crate::support;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bb8_redis::RedisConnectionManager;
+use futures_util::future::join_all;
+use support::load::{self, Load};
+use support::processor::{ProcessorMeter, Waits};
+use support::proxy::{Proxy, Traffic};
+use support::server::{RedisServer, wait_until};
+use tokio::sync::{Mutex, MutexGuard};
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{sleep, timeout};
+use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore};
+use tollgate::{
+    BoxError, DelayQueue, ErrorResponder, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer,
+    RedisBackend, RedisOptions, StoreError,
+};
+use tower::{Layer, ServiceExt, service_fn};
+
+const DEADLINE: Duration = Duration::from_millis(100);
+/// What a busy machine may add to a deadline before it counts as missed.
+const SLACK: Duration = Duration::from_millis(50);
+/// A call that has waited for a processor for so long may fail for that: it is not evidence against anybody.
+const STARVED: Duration = Duration::from_millis(30);
+/// The deadline of a call of which another thing is to be shown.
+const LONG: Duration = Duration::from_secs(5);
+/// How soon everything has to work again.
+const RECOVERY: Duration = Duration::from_secs(1);
+
+/// Lets the tests of this file run one after the other: they judge by the clock, and would slow each other down.
+async fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::const_new(());
+    TURN.lock().await
+}
+
+fn policy() -> Policy {
+    Policy::new("faults", Quota::per_hour(100_000_000).fixed_window())
+}
+
+async fn backend(server: &RedisServer) -> RedisBackend {
+    RedisBackend::connect(server.url()).await.expect("the server lets us in")
+}
+
+/// What came of a call: nothing, or a failure.
+type Call = load::Call<Option<StoreError>>;
+
+/// Callers that ask without a pause.
+fn start_load(callers: u32, backend: &RedisBackend, deadline: Duration) -> Load<Option<StoreError>> {
+    let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
+    // A failure can come at once, and then the next would, too: leave the processor to the server.
+    let pause = |failure: &Option<StoreError>| Duration::from_millis(failure.is_some().into());
+    Load::start(callers, pause, move |caller| {
+        let limiter = limiter.clone();
+        async move { limiter.check(caller).await.err() }
+    })
+}
+
+/// No call took longer than its deadline, but for the time that it waited for a processor, as most of so many callers do.
+fn all_in_time<T>(calls: &[load::Call<T>], waits: &Waits, deadline: Duration) {
+    let limit = deadline + SLACK;
+    let waited = |call: &load::Call<T>| waits.between(call.begun, call.ended());
+    let is_late = |call: &&load::Call<T>| call.took > limit && call.took.saturating_sub(waited(call)) > limit;
+    let slowest = calls.iter().filter(is_late).max_by_key(|call| call.took);
+    let told = slowest.map(|call| (call.took, waited(call)));
+    assert!(told.is_none(), "a call took the first of these times, and waited for the second of it: {told:?}");
+}
+
+/// None of these failed, but for those that had no processor.
+fn none_failed<'a>(calls: impl IntoIterator<Item = &'a Call>, waits: &Waits) {
+    let fed = calls.into_iter().filter(|call| waits.between(call.begun, call.ended()) <= STARVED);
+    let failures: Vec<_> = fed.filter_map(|call| call.outcome.as_ref()).collect();
+    assert!(failures.is_empty(), "{} failures, first {:?}", failures.len(), failures[0]);
+}
+
+/// How many calls are enough to judge by.
+const ENOUGH: usize = 1_000;
+
+/// From `RECOVERY` after `back` on, nothing failed, and there was enough to fail.
+fn recovered_since(back: Instant, calls: &[Call], waits: &Waits) {
+    let late: Vec<_> = calls.iter().filter(|call| call.begun >= back + RECOVERY).collect();
+    assert!(late.len() >= ENOUGH, "only {} calls to judge by", late.len());
+    none_failed(late, waits);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flushed_scripts_are_no_error() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let load = start_load(32, &backend(&server).await, Duration::from_secs(5));
+    let mut connection = server.connection();
+    let start = Instant::now();
+    let mut flushes = 0;
+    while start.elapsed() < Duration::from_secs(2) {
+        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query(&mut connection).unwrap();
+        flushes += 1;
+        sleep(Duration::from_millis(1)).await;
+    }
+    let calls = load.stop().await;
+    assert!(flushes > 100 && calls.len() > 1_000, "{flushes} flushes, {} calls", calls.len());
+    let failure = calls.iter().find_map(|call| call.outcome.as_ref());
+    assert!(failure.is_none(), "{failure:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restart_costs_errors_in_time_and_a_second_at_most() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    let meter = ProcessorMeter::start();
+    let load = start_load(32, &backend(&server).await, DEADLINE);
+    sleep(Duration::from_millis(500)).await;
+    let killed = Instant::now();
+    server.kill();
+    sleep(Duration::from_secs(2)).await;
+    let restarted = Instant::now();
+    server.restart();
+    let back = Instant::now();
+    sleep(RECOVERY).await;
+    load.goes_on(Duration::from_millis(700), ENOUGH).await;
+    let calls = load.stop().await;
+
+    let waits = meter.stop();
+    all_in_time(&calls, &waits, DEADLINE);
+    recovered_since(back, &calls, &waits);
+    none_failed(calls.iter().filter(|call| call.ended() < killed), &waits);
+    let down: Vec<_> = calls.iter().filter(|call| call.begun > killed + SLACK && call.ended() < restarted).collect();
+    assert!(down.len() > 100, "only {} calls while it was down", down.len());
+    for call in &down {
+        let failure = call.outcome.as_ref().expect("nobody can answer while the server is down");
+        assert!(failure.is_unavailable() || failure.is_timeout(), "{failure:?}");
+    }
+    // A server that refuses connections is known to be down, so nobody waits for the deadline.
+    let at_once = down.iter().filter(|call| call.took < DEADLINE / 2).count();
+    assert!(at_once * 10 > down.len() * 9, "{at_once} of {} failed at once", down.len());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stopped_server_holds_nobody_beyond_the_deadline() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let meter = ProcessorMeter::start();
+    let load = start_load(32, &backend(&server).await, DEADLINE);
+    // Shorter and longer than it takes to give up the connections.
+    for length in [Duration::from_millis(300), Duration::from_millis(2_500)] {
+        sleep(Duration::from_millis(300)).await;
+        server.pause();
+        sleep(length).await;
+        server.resume();
+        sleep(RECOVERY).await;
+    }
+    let back = Instant::now() - RECOVERY;
+    load.goes_on(Duration::from_millis(500), ENOUGH).await;
+    let calls = load.stop().await;
+
+    let waits = meter.stop();
+    all_in_time(&calls, &waits, DEADLINE);
+    recovered_since(back, &calls, &waits);
+    let failed = calls.iter().filter_map(|call| call.outcome.as_ref()).collect::<Vec<_>>();
+    assert!(failed.len() > 100, "only {} calls failed", failed.len());
+    assert!(failed.iter().all(|failure| failure.is_timeout() || failure.is_unavailable()));
+}
+
+/// Whoever asks the store itself has no deadline but this.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_without_a_deadline_ends_with_the_response_timeout() {
+    let _turn = alone().await;
+    // Longer than without being told.
+    const TIMEOUT: Duration = Duration::from_secs(1);
+    let server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().build(manager).await.unwrap();
+    for options in [RedisOptions::from_url(server.url()).unwrap(), RedisOptions::from_pool(pool)] {
+        let backend = options.response_timeout(TIMEOUT).connect().await.unwrap();
+        server.pause();
+        let start = Instant::now();
+        let error = backend.check(&policy(), &Key::from("alice"), 1).await.unwrap_err();
+        let took = start.elapsed();
+        server.resume();
+        assert!(error.is_timeout(), "{error:?}");
+        assert!(took >= TIMEOUT && took < TIMEOUT * 3, "{took:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cut_connection_costs_what_was_in_flight_and_no_more() {
+    let _turn = alone().await;
+    const CALLERS: u32 = 16;
+    const CUTS: usize = 20;
+    let server = RedisServer::start();
+    for connections in [1, 4] {
+        let options = RedisOptions::from_url(server.url()).unwrap().connections(connections);
+        let load = start_load(CALLERS, &options.connect().await.unwrap(), Duration::from_secs(5));
+        let mut connection = server.connection();
+        for _ in 0..CUTS {
+            sleep(Duration::from_millis(50)).await;
+            let _: u32 =
+                redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"]).query(&mut connection).unwrap();
+        }
+        let calls = load.stop().await;
+        let failures = calls.iter().filter(|call| call.outcome.is_some()).count();
+        // A caller waits for one answer at a time, so each connection that is cut costs each of them one at the most: a broken one is
+        // never handed out twice. All of them are cut at once, and whoever has failed may come to the next before that is known.
+        let most = CALLERS as usize * CUTS * connections as usize;
+        assert!(failures > 0 && failures <= most, "{failures} failures with {connections} connections");
+        assert!(calls.len() > 1_000);
+    }
+}
+
+/// With `timeout` set on the server, or a network that forgets idle connections, all but one of the calls failed where there were few: each found another
+/// connection that had been closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_were_closed_while_idle_cost_no_call() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
+    let backends = [backend(&server).await, RedisBackend::from_pool(pool.clone()).await.unwrap()];
+    let deadline = Duration::from_secs(5);
+    // Not those that are being opened at that moment, as if they were killed.
+    let close = || {
+        server.query::<()>("CONFIG SET timeout 1");
+        block_in_place(|| wait_until("the server has closed all connections", || server.clients() == 0));
+        server.query::<()>("CONFIG SET timeout 0");
+        // Until that is known here.
+        sleep(Duration::from_millis(300))
+    };
+    for backend in backends {
+        let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
+        let locks = Locks::new(backend.clone()).deadline(deadline);
+        let queue = DelayQueue::<u32>::new(backend, "idle").deadline(deadline);
+        let _ = limiter.check("alice").await.unwrap();
+        locks.try_lock("a").await.unwrap().release().await.unwrap();
+        close().await;
+        for i in 0..8 {
+            assert!(limiter.check(i).await.unwrap().is_allowed(), "call {i}");
+        }
+        close().await;
+        locks.try_lock("b").await.unwrap().release().await.unwrap();
+        close().await;
+        queue.push(0).await.unwrap();
+    }
+}
+
+/// For half a second calls were told of an attempt to connect that had failed, though the next one was overdue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failed_attempt_to_connect_speaks_for_the_next_one_and_no_longer() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
+    server.kill();
+    // One finds out that the connection is gone, another one fails to open one.
+    for _ in 0..2 {
+        let error = limiter.check("alice").await.unwrap_err();
+        assert!(error.is_unavailable(), "{error:?}");
+    }
+    server.restart();
+    sleep(Duration::from_millis(200)).await;
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+}
+
+/// It happened that calls were told of the failed attempt to replace a connection while others were alive, and only lent out
+/// for an instant.
+#[tokio::test(flavor = "multi_thread", worker_threads = 8)]
+async fn a_connection_that_cannot_be_replaced_costs_nothing_while_another_lives() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(2).connect().await.unwrap();
+    // Nobody else gets in.
+    let clients: Vec<String> = clients(&mut connection);
+    let _: () = redis::cmd("CONFIG").arg(&["SET", "maxclients", "1"]).query(&mut connection).unwrap();
+    let _: u32 = redis::cmd("CLIENT").arg(&["KILL", "ID", &clients[1]]).query(&mut connection).unwrap();
+    let load = start_load(64, &backend, Duration::from_secs(5));
+    sleep(Duration::from_secs(1)).await;
+    let calls = load.stop().await;
+    let failures = calls.iter().filter(|call| call.outcome.is_some()).count();
+    assert!(calls.len() > 1_000 && failures <= 64, "{failures} failures in {} calls", calls.len());
+}
+
+/// The ids of all clients of the server, the oldest first.
+fn clients(connection: &mut redis::Connection) -> Vec<String> {
+    let list: String = redis::cmd("CLIENT").arg("LIST").query(connection).unwrap();
+    list.lines().filter_map(|line| line.strip_prefix("id=")?.split(' ').next()).map(str::to_owned).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_demoted_primary_is_left_for_the_new_one() {
+    let _turn = alone().await;
+    let (old, new) = (RedisServer::start(), RedisServer::start());
+    // What clients connect to: an address that can be led elsewhere, as a failover does.
+    let proxy = Proxy::start(old.port());
+    let backend = RedisBackend::connect(proxy.url()).await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
+    let _ = limiter.check("alice").await.unwrap();
+    sleep(Duration::from_secs(1)).await;
+
+    proxy.lead_to(new.port());
+    let replicaof = ["127.0.0.1".to_owned(), new.port().to_string()];
+    let _: () = redis::cmd("REPLICAOF").arg(&replicaof).query(&mut old.connection()).unwrap();
+    let switched = Instant::now();
+    // Each of the connections has to find out by itself.
+    let mut failures = 0;
+    while switched.elapsed() < RECOVERY {
+        if let Err(error) = limiter.check("alice").await {
+            assert!(error.is_unavailable(), "{error:?}");
+            failures += 1;
+        }
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!((1..=4).contains(&failures), "{failures} failures");
+    let _ = limiter.check("alice").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_thousand_tasks_on_a_small_pool_are_served_fairly() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let options = RedisOptions::from_url(server.url()).unwrap().connections(2);
+    let backend = options.response_timeout(Duration::from_secs(10)).connect().await.unwrap();
+    let load = start_load(2_000, &backend, Duration::from_secs(30));
+    sleep(Duration::from_secs(3)).await;
+    let calls = load.stop().await;
+    assert!(calls.iter().all(|call| call.outcome.is_none()));
+    let mut times: Vec<_> = calls.iter().map(|call| call.took).collect();
+    times.sort_unstable();
+    let (median, longest) = (times[times.len() / 2], times[times.len() - 1]);
+    assert!(longest <= median * 100, "the longest wait is {longest:?}, the median {median:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pool_of_the_program_is_healed_after_a_restart() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(2).min_idle(2).build(manager).await.unwrap();
+    let backend = RedisBackend::from_pool(pool.clone()).await.unwrap();
+    let meter = ProcessorMeter::start();
+    let load = start_load(8, &backend, LONG);
+    sleep(Duration::from_millis(300)).await;
+    server.kill();
+    sleep(Duration::from_millis(300)).await;
+    server.restart();
+    let back = Instant::now();
+    sleep(RECOVERY).await;
+    load.goes_on(Duration::from_millis(700), ENOUGH).await;
+    recovered_since(back, &load.stop().await, &meter.stop());
+}
+
+/// Clients that go away in the middle of a decision say nothing about the connection.
+#[tokio::test]
+async fn abandoned_calls_do_not_cost_a_connection() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(LONG);
+    let before = clients(&mut connection);
+    for _ in 0..3 {
+        tokio::select! {
+            biased;
+            _ = limiter.check("alice") => panic!("the answer cannot be there yet"),
+            () = std::future::ready(()) => {}
+        }
+        sleep(Duration::from_millis(600)).await;
+    }
+    let _ = limiter.check("alice").await.unwrap();
+    assert_eq!(clients(&mut connection), before);
+}
+
+/// A network that swallows everything says nothing, so the connection is found out by its silence.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_swallows_everything_is_replaced() {
+    let _turn = alone().await;
+    let (black_hole, server) = (RedisServer::start(), RedisServer::start());
+    let proxy = Proxy::start(black_hole.port());
+    let backend = RedisBackend::connect(proxy.url()).await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(DEADLINE);
+    let _ = limiter.clone().deadline(LONG).check("alice").await.unwrap();
+    black_hole.pause();
+    proxy.lead_to(server.port());
+    let start = Instant::now();
+    let (mut last_failure, mut in_a_row) = (start, 0);
+    while in_a_row < 100 {
+        assert!(start.elapsed() < Duration::from_secs(10), "it still fails");
+        in_a_row += 1;
+        if limiter.check("alice").await.is_err() {
+            (last_failure, in_a_row) = (Instant::now(), 0);
+        }
+        sleep(Duration::from_millis(2)).await;
+    }
+    // A second of silence for each connection, one after the other as this test asks them in turn.
+    let took = last_failure - start;
+    assert!(took > Duration::from_millis(500) && took < Duration::from_secs(6), "{took:?}");
+    black_hole.resume();
+}
+
+/// Decisions that had gone together on a dead connection were waited for until the response timeout, when nobody waited for them any more: that said
+/// nothing about the connection, and held the places there are for calls until none was left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decisions_that_nobody_waits_for_keep_no_dead_connection() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(LONG * 12);
+    let backend = options.connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(DEADLINE).circuit_breaker(CircuitBreaker::off());
+    let _ = limiter.clone().deadline(LONG).check("alice").await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    let mut callers = JoinSet::new();
+    for caller in 0..16 {
+        let limiter = limiter.clone();
+        callers.spawn(async move { while limiter.check(caller).await.is_err() {} });
+    }
+    sleep(Duration::from_millis(1_500)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    timeout(LONG * 3, callers.join_all()).await.expect("the dead connections are replaced");
+}
+
+/// While a connection was opened, decisions that waited for it together were made, and charged, also for those who had been told that there was
+/// none.
+#[tokio::test]
+async fn who_has_given_up_before_there_is_a_connection_is_not_charged() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let backend = options.connect_timeout(LONG * 12).response_timeout(LONG * 12).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(LONG * 12);
+    let hurried = limiter.clone().deadline(DEADLINE);
+    proxy.to_client(Traffic::Hold);
+    proxy.cut();
+    // Until that is known here.
+    sleep(Duration::from_millis(300)).await;
+    // More of them than go alone, and in one task, so that they meet.
+    let is_told = AtomicUsize::new(0);
+    let give_up = async |_| {
+        let error = hurried.check("hurried").await.unwrap_err();
+        assert!(error.is_timeout(), "{error:?}");
+        if is_told.fetch_add(1, Ordering::Relaxed) + 1 == 16 {
+            proxy.heal();
+        }
+    };
+    let wait = async |_| limiter.check("patient").await.unwrap();
+    let (_, waited) = tokio::join!(join_all((0..16).map(give_up)), join_all((0..16).map(wait)));
+    assert!(waited.iter().all(Decision::is_allowed));
+    let left = async |key| limiter.peek(key).await.unwrap().remaining().unwrap();
+    assert_eq!([left("hurried").await, left("patient").await + 16], [left("fresh").await; 2]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_layer_follows_its_policy_while_redis_is_down() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    let backend = backend(&server).await;
+    let inner = service_fn(async |request: u32| Ok::<_, BoxError>(request));
+    let layer = RateLimitLayer::new(backend, policy()).responder(ErrorResponder).deadline(DEADLINE);
+    let open = layer.clone().on_store_error(OnStoreError::Allow).layer(inner);
+    let closed = layer.on_store_error(OnStoreError::Deny).layer(inner);
+    // A busy machine may take longer than the deadline, but not each time.
+    let is_served = async || {
+        let begun = Instant::now();
+        while let Err(error) = closed.clone().oneshot(1).await {
+            assert!(begun.elapsed() < LONG, "{error:?}");
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    assert_eq!(open.clone().oneshot(1).await.unwrap(), 1);
+    is_served().await;
+
+    server.kill();
+    let meter = ProcessorMeter::start();
+    let mut calls = Vec::new();
+    for request in 0..20 {
+        let begun = Instant::now();
+        assert_eq!(open.clone().oneshot(request).await.unwrap(), request);
+        calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
+        let begun = Instant::now();
+        let error = closed.clone().oneshot(request).await.unwrap_err();
+        calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
+        assert!(error.downcast_ref::<StoreError>().is_some(), "{error:?}");
+    }
+    all_in_time(&calls, &meter.stop(), DEADLINE);
+
+    server.restart();
+    sleep(RECOVERY).await;
+    is_served().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_counts_by_itself_while_redis_hangs_and_is_gone_and_follows_it_again() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    // Of the ten units of an hour this replica has five to give while it is on its own.
+    let policy = Policy::new("alone", Quota::per_hour(10).fixed_window());
+    let limiter = Limiter::new(backend(&server).await, policy.clone()).deadline(LONG);
+    // With a deadline that a server which is well does not miss: it would not have counted that.
+    let deadline = Duration::from_secs(1);
+    let service = RateLimitLayer::new(limiter.store().clone(), policy)
+        .key(|client: &u32| *client)
+        .deadline(deadline)
+        .replicas(2)
+        .responder(ErrorResponder)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let meter = ProcessorMeter::start();
+    let mut calls = Vec::new();
+    let mut admitted = async |client: u32, requests: u32| {
+        let mut admitted = 0;
+        for _ in 0..requests {
+            let begun = Instant::now();
+            admitted += u32::from(service.clone().oneshot(client).await.is_ok());
+            calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
+        }
+        admitted
+    };
+    assert_eq!(admitted(1, 15).await, 10);
+
+    server.pause();
+    assert_eq!(admitted(2, 15).await, 5);
+    server.resume();
+    sleep(RECOVERY).await;
+    assert_eq!(admitted(3, 15).await, 10);
+
+    server.kill();
+    let begun = Instant::now();
+    assert_eq!(admitted(4, 15).await, 5);
+    assert!(begun.elapsed() < deadline * 2, "a store that is gone costs next to nothing");
+    server.restart();
+    sleep(RECOVERY).await;
+    assert_eq!(admitted(5, 15).await, 10);
+    all_in_time(&calls, &meter.stop(), deadline);
+    assert_eq!(limiter.peek(5).await.unwrap().remaining(), Some(0), "it is Redis that counts");
+}

@@ -1,0 +1,16 @@
+//! The Redis backend: connections, errors, faults, topologies and rights.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod backend;
+mod connect_errors;
+mod connecting;
+mod errors;
+mod expiry;
+mod faults;
+mod listening;
+mod topologies;
+mod user_rights;

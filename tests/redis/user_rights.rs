@@ -1,0 +1,380 @@
+//! What a user of Redis has to be allowed for each capability: all that the docs list, and no more than that.
+//!
+//! Some of what is missing is done without: who may not subscribe looks now and then. So the server is asked what it has refused.
+
+use crate::support;
+
+use std::collections::HashMap;
+use std::future::{Future, IntoFuture};
+use std::time::Duration;
+
+use support::server::{RedisServer, wait_until};
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{sleep, timeout};
+use tollgate::delay_queue::{
+    Ack, AckKind, Claim as JobClaim, ClaimedJob, DeadLimits, DelayQueueStore, JobId, QueueKey, State, WorkerId,
+};
+use tollgate::idempotency::{
+    Begun, Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
+    RecordBound,
+};
+use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore, Token};
+use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
+
+const MINUTE: Duration = Duration::from_secs(60);
+/// How long something may take until the server has refused what a user may not do.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What is tried, and makes no difference: `PING` is answered by a refusal as well, whoever may not look at lines stands in none, and the docs say
+/// what `INFO` is for.
+const DONE_WITHOUT: [&str; 3] = ["command ping", "command zrange", "command info"];
+/// How long a channel is listened to that nobody waits for any more, and somewhat longer.
+const LINGER: Duration = Duration::from_millis(2_500);
+
+/// The words between the backticks that follow `start` in the docs; of a block without any, the rest of the line.
+fn documented(start: &str) -> Vec<&'static str> {
+    let docs = include_str!("../../src/backend/redis/mod.rs");
+    let (_, rule) = docs.split_once(start).unwrap_or_else(|| panic!("the docs say {start}"));
+    rule.split(['`', '\n']).next().unwrap().split_whitespace().collect()
+}
+
+fn base() -> Vec<&'static str> {
+    documented("//! ACL SETUSER tollgate ")
+}
+
+fn for_waiting() -> Vec<&'static str> {
+    [
+        documented("wait for a lock or for the same request also `"),
+        documented("Without\n//! these who waits looks once a second. With `"),
+    ]
+    .concat()
+}
+
+/// Lets the user do what these words say, and nothing else.
+fn allow(server: &RedisServer, words: &[&str]) {
+    server.query::<()>("ACL DELUSER tollgate");
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", words.join(" ")));
+    server.query::<()>("ACL LOG RESET");
+}
+
+/// What the server has refused.
+fn refused(server: &RedisServer) -> Vec<String> {
+    let entries: Vec<HashMap<String, redis::Value>> = server.query("ACL LOG");
+    let text = |value: &redis::Value| redis::from_redis_value::<String>(value.clone()).unwrap();
+    entries.iter().map(|entry| format!("{} {}", text(&entry["reason"]), text(&entry["object"]))).collect()
+}
+
+async fn connect(server: &RedisServer) -> Result<RedisBackend, BoxError> {
+    Ok(RedisBackend::connect(server.url().replace("://", "://tollgate:password@")).await?)
+}
+
+/// Does everything with what the docs say, and again without each command of `own`.
+async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
+    server: &RedisServer,
+    others: &[&str],
+    own: &[&str],
+    everything: impl Fn() -> F,
+) {
+    let all = [others, own].concat();
+    allow(server, &all);
+    let outcome = timeout(MINUTE, everything()).await.expect("it comes to its end");
+    let mut missed = refused(server);
+    missed.retain(|object| !DONE_WITHOUT.contains(&&**object));
+    assert!(outcome.is_ok() && missed.is_empty(), "{outcome:?}, refused: {missed:?}");
+    let commands: Vec<_> = own.iter().filter(|word| word.starts_with('+')).collect();
+    assert!(!commands.is_empty(), "{own:?}");
+    for command in commands {
+        let rest: Vec<_> = all.iter().copied().filter(|word| word != command).collect();
+        allow(server, &rest);
+        // Whether or not it fails: some of it is done in another way.
+        let misses = async {
+            let _ = timeout(PATIENCE, everything()).await;
+        };
+        let is_missed = async {
+            // Before 7.0 a command has no parts.
+            let known = command[1..].split('|').next().unwrap();
+            while !refused(server).iter().any(|object| object.starts_with(&format!("command {known}"))) {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let both = async {
+            misses.await;
+            sleep(Duration::from_secs(1)).await;
+        };
+        tokio::select! {
+            () = is_missed => {}
+            () = both => panic!("nobody misses {command}: refused {:?}", refused(server)),
+        }
+    }
+}
+
+/// A name that nobody has used before: whoever was refused something in the middle may have left something behind.
+fn fresh() -> Result<String, BoxError> {
+    Ok(JobId::unique()?.as_str().to_owned())
+}
+
+fn quick(locks: Locks) -> Locks {
+    locks.deadline(Duration::from_secs(2)).wait(PATIENCE)
+}
+
+/// Locks that are taken, waited for, renewed, taken together, and taken and given back in large numbers.
+async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
+    let (a, b) = (&fresh()?, &fresh()?);
+    let (here, there) = (quick(Locks::new(connect(server).await?)), quick(Locks::new(connect(server).await?)));
+    let lease = here.lock(a.clone()).ttl(Duration::from_millis(1_500)).await?;
+    let waiting = tokio::spawn(there.lock(a.clone()).into_future());
+    // Until it has been renewed.
+    sleep(Duration::from_millis(600)).await;
+    lease.check()?;
+    lease.release().await?;
+    waiting.await??.release().await?;
+    here.lock_all([a.clone(), b.clone()]).await?.release().await?;
+    let lease = here.lock(b.clone()).await?;
+    let waiting = tokio::spawn(there.lock(b.clone()).into_future());
+    sleep(Duration::from_millis(200)).await;
+    let mut tasks = JoinSet::new();
+    for key in 0..100_u32 {
+        let request = here.lock((a.clone(), key));
+        tasks.spawn(async move { Ok::<_, BoxError>(request.await?) });
+    }
+    let mut leases = vec![lease];
+    while let Some(lease) = tasks.join_next().await {
+        leases.push(lease??);
+    }
+    let mut releases: JoinSet<_> = leases.into_iter().map(Lease::release).collect();
+    while let Some(released) = releases.join_next().await {
+        released??;
+    }
+    waiting.await??.release().await?;
+    sleep(LINGER).await;
+    here.shutdown().await;
+    there.shutdown().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    takes_exactly(&server, &base(), &for_waiting(), || use_locks(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_database_takes_what_the_docs_say() {
+    let server = RedisServer::start();
+    let connect = async |database: u32| {
+        RedisBackend::connect(server.url().replace("://", "://tollgate:password@") + &database.to_string()).await
+    };
+    let count = async || {
+        let limiter = Limiter::new(connect(2).await?, Policy::new("elsewhere", Quota::per_hour(100).fixed_window()));
+        let _ = limiter.deadline(Duration::from_secs(2)).check("alice").await?;
+        Ok(())
+    };
+    let own = documented("the example above, also `");
+    takes_exactly(&server, &base(), &own, count).await;
+    assert!(server.info("db2").is_some());
+    // What is to be said of it: nothing of this is over by itself.
+    let error = connect(2).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Permissions(failure) if failure.error().is_unauthorized()), "{error:?}");
+    allow(&server, &[base(), own].concat());
+    let error = connect(99).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Unsupported(_)), "{error:?}");
+    assert!(format!("{error:?}").contains("out of range"), "{error:?}");
+}
+
+/// Fair locks, readers and writers, and permits, each with somebody who waits, and somebody who gives up.
+async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
+    let a = &fresh()?;
+    let (here, there) =
+        (quick(Locks::new(connect(server).await?)).fair(), quick(Locks::new(connect(server).await?)).fair());
+    let lease = here.lock(a.clone()).await?;
+    // In whatever order they came into the line.
+    let mut waiting: JoinSet<_> =
+        [&there, &here, &there].into_iter().map(|locks| locks.lock(a.clone()).into_future()).collect();
+    drop(there.lock(a.clone()).wait(Duration::from_millis(100)).await);
+    lease.release().await?;
+    while let Some(lease) = waiting.join_next().await {
+        lease??.release().await?;
+    }
+    let rw = async || Ok::<_, BoxError>(RwLocks::new(connect(server).await?).deadline(Duration::from_secs(2)));
+    let (readers, writers) = (rw().await?, rw().await?);
+    let lease = readers.read(a.clone()).await?;
+    let mut waiting = JoinSet::new();
+    waiting.spawn(writers.write(a.clone()).into_future());
+    sleep(Duration::from_millis(50)).await;
+    waiting.spawn(readers.read(a.clone()).into_future());
+    sleep(Duration::from_millis(50)).await;
+    lease.release().await?;
+    while let Some(lease) = waiting.join_next().await {
+        lease??.release().await?;
+    }
+    let permits = Semaphore::new(connect(server).await?, 2).deadline(Duration::from_secs(2));
+    let (one, other) = (permits.acquire(a.clone()).await?, permits.acquire(a.clone()).await?);
+    one.release().await?;
+    other.release().await?;
+    for locks in [here, there] {
+        locks.shutdown().await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_are_taken_in_line_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    let own = documented("and for those that are taken in line `");
+    takes_exactly(&server, &[base(), for_waiting()].concat(), &own, || use_lines(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_looks_at_locks_takes_what_the_docs_say() {
+    let server = RedisServer::start();
+    let look = async || {
+        let (a, backend) = (fresh()?, connect(&server).await?);
+        let locks = quick(Locks::new(backend.clone())).holder("billing");
+        let lease = locks.lock(a.clone()).await?;
+        let admin = LockAdmin::new(backend).deadline(Duration::from_secs(2));
+        sleep(Duration::from_millis(50)).await;
+        admin.inspect(a.clone()).await?;
+        admin.list(Cursor::default(), 10).await?;
+        admin.force_unlock(a.clone()).await?;
+        drop(lease);
+        locks.shutdown().await;
+        Ok(())
+    };
+    let own = documented("Listing locks or operations takes `");
+    takes_exactly(&server, &[base(), for_waiting()].concat(), &own, look).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_replicas_have_to_know_of_take_what_the_docs_say() {
+    let server = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
+    let port = server.port().to_string();
+    let _replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &port, "--repl-diskless-sync-delay", "0"]);
+    server.query::<()>("SET started 1");
+    block_in_place(|| wait_until("the replica has all there is", || server.is_followed_by(1)));
+    let replicated = async || {
+        let locks =
+            quick(Locks::new(connect(&server).await?)).replication(Replication::Require(1)).wait(Duration::ZERO);
+        locks.lock(fresh()?).await?.release().await?;
+        locks.shutdown().await;
+        Ok(())
+    };
+    let own = documented("For locks that replicas have to know of `");
+    takes_exactly(&server, &[base(), for_waiting()].concat(), &own, replicated).await;
+}
+
+/// Everything that is done with an operation, and somebody who waits for it.
+async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
+    let (store, other) = (connect(server).await?, connect(server).await?);
+    let admin = IdempotencyAdmin::new(store.clone());
+    let operation = Operation::new("alice", fresh()?);
+    let completion = Completion::new(*b"x", Payload::default(), MINUTE);
+    for turn in 0..3 {
+        let attempt = Attempt::new(Token::random()?, Digest([turn; 16]), MINUTE, MINUTE);
+        store.begin(&operation, &attempt).await?;
+        let mut wakeups = IdempotencyStore::watch(&other, &operation).await;
+        while timeout(Duration::from_millis(100), wakeups.next()).await.is_ok() {}
+        store.renew(&operation, &attempt, &Payload::default()).await?;
+        store.checkpoint(&operation, &attempt, &Payload::default(), &Checkpoint::new(1, "half", b"x").unwrap()).await?;
+        match turn {
+            0 => store.release(&operation, &attempt).await?,
+            1 => admin.forget(&admin.inspect(&operation).await?.ok_or("there is none")?).await?,
+            _ => store.complete(&operation, &attempt.token, &completion).await?,
+        };
+        // Who may not be told looks once a second.
+        timeout(Duration::from_secs(3), wakeups.next()).await?;
+    }
+    sleep(LINGER).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn operations_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    let own = documented("wait for a lock or for the same request also `");
+    takes_exactly(&server, &base(), &own, || use_operations(&server)).await;
+}
+
+/// Everything that is done with a queue.
+async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
+    let backend = connect(server).await?;
+    let name = fresh()?;
+    let queue = DelayQueue::<String>::new(backend.clone(), name.clone()).max_jobs(100).deadline(Duration::from_secs(5));
+    let key = QueueKey::new(name);
+    let worker = JobClaim::new(WorkerId::random()?, 10, MINUTE);
+    let mut wakeups = DelayQueueStore::watch(&backend, &key, worker.worker).await;
+    // The first one keeps the time and hears of nothing.
+    for worker in [JobClaim::new(WorkerId::random()?, 10, MINUTE), worker] {
+        backend.claim(&key, &[], &worker).await?;
+    }
+    while timeout(Duration::from_millis(20), wakeups.next()).await.is_ok() {}
+    for id in ["a", "b", "c"] {
+        queue.push(id.to_owned()).id(id).unique(id).max_attempts(1).await?;
+    }
+    queue.push("again".to_owned()).id("again").unique("a").await?;
+    queue.push("later".to_owned()).id("later").delay(MINUTE).await?;
+    timeout(Duration::from_secs(4), wakeups.next()).await?;
+    queue.replace("later", "x".to_owned()).await?;
+    queue.cancel("later").await?;
+    queue.reschedule("a", MINUTE).await?;
+    queue.promote("a").await?;
+    queue.list(State::Waiting, 0, 10).await?;
+    queue.get("a").await?;
+    let jobs = backend.claim(&key, &[], &worker).await?.jobs;
+    queue.cancel("a").await?;
+    let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
+    backend.extend(&key, &tickets, MINUTE).await?;
+    let ending = AckKind::Retry { delay: Duration::ZERO, error: "no".into() };
+    let finishes: Vec<_> = tickets.iter().map(|&ticket| Ack::new(ticket, ending.clone())).collect();
+    let mut few = worker;
+    few.dead = DeadLimits::new(1, MINUTE);
+    backend.claim(&key, &finishes, &few).await?;
+    queue.pause().await?;
+    queue.resume().await?;
+    queue.counts().await?;
+    queue.dead(0, 10).await?;
+    queue.replay(10, |_| true).await?;
+    queue.purge().await?;
+    // One whose worker is gone, one that is done, and one that nobody wants any more.
+    queue.push("d".to_owned()).id("d").max_attempts(1).await?;
+    let brief = JobClaim::new(worker.worker, 10, Duration::from_millis(20));
+    let jobs = backend.claim(&key, &[], &brief).await?.jobs;
+    sleep(Duration::from_millis(50)).await;
+    let late: Vec<_> = jobs.iter().map(|job| Ack::new(job.ticket(), AckKind::Done)).collect();
+    backend.claim(&key, &late, &worker).await?;
+    queue.forget(10, |_| true).await?;
+    drop(wakeups);
+    sleep(LINGER).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queues_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    takes_exactly(&server, &base(), &documented("For delay queues also `"), || use_queues(&server)).await;
+}
+
+/// A caller that has as many records as it may, and one more when the first of them has ended.
+async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
+    let (store, scope) = (connect(server).await?, fresh()?);
+    let begin = async |key: &str, retention| {
+        let mut attempt = Attempt::new(Token::random()?, Digest::default(), Duration::from_millis(10), retention);
+        attempt.bound = Some(RecordBound { scope: (&*scope).into(), most: 1 });
+        let operation = Operation::new(&*scope, key);
+        Ok::<_, BoxError>((store.begin(&operation, &attempt).await?, operation, attempt))
+    };
+    begin("first", Duration::from_secs(1)).await?;
+    assert!(matches!(begin("second", MINUTE).await?.0, Begun::ScopeFull { .. }));
+    sleep(Duration::from_millis(1_100)).await;
+    let (begun, operation, attempt) = begin("second", MINUTE).await?;
+    assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
+    IdempotencyStore::release(&store, &operation, &attempt).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_that_are_counted_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    let own = documented("which are counted, also `");
+    let others = [base(), for_waiting()].concat();
+    takes_exactly(&server, &others, &own, || use_bounds(&server)).await;
+}

@@ -1,0 +1,9 @@
+//! The module `testing`, and the servers and proxies that the tests start.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod fault_store;
+mod harness;
