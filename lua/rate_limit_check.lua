@@ -38,9 +38,6 @@
 --                  fixed window    start, used
 --                  sliding window  start, used in the window before it, used in it
 --                  While the key is blocked, version 2 and 7 bytes end of the block are before all that, which may be missing.
---                  Version 3 has 1 byte limits, 2 bytes length of it all and the terms of each limit behind its version. Version 1
---                  has them as well, and integers of 7 bytes for times and debts, and of 5 bytes for what was used. Both are
---                  read, and not written any more.
 --          log     version 2, little endian: 1 byte version, 5 bytes sum before the first entry, 7 bytes by how much the log's
 --                  clock is ahead of the server's; for each entry 7 bytes time by the log's clock, 5 bytes sum, modulo 2^40.
 --                  After a charge fewer than 64 entries have run out, or fewer than a quarter as many as have not.
@@ -55,7 +52,7 @@ local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
 local TERM = 17
-local FOREIGN = 'TOLLGATE the value does not hold counts of version 1, 3 or 4'
+local FOREIGN = 'TOLLGATE the value does not hold counts of version 4'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
 local GRACE_MS = 10
@@ -216,8 +213,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     end
   end
   -- Algorithm, span, step and capacity of each limit.
-  local terms_format = '<' .. string.rep('BI7I5I4', #packed_terms / TERM)
-  local terms = {unpack(terms_format, packed_terms)}
+  local terms = {unpack('<' .. string.rep('BI7I5I4', #packed_terms / TERM), packed_terms)}
   local last_term = #terms - 1
   -- How the numbers are read that a value begins with.
   local frame_format = '<B'
@@ -228,31 +224,6 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if not known then
     -- Nothing but zeros says that nothing has been used.
     value = limits .. string.rep('\0', size - #limits)
-  elseif byte(value, 1) == 3 or byte(value, 1) == 1 then
-    -- As version 4 has it.
-    local BEFORE, FORMATS = 4, {'I7I7', 'I7I5', 'I7I5I5', ''}
-    local numbers, position = layout, BEFORE + #packed_terms + 1
-    if byte(value, 1) == 1 then
-      numbers = '<I7'
-      for i = 1, last_term, 4 do
-        numbers = numbers .. FORMATS[terms[i]]
-      end
-    end
-    if #value == position - 1 + struct.size(numbers) then
-      local before, frame = {unpack(terms_format, value, BEFORE + 1)}, {4}
-      for i = 1, last_term, 4 do
-        local kind, span = before[i], before[i + 1]
-        if kind ~= terms[i] or kind ~= TOKEN_BUCKET and span ~= terms[i + 1] then
-          return redis.error_reply(FOREIGN)
-        end
-        if kind == TOKEN_BUCKET then
-          frame[#frame + 1], frame[#frame + 2] = span, before[i + 2]
-        end
-        frame[#frame + 1] = before[i + 3]
-      end
-      value = pack(frame_format, unpack_table(frame)) .. pack(layout, unpack(numbers, value, position))
-      stored = (block or '') .. value
-    end
   end
   if #value ~= size or byte(value, 1) ~= 4 then
     return redis.error_reply(FOREIGN)
