@@ -54,8 +54,8 @@ fn main() {
     let is_long = env::args().any(|arg| arg == "--long");
     let (jobs, time) = if is_long { (100_000, Duration::from_secs(45)) } else { (4_000, Duration::from_secs(6)) };
     println!("running 3 tests");
-    idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(&runtime);
-    println!("test idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them ... ok");
+    idle_workers_are_cheap_and_a_push_wakes_one(&runtime);
+    println!("test idle_workers_are_cheap_and_a_push_wakes_one ... ok");
     jobs_that_are_due_at_once_come_without_a_long_script(&runtime, if is_long { 1_000_000 } else { 100_000 });
     println!("test jobs_that_are_due_at_once_come_without_a_long_script ... ok");
     no_job_is_lost_or_finished_twice(&runtime, jobs, time);
@@ -219,7 +219,7 @@ fn calls(server: &RedisServer, command: &str) -> u64 {
     stats.lines().find_map(of).unwrap_or_default()
 }
 
-fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &tokio::runtime::Runtime) {
+fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime) {
     const EACH: usize = 250;
     const PUSHES: u64 = 20;
     let server = RedisServer::start();

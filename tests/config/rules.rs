@@ -47,7 +47,7 @@ fn the_three_formats_say_the_same() {
 }
 
 #[test]
-fn a_path_with_more_parameters_than_the_router_has_names_for_is_refused() {
+fn path_with_more_parameters_than_the_router_names_is_refused() {
     let rules = |parameters: usize, end: &str| {
         let path: String = (0..parameters).map(|i| format!("/{{p{i}}}")).collect();
         Rules::from_toml(&format!(
@@ -458,7 +458,7 @@ fn a_file_that_is_none_is_refused() {
 
 /// What was read was dropped level by level, and a stack that overflows ends the process.
 #[test]
-fn tables_that_dotted_keys_make_deep_are_refused_before_they_are_made() {
+fn deep_tables_of_dotted_keys_are_refused_before_allocation() {
     let small_stack = std::thread::Builder::new().stack_size(256 * 1_024);
     let tried = small_stack.spawn(|| {
         for parts in [1, 11, 32, 79] {
@@ -668,7 +668,7 @@ async fn each_rule_has_its_deadline_and_all_of_them_one_circuit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
+async fn client_ip_key_is_the_client_behind_trusted_proxies() {
     let file = |client_ip: &str| {
         let text = format!(
             r#"
@@ -1107,7 +1107,7 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
 
 /// The burst beside it was refused, and the old quota stayed.
 #[tokio::test]
-async fn a_quota_of_nothing_closes_what_may_burst_also_in_a_watched_file() {
+async fn zero_quota_closes_a_burst_in_a_watched_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rules.toml");
     let write = |quota: u32| {

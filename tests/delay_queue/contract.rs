@@ -184,7 +184,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn others_have_their_turn_while_the_places_of_many_unique_jobs_are_looked_for() {
+    async fn looking_up_many_unique_jobs_blocks_no_other_call() {
         const JOBS: usize = 20;
         let queue = DelayQueue::<usize>::new(MemoryBackend::new(), "test").split(1_024);
         let turns = Arc::new(AtomicUsize::new(0));
@@ -277,7 +277,7 @@ mod queue {
 
     /// A push whose answer was lost is pushed again when the job may be done.
     #[tokio::test(start_paused = true)]
-    async fn a_job_that_is_done_is_pushed_anew_unless_its_key_is_kept_for_a_time() {
+    async fn done_job_is_pushed_again_unless_its_key_is_timed() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let queue = DelayQueue::<u8>::new(store, "test");
@@ -341,7 +341,7 @@ mod queue {
 
     /// A moment would fail all the rest of a million jobs.
     #[tokio::test(start_paused = true)]
-    async fn a_push_of_many_jobs_waits_for_a_store_that_fails_for_a_moment() {
+    async fn bulk_push_survives_a_short_store_failure() {
         const BATCHES: usize = 20;
         for fault in [Faults::hang, |faults: &Faults| faults.fail(Failure::Unavailable)] {
             let store = FaultStore::new(MemoryBackend::new());
@@ -465,7 +465,7 @@ mod queue {
 
     /// Those behind it could neither be stopped nor started again for as long as its node was down.
     #[tokio::test(start_paused = true)]
-    async fn a_part_of_a_queue_that_fails_does_not_keep_the_others_from_being_paused() {
+    async fn failing_partition_does_not_stop_others_from_pausing() {
         let backend = MemoryBackend::new();
         let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(3);
         for is_paused in [true, false] {
@@ -732,7 +732,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_queue_that_is_pushed_to_is_drained_of_as_many_as_were_there() {
+    async fn purge_removes_as_many_jobs_as_were_waiting() {
         const JOBS: usize = 2 * MAX_BATCH + 10;
         for parts in [1, 3] {
             let backend = MemoryBackend::new();
@@ -788,7 +788,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_store_that_answers_for_few_of_the_dead_is_asked_for_the_others() {
+    async fn dead_jobs_are_replayed_in_several_calls() {
         let backend = MemoryBackend::new();
         let queue = |most| DelayQueue::<u32>::new(Terse { backend: backend.clone(), most }, "test");
         let (queue, silent) = (queue(3), queue(0));

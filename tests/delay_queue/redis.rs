@@ -651,7 +651,7 @@ async fn jobs_are_kept_while_there_is_no_memory_left() {
 }
 
 #[tokio::test]
-async fn jobs_that_are_pushed_after_others_were_evicted_have_a_time_to_live() {
+async fn jobs_pushed_after_an_eviction_expire() {
     let server = RedisServer::start();
     let queue = queue(&connect(&server).await);
     queue.push("a".to_owned()).delay(MINUTE * 60).await.unwrap();
@@ -662,7 +662,7 @@ async fn jobs_that_are_pushed_after_others_were_evicted_have_a_time_to_live() {
 
 /// It happened that a paused queue whose jobs had filled the memory could not be resumed, so that it stayed full.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_queue_is_resumed_paused_and_tidied_while_there_is_no_memory_left() {
+async fn queue_is_administered_while_redis_is_out_of_memory() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -787,7 +787,7 @@ async fn what_a_server_claims_late_is_worked_on() {
 
 /// A network that has forgotten the connections of a worker swallows what goes over them. One claim finds that out, and not one for each.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
+async fn worker_replaces_all_connections_after_a_lost_claim() {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
     let (done, mut finished) = mpsc::unbounded_channel();
@@ -815,7 +815,7 @@ async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
 /// A worker that ends asks again over another connection. It happened that its last call was waited for as long as it had for all of them,
 /// and that what was lost with it was lost without a word.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_worker_has_done_is_noted_although_its_connections_swallow_its_last_words() {
+async fn final_acks_survive_lost_replies() {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
     let (started, mut running) = mpsc::unbounded_channel();
@@ -1132,7 +1132,7 @@ async fn claim_again(backend: &RedisBackend, finished: &[Ack], claim: &Claim) ->
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
+async fn previous_holder_cannot_ack_a_job_after_a_failover() {
     let mut deployment = block_in_place(Failover::start);
     let options = RedisOptions::from_url(deployment.address.url()).unwrap().response_timeout(Duration::from_secs(10));
     let backend = options.connect().await.unwrap();
@@ -1158,7 +1158,7 @@ async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
 
 /// The attempt that is forgotten is given up, and notes nothing; nor is it done where it ends while no store answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_runs_what_a_failover_has_given_back_with_a_larger_fence() {
+async fn job_returned_by_a_failover_runs_with_a_larger_fence() {
     for (ends_early, lease) in [(false, Duration::from_secs(3)), (true, Duration::from_secs(30))] {
         let mut deployment = block_in_place(Failover::start);
         let queue = queue(&RedisBackend::connect(deployment.address.url()).await.unwrap());

@@ -281,7 +281,7 @@ async fn as_many_of_the_dead_are_kept_for_as_long_as_was_said() {
 
 /// A call that hangs is not waited for as long as there is time for the last words.
 #[tokio::test(start_paused = true)]
-async fn what_a_worker_has_done_is_noted_by_another_call_when_the_last_one_hangs() {
+async fn acks_use_another_call_while_one_hangs() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let queue = queue(store.clone());
@@ -510,7 +510,7 @@ async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
 
 /// The operation is done, but there may be more to the job than that.
 #[tokio::test(start_paused = true)]
-async fn a_job_whose_operation_was_done_and_not_kept_is_done_if_its_service_says_so() {
+async fn job_of_a_completed_operation_ends_as_the_service_says() {
     for needs_answer in [false, true] {
         let queue = queue(MemoryBackend::new());
         let operations = Idempotent::new(MemoryBackend::new(), "payouts").max_answer(0);
@@ -659,7 +659,7 @@ async fn until_empty(queue: &DelayQueue<u32>) -> Result<(), tokio::time::error::
 
 /// A shutdown would never have come to its end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
+async fn blocking_service_does_not_stop_a_shutdown() {
     let queue = queue(MemoryBackend::new());
     queue.push(1).await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
@@ -683,7 +683,7 @@ async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
 
 /// Its lease was extended for as long as the process lived, and nobody else ever got the job.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease() {
+async fn blocking_service_loses_its_job_when_the_lease_ends() {
     let queue = queue(MemoryBackend::new());
     queue.push(1).await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
@@ -713,7 +713,7 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
 
 /// Each attempt took one more thread of the same process, one right after the other, until none was left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_service_that_blocks_its_thread_gets_its_job_again_when_it_is_over() {
+async fn blocking_service_gets_its_job_again_afterwards() {
     let queue = queue(MemoryBackend::new());
     queue.push(1).id("a").await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
@@ -752,7 +752,7 @@ async fn a_service_that_blocks_its_thread_gets_its_job_again_when_it_is_over() {
 
 /// The worker that has left a job behind is the one that looks when it is due.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn on_redis_a_job_that_blocks_a_thread_of_one_worker_goes_to_another() {
+async fn redis_job_of_a_blocked_worker_goes_to_another() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await);
     let is_over = Arc::new(AtomicBool::new(false));
@@ -783,7 +783,7 @@ async fn on_redis_a_job_that_blocks_a_thread_of_one_worker_goes_to_another() {
 
 /// Its worker stood still with it, now and then: it waited for the thread that the job had taken to have nothing else to do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_service_that_blocks_its_thread_does_not_hold_up_the_other_jobs_of_its_worker() {
+async fn blocking_service_does_not_delay_other_jobs() {
     for _ in 0..25 {
         let queue = queue(MemoryBackend::new());
         // Nothing but time tells of the second one.
@@ -814,7 +814,7 @@ async fn a_service_that_blocks_its_thread_does_not_hold_up_the_other_jobs_of_its
 
 /// What it wakes is behind it in the line of its thread, where no other thread takes it from.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_service_that_blocks_its_thread_does_not_hold_up_what_it_has_pushed() {
+async fn blocking_service_does_not_delay_its_own_pushes() {
     let queue = queue(MemoryBackend::new());
     queue.push(1).await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
@@ -933,7 +933,7 @@ impl Service<Job<u32>> for Counted {
 
 /// It happened that a worker that may run any number of jobs never came to the first one, for cloning its service.
 #[tokio::test(start_paused = true)]
-async fn however_many_jobs_may_run_the_service_is_cloned_for_those_that_are_asked_for() {
+async fn service_is_cloned_only_for_claimed_jobs() {
     for concurrency in [1_000_000, usize::MAX] {
         let queue = queue(MemoryBackend::new());
         let (alive, most) = (Arc::default(), Arc::default());
@@ -1055,7 +1055,7 @@ impl Service<Job<u32>> for Gate {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_is_done_when_it_is_due_though_a_worker_has_no_time_for_it() {
+async fn due_job_runs_elsewhere_while_one_worker_is_busy() {
     let queue = queue(MemoryBackend::new());
     let (first, second) = (Record::new(), Record::new());
     let gate = Gate { is_open: Arc::new(AtomicBool::new(true)), record: first.clone() };
@@ -1092,7 +1092,7 @@ async fn until_workers_wait(server: &RedisServer, parts: &[&str], beside: usize)
 
 /// On Redis one of those who wait keeps the time, and the others sleep: whoever keeps it must not keep it to itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_redis_a_worker_that_is_not_ready_leaves_the_time_to_another() {
+async fn redis_unready_worker_hands_over_timekeeping() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await);
     let (first, second) = (Record::new(), Record::new());
@@ -1148,7 +1148,7 @@ async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
 
 /// A worker of a split queue has one room for all of its parts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_redis_a_worker_that_is_busy_with_one_part_leaves_the_time_of_the_others() {
+async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await).split(2);
     let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.part();
@@ -1213,7 +1213,7 @@ impl Service<Job<u32>> for Fragile {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_when_it_is_asked_ends_the_worker_and_one_at_a_job_does_not() {
+async fn panic_in_poll_ready_ends_the_worker_but_not_in_a_job() {
     let queue = queue(MemoryBackend::new());
     let calls = Arc::new(AtomicUsize::new(0));
     let service = |panics_when_asked| Fragile { panics_when_asked, calls: Arc::clone(&calls) };
@@ -1254,7 +1254,7 @@ async fn told(mut events: Events) -> Vec<&'static str> {
 
 /// The store has put the job back, and its answer was lost: told again, it says that the job is not the worker's.
 #[tokio::test(start_paused = true)]
-async fn what_is_put_back_by_a_call_whose_answer_is_lost_is_told_as_it_was() {
+async fn retry_with_a_lost_reply_is_reported_as_a_retry() {
     for (outcome, expected) in [(Outcome::retry_after(secs(60)), "retried"), (Outcome::snooze(secs(60)), "snoozed")] {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
@@ -1326,7 +1326,7 @@ async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
 
 /// The store has forgotten a job that was done, and has another one of its id when it is told again.
 #[tokio::test(start_paused = true)]
-async fn what_is_done_by_a_call_without_an_answer_is_done_though_its_id_is_pushed_again() {
+async fn ack_without_reply_counts_although_the_id_is_pushed_again() {
     for (outcome, expected) in [(None, "done"), (Some(Outcome::cancel()), "cancelled")] {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
@@ -1358,7 +1358,7 @@ async fn what_is_done_by_a_call_without_an_answer_is_done_though_its_id_is_pushe
 
 /// The store has said no each time, and nobody put the job back before its lease had ended.
 #[tokio::test(start_paused = true)]
-async fn what_no_call_has_put_back_by_the_end_of_its_lease_is_told_as_lost() {
+async fn job_not_acked_by_the_end_of_its_lease_is_lost() {
     let outcomes = [Outcome::retry_after(secs(60)), Outcome::snooze(secs(60))];
     for outcome in outcomes {
         let backend = MemoryBackend::new();
@@ -1393,7 +1393,7 @@ async fn what_no_call_has_put_back_by_the_end_of_its_lease_is_told_as_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failure_of_a_job_that_was_cancelled_is_told_as_a_cancellation() {
+async fn failure_of_a_cancelled_job_is_a_cancellation() {
     let queue = queue(MemoryBackend::new());
     let service = service_fn(async |_: Job<u32>| {
         sleep(secs(1)).await;
@@ -1449,7 +1449,7 @@ async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
 
 /// It was begun, told to give up at once, and its attempt was spent.
 #[tokio::test(start_paused = true)]
-async fn a_job_whose_lease_is_over_when_the_claim_is_answered_is_not_begun() {
+async fn job_with_an_expired_lease_is_not_started() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let queue = queue(store);
@@ -1472,7 +1472,7 @@ async fn a_job_whose_lease_is_over_when_the_claim_is_answered_is_not_begun() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_running_job_is_told_that_it_is_cancelled_and_dropped_if_it_does_not_listen() {
+async fn cancelled_job_is_notified_and_then_dropped() {
     let queue = queue(MemoryBackend::new());
     let told = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&told);
@@ -1535,7 +1535,7 @@ async fn a_job_that_hangs_has_failed_when_its_time_is_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_is_cut_off_gives_up_its_job_and_cannot_finish_it() {
+async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -1595,7 +1595,7 @@ fn sleeper(done: &Arc<AtomicUsize>) -> impl Service<Job<u32>, Error = Infallible
 }
 
 #[tokio::test(start_paused = true)]
-async fn at_the_end_jobs_run_out_and_the_rest_is_given_back_with_its_attempt() {
+async fn shutdown_finishes_jobs_and_releases_the_rest() {
     let queue = queue(MemoryBackend::new());
     let done = Arc::new(AtomicUsize::new(0));
     let worker =
@@ -1684,7 +1684,7 @@ async fn what_is_said_of_a_job_that_is_told_to_stop_at_the_end_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_is_dropped_leaves_its_jobs_to_the_end_of_their_leases() {
+async fn dropped_worker_leaves_jobs_until_their_leases_end() {
     let queue = queue(MemoryBackend::new());
     let done = Arc::new(AtomicUsize::new(0));
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).lease(secs(30)));
@@ -1703,7 +1703,7 @@ async fn a_worker_that_is_dropped_leaves_its_jobs_to_the_end_of_their_leases() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_is_asked_until_it_works_and_nothing_is_forgotten() {
+async fn failing_store_is_retried_and_nothing_is_lost() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -1830,7 +1830,7 @@ impl<F: Fn(&QueueKey, &Claim) -> Option<Fate> + Send + Sync> DelayQueueStore for
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_part_whose_node_is_down_does_not_keep_jobs_of_others_from_running() {
+async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
     for fate in [Fate::Fails, Fate::Hangs] {
         let backend = MemoryBackend::new();
         let is_down = Arc::new(AtomicBool::new(false));
@@ -1906,7 +1906,7 @@ async fn a_lease_that_cannot_be_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
+async fn redis_earlier_job_wakes_a_worker() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await);
     let record = Record::new();
@@ -1932,7 +1932,7 @@ async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_workers_cost_redis_little_and_one_job_does_not_wake_them_all() {
+async fn idle_workers_are_cheap_and_one_job_wakes_few() {
     const WORKERS: usize = 200;
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await);
@@ -2071,7 +2071,7 @@ async fn is_empty_on_redis(queue: &DelayQueue<u32>) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn however_many_push_a_recurring_job_it_is_there_once_at_each_time() {
+async fn many_schedulers_push_one_job_per_occurrence() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
@@ -2095,7 +2095,7 @@ async fn however_many_push_a_recurring_job_it_is_there_once_at_each_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recurring_job_that_is_too_far_away_is_pushed_when_it_is_not() {
+async fn distant_occurrence_is_pushed_once_it_is_near() {
     let queue = queue(MemoryBackend::new());
     let date = std::time::SystemTime::now() + Due::MAX_DELAY + secs(3_600);
     let date = jiff::Timestamp::try_from(date).unwrap().strftime("%S %M %H %d %m * %Y").to_string();
@@ -2109,7 +2109,7 @@ async fn a_recurring_job_that_is_too_far_away_is_pushed_when_it_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recurring_job_that_could_not_be_pushed_comes_once_for_all_times_that_have_passed() {
+async fn missed_occurrences_are_pushed_once() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -2127,7 +2127,7 @@ async fn a_recurring_job_that_could_not_be_pushed_comes_once_for_all_times_that_
 
 /// By a clock that is ahead of the one that retires the schedule there are jobs for more than the next time.
 #[tokio::test(start_paused = true)]
-async fn a_schedule_that_is_retired_leaves_no_job_of_a_scheduler_whose_clock_is_ahead() {
+async fn retired_schedule_leaves_no_job_of_a_fast_clock() {
     let queue = queue(MemoryBackend::new());
     let schedule = Schedule::cron("minutely", "* * * * *").unwrap();
     let now = std::time::SystemTime::now();
@@ -2148,7 +2148,7 @@ async fn a_schedule_that_is_retired_leaves_no_job_of_a_scheduler_whose_clock_is_
 
 /// By the clock of the store, which may be ahead of the one that retires the schedule.
 #[tokio::test(start_paused = true)]
-async fn a_schedule_that_is_retired_lets_a_job_that_runs_come_to_its_end() {
+async fn retired_schedule_lets_a_running_job_finish() {
     let queue = queue(MemoryBackend::new());
     let done = Arc::new(AtomicUsize::new(0));
     let worker = DelayQueueWorker::new(queue.clone(), sleeper(&done));
@@ -2167,7 +2167,7 @@ async fn a_schedule_that_is_retired_lets_a_job_that_runs_come_to_its_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_schedule_is_retired_by_the_clock_that_its_jobs_are_pushed_by() {
+async fn schedule_is_retired_by_the_clock_of_its_pushes() {
     let queue = queue(MemoryBackend::new());
     let recurring = || Recurring::new(queue.clone(), Schedule::cron("daily", "0 0 * * *").unwrap(), |_| 7);
     let (pushing, retiring) = (recurring(), recurring());
@@ -2182,7 +2182,7 @@ async fn a_schedule_is_retired_by_the_clock_that_its_jobs_are_pushed_by() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn recurring_jobs_are_what_is_said_of_them_and_go_when_their_schedule_does() {
+async fn recurring_jobs_match_and_leave_with_their_schedule() {
     let queue = queue(MemoryBackend::new());
     let hourly = || Schedule::cron("hourly", "0 * * * *").unwrap();
     let urgent = |push: Push| push.priority(Priority::High).max_attempts(3).header("from", "cron").id("another");

@@ -59,7 +59,7 @@ async fn an_admitted_request_gets_the_inner_answer_and_both_fields() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_over_the_limit_gets_429_and_is_told_when_to_come_back() {
+async fn denied_request_gets_429_and_retry_after() {
     let service = layer(Quota::per_minute(1).fixed_window()).layer(hello());
     assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
     tokio::time::advance(Duration::from_secs(20)).await;
@@ -78,7 +78,7 @@ async fn a_request_over_the_limit_gets_429_and_is_told_when_to_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_costs_more_than_the_quota_gets_429_and_no_time() {
+async fn request_above_the_quota_gets_429_without_retry_after() {
     for (limit, cost) in [(5, 6), (0, 1), (0, 0)] {
         let layer = layer(Quota::per_minute(limit).fixed_window()).cost(move |_: &Request<()>| cost);
         let answer = ask(&layer.layer(hello()), request()).await;
@@ -175,7 +175,7 @@ async fn a_problem_names_the_limits_that_stand_in_the_way() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_several_policies_a_problem_names_the_limits_of_all_that_say_no() {
+async fn problem_names_the_limits_of_all_denying_policies() {
     let per = |name, quota: Quota| Policy::new(name, quota.fixed_window());
     let backend = MemoryBackend::new();
     let user = per("user", Quota::per_minute(2)).limit(Quota::per_hour(2).fixed_window());
@@ -235,7 +235,7 @@ async fn rejections_can_be_plain_text() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_passes_without_decision_hears_of_the_policy_only() {
+async fn undecided_request_gets_only_the_policy_field() {
     let quota = Quota::per_minute(1).fixed_window();
     let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Allow).layer(hello());
     let keyless = layer(quota).key(header("x-api-key")).on_missing_key(OnMissingKey::Pass).layer(hello());
@@ -440,7 +440,7 @@ async fn pages_may_be_told_of_all_that_answers_add() {
 }
 
 #[tokio::test]
-async fn what_no_route_of_axum_matches_counts_by_the_fallback_or_not_at_all() {
+async fn unmatched_route_counts_by_the_fallback_or_not_at_all() {
     let layer = || RateLimitLayer::new(MemoryBackend::new(), api(Quota::per_hour(2).fixed_window()));
     let routes = || Router::new().route("/users/{id}", get(async || ""));
     let by_address = routes().layer(layer().key(matched_path().or(peer_ip())));
@@ -801,7 +801,7 @@ fn older_fields_parse_as_what_their_drafts_say() {
 }
 
 #[test]
-fn older_fields_tell_a_reset_of_0_while_the_whole_quota_is_left_and_nothing_where_nothing_is_known() {
+fn legacy_reset_is_0_for_a_full_quota_and_absent_if_unknown() {
     use HeaderVersion::{Draft6, LegacyDelta};
 
     let policy = api(Quota::per_minute(5).fixed_window());
@@ -1414,7 +1414,7 @@ async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_several_policies_a_quota_failure_has_the_limits_of_all_that_say_no() {
+async fn quota_failure_names_the_limits_of_all_denying_policies() {
     // A limit may have the name of another policy's.
     let total = Policy::new("total", Quota::per_hour(1).sliding_window()).named("api");
     let layer = layer(Quota::per_minute(1).fixed_window()).and(total, GlobalKey).responder(GrpcResponder::new());

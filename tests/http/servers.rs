@@ -125,7 +125,7 @@ async fn clients_of_other_addresses_have_quotas_of_their_own() {
 // gRPC, by tenant.
 
 #[tokio::test]
-async fn tonic_answers_the_fourth_call_of_a_tenant_with_resource_exhausted() {
+async fn tonic_denies_the_fourth_call_with_resource_exhausted() {
     within_seconds(async {
         let (server, calls) = serve_tonic(by_tenant()).await;
         let mut client = GrpcClient::connect(server.addr).await;
@@ -280,7 +280,7 @@ async fn tonic_clients_that_no_wait_helps_are_told_not_to_retry() {
 }
 
 #[tokio::test]
-async fn tonic_clients_of_a_broken_store_are_told_to_come_back_in_a_second() {
+async fn tonic_client_of_a_broken_store_gets_retry_info() {
     within_seconds(async {
         let policy = Policy::new("servers", Quota::per_minute(3).fixed_window());
         let layer = RateLimitLayer::new(Broken, policy).key(header("x-tenant")).on_store_error(OnStoreError::Deny);

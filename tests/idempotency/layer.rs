@@ -196,7 +196,7 @@ fn is_replay(response: &Reply) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_same_request_is_served_once_and_answered_as_often_as_it_comes() {
+async fn repeated_request_is_served_once_and_replayed() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     let first = ask(&app, pay("k")).await;
@@ -213,7 +213,7 @@ async fn the_same_request_is_served_once_and_answered_as_often_as_it_comes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_replay_is_the_answer_byte_by_byte_with_headers_and_trailers() {
+async fn replay_equals_the_response_with_headers_and_trailers() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |_, _| async {
         let mut trailers = HeaderMap::new();
@@ -283,7 +283,7 @@ async fn post_and_patch_are_served_once_unless_others_are_chosen() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_behind_a_client_that_has_left_gives_the_operation_back() {
+async fn panic_behind_a_disconnected_client_releases_the_key() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |_, run| async move {
         sleep(Duration::from_millis(10)).await;
@@ -376,7 +376,7 @@ async fn the_same_key_on_another_route_is_another_operation() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn chosen_headers_are_part_of_what_is_asked_and_replicas_share_a_secret() {
+async fn chosen_headers_are_fingerprinted_with_a_shared_secret() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
     let guard = |secret: [u8; 2]| {
@@ -492,7 +492,7 @@ async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_is_too_large_reaches_its_caller_and_is_not_made_again() {
+async fn too_large_response_reaches_its_caller_once() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).max_answer(1_000), |_, _| async {
         let (sender, body) = stream();
@@ -627,7 +627,7 @@ impl Body for Counted {
 
 /// The story of answers that were served whole and were of unknown outcome: HTTP/1 counts what it sends, and drops the body without waiting for its end.
 #[tokio::test(start_paused = true)]
-async fn a_client_that_has_got_all_that_it_was_told_to_expect_has_not_gone_away() {
+async fn client_with_the_complete_response_has_not_disconnected() {
     for (said, hint, is_served) in
         [(Some("10"), None, true), (None, Some(10), true), (Some("11"), None, false), (None, None, false)]
     {
@@ -667,7 +667,7 @@ async fn a_client_that_has_got_all_that_it_was_told_to_expect_has_not_gone_away(
 
 /// The story of a client that counted, asked again at once, and was told that its request was in flight.
 #[tokio::test(start_paused = true)]
-async fn what_is_there_at_once_and_may_be_the_last_part_comes_when_the_record_has_it() {
+async fn last_frame_is_sent_after_the_record() {
     /// A body that knows how much of it is missing, and is told its end later.
     struct Exact(Stream, u64);
 
@@ -730,7 +730,7 @@ async fn what_is_there_at_once_and_may_be_the_last_part_comes_when_the_record_ha
 
 /// Memory answers before anybody waits for it, and a handler that has begun is not forgotten.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_nobody_waits_for_is_served_to_its_end_or_not_at_all() {
+async fn request_without_client_is_finished_or_never_started() {
     for (on_disconnect, served) in [(OnDisconnect::Finish, 1), (OnDisconnect::Cancel, 0)] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).on_disconnect(on_disconnect);
@@ -744,7 +744,7 @@ async fn a_request_that_nobody_waits_for_is_served_to_its_end_or_not_at_all() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_at_the_beginning_lets_nobody_through_unless_told_to() {
+async fn store_error_denies_unless_configured_otherwise() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -935,7 +935,7 @@ async fn a_handler_outlives_its_lease_by_being_renewed() {
 /// While the store is away a lease may end. Where nobody may take over the handler goes on, and its answer is kept; where somebody may it is
 /// dropped before that.
 #[tokio::test(start_paused = true)]
-async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
+async fn lost_lease_cancels_only_if_another_may_start() {
     for (on_unknown, expected) in [(OnUnknown::Reject, 200), (OnUnknown::Retry, 503)] {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -959,7 +959,7 @@ async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_have_rising_fences_and_ask_others_under_the_same_key() {
+async fn attempts_have_rising_fences_and_pass_the_key_on() {
     let handler = Handler::new();
     let (send, mut told) = mpsc::unbounded_channel();
     let app = handler.behind(layer(MemoryBackend::new()), move |request, run| {
@@ -1078,7 +1078,7 @@ async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
 
 /// The caller has seen a part of the answer by then, so the handler is not run again.
 #[tokio::test(start_paused = true)]
-async fn a_panic_in_the_middle_of_an_answer_leaves_its_outcome_unknown() {
+async fn panic_within_a_response_leaves_an_unknown_outcome() {
     struct Panics(Stream);
 
     impl Body for Panics {
@@ -1143,7 +1143,7 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_all_is_kept_a_client_that_breaks_off_leaves_an_outcome_that_nobody_knows() {
+async fn keep_all_client_abort_leaves_an_unknown_outcome() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).keep(ResponsePolicy::All), echo);
     let (sender, body) = stream();
@@ -1186,7 +1186,7 @@ async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
 
 /// The same where the handler has read ahead, and what it has is too large to be kept.
 #[tokio::test(start_paused = true)]
-async fn a_large_answer_to_a_request_that_broke_off_is_not_recorded_before_its_end() {
+async fn large_response_to_an_aborted_request_is_recorded_late() {
     let guard = layer(MemoryBackend::new()).max_answer(100);
     let app =
         BoxCloneService::new(guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
@@ -1212,7 +1212,7 @@ async fn a_large_answer_to_a_request_that_broke_off_is_not_recorded_before_its_e
 
 /// The story of an upload that was cut off, and that nobody could send again: it was recorded as done as soon as its answer was too large to be kept.
 #[tokio::test(start_paused = true)]
-async fn a_large_answer_is_not_recorded_while_its_request_is_still_read() {
+async fn large_response_is_not_recorded_while_the_request_is_read() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
         let guard = layer(MemoryBackend::new()).max_answer(2).keep(keep);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
@@ -1238,7 +1238,7 @@ async fn a_large_answer_is_not_recorded_while_its_request_is_still_read() {
 
 /// What a handler leaves of it is not waited for.
 #[tokio::test(start_paused = true)]
-async fn a_large_answer_is_recorded_once_no_more_of_its_request_is_read() {
+async fn large_response_is_recorded_once_the_request_was_read() {
     let app = BoxCloneService::new(layer(MemoryBackend::new()).max_answer(100).layer(service_fn(
         async |request: Request<FingerprintedBody<Stream>>| {
             let (sender, answer) = stream();
@@ -1284,7 +1284,7 @@ async fn an_answer_that_breaks_off_is_not_made_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_does_not_read_has_the_fingerprint_of_what_it_read() {
+async fn unread_body_has_the_fingerprint_of_the_part_read() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let service = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
@@ -1397,7 +1397,7 @@ async fn a_layer_inside_of_another_lets_its_operation_pass() {
 
 /// The story of a payment that was made twice: the bank had not answered in time, and 504 was given back as any other error.
 #[tokio::test(start_paused = true)]
-async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
+async fn unknown_outcome_of_a_handler_is_not_executed_again() {
     #[derive(Clone, Copy, Debug)]
     enum As {
         Http,
@@ -1451,7 +1451,7 @@ async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
 
 /// Whatever is kept: nothing was done for the request.
 #[tokio::test(start_paused = true)]
-async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock() {
+async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let backend = MemoryBackend::new();
         let quota = Policy::new("pay", Quota::per_minute(3).fixed_window());
@@ -1489,7 +1489,7 @@ async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock()
 
 /// It was served once more, and did the same twice: the answer said that nothing was done.
 #[tokio::test(start_paused = true)]
-async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_answers() {
+async fn denial_inside_a_handler_is_recorded_as_its_response() {
     for (keep, says_so, runs) in
         [(ResponsePolicy::All, false, 1), (ResponsePolicy::All, true, 2), (ResponsePolicy::SafeRetry, false, 2)]
     {
@@ -1570,7 +1570,7 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
 /// The story of a payment that was refused for a day: its client had sent another one under the key, and a layer around kept that this was refused, which the one inside
 /// had given back.
 #[tokio::test(start_paused = true)]
-async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_body() {
+async fn outer_layer_agrees_with_inner_on_another_body() {
     let inside = [
         (ResponsePolicy::SafeRetry, OnUnknown::Reject),
         (ResponsePolicy::All, OnUnknown::Retry),
@@ -1639,7 +1639,7 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
 
 /// It has begun to answer: the layer around it was told that it was done.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_knows_to_both() {
+async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
     let ways = ["by its time", "by its length", "by a panic"];
     for (way, keep) in ways.iter().flat_map(|way| {
         [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success].map(|keep| (*way, keep))
@@ -1686,7 +1686,7 @@ async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_kno
 
 /// What the one inside has in its record is done.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_a_layer_inside_cuts_off_once_it_is_recorded_is_done_to_both() {
+async fn inner_abort_after_recording_is_done_to_both_layers() {
     let backend = MemoryBackend::new();
     let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_answer(2);
     let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey);
@@ -1708,7 +1708,7 @@ async fn an_answer_that_a_layer_inside_cuts_off_once_it_is_recorded_is_done_to_b
 
 /// It may have had effects, as one that this layer cancels.
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_knows() {
+async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
     async fn pending(_: Request<FingerprintedBody<Stream>>) -> Result<Response<Full<Bytes>>, Infallible> {
         std::future::pending().await
     }
@@ -1738,7 +1738,7 @@ async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_k
 
 /// It has begun to answer, and may have had effects all the same.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_a_lock_layer_inside_cuts_off_is_of_an_outcome_that_nobody_knows() {
+async fn response_aborted_by_an_inner_lock_is_unknown() {
     async fn asked_twice<S, B>(service: S, runs: &AtomicUsize, case: &str)
     where
         S: tower::Service<Request<Stream>, Response = Response<B>, Error = Infallible> + Clone,
@@ -1784,7 +1784,7 @@ async fn an_answer_that_a_lock_layer_inside_cuts_off_is_of_an_outcome_that_nobod
 
 /// The handler goes on without it, and what it has come to is kept.
 #[tokio::test(start_paused = true)]
-async fn a_lock_layer_outside_that_cuts_an_answer_off_says_nothing_of_its_outcome() {
+async fn outer_lock_that_aborts_a_response_leaves_the_outcome() {
     let lock = || LockLayer::new(MemoryBackend::new());
     let service = service_fn(async |_: Request<FingerprintedBody<Stream>>| {
         let (sender, body) = stream();
@@ -1807,7 +1807,7 @@ async fn a_lock_layer_outside_that_cuts_an_answer_off_says_nothing_of_its_outcom
 
 /// The story of two handlers under one lock: it was given back with the request of a client that had gone, and the handler went on.
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_goes_on_without_its_client_keeps_the_lock_around_it() {
+async fn detached_handler_keeps_its_outer_lock() {
     for (begins, release_at) in [
         (false, ReleaseAt::BodyEnd),
         (true, ReleaseAt::BodyEnd),
@@ -1854,7 +1854,7 @@ async fn a_handler_that_goes_on_without_its_client_keeps_the_lock_around_it() {
 
 /// As one whose client is still there.
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_goes_on_without_its_client_ends_with_the_lock_around_it() {
+async fn detached_handler_ends_with_its_outer_lock() {
     for (on_loss, is_there, is_done) in
         [(OnLoss::Cancel, true, false), (OnLoss::Cancel, false, false), (OnLoss::Notify, false, true)]
     {
@@ -2131,7 +2131,7 @@ async fn whoever_waits_does_not_pass_when_the_store_fails() {
 
 /// A claim whose answer was lost is given back a moment later: what begins meanwhile must not be given back with it.
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_begins_by_another_claim_than_the_one_that_was_lost() {
+async fn waiter_starts_with_a_new_claim_after_a_lost_one() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -2260,7 +2260,7 @@ async fn whoever_takes_over_has_to_send_the_same() {
 
 /// The story of a takeover whose own failure forgot what the request was: any other was the next attempt, and the first of them.
 #[tokio::test(start_paused = true)]
-async fn what_was_taken_over_and_given_back_is_the_same_request_for_its_retention() {
+async fn taken_over_key_stays_bound_to_its_request() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
     let dying = handler.behind(guard.clone().max_runtime(Duration::from_millis(200)), |_, _| pending());
@@ -2426,7 +2426,7 @@ async fn that_an_answer_is_too_large_is_known_as_soon_as_it_is() {
 /// The story of requests that stood still for five minutes: nobody listened any more to what was found out of their bodies, once their answers were too large to
 /// be kept.
 #[tokio::test(start_paused = true)]
-async fn a_body_that_turns_out_wrong_after_the_answer_was_too_large_breaks_it_off() {
+async fn wrong_body_aborts_a_response_that_is_too_large() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new()).max_answer(100).max_body(1_000);
@@ -2621,7 +2621,7 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
 
 /// The store has heard of the claims, its answers are lost, and nobody comes any more by whom the circuit could close.
 #[tokio::test(start_paused = true)]
-async fn what_nobody_knows_to_be_begun_is_given_back_when_nobody_comes() {
+async fn claim_with_a_lost_reply_is_released() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let app = Handler::new().behind(layer(store).lease(Duration::from_secs(30)), echo);
@@ -2690,7 +2690,7 @@ async fn what_is_done_is_replayed_where_there_is_no_room_for_more() {
 /// A body that is none at all is told apart before the handler begins, another one while the handler reads it. The latter left an operation that had been given
 /// back of unknown outcome, for the sake of a request that was not even the same.
 #[tokio::test(start_paused = true)]
-async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begins() {
+async fn checkpoint_survives_a_rejected_request() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let service =
@@ -2723,7 +2723,7 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
 /// The story of a payment that was shipped with the receipt of another one: its next attempt was given a checkpoint of a handler that had been sent something else, and
 /// had put it down before it read that.
 #[tokio::test(start_paused = true)]
-async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
+async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     for (keep, on_unknown) in [
         (ResponsePolicy::SafeRetry, OnUnknown::Reject),
         (ResponsePolicy::Success, OnUnknown::Reject),
@@ -2782,7 +2782,7 @@ async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
 
 /// The same where the answer of that handler had begun before it read the rest: whoever sent the right body was told that the outcome was unknown.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_has_begun_for_another_body_gives_the_operation_back() {
+async fn response_to_another_body_releases_the_key() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new());
@@ -2815,7 +2815,7 @@ async fn an_answer_that_has_begun_for_another_body_gives_the_operation_back() {
 
 /// The story of a payment that was refused for a day: a handler had refused another body as soon as it saw the beginning of it, and its answer was kept for the right one.
 #[tokio::test(start_paused = true)]
-async fn an_early_refusal_of_another_body_is_not_kept_for_the_right_one() {
+async fn early_rejection_of_another_body_is_not_recorded() {
     for (streams, comes) in [(false, true), (false, false), (true, true), (true, false)] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -2868,7 +2868,7 @@ async fn an_early_refusal_of_another_body_is_not_kept_for_the_right_one() {
 
 /// The story of the same where nothing was compared: the answer had the body of the request in it, and was kept for as long as that took.
 #[tokio::test(start_paused = true)]
-async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
+async fn early_response_to_another_body_is_not_recorded() {
     /// The first frame of a request, and no more of it.
     struct First {
         body: FingerprintedBody<Stream>,
@@ -2930,7 +2930,7 @@ async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
 
 /// Nor is what a handler has made of the beginning of another body, which broke off before anybody could tell: whoever sent the right one was told that this was done.
 #[tokio::test(start_paused = true)]
-async fn a_success_made_of_another_body_that_broke_off_is_not_kept_for_the_right_one() {
+async fn success_of_an_aborted_other_body_is_not_recorded() {
     for (keep, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
         .into_iter()
         .flat_map(|keep| [(keep, false), (keep, true)])
@@ -3082,7 +3082,7 @@ async fn a_claim_that_is_granted_too_late_begins_nothing() {
 
 /// The story of a service with room for one that a connection kept to itself, since its last request had been refused.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_refused_before_its_handler_begins_keeps_no_place() {
+async fn rejected_request_frees_its_handler_permit() {
     let one_at_a_time =
         ConcurrencyLimitLayer::new(1).layer(service_fn(async |request: Request<FingerprintedBody<Full<Bytes>>>| {
             let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
@@ -3146,7 +3146,7 @@ async fn a_panic_next_to_a_handler_gives_nothing_back() {
 
 /// An error of gRPC has the HTTP status 200, and is no answer to what the client has not sent yet.
 #[tokio::test(start_paused = true)]
-async fn with_grpc_a_client_that_breaks_off_is_served_when_it_sends_all_of_it() {
+async fn grpc_client_is_served_after_an_aborted_stream() {
     let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
         let code = if request.into_body().collect().await.is_ok() { "0" } else { "3" };
@@ -3339,7 +3339,7 @@ async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
 
 /// The same with gRPC, whose code for it is one of those that handlers answer with.
 #[tokio::test]
-async fn a_gateway_of_grpc_records_no_rejection_of_the_service_behind_it() {
+async fn grpc_gateway_records_no_rejection_of_its_upstream() {
     let asked = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&asked);
     let gateway = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {

@@ -402,7 +402,7 @@ on_both! {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_begun_while_the_store_fails_and_what_is_done_is_kept_when_it_is_back() {
+async fn store_outage_starts_nothing_and_loses_no_result() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let (operations, paid) = (operations(store), AtomicU32::new(0));

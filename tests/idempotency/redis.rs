@@ -91,7 +91,7 @@ impl Dice {
 
 /// A checkpoint is not put down before it is known that the body is the right one, so whoever sends that is not handed one of another body.
 #[tokio::test]
-async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
+async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     let server = RedisServer::start();
     let runs = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&runs);

@@ -213,7 +213,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
 
 /// The same for what is made of locks: layers, their relatives, and what looks at them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dropped() {
+async fn dropping_any_lock_future_leaves_nothing_behind() {
     let server = RedisServer::start();
     let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG / 3));
     let is_free = async || drop(there.lock("a").await.unwrap());
@@ -431,7 +431,7 @@ async fn what_is_granted_to_nobody_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_asks_again_when_an_answer_is_lost_and_gets_what_was_granted() {
+async fn waiter_recovers_a_grant_whose_reply_was_lost() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store);
@@ -470,7 +470,7 @@ async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
 
 /// Whoever had got one answer less gave the lease back every second, and kept a shutdown waiting, until its time was over: for a day.
 #[tokio::test(start_paused = true)]
-async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_day() {
+async fn release_is_retried_for_seconds_only() {
     for is_granted in [true, false] {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
@@ -716,7 +716,7 @@ impl LockStore for HangsBut {
 
 /// The first one for which the store did not answer took all the time there was for those that do not want to wait.
 #[tokio::test(start_paused = true)]
-async fn a_segment_for_which_the_store_hangs_leaves_time_for_the_others() {
+async fn hanging_segment_leaves_time_for_others() {
     let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
     let healthy = *probe.one(1).await.unwrap().lock();
     let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy });
@@ -801,7 +801,7 @@ async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
 
 /// With a short ttl it was given back for no longer than that, and nobody had the lock for as long once more.
 #[tokio::test(start_paused = true)]
-async fn what_comes_to_pass_when_a_lease_would_be_over_is_given_back_all_the_same() {
+async fn late_grant_is_released() {
     let (second, late) = (Duration::from_secs(1), Duration::from_millis(4_900));
     for (is_held, fails) in [(true, false), (false, false), (true, true), (false, true)] {
         let inner = MemoryBackend::new();
@@ -1007,7 +1007,7 @@ async fn what_the_answer_takes_is_no_time_of_the_lease() {
 
 /// Whoever was ready to wait was told of a timeout at once.
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given_back_by_others() {
+async fn late_grant_is_retried_by_waiters_and_released_otherwise() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -1092,7 +1092,7 @@ async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
 
 /// Nobody got it for as long as the lease lasted that was renewed last.
 #[tokio::test(start_paused = true)]
-async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold() {
+async fn inattentive_holder_loses_the_lock_at_max_hold() {
     let second = Duration::from_secs(1);
     let backend = MemoryBackend::new();
     let locks = || Locks::new(backend.clone()).wait(Duration::ZERO);
@@ -1120,7 +1120,7 @@ async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold(
 
 /// It was given back once more in place of its holder, and a shutdown waited for that: for a hundredth of the ttl.
 #[tokio::test(start_paused = true)]
-async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for() {
+async fn release_after_max_hold_leaves_nothing_pending() {
     let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -1223,7 +1223,7 @@ async fn a_release_that_fails_is_said_and_tried_again() {
 
 /// It was given back until it would have ended by the last renewal that was answered, and then nobody had it for the rest of its time.
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_given_back_for_as_long_as_renewals_without_an_answer_may_have_kept_it() {
+async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
     let second = Duration::from_secs(1);
     // Behind several renewals that were given up, and beside the first one.
     for (loses, given_back) in [(second, 29_650), (9 * second, 10_050)] {
@@ -1512,7 +1512,7 @@ fn a_lease_outlives_the_runtime_of_another_one() {
 
 /// What was dropped with its runtime was to be given back in that runtime, and was not.
 #[test]
-fn a_lease_that_ends_with_its_runtime_is_given_back_in_another_one() {
+fn lease_of_an_ended_runtime_is_released_in_another() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -1575,7 +1575,7 @@ impl LockStore for Unanswering {
 
 /// It was given back once, which was before it was granted.
 #[test]
-fn what_is_granted_after_the_end_of_the_runtime_that_asked_is_given_back() {
+fn grant_after_the_end_of_a_runtime_is_released() {
     let store = Unanswering::default();
     let locks = Locks::new(store.clone()).deadline(LONG);
     let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -1656,7 +1656,7 @@ async fn a_run_whose_lease_was_flushed_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_holder_knows_before_its_key_can_expire_when_redis_does_not_answer() {
+async fn holder_learns_of_a_loss_before_its_key_expires() {
     let _alone = alone().await;
     for is_killed in [false, true] {
         while !is_known_in_time(is_killed).await {}
@@ -1753,7 +1753,7 @@ async fn a_lost_connection_is_no_lost_lease() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_waits_hears_again_after_the_listening_connection_was_cut_off() {
+async fn waiter_is_notified_after_the_subscription_was_cut() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG));
@@ -1843,7 +1843,7 @@ async fn who_may_not_listen_does_not_connect_again_and_again() {
 
 /// The server refuses a subscription to several channels for one of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lock_that_may_not_be_listened_to_keeps_nobody_from_hearing_of_others() {
+async fn forbidden_channel_does_not_silence_others() {
     let server = RedisServer::start();
     let channels = "&tollgate:2:{lock:default:a}:*";
     let acl = ["ACL", "SETUSER", "half", "on", ">secret", "~tollgate:2:*", "resetchannels", channels, "+@all"];
@@ -1978,7 +1978,7 @@ async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
 
 /// Whoever was first in a line and had died held it up for ever once their place was evicted; and of several each held it up as long.
 #[tokio::test]
-async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
+async fn evicted_positions_are_restored_once() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let lock = LockKey::new("default", "a");
@@ -2007,7 +2007,7 @@ async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
 
 /// A lease that was written before the server's clock was set back lasted for as long as that was.
 #[tokio::test]
-async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
+async fn clock_set_back_extends_no_lease_and_lowers_no_fence() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let locks = locks(&server).await;
@@ -2441,7 +2441,7 @@ async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
 
 /// A server that is reading its data answers, and so counted as one that may have been asked.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_does_not_wait_for_locks_that_a_server_was_asked_for_while_it_was_loading() {
+async fn shutdown_ignores_requests_to_a_loading_server() {
     let mut server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
     let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));

@@ -62,7 +62,7 @@ async fn quick(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infalli
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
+async fn one_request_runs_and_others_get_retry_after() {
     let service = by_path().layer(service_fn(slow));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
@@ -499,7 +499,7 @@ async fn a_detached_handler_comes_to_its_end_without_its_lock() {
 
 /// It went on without its client all the same, with the lock of the layer outside, for as long as that layer would let it.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_needs_no_lock_is_not_detached_with_that_of_another_layer() {
+async fn request_without_lock_is_not_detached_with_another() {
     let locks = Locks::new(MemoryBackend::new());
     let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).lock_safe_methods(true);
     let by_order = |request: &Request<_>| (request.uri().path() == "/order").then(|| "order".to_owned());
@@ -582,7 +582,7 @@ async fn a_detached_handler_ends_with_the_locks_around_it() {
 
 /// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_needs_no_lock_is_answered_when_that_of_another_layer_is_lost() {
+async fn request_without_lock_survives_the_loss_of_another() {
     let locks = Locks::new(MemoryBackend::new());
     let outer = LockLayer::with_locks(locks.clone()).lock_safe_methods(true).on_loss(OnLoss::Notify);
     let inner = LockLayer::with_locks(locks).detached();
@@ -626,7 +626,7 @@ async fn a_detached_handler_without_its_lock_keeps_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
+async fn shutdown_of_a_layer_waits_and_admits_no_request() {
     let layer = by_path().detached();
     let finished = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&finished);
@@ -646,7 +646,7 @@ async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_is_cancelled_by_a_loss_and_its_panic_is_its_callers() {
+async fn detached_handler_is_cancelled_by_a_loss() {
     let is_dropped = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&is_dropped);
     let locks = Locks::new(MemoryBackend::new()).max_hold(Duration::from_secs(2));
@@ -854,7 +854,7 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
 }
 
 #[tokio::test]
-async fn whoever_is_turned_away_by_a_fence_may_be_answered_with_the_type_that_is_there() {
+async fn fence_rejection_can_use_the_response_type() {
     use axum::body::Body;
 
     let handler = service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Body::from("written"))));
@@ -973,7 +973,7 @@ async fn what_happens_without_a_key_is_said() {
 
 /// A handler that is not protected found the lease of another layer, believed that it is, and wrote with a fence that says nothing of it.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_passes_without_its_lock_has_no_lease_of_another() {
+async fn request_passed_without_lock_sees_no_other_lease() {
     let by = |field: &'static str, store: &FaultStore<MemoryBackend>| {
         let layer = LockLayer::new(store.clone()).namespace(field).key(header(field));
         layer.on_missing_key(OnMissingKey::Pass).on_store_error(OnStoreError::Allow)
@@ -1280,7 +1280,7 @@ impl AtWork {
 
 /// A 101 has no body that could keep the lock for as long as the connection lasts.
 #[tokio::test]
-async fn an_upgraded_connection_has_the_lock_for_as_long_as_its_task_keeps_it() {
+async fn upgraded_connection_keeps_its_lock() {
     use axum::response::IntoResponse;
     for keeps in [false, true] {
         let handler = async move |view: LeaseHandle, request: axum::extract::Request| {

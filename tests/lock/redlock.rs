@@ -163,7 +163,7 @@ async fn locks_go_on_while_a_minority_is_killed_or_stopped() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_majority_nothing_is_granted_and_what_is_held_is_lost_in_time() {
+async fn without_a_majority_leases_end_and_none_is_granted() {
     let mut servers = [(); 3].map(|()| RedisServer::start_with(DURABLE));
     let ttl = Duration::from_secs(2);
     let locks = locks(&servers).await.ttl(ttl).wait(Duration::ZERO);
@@ -371,7 +371,7 @@ fn slow<const N: usize>(takes_ms: [u64; N]) -> [Slow; N] {
 
 /// Two had given it back, and the third was given up 10 ms later: it kept the lease for all of its time.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_slower_than_the_others_is_told_of_a_release_as_well() {
+async fn slow_store_receives_the_release_too() {
     let stores = slow([0, 0, 100]);
     let locks = Locks::new(Redlock::new(stores.clone()).unwrap()).wait(Duration::ZERO);
     for _ in 0..3 {
@@ -392,7 +392,7 @@ async fn a_store_that_is_slower_than_the_others_is_told_of_a_release_as_well() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn releases_that_nobody_waits_for_end_in_time_and_with_their_store() {
+async fn background_releases_end_in_time_and_with_their_store() {
     let stores = slow([0, 0, 86_400_000]);
     let in_use = || Arc::strong_count(&stores[2].in_use);
     let redlock = Redlock::new(stores.clone()).unwrap();

@@ -87,7 +87,7 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() {
+async fn stalled_replica_blocks_grants_until_it_resumes() {
     let (primary, replicas) = with_replicas(1);
     let locks = locks(&primary, 1).await;
     replicas[0].pause();
@@ -107,7 +107,7 @@ async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_renewal_that_replicas_do_not_have_does_not_make_a_lease_longer() {
+async fn unreplicated_renewal_does_not_extend_a_lease() {
     let (primary, replicas) = with_replicas(1);
     let ttl = Duration::from_secs(3);
     let locks = locks(&primary, 1).await.ttl(ttl).deadline(Duration::from_millis(300));
@@ -134,7 +134,7 @@ async fn a_renewal_that_replicas_do_not_have_does_not_make_a_lease_longer() {
 
 /// Each of them waited for replicas behind the others on the same connection, and most for longer than they may: a store that fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_who_ask_at_the_same_time_are_told_that_there_are_too_few_replicas() {
+async fn simultaneous_callers_learn_of_missing_replicas() {
     let primary = RedisServer::start();
     let locks = locks(&primary, 1).await;
     let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
@@ -145,7 +145,7 @@ async fn all_who_ask_at_the_same_time_are_told_that_there_are_too_few_replicas()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_who_ask_at_the_same_time_are_granted_what_replicas_know_of() {
+async fn simultaneous_callers_get_replicated_grants() {
     let (primary, replicas) = with_replicas(1);
     let locks = locks(&primary, 1).await;
     let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
@@ -161,7 +161,7 @@ async fn all_who_ask_at_the_same_time_are_granted_what_replicas_know_of() {
 /// Their renewals came after what others had waited for in vain on the same connection, until the leases were over.
 /// What others had taken of their time was taken off that of the replicas, which were no slower than they may be.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_waits_for_a_connection_has_as_much_time_for_replicas_as_others() {
+async fn waiting_for_a_connection_costs_no_replication_time() {
     let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
     let proxy = Proxy::start(primary.port());
     let port = proxy.port().to_string();
@@ -185,7 +185,7 @@ async fn who_waits_for_a_connection_has_as_much_time_for_replicas_as_others() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn those_who_want_more_replicas_than_there_are_cost_nobody_else_a_lease() {
+async fn impossible_replication_costs_others_no_lease() {
     let (primary, _replicas) = with_replicas(1);
     let one = locks(&primary, 1).await;
     let two = one.clone().replication(Replication::Require(2));
@@ -255,7 +255,7 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
 /// Those who found no connection were told that too few replicas know of their lock, which was an answer of the store: the circuit stayed closed,
 /// and requests that may pass without their lock did not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_finds_no_connection_to_a_server_that_hangs_is_told_of_a_store_that_fails() {
+async fn no_connection_to_a_hanging_server_is_a_store_error() {
     let (primary, _replicas) = with_replicas(1);
     let options = RedisOptions::from_url(primary.url()).unwrap().connections(1).response_timeout(LONG);
     let locks = Locks::new(options.connect().await.unwrap())
@@ -281,7 +281,7 @@ async fn who_finds_no_connection_to_a_server_that_hangs_is_told_of_a_store_that_
 /// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who
 /// stood behind.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_waits_for_replicas_goes_on_when_the_primary_becomes_a_replica_itself() {
+async fn replicated_claim_survives_a_demoted_primary() {
     let (primary, replicas) = with_replicas(1);
     let other = RedisServer::start();
     let locks = locks(&primary, 1).await.deadline(LONG).wait(2 * LONG);
@@ -303,7 +303,7 @@ async fn who_waits_for_replicas_goes_on_when_the_primary_becomes_a_replica_itsel
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
+async fn cluster_counts_replicas_of_the_owning_node() {
     let cluster = block_in_place(Cluster::start);
     // What replicas are waited for, where there are too few, is half of this.
     let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(1));
@@ -356,7 +356,7 @@ async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
 
 /// Whoever asked for replicas got a lease from hand to hand that no replica had to know of, then or later.
 #[tokio::test(start_paused = true)]
-async fn a_lease_goes_from_hand_to_hand_only_to_those_who_ask_for_as_many_replicas() {
+async fn handoff_requires_the_same_replication() {
     let locks = Locks::new(MemoryBackend::new()).wait(Duration::from_secs(1));
     let careful = locks.clone().replication(Replication::Require(2));
     let lease = locks.lock("a").await.unwrap();
@@ -433,7 +433,7 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
 
 /// They were told of a store that fails, which it did not: a layer may let requests pass without their lock then.
 #[tokio::test(start_paused = true)]
-async fn who_stands_behind_somebody_who_waits_for_replicas_waits_for_the_answer_as_well() {
+async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
     let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }).wait(Duration::ZERO);
     for deadline in [100, 2_000].map(Duration::from_millis) {
         let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
@@ -458,7 +458,7 @@ async fn who_stands_behind_somebody_who_waits_for_replicas_waits_for_the_answer_
 
 /// The time that was left for the others was over before they could answer, and that was a store that fails.
 #[tokio::test(start_paused = true)]
-async fn any_segment_that_too_few_replicas_know_of_is_told_from_a_store_that_fails() {
+async fn under_replicated_segment_is_no_store_error() {
     let late = Late { inner: MemoryBackend::new(), replicas: 0 };
     let locks = Locks::new(late).replication(Replication::Require(1));
     for (key, segments) in [("some", 8), ("many", 20)] {
@@ -513,7 +513,7 @@ impl LockStore for Short {
 
 /// What was said of it was lost with what was said of the others, for as long as too few replicas knew of those.
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_was_taken_away_is_told_from_others_that_too_few_replicas_know_of() {
+async fn taken_lease_differs_from_an_under_replicated_one() {
     let backend = MemoryBackend::new();
     let is_short = Arc::new(AtomicBool::new(true));
     let store = Short { inner: backend.clone(), is_short: Arc::clone(&is_short) };
@@ -533,7 +533,7 @@ async fn a_lease_that_was_taken_away_is_told_from_others_that_too_few_replicas_k
 
 /// It was forgotten when the next attempt was refused without the store being asked: nobody had the lock until it expired.
 #[tokio::test(start_paused = true)]
-async fn what_one_attempt_has_left_is_given_back_also_where_the_next_one_is_not_made() {
+async fn leftover_of_an_attempt_is_released_without_a_next_one() {
     for is_fair in [false, true] {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(Alone { inner: backend.clone() });
@@ -566,7 +566,7 @@ async fn what_one_attempt_has_left_is_given_back_also_where_the_next_one_is_not_
 
 /// What whoever is in front asks for was told to others as if they had asked for it.
 #[tokio::test(start_paused = true)]
-async fn who_stands_behind_somebody_who_waits_for_replicas_is_told_of_those_that_they_ask_for() {
+async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
     let locks = Locks::new(Alone { inner: MemoryBackend::new() });
     let careful = |replicas| locks.clone().replication(Replication::Require(replicas));
     let waiter = tokio::spawn(careful(1).lock("a").wait(Duration::from_secs(10)).into_future());

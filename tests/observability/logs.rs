@@ -186,7 +186,7 @@ async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_one_at_the_end() {
+async fn unrecorded_requests_log_one_line_at_start_and_end() {
     let log = Log(Arc::default(), true, None);
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -559,7 +559,7 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
 
 /// The story of a payment that might have been made, and of a line that did not say why.
 #[tokio::test(start_paused = true)]
-async fn a_line_of_work_whose_outcome_is_unknown_says_what_it_has_failed_with() {
+async fn log_of_an_unknown_outcome_has_its_error() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     let payouts = Idempotent::new(MemoryBackend::new(), "payouts").keep(ResponsePolicy::All);
@@ -681,7 +681,7 @@ async fn an_answer_that_is_lost_for_lack_of_room_is_named() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
+async fn failing_resolver_logs_one_line_and_no_store_error() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
@@ -720,7 +720,7 @@ async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
 
 /// It told of the request that failed first, which was taken for the whole outage.
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_fails_behind_old_answers_is_a_line_that_tells_of_the_others() {
+async fn failing_resolver_with_stale_answers_logs_one_line() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
@@ -1109,7 +1109,7 @@ async fn a_server_that_may_evict_our_keys_is_one_line() {
 }
 
 #[tokio::test]
-async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
+async fn missing_subscribe_right_is_logged_once() {
     let log = Log::default();
     let _guard = tracing::subscriber::set_default(log.clone());
     let server = RedisServer::start();
@@ -1302,7 +1302,7 @@ async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
 
 /// What a call has taken along that hangs until the end is as lost as what waits for one.
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to() {
+async fn ending_worker_logs_unacknowledged_jobs() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     let store = FaultStore::new(MemoryBackend::new());
@@ -1437,7 +1437,7 @@ async fn a_recurring_job_that_cannot_be_pushed_says_why() {
 
 /// One process cannot know what another one has pushed.
 #[tokio::test(start_paused = true)]
-async fn a_process_that_is_late_for_a_schedule_does_not_say_that_there_are_no_jobs() {
+async fn late_scheduler_does_not_report_missing_jobs() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     let backend = MemoryBackend::new();

@@ -327,7 +327,7 @@ fn a_correction_that_ends_with_its_runtime_is_lost() {
 
 /// By which policy it counts was never found out.
 #[test]
-fn what_is_charged_to_a_request_that_passed_a_resolver_that_failed_is_lost() {
+fn charge_after_a_failed_resolver_is_counted_as_lost() {
     let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
     let fails = PolicyResolver::new(|_| std::future::ready(Err::<Policy, _>("the database is away")));
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).resolver(fails).on_store_error(OnStoreError::Deny);
@@ -347,7 +347,7 @@ impl<Res, E> ChargeOn<Res, E> for Pays {
 }
 
 #[test]
-fn requests_of_which_nobody_wants_to_know_more_are_counted_alike() {
+fn unobserved_requests_are_counted_the_same() {
     for limit in [Quota::per_hour(10).fixed_window(), Quota::per_hour(10).token_bucket()] {
         let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
         let layer = layer.key(|client: &&'static str| *client).responder(ErrorResponder);
@@ -477,7 +477,7 @@ fn what_a_limiter_was_told_nothing_about_has_failed_closed() {
 
 /// It happened that neither the time of a store behind a limiter was seen, nor a correction.
 #[test]
-fn what_a_limiter_waits_for_is_timed_and_what_it_settles_counted() {
+fn limiter_waits_are_timed_and_settlements_counted() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -921,7 +921,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
 
 /// The story of an alarm for operations that nobody had to look at: they were given back, that was told too late, and somebody had begun them by then.
 #[test]
-fn an_attempt_that_was_given_back_without_an_answer_is_not_unknown() {
+fn released_attempt_is_not_counted_as_unknown() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let (faults, losing) = (store.faults(), store.faults());
@@ -991,7 +991,7 @@ fn an_outage_makes_no_attempt_unknown() {
 
 /// Of a request that counts for several, as with decisions.
 #[test]
-fn requests_that_pass_without_a_decision_are_counted_for_each_policy() {
+fn undecided_requests_are_counted_per_policy() {
     for (then, outcome) in [(OnStoreError::Allow, "failed_open"), (OnStoreError::Deny, "failed_closed")] {
         let policy = |name: &'static str| Policy::new(name, Quota::per_hour(6).fixed_window());
         let layer = RateLimitLayer::new(Down, policy("api")).on_store_error(then).responder(ErrorResponder);
@@ -1066,7 +1066,7 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
 
 /// Who subtracts what has closed from what has opened would take the circuit of one rule for open for good.
 #[test]
-fn the_circuit_of_several_rules_closes_under_the_policy_that_it_opened_under() {
+fn circuit_closes_under_the_policy_that_tripped_it() {
     let rules = Rules::from_toml(
         r#"
         policies.api.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
@@ -1260,7 +1260,7 @@ fn jobs_are_counted_by_what_became_of_them() {
 
 /// The gauge cannot tell that nobody works any more: what is asked of the queue can, and the docs say so.
 #[test]
-fn how_long_jobs_are_due_without_a_worker_is_what_the_queue_is_asked() {
+fn age_of_due_jobs_without_a_worker_is_queried() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {

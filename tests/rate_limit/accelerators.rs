@@ -239,7 +239,7 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_denied_to_one_that_is_named_twice_is_not_denied_to_one_request() {
+async fn denial_of_a_doubled_descriptor_is_not_cached_for_one() {
     let store = DenyCache::new(MemoryBackend::new()).max_age(MINUTE);
     let (policy, key) = (fixed(3), Key::from("alice"));
     assert!(store.check(&policy, &key, 2).await.unwrap().is_allowed());
@@ -367,7 +367,7 @@ async fn a_denial_that_is_overtaken_by_a_charge_is_remembered() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cached_wait_is_enough_and_the_store_is_asked_in_time_however_slow_the_way() {
+async fn cached_denial_expires_in_time_on_a_slow_network() {
     let (backend, slow) = slow();
     slow.takes(20_000, 30_000);
     let store = DenyCache::new(slow.clone()).max_age(MINUTE);
@@ -669,7 +669,7 @@ async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_their_shares() {
+async fn under_admission_is_at_most_the_idle_shares() {
     const QUOTA: u64 = 10_000;
     let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u32));
     let mut admitted = 0;
@@ -722,7 +722,7 @@ async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_thei
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_unit_that_was_not_needed_can_be_given_back_as_without_leases() {
+async fn unused_prefetched_unit_can_be_refunded() {
     let store = QuotaPrefetch::new(MemoryBackend::new());
     let limiter = hot(&store, &fixed(100)).await;
     let mut receipts = Vec::new();
@@ -740,7 +740,7 @@ async fn a_unit_that_was_not_needed_can_be_given_back_as_without_leases() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
+async fn waiters_survive_a_cancelled_refill() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await;
@@ -827,7 +827,7 @@ async fn a_draw_that_never_ends_is_given_up() {
 
 /// It happened that who came first waited for half of the time, then asked alone, and was late.
 #[tokio::test(start_paused = true)]
-async fn a_draw_that_takes_most_of_the_deadline_serves_all_who_wait_for_it() {
+async fn slow_refill_serves_all_its_waiters() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await.deadline(Duration::from_millis(100));
@@ -1046,7 +1046,7 @@ async fn a_live_lease_needs_no_future() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn leases_are_bounded_and_a_flood_of_newcomers_does_not_take_them() {
+async fn prefetched_keys_are_bounded_and_survive_a_flood() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone()).capacity(50);
     let limiter = hot(&store, &fixed(100_000)).await;
@@ -1223,7 +1223,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn several_processes_with_leases_never_exceed_the_quota_of_any_window(
+    fn processes_with_prefetch_never_exceed_a_window(
         traffic in prop::collection::vec(traffic(), 1..5),
         quota in prop_oneof![5_u32..60, 60_u32..3_000],
         window_ms in 10_u64..200,

@@ -106,7 +106,7 @@ where
 }
 
 #[tokio::test]
-async fn of_several_policies_the_extensions_have_the_decision_that_restricts_most() {
+async fn extensions_hold_the_most_restrictive_decision() {
     let sizes = [(5, 9, 7), (9, 5, 7), (7, 9, 5)];
     for (layer, first, second) in sizes {
         // A shadow, which restricts nobody, is not the one.
@@ -124,7 +124,7 @@ async fn of_several_policies_the_extensions_have_the_decision_that_restricts_mos
 }
 
 #[tokio::test]
-async fn of_several_layers_the_innermost_is_told_to_the_handler_and_the_strictest_to_those_outside() {
+async fn handler_sees_innermost_layer_and_client_the_strictest() {
     for (outer, inner) in [(9, 5), (5, 9)] {
         let store = MemoryBackend::new();
         let layers = [("outer", outer), ("inner", inner)];
@@ -149,7 +149,7 @@ async fn of_several_layers_the_innermost_is_told_to_the_handler_and_the_strictes
 
 /// A handler that settles what it has found charged the outer layer for a request that the inner one lets pass.
 #[tokio::test]
-async fn a_handler_finds_no_charge_of_another_layer_where_its_own_lets_the_request_pass() {
+async fn handler_sees_no_charge_of_another_layer() {
     let handler = |expected: &'static [&'static str]| {
         service_fn(move |request: Request<()>| {
             let handle = request.extensions().get::<RateLimitHandle>();
@@ -316,7 +316,7 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
 
 /// Where the layer changes no type, whose body is then one that looks out for trailers around the one that has them.
 #[tokio::test]
-async fn the_outcome_of_a_call_is_in_its_trailers_where_bodies_keep_their_type() {
+async fn grpc_outcome_is_read_from_trailers_of_unchanged_bodies() {
     for (status, left_of_it) in [("0", 100), ("13", 99)] {
         let handler = async move |_: Request<()>| {
             let call = Call { message: Some(Bytes::from_static(b"message")), trailers: Some(grpc_status(status)) };
@@ -469,7 +469,7 @@ impl RateLimitStore for Slow {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_for_a_correction_and_no_more_than_so_many_are_kept() {
+async fn corrections_block_no_request_and_are_bounded() {
     let store = MemoryBackend::new();
     let many = RateLimitHandle::MAX_PENDING as u32 + 100;
     let policy = Policy::new("many", Quota::per_hour(many).fixed_window());

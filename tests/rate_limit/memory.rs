@@ -64,7 +64,7 @@ async fn a_policy_that_is_not_enforced_denies_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_policy_denies_the_share_of_the_keys_that_it_is_enforced_for() {
+async fn policy_denies_its_enforced_share_of_keys() {
     let policy = Policy::new("trial", Quota::per_hour(1).fixed_window()).mode(Mode::Percent(30));
     let limiter = Limiter::new(MemoryBackend::new(), policy);
     let mut denied = 0;
@@ -144,7 +144,7 @@ async fn a_long_log_survives_its_neighbours_and_they_survive_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_log_that_grows_takes_the_room_of_the_least_valuable_everywhere() {
+async fn growing_log_evicts_the_least_valuable_keys() {
     let backend = MemoryBackend::with_capacity(4_000);
     let (short, strict) =
         (limiter(&backend, Quota::per_hour(1_000)), Policy::new("strict", Quota::per_hour(1).fixed_window()));
@@ -280,7 +280,7 @@ async fn keys_that_have_only_just_run_out_stay() {
 
 /// As in tests that have a backend in a `static`, and each a clock of its own that begins now.
 #[test]
-fn a_clock_that_is_behind_that_of_another_runtime_takes_nothing_back() {
+fn clock_behind_another_runtime_refunds_nothing() {
     let backend = MemoryBackend::new();
     let policy = Policy::new("several", Quota::per_hour(3).token_bucket())
         .limit(Quota::per_hour(3).fixed_window())

@@ -76,7 +76,7 @@ async fn a_clone_of_a_ready_service_has_to_become_ready_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_that_is_changed_leaves_its_clones_and_services_as_they_were() {
+async fn changed_layer_leaves_clones_and_services_alone() {
     let strict = layer(MemoryBackend::new(), per_hour(10)).key(|_: &&str| "");
     let service = strict.layer(service_fn(echo));
     let lenient = strict.clone().on_missing_key(OnMissingKey::Pass);
@@ -103,7 +103,7 @@ async fn a_slow_decision_does_not_hold_up_the_next_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rejected_request_gives_its_permit_back_before_its_future_is_dropped() {
+async fn rejected_request_returns_its_permit_at_once() {
     let gate = Arc::new(Notify::new());
     let permits = Arc::new(Semaphore::new(1));
     let store = Store::gated_with(&gate, || Ok(denied()));
@@ -257,7 +257,7 @@ async fn a_rejection_says_which_policy_and_how_long_to_wait() {
 // Cancellation.
 
 #[tokio::test(start_paused = true)]
-async fn dropped_while_the_store_is_asked_the_inner_service_is_never_called() {
+async fn drop_during_a_store_call_never_calls_the_inner_service() {
     let gate = Arc::new(Notify::new());
     let (mut service, mut inner) = mocked(layer(Store::gated(&gate), per_hour(1)));
     let mut future = Box::pin(service.ready().await.unwrap().call("request"));
@@ -316,7 +316,7 @@ async fn dropped_after_admission_a_request_stays_charged() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_future_that_is_never_polled_asks_no_store_that_has_to_be_waited_for() {
+async fn unpolled_future_calls_no_remote_store() {
     let store = Store::counting();
     let (mut service, mut inner) = mocked(layer(&store, per_hour(1)));
     drop(service.ready().await.unwrap().call("request"));
@@ -325,7 +325,7 @@ async fn a_future_that_is_never_polled_asks_no_store_that_has_to_be_waited_for()
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_need_not_be_waited_for_is_decided_when_the_service_is_called() {
+async fn local_decision_is_made_in_call() {
     let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
     inner.allow(2);
     let _answer = service.ready().await.unwrap().call("request");
@@ -654,7 +654,7 @@ async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
 
 /// Each request waited for the whole deadline, for as long as the store hung.
 #[tokio::test(start_paused = true)]
-async fn a_shadow_that_the_store_hangs_for_is_waited_for_by_probes_only() {
+async fn only_probes_wait_for_a_hanging_shadow_policy() {
     let memory = MemoryBackend::new();
     let hangs = Arc::new(AtomicBool::new(true));
     let store = Store::new({
@@ -858,7 +858,7 @@ async fn waiting_request_is_resolved_by_its_input_each_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_has_just_changed_plans_need_not_wait_for_the_old_answer_to_end() {
+async fn forgotten_resolver_answer_applies_a_new_plan_at_once() {
     let (asked, quota) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(1)));
     let resolver = PolicyResolver::new({
         let (asked, quota) = (Arc::clone(&asked), Arc::clone(&quota));
@@ -925,7 +925,7 @@ async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
 /// What the layer says of those about whom its resolver says nothing holds where this process decides, and is no answer otherwise: a job was given up
 /// for good where the layer has no room for anybody.
 #[tokio::test(start_paused = true)]
-async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
+async fn resolver_failure_does_not_concern_the_layer_policy() {
     let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
     let layer = layer(MemoryBackend::new(), per_hour(0)).resolver(fails);
     let answer = async |on_store_error| {
@@ -961,7 +961,7 @@ async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_fails_for_some_keys_takes_the_store_from_nobody() {
+async fn failing_resolver_opens_no_circuit_of_the_store() {
     let store = Store::counting();
     let service = layer(&store, per_hour(1))
         .key(|plan: &&'static str| *plan)
@@ -1049,7 +1049,7 @@ async fn answers_that_are_old_make_room_for_new_ones() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_hangs_costs_its_old_answer_no_more_than_half_the_deadline() {
+async fn hanging_resolver_delays_a_stale_answer_by_half_a_deadline() {
     let hangs = Arc::new(AtomicBool::new(false));
     let resolver = PolicyResolver::new({
         let hangs = Arc::clone(&hangs);
@@ -1088,7 +1088,7 @@ fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u32) -> PolicyRes
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_is_slower_than_the_deadline_is_asked_once_and_heard() {
+async fn slow_resolver_is_called_once_and_its_answer_cached() {
     let asked = Arc::new(AtomicUsize::new(0));
     let layer = layer(MemoryBackend::new(), per_hour(1))
         .resolver(slow_plans(&asked, Duration::from_millis(350), 100))
@@ -1138,7 +1138,7 @@ async fn a_new_answer_that_is_late_is_used_when_it_comes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_answer_is_waited_past_for_once_however_long_the_new_one_takes() {
+async fn stale_answer_is_refreshed_once() {
     let asked = Arc::new(AtomicUsize::new(0));
     let plans = slow_plans(&asked, Duration::from_millis(90), 100).time_to_live(Duration::ZERO);
     let service = layer(MemoryBackend::new(), per_hour(0)).resolver(plans).layer(service_fn(echo));
@@ -1284,7 +1284,7 @@ async fn a_resolver_that_hangs_is_given_up_in_the_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn so_many_questions_are_under_way_and_others_wait_for_their_turn() {
+async fn resolver_calls_are_bounded_and_queued() {
     let (asked, most) = (Arc::new(AtomicUsize::new(0)), PolicyResolver::MAX_RUNNING);
     let plans = slow_plans(&asked, Duration::from_millis(300), 100);
     let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(0))
@@ -1515,7 +1515,7 @@ async fn a_charge_is_corrected_when_the_last_handle_is_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_is_given_back_than_was_charged_and_more_may_be_charged() {
+async fn refund_is_at_most_the_charge() {
     let login = Login::new();
     let later = Later(Arc::default());
     let service = login.layer().charge_on(later.clone()).layer(service_fn(echo));
@@ -1615,7 +1615,7 @@ async fn what_was_charged_in_another_window_is_not_given_back() {
 // A store that fails.
 
 #[tokio::test(start_paused = true)]
-async fn without_a_store_each_process_counts_by_itself_unless_told_otherwise() {
+async fn fallback_counts_per_process_by_default() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
     let layer = layer(&store, per_hour(4));
     for (replicas, quota) in [(1, 4), (3, 2), (100, 1)] {
@@ -1631,7 +1631,7 @@ async fn without_a_store_each_process_counts_by_itself_unless_told_otherwise() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_store_a_request_still_counts_for_all_its_subjects_or_for_none() {
+async fn fallback_charges_all_descriptors_or_none() {
     let total = Policy::new("total", Quota::per_hour(6).fixed_window());
     for (replicas, per_user, in_total) in [(1, 4, 6), (2, 2, 3)] {
         let service = layer(&Store::failing(|| StoreError::unavailable("connection refused")), per_hour(4))
@@ -1812,7 +1812,7 @@ async fn a_denial_that_is_remembered_closes_no_circuit() {
 
 /// A policy on trial took the cache out of use, and what was remembered of both closed the circuit or kept it from opening.
 #[tokio::test(start_paused = true)]
-async fn a_shadow_takes_no_denial_from_the_cache_while_the_store_fails() {
+async fn shadow_policy_ignores_cached_denials_in_an_outage() {
     // Of the shadow it is remembered that it denies, or the store has to be asked.
     for limit in [1, 9] {
         let fails = Arc::new(AtomicBool::new(false));
@@ -1972,7 +1972,7 @@ async fn requests_without_key_can_pass_uncounted() {
 
 /// All were turned away, or none counted, by what is said of the key of the layer.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_lacks_an_added_key_is_one_without_key_unless_that_may_be_absent() {
+async fn missing_added_key_is_rejected_unless_optional() {
     type Call = (&'static str, Option<&'static str>);
     let tenant = |call: &Call| call.1;
     for (on_missing_key, passes, left) in [
@@ -2071,7 +2071,7 @@ async fn a_denial_for_good_needs_no_working_store() {
 // Types and misuse.
 
 #[test]
-fn everything_crosses_threads_even_where_the_key_cannot_be_cloned() {
+fn layer_is_send_with_a_key_that_is_not_clone() {
     fn portable<T: Clone + Send + Sync + 'static>(_: &T) {}
     fn sendable<T: Send + 'static>(_: &T) {}
     struct Unclonable;

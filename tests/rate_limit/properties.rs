@@ -500,7 +500,7 @@ async fn the_worst_cases_can_be_reached() {
 
 /// Shares are rounded up, so who spreads requests evenly may lose one a window, and never more.
 #[tokio::test(start_paused = true)]
-async fn whoever_spreads_requests_evenly_gets_the_quota_of_a_sliding_window_less_one() {
+async fn even_requests_get_the_sliding_quota_less_one() {
     for quota in [1, 2, 3, 7, 10, 60, 100] {
         let window = Duration::from_secs(60);
         let mut subject = Subject::new(&[Quota::new(quota, window).unwrap().sliding_window()]);

@@ -133,7 +133,7 @@ async fn a_line_ends_where_there_is_room_for_all_who_come() {
 
 /// The time that an answer takes came on top of each wait: a line that five calls began at once lost a seventh of what the quota lets through.
 #[tokio::test(start_paused = true)]
-async fn a_line_of_single_calls_ends_where_there_is_room_for_all_who_come() {
+async fn wait_queue_ends_once_there_is_room_for_all() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
@@ -227,7 +227,7 @@ async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
 
 /// It is what newcomers are told only until somebody of the line is told something else.
 #[tokio::test(start_paused = true)]
-async fn what_was_too_long_to_wait_is_forgotten_once_somebody_is_admitted() {
+async fn cached_wait_is_forgotten_after_an_admission() {
     let store = FaultStore::new(MemoryBackend::new());
     let second = Policy::new("second", Quota::per_second(1).burst(10).unwrap().token_bucket());
     let other = Limiter::new(store.get_ref().clone(), second.clone());
@@ -510,7 +510,7 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
 
 /// Those behind slept until whoever had the turn before would have gone on at the latest: a long deadline later.
 #[tokio::test(start_paused = true)]
-async fn who_is_not_polled_when_its_turn_comes_holds_up_others_for_no_longer_than_it_may() {
+async fn wait_queue_skips_stalled_waiter() {
     for unpolled in [1, 2] {
         let calls = Calls::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -538,7 +538,7 @@ async fn who_is_not_polled_when_its_turn_comes_holds_up_others_for_no_longer_tha
 
 /// Those behind slept until it would have had its answer at the latest.
 #[tokio::test(start_paused = true)]
-async fn who_is_not_polled_after_a_question_holds_up_others_for_no_longer_than_it_may() {
+async fn waiter_unpolled_after_a_store_call_is_skipped() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(4));
@@ -559,7 +559,7 @@ async fn who_is_not_polled_after_a_question_holds_up_others_for_no_longer_than_i
 
 /// Two of a line ask at once: the first is denied and pauses, and the other one is not polled any more. Once that one was passed by, nothing woke the first.
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_is_had_by_the_first_of_a_line_where_another_one_is_not_polled() {
+async fn refund_goes_to_the_first_polled_waiter() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(20));
     let minute = Policy::new("minute", Quota::per_minute(4).fixed_window());
@@ -657,7 +657,7 @@ async fn who_waits_is_held_to_what_the_resolver_says() {
 
 /// The other way round: it was charged anew at each turn.
 #[tokio::test(start_paused = true)]
-async fn who_waits_is_counted_once_where_the_resolver_says_that_nothing_is_enforced() {
+async fn waiter_without_enforced_policy_is_counted_once() {
     let backend = MemoryBackend::new();
     let plan = Policy::new("plan", Quota::per_hour(100).fixed_window());
     let service = RateLimitLayer::new(backend.clone(), plan.clone())
@@ -752,7 +752,7 @@ async fn a_store_that_fails_for_a_moment_empties_no_line() {
 
 /// What this process has said itself holds no longer than it wants to.
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_while_the_store_fails_is_had_by_those_who_wait() {
+async fn refund_during_an_outage_reaches_waiters() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
@@ -863,7 +863,7 @@ async fn room_that_others_make_is_found_within_a_second() {
 
 /// It stood in the line of somebody else, if it counted for others as well.
 #[tokio::test(start_paused = true)]
-async fn what_never_fits_as_the_resolver_has_said_before_is_not_waited_for() {
+async fn request_above_the_resolved_quota_does_not_wait() {
     let plan = Policy::new("plan", Quota::per_hour(5).fixed_window());
     let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("plan", Quota::per_hour(100).fixed_window()));
     let service = layer
@@ -888,7 +888,7 @@ async fn what_never_fits_as_the_resolver_has_said_before_is_not_waited_for() {
 
 /// Whoever was merely over the limit was told that the store has failed, and that opened the circuit.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {
+async fn immediate_store_needs_no_deadline_to_wait() {
     for is_resolved in [false, true] {
         let calls = Calls::new();
         let layer = RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(1));
@@ -906,7 +906,7 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {
 
 /// Where a request counts for several, everybody was told that the store has failed.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several() {
+async fn immediate_store_needs_no_deadline_for_several_policies() {
     let each = Policy::new("each", Quota::per_hour(3).fixed_window());
     let total = Policy::new("total", Quota::per_hour(100).fixed_window());
     let trial = Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
@@ -941,7 +941,7 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several(
 
 /// They were not counted, and the store was said to fail.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_answers_at_once_needs_no_deadline_to_count_for_several_on_trial() {
+async fn immediate_store_needs_no_deadline_for_shadow_policies() {
     let hourly = |name: &str| Policy::new(name, Quota::per_hour(3).fixed_window()).shadow();
     let (each, total) = (hourly("each"), hourly("total"));
     for then in [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local] {

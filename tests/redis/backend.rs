@@ -258,7 +258,7 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
 
 /// Counts that are ahead of the clock live for as long after it as they are ahead, which is what those who charge them go by.
 #[tokio::test]
-async fn a_block_that_is_lifted_after_the_clock_was_set_back_forgets_no_counts() {
+async fn lifted_block_after_a_clock_step_keeps_counts() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -278,7 +278,7 @@ async fn a_block_that_is_lifted_after_the_clock_was_set_back_forgets_no_counts()
 
 /// Two configurations of one policy share a key, as while a new one is rolled out, and what one of them needs is far longer.
 #[tokio::test]
-async fn a_block_of_others_leaves_the_key_for_as_long_as_its_counts_need() {
+async fn block_keeps_the_key_as_long_as_its_counts() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -298,7 +298,7 @@ async fn a_block_of_others_leaves_the_key_for_as_long_as_its_counts_need() {
 }
 
 #[tokio::test]
-async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
+async fn future_counts_deny_no_longer_than_before() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();

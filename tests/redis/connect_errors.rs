@@ -294,7 +294,7 @@ async fn cluster_is_refused_whose_announced_addresses_are_unreachable() {
 }
 
 #[tokio::test]
-async fn cluster_is_refused_whose_certificate_lacks_the_announced_address() {
+async fn cluster_without_matching_certificate_is_refused() {
     let node =
         TlsServer::start_cluster_with(Certificates::for_names(&["localhost"]), &["--cluster-announce-ip", "127.0.0.1"]);
     let read = |path| fs::read(path).unwrap();

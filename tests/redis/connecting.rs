@@ -291,7 +291,7 @@ async fn a_user_of_a_cluster() {
 
 /// Three round trips to connect to it, and one to ask.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_of_a_cluster_that_is_far_away_has_the_time_that_it_is_given() {
+async fn distant_cluster_node_gets_its_timeout() {
     let cluster = Cluster::start();
     let proxy = Proxy::start(cluster.nodes[0].port());
     proxy.to_client(Traffic::Delay(Duration::from_millis(600)));
@@ -324,7 +324,7 @@ async fn a_server_that_is_far_away_is_listened_to() {
 
 /// They had a second to let somebody in, and half a second to answer.
 #[tokio::test(flavor = "multi_thread")]
-async fn sentinels_that_are_far_away_have_the_time_that_they_are_given() {
+async fn distant_sentinels_get_their_timeout() {
     let deployment = SentinelDeployment::start();
     let sentinel = &deployment.sentinels[0];
     sentinel.query::<()>("ACL SETUSER watcher on >watch +@all");
@@ -377,7 +377,7 @@ async fn patient(server: &RedisServer) -> RedisBackend {
 
 /// Answers that are there already are not late: what was asked has been charged.
 #[tokio::test]
-async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile() {
+async fn stalled_process_reads_replies_that_arrived() {
     let server = RedisServer::start();
     let policy = Policy::new("still", Quota::per_hour(1_000).fixed_window());
     let limiter = Limiter::new(patient(&server).await, policy).deadline(STILL_DEADLINE);
@@ -457,7 +457,7 @@ fn calls_may_come_from_runtimes_that_end() {
 /// Whoever waited for a connection when that runtime ended panicked, and what had been begun there was waited for ever after: no call went
 /// through any more, with Redis as well as ever.
 #[test]
-fn calls_go_on_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+fn calls_survive_the_end_of_the_first_runtime() {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
     let home = tokio::runtime::Runtime::new().unwrap();
@@ -649,7 +649,7 @@ async fn what_is_wrong_for_good_is_wrong_at_the_start() {
 
 /// A Sentinel that is cut off from the others names a server that does not even refuse: it is the first that is asked.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sentinel_that_is_out_of_touch_keeps_nobody_from_the_primary() {
+async fn unreachable_sentinel_does_not_hide_the_primary() {
     let deployment = SentinelDeployment::start();
     let old = deployment.primary().port();
     deployment.fail_over();

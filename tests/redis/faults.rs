@@ -246,7 +246,7 @@ async fn connections_that_were_closed_while_idle_cost_no_call() {
 
 /// For half a second calls were told of an attempt to connect that had failed, though the next one was overdue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_failed_attempt_to_connect_speaks_for_the_next_one_and_no_longer() {
+async fn connect_failure_is_shared_with_the_next_attempt_only() {
     let _turn = alone().await;
     let mut server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
@@ -265,7 +265,7 @@ async fn a_failed_attempt_to_connect_speaks_for_the_next_one_and_no_longer() {
 /// It happened that calls were told of the failed attempt to replace a connection while others were alive, and only lent out
 /// for an instant.
 #[tokio::test(flavor = "multi_thread", worker_threads = 8)]
-async fn a_connection_that_cannot_be_replaced_costs_nothing_while_another_lives() {
+async fn irreplaceable_connection_costs_nothing_beside_another() {
     let _turn = alone().await;
     let server = RedisServer::start();
     let mut connection = server.connection();
@@ -494,7 +494,7 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_counts_by_itself_while_redis_hangs_and_is_gone_and_follows_it_again() {
+async fn process_counts_alone_in_an_outage_and_recovers() {
     let _turn = alone().await;
     let mut server = RedisServer::start();
     // Of the ten units of an hour this replica has five to give while it is on its own.

@@ -138,7 +138,7 @@ async fn announced_primary_is_followed_at_once() {
 
 /// Sentinels that are told anew whom they watch over count failovers from zero again. The old primary goes on to answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
+async fn unmonitored_primary_is_left() {
     let deployment = SentinelDeployment::start();
     // So that there has been a failover, which is what connections go by.
     let old = deployment.primary().port();
@@ -266,7 +266,7 @@ async fn a_claim_that_a_dead_primary_has_taken_holds_no_worker_up() {
 
 /// Who follows failovers ends with the runtime in which the backend was made, and has to begin again in another one.
 #[test]
-fn a_replaced_primary_is_left_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+fn replaced_primary_is_left_after_the_first_runtime_ended() {
     let deployment = SentinelDeployment::start();
     let limiter = from_a_runtime_that_has_ended(&deployment.url());
     runtime().block_on(async {
@@ -290,7 +290,7 @@ mod on_a_cluster {
 
     /// As behind Sentinels.
     #[test]
-    fn a_node_is_left_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+    fn moved_node_is_left_after_the_first_runtime_ended() {
         let cluster = Cluster::start();
         let limiter = from_a_runtime_that_has_ended(&cluster.url());
         runtime().block_on(async {
@@ -357,7 +357,7 @@ mod on_a_cluster {
 
     /// As a user who may do no more than the docs say.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn who_waits_is_told_by_the_node_that_has_the_lock_wherever_it_moves() {
+    async fn waiter_is_notified_after_its_lock_moved() {
         let cluster = Cluster::start();
         for node in &cluster.nodes {
             let rule = "on >password ~tollgate:2:* resetchannels &tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire \
@@ -412,7 +412,7 @@ mod on_a_cluster {
     /// The client connects to all nodes that it is told before it listens to any, and gave up before it had given up the one that hangs: who waited looked
     /// once a second for as long as that lasted.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn who_waits_is_told_while_a_node_hangs_that_has_nothing_to_do_with_it() {
+    async fn waiter_is_notified_while_an_unrelated_node_hangs() {
         // It stays one of the nodes.
         let cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
         let replica = cluster.replica_of(0);
@@ -436,7 +436,7 @@ mod on_a_cluster {
     /// A node that was restarted and reads its data refuses connections to it, which was taken for an answer: for as long as it read, its slots were down although its
     /// replica had taken over.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_node_that_is_loading_is_left_for_the_one_that_has_taken_over() {
+    async fn loading_node_is_left_for_its_successor() {
         // Nobody takes its place before it is told to.
         let mut cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
         let policy = Policy::new("loads", Quota::per_hour(1_000_000).fixed_window());
@@ -473,7 +473,7 @@ mod on_a_cluster {
     /// A slot may be open for minutes, or for good where a move was given up. A node refuses any command with several keys of which it has not all, and there
     /// never is a key of the name of a channel.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn what_was_begun_is_brought_to_its_end_while_its_slot_is_on_its_way() {
+    async fn operation_completes_while_its_slot_moves() {
         let cluster = Cluster::start();
         let backend = connect(&cluster.url()).await;
         let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
@@ -700,7 +700,7 @@ mod on_a_cluster {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn subjects_are_spread_over_all_primaries_and_each_has_its_quota() {
+    async fn keys_spread_over_all_primaries_with_their_quotas() {
         const SUBJECTS: u32 = 600;
         const QUOTA: u32 = 3;
         let cluster = CLUSTER.get(Cluster::start);
@@ -728,7 +728,7 @@ mod on_a_cluster {
 
     /// A decision about subjects on two nodes was given up at its deadline while one of these did not answer, and the other had charged.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn what_one_node_has_charged_is_given_back_when_another_one_is_not_waited_for() {
+    async fn charge_of_one_node_is_refunded_if_another_times_out() {
         let cluster = Cluster::start();
         let backend = RedisBackend::connect(cluster.url()).await.unwrap();
         let policy = Policy::new("nodes", Quota::per_hour(5).fixed_window());
