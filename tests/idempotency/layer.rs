@@ -2063,7 +2063,7 @@ async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let guard = layer(store).wait(Duration::from_secs(5)).max_waiters_in_total(2);
+    let guard = layer(store).wait(Duration::from_secs(5)).max_waiters_in_total(4);
     let app = handler.behind(guard, |request, run| async move {
         sleep(Duration::from_millis(900)).await;
         echo(request, run).await
@@ -2077,7 +2077,7 @@ async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
     sleep(Duration::from_millis(10)).await;
     let waiting = [ask_once(&app), ask_once(&app)];
     sleep(Duration::from_millis(10)).await;
-    // There is room for two who wait.
+    // Half of the room for waiters is for one caller.
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     for waiting in waiting {
         assert_eq!(waiting.await.unwrap(), "1: hundred");

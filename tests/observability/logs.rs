@@ -607,7 +607,7 @@ async fn a_line_names_whatever_was_left_half_way() {
         let request = Request::post(path).header("idempotency-key", "k");
         service.clone().oneshot(request.body(BodyExt::boxed(StreamBody::new(body))).unwrap())
     };
-    let line = |path: &str| format!("WARN {LEFT} layer=\"idempotency\" operation=!everyone,POST,{path}:k");
+    let line = |path: &str| format!("WARN {LEFT} layer=\"idempotency\" operation=!global,POST,{path}:k");
     assert!(ask("/fails", "").await.is_err());
     assert_eq!(log.lines(), [line("/fails")]);
     assert!(AssertUnwindSafe(ask("/panics", "")).catch_unwind().await.is_err());
@@ -649,7 +649,7 @@ async fn a_line_of_a_request_that_broke_off_says_so() {
     let request = Request::post("/").header("idempotency-key", "k").body(body).unwrap();
     assert_eq!(service.oneshot(request).await.unwrap().status(), StatusCode::BAD_REQUEST);
     let line = "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended";
-    assert_eq!(log.lines(), [format!("WARN {line} layer=\"uploads\" operation=!everyone,POST,/:k")]);
+    assert_eq!(log.lines(), [format!("WARN {line} layer=\"uploads\" operation=!global,POST,/:k")]);
 }
 
 /// As many as can be told to the store at a time once it is back are told, and one more is not.
@@ -1049,20 +1049,20 @@ async fn rules_say_what_is_wrong_with_them_once() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rules.toml");
     let limit = r#"limits = [{ quota = 1, per = "1s", algorithm = "fixed_window" }]"#;
-    let rule = "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"everyone\"";
+    let rule = "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"global\"";
     let good = format!("[policies.a]\n{limit}\n[policies.b]\n{limit}\n{rule}\n");
     let handle = Rules::from_toml(&good).unwrap().handle();
     assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
     // All clients of a proxy would share one quota where this was meant.
     let trusting = format!("{good}[client_ip]\ntrusted = [\"10.0.0.0/8\"]\n");
-    Rules::from_toml(&trusting.replace("\"everyone\"", "\"peer_ip\"")).unwrap();
+    Rules::from_toml(&trusting.replace("\"global\"", "\"peer_ip\"")).unwrap();
     assert_eq!(
         log.lines()[1..],
         ["WARN no rule has the key `client_ip`, so nothing depends on the proxies that are named"]
     );
-    Rules::from_toml(&trusting.replace("\"everyone\"", "[{ header = \"x-api-key\" }, \"client_ip\"]")).unwrap();
+    Rules::from_toml(&trusting.replace("\"global\"", "[{ header = \"x-api-key\" }, \"client_ip\"]")).unwrap();
     assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
-    Rules::from_toml(&good.replace("\"everyone\"", "{ header = \"Authorization\" }")).unwrap();
+    Rules::from_toml(&good.replace("\"global\"", "{ header = \"Authorization\" }")).unwrap();
     assert!(log.lines()[1].starts_with("WARN a rule has the header `authorization` as a key"));
 
     let write = |text: &str| {

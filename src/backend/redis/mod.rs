@@ -1,4 +1,4 @@
-//! Counts, leases, operations and jobs in Redis, shared by every process that uses it.
+//! Rate limits, locks, idempotency records and jobs in Redis, shared by all processes that use the same server.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -17,112 +17,133 @@
 //!
 //! # Topologies
 //!
-//! One server, the primary that Sentinels name, or a cluster: the URL says which ([`RedisOptions::from_url`]), and nothing else
-//! in a program changes.
+//! The URL selects one server, the primary of a Sentinel service, or a cluster ([`RedisOptions::from_url`]). The rest of your
+//! program stays the same.
 //!
-//! * *Sentinel*: whenever a connection is opened, the Sentinels are asked for the primary, and that server whether it is one. One
-//!   Sentinel that answers is enough, and one that hangs costs a few tenths of a second. They are asked again when one of them
-//!   announces another primary (`+promoted-slave` or `+switch-master`), and every 0.4 s in any case: a
-//!   server that has been replaced is left within a second, whether or not it still answers. With TLS, the primary is connected
-//!   to by the address that the Sentinels tell, so its certificate must be for that.
-//! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
-//!   once and are no errors. Each node has connections of its own: one that is down or hangs concerns its own slots, and the map is
-//!   read anew, from another node, until somebody else serves them. A decision about several subjects is one script where they
-//!   share a slot; otherwise they are asked one after the other, and what was charged is given back when one says no. While a slot is
-//!   open for a move, a node refuses whatever names several keys of which it has not all: fair and read/write locks are not granted then,
-//!   sliding logs not counted, and queues stand still, until the slot has moved. Such a call is sent again, at least every 8 ms, until its deadline or the
-//!   response timeout; it fails only if its slot is open for longer than that. A lock that is held is renewed and given back, and an operation ends.
+//! * *Sentinel*: to open a connection, the client asks all Sentinels for the primary and checks with `ROLE` that the server is one.
+//!   One reply is enough; a Sentinel that hangs costs 0.2 s. The client asks again when a Sentinel announces another primary
+//!   (`+promoted-slave` or `+switch-master`), and every 0.4 s in any case. So the client leaves a replaced primary within a second,
+//!   even if that still answers. With TLS, the certificate of the primary must match the address that the Sentinels announce.
+//! * *Cluster*: all keys of one rate-limit key, lock or queue are in one slot. The client follows MOVED, ASK and TRYAGAIN; they are
+//!   not errors. Each node has its own connections, so a node that is down or hangs affects only its own slots. Until another node
+//!   serves these slots, the client keeps reading the slot map from the other nodes. A decision about several keys is one script
+//!   if the keys share a slot. Otherwise the client checks one key after the other, and refunds the charges if a later key is
+//!   denied.
 //!
-//!   Each node that has a channel is listened to on a connection of its own. If that connection ends, does not answer a PING within the response timeout
-//!   (but at least 1 s and at most 5 s), or if the channel moves, this process subscribes again at the node that has the channel by then. All who wait there look once.
+//!   While a slot migrates, a node refuses commands with several keys unless it has all of them. Until the migration ends, fair and
+//!   read/write locks are not granted, sliding logs are not counted, and queues pause. The client repeats a refused call at least
+//!   every 8 ms, until its deadline or the response timeout. Renewals and releases of locks still work, and so does the completion
+//!   of an operation.
 //!
-//! With Sentinels and clusters Tollgate connects to the addresses that these announce. There is no mapping of addresses: in containers and behind
+//!   Each node with subscribed channels has one connection for subscriptions. The client subscribes again, at the node that then
+//!   has the channel, if the connection ends, the channel moves, or a PING is not answered in time. That time is the response
+//!   timeout, but at least 1 s and at most 5 s. After a new subscription, each waiter on the channel checks the store once.
+//!
+//! Tollgate connects to the addresses that Sentinels and cluster nodes announce. Addresses cannot be mapped: in containers and behind
 //! NAT, announce addresses that clients can reach (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`,
 //! `replica-announce-ip`).
 //!
-//! After a failover what replication had not carried is forgotten: `min-replicas-to-write` on the server bounds that.
+//! A failover loses the writes that were not replicated. Set `min-replicas-to-write` on the server to bound the loss.
 //!
 //! # Connections
 //!
-//! A bb8 pool of a few *multiplexed* connections for each server. A call borrows one, clones its handle and gives it back before it
-//! sends anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
-//! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
-//! One that was closed while it was idle is replaced before anything is sent. What is sent does not wait until the network has confirmed what
-//! was sent before (`TCP_NODELAY`).
-//! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
-//! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
-//! deadline until that is known. An attempt to connect whose packets a network has lost is not waited for once a later one has come through. A command
-//! whose answer is lost is never sent again, since it may have been counted.
+//! Each server has a bb8 pool of a few *multiplexed* connections. A call borrows a connection, clones its handle and returns it
+//! before it sends anything. No call waits for the round trip of another, so a few connections serve thousands of concurrent
+//! requests. There is no PING per checkout: a failed connection is marked, never reused, and replaced. A connection that was closed
+//! while idle is replaced before the next command. `TCP_NODELAY` is set, so a command does not wait for the acknowledgement of
+//! earlier packets.
 //!
-//! # Decisions that meet
+//! If the server becomes a replica, the client closes the connection and connects to its address again. While the server refuses
+//! connections, calls fail at once instead of waiting for their deadline. If it accepts connections and does not answer, calls take
+//! their deadline until the client has detected this. If the network drops the packets of a connection attempt, the client repeats
+//! the attempt soon after a later one succeeds. A command whose reply is lost is never sent again, since it may have been counted.
 //!
-//! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, or several were
-//! answered together a moment ago, those that come wait until one of a few calls is back (the longer the round trip, the more there are), and then
-//! go together in one script, each charged or denied by itself: exact, and less than half the work for Redis. Half of those who are there go in
-//! each, so that Redis has the one to work on while the other is being answered. Not on a cluster, where hardly
-//! two subjects share a slot. So do locks that are taken and those that are given back at the same time, all of them in one script: each is granted,
-//! refused or given back by itself, and a cycle costs Redis about half of what its two calls would.
+//! # Batching
 //!
-//! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind decisions, and for
-//! locks that go together; and one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
-//! up, so locks that ask for that have their own, and renewals others: for each number of replicas as many as requests have, or 16, at the most. Those
-//! who ask at the same time go together and share the wait, so where replicas are well one or two connections are enough. A backend that was opened [from a
-//! pool](RedisBackend::from_pool) has no means to listen: who waits there for a lock or an operation looks once a second, and
-//! a worker of a queue every five seconds at the latest.
+//! With at most 8 checks in flight, each check is a call of its own and is sent at once. With more, or within 200 µs after a batch,
+//! new checks wait until one of a few calls returns, and are then sent in one script. The longer the round trip, the more of these
+//! calls are in flight. The script charges or denies each check separately, so batching is exact, and costs Redis less than half
+//! the work. Each batch takes a part of the pending checks, so Redis works on one batch while the reply to another travels.
+//! Clusters do not batch, because two keys hardly ever share a slot. Lock acquisitions and releases at the same time are batched,
+//! too; each is granted, refused or released separately. An acquisition and its release then cost Redis about half of the two
+//! separate calls.
+//!
+//! The first lock or operation opens a dedicated connection for renewals, releases and lock batches, which must not queue behind
+//! checks. The first waiter opens a connection for subscriptions, which notifies waiters of released locks and completed
+//! operations. WAIT blocks its connection, so locks that require replication use separate connections, and so do their renewals.
+//! Each replica count has as many as there are `connections`, at most 16. Simultaneous calls share one WAIT, so one or two
+//! connections are enough while the replicas are healthy.
+//!
+//! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe: waiters poll once a second, and queue workers
+//! at least every 5 s.
 //!
 //! # Keys
 //!
-//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channels `...:free` and `...:asked`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
-//! `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record` with the channel `...:done`, and `<prefix>:2:{idempotency}:<scope>:records` counts the records of a caller; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
-//! time to live. Two releases of Tollgate may share one Redis, during a rolling deploy for instance, if the number after the prefix is the same *and* the
-//! changelog says nothing else under *Data format*. Values have versions of their own: a release fails with a store
-//! error where it meets a version that it does not know. Until 0.1 is released, formats may change at any time.
+//! | data | key | beside it |
+//! | --- | --- | --- |
+//! | rate limit | `<prefix>:2:{rate_limit:<policy>:<key>}:<shape>:<part>` | |
+//! | lock | `<prefix>:2:{lock:<name>:<key>}:lease` | channels `...:free` and `...:asked`; names `...:names`; queue `...:line`, `...:places` |
+//! | operation | `<prefix>:2:{idempotency:<partition>}:<scope>:<key>:record` | channel `...:done` |
+//! | records of a caller | `<prefix>:2:{idempotency}:<scope>:records` | on a cluster one for each partition |
+//! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
+//!
+//! On a cluster, the braces keep all keys of one rate-limit key, lock or queue in one slot. Every key has a time to live. Two releases
+//! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the
+//! same, and the changelog lists no other incompatibility under *Data format*. Values have their own versions: a release that reads
+//! an unknown version fails with a store error. Until 0.1 is released, formats may change at any time.
 //!
 //! # Servers
 //!
-//! Redis 6.2 or later, or Valkey; connecting to an older one is an error that says so. A user of their own needs no more than this,
-//! with the prefix in the place of `tollgate`:
+//! Redis 6.2 or later, or Valkey. If the server is older, connecting fails with [`ConnectError::Unsupported`]. A dedicated user needs
+//! these permissions, with your prefix in place of `tollgate`:
 //!
 //! ```text
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +setrange +strlen +append
 //! ```
 //!
-//! One that may not run all of these is not let in, with an error that names what is missing. For another database than the first one, as in
-//! the example above, also `+select`.
+//! If a permission is missing, connecting fails with an error that names it. A database other than 0, as in the example above, also
+//! needs `+select`.
 //!
-//! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
+//! Further permissions:
 //!
-//! For the records of the callers of an `IdempotencyLayer`, which are counted, also `+zadd +zrem +zrange +zrangebyscore +zcard`.
+//! * Locks with replication: `+wait`.
+//! * Fair locks and fair semaphores, and read/write locks: `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`.
+//! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard`.
+//! * Waiting for a lock or for the same request: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
+//!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second.
+//! * Cheaper batches of lock releases: `+pubsub|numsub`. Releases are then published only to channels with subscribers.
+//! * Listing locks or operations: `+scan`.
+//! * Delay queues: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists`
+//!   `+zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`, on a cluster
+//!   `+spublish +ssubscribe +sunsubscribe` too. Without the permissions on channels, workers poll every 5 s.
+//! * Sentinel: `+role` on the data servers. A [Sentinel user](RedisOptions::sentinel_user) needs `+sentinel|master` and
+//!   `+sentinel|get-master-addr-by-name`, and for announcements `+subscribe &+promoted-slave &+switch-master`.
+//! * Cluster: `+cluster|slots +asking`.
+//! * Warning about eviction at startup: `+info`.
 //!
-//! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
-//! these who waits looks once a second. With `+pubsub|numsub`, locks that are given back at the same time are only told of where somebody listens, which is cheaper. Listing locks or operations takes `+scan`.
-//! That somebody may not listen is a warning in the log, once, and it is tried again every five seconds.
+//! If the user may not subscribe, the log has one warning, and the client tries again every 5 s.
 //!
-//! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`,
-//! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
-//!
-//! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
-//! `+sentinel|get-master-addr-by-name`, and for announcements `+subscribe &+promoted-slave &+switch-master`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
-//! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
-//! have a time to live, only `noeviction` leaves them alone.
+//! If `maxmemory-policy` allows eviction, an evicted key resets its count. All keys have a time to live, so only `noeviction` keeps
+//! them. With `+info`, the log has a warning at startup if the policy can evict keys.
 //!
 //! # Metrics
 //!
-//! With the feature `metrics`, and a recorder that was installed before anything is waited for:
+//! With the feature `metrics`. Install the recorder before the first wait for a lock, an operation or a job:
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_redis_subscription_failures_total` | | attempts to subscribe to messages that failed. Meanwhile whoever waits for a lock or an operation looks once a second, and a worker every five seconds. The log has one WARN for each server |
+//! | `tollgate_redis_subscription_failures_total` | | failed attempts to subscribe; meanwhile waiters poll every 1 s, and workers every 5 s |
+//!
+//! The log has one WARN for each server where an attempt failed.
 //!
 //! # Encryption
 //!
-//! With the feature `tls`, `rediss` in the place of `redis` encrypts with rustls. Servers are trusted as the operating system does, or by
-//! [`ca_certificate`](RedisOptions::ca_certificate); [`client_certificate`](RedisOptions::client_certificate) shows who we
-//! are. A program that has installed a rustls `CryptoProvider` keeps it; otherwise `ring` is installed.
+//! With the feature `tls`, the scheme `rediss` encrypts with rustls. Servers are trusted as the operating system does, or by your
+//! [`ca_certificate`](RedisOptions::ca_certificate). [`client_certificate`](RedisOptions::client_certificate) authenticates the
+//! client. If you have installed a rustls `CryptoProvider`, it is used; otherwise `ring` is installed.
 //!
-//! The certificate of a server must not be that of an authority: `openssl req -x509` makes one with `CA:TRUE` unless it gets
-//! `-addext basicConstraints=CA:FALSE`. The private key of a client must not be encrypted.
+//! The server certificate must not be a CA certificate: `openssl req -x509` makes one with `CA:TRUE` unless you add
+//! `-addext basicConstraints=CA:FALSE`. The private key of the client must not be encrypted.
 
 mod batch;
 #[cfg(feature = "tls")]
@@ -168,16 +189,16 @@ use self::topology::{Connections, Servers};
 use crate::error::{ConnectError, StoreError};
 
 pub use self::options::RedisOptions;
-/// The pool crate and, inside it, bb8 and the Redis client that [`RedisBackend::from_pool`] speaks.
+/// Re-exported for [`RedisBackend::from_pool`]: the pool crate with bb8 and the Redis client in it.
 pub use ::bb8_redis;
 
-/// Keeps everything in Redis: limits hold across all processes that use the same server, database and prefix.
+/// Keeps all data in Redis, shared by all processes that use the same server, database and prefix.
 ///
-/// See the [module docs](self) for connections, keys and servers. Cheap to clone; clones share the connections, which are
-/// closed when the last clone is dropped.
+/// See the [module docs](self) for connections, keys and servers. Cheap to clone; clones share the connections, which close when the
+/// last clone is dropped.
 ///
-/// Make it in a runtime that lasts for as long as it is used. Calls may come from others, but it is in that one that connections are opened and
-/// failovers are followed. When it has ended, connections are opened anew in that of the next call.
+/// Create the backend in a runtime that outlives it. Calls may come from other runtimes, but connections are opened and failovers are
+/// followed in this one. After it has ended, the next call opens new connections in its own runtime.
 #[derive(Clone)]
 pub struct RedisBackend {
     inner: Arc<Inner>,
@@ -187,48 +208,47 @@ struct Inner {
     servers: Arc<Servers>,
     keys: Arc<Keys>,
     scripts: Arc<Scripts>,
-    // Not on a cluster, where hardly two subjects share a slot.
+    // `None` on a cluster, where two keys hardly ever share a slot.
     check_batcher: Option<CheckBatcher>,
     locks: LockLinks,
-    // One for each decision about several whose charges are being given back.
+    // One permit for each decision about several keys whose charges are being refunded.
     refunds: Arc<Semaphore>,
-    // From the first lock on, and not on a cluster either.
+    // Created at the first lock; never on a cluster.
     lock_batcher: OnceLock<LockBatcher>,
-    // From the first push on.
+    // Created at the first push.
     pushes: OnceLock<PushBatcher>,
 }
 
 impl RedisBackend {
-    /// Connects with the default [options](RedisOptions) to the servers that a [URL](RedisOptions::from_url) names.
+    /// Connects with default [options](RedisOptions) to the servers that a [URL](RedisOptions::from_url) names.
     ///
     /// # Errors
     ///
-    /// As [`RedisOptions::from_url`] and [`RedisOptions::connect`].
+    /// See [`RedisOptions::from_url`] and [`RedisOptions::connect`].
     pub async fn connect(url: impl AsRef<str>) -> Result<Self, ConnectError> {
         RedisOptions::from_url(url)?.connect().await
     }
 
-    /// Connects as a pool does that the program has already: to the same server, with the same credentials, and with the
-    /// default [options](RedisOptions).
+    /// Connects like your pool: to the same server, with the same credentials, and with default [options](RedisOptions).
     ///
-    /// The connections are opened by the pool's manager and are not those that the pool hands out, since whoever has borrowed
-    /// one may be in the middle of a transaction or waiting for a blocking command.
+    /// The pool's manager opens separate connections. A pooled connection could be in a transaction or blocked by a command of its
+    /// borrower.
     ///
-    /// They are as the manager opens them: `TcpSettings::set_nodelay` of its client's settings, which that leaves off, is worth turning on, since
-    /// calls share connections. With it off each waits until the network has confirmed the one before.
+    /// Turn on `TcpSettings::set_nodelay` in the settings of the manager's client; it is off by default. These connections are shared, so
+    /// without it each command waits until the network has acknowledged the one before.
     ///
-    /// With a password, a server that has no room for another client may be taken for one that refuses the password: the manager keeps nothing
-    /// of what such a server says. It is [`ConnectError::Credentials`] then, and later a store error that
-    /// [is about credentials](StoreError::is_unauthorized).
+    /// If the pool has a password, the error of a server without room for another client can look like a rejected password, because
+    /// the manager discards the server's message. The error is then [`ConnectError::Credentials`], and later a store error with
+    /// [`is_unauthorized`](StoreError::is_unauthorized).
     ///
     /// # Errors
     ///
-    /// If the pool's manager cannot open a connection that answers within the connect timeout.
+    /// If the pool's manager cannot open a working connection within the connect timeout.
     pub async fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Result<Self, ConnectError> {
         RedisOptions::from_pool(pool).connect().await
     }
 
-    /// Whether Redis answers, and how soon: for a service that is to get no requests while it does not.
+    /// Pings Redis and returns the round-trip time. Use it for readiness checks.
     ///
     /// ```no_run
     /// use axum::{Router, extract::State, http::StatusCode, routing::get};
@@ -249,43 +269,43 @@ impl RedisBackend {
     /// # }
     /// ```
     ///
-    /// Goes by the connections that requests go by, and says nothing about what a user may do there. A refusal is an answer. On a cluster one
-    /// node that answers is enough: they are asked one after the other. Takes no longer than it may take to connect and to answer, for each
-    /// of them.
+    /// Uses the connections of normal calls. Does not check permissions: a refused PING counts as a reply. On a cluster, one node that
+    /// replies is enough; nodes are tried one after the other. Takes at most the connect timeout and the response timeout for each
+    /// node.
     ///
     /// # Errors
     ///
-    /// If nobody answers, or a server says that it cannot serve yet.
+    /// If no server replies, or a server reports that it cannot serve yet.
     pub async fn ping(&self) -> Result<Duration, StoreError> {
         let (mut from, mut failure) = (0, None);
         loop {
-            let begun = Instant::now();
+            let started = Instant::now();
             match self.inner.servers.send_to(from, |_| redis::cmd("PING")).await {
                 Some((number, Err(error))) if error::code(&error) != Some("NOPERM") => match number.checked_add(1) {
                     Some(next) => (from, failure) = (next, failure.or(Some(error))),
                     None => return Err(store_error(failure.unwrap_or(error))),
                 },
-                Some(_) => return Ok(begun.elapsed()),
+                Some(_) => return Ok(started.elapsed()),
                 None => return Err(failure.map_or_else(StoreError::timeout, store_error)),
             }
         }
     }
 
-    /// Takes over connections, after a look at the servers behind them.
-    async fn new(links: Connections, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
+    /// Wraps connections after a check of the servers.
+    async fn new(connections: Connections, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
-        server_check::probe(&links.requests, peer, &keys, &scripts.probe).await?;
-        Ok(Self::with_links(links, keys, scripts))
+        server_check::probe(&connections.requests, peer, &keys, &scripts.probe).await?;
+        Ok(Self::with_connections(connections, keys, scripts))
     }
 
-    /// The same without a look.
-    fn unseen(links: Connections, keys: Keys) -> Self {
-        Self::with_links(links, keys, Scripts::new())
+    /// Wraps connections without a check of the servers.
+    fn unchecked(connections: Connections, keys: Keys) -> Self {
+        Self::with_connections(connections, keys, Scripts::new())
     }
 
-    fn with_links(links: Connections, keys: Keys, scripts: Scripts) -> Self {
-        let Connections { requests, apart, grants, renewals, patience, source, home } = links;
-        let locks = LockLinks::new(apart, [grants, renewals], patience, source, home);
+    fn with_connections(connections: Connections, keys: Keys, scripts: Scripts) -> Self {
+        let Connections { requests, dedicated, grants, renewals, response_timeout, source, runtime } = connections;
+        let locks = LockLinks::new(dedicated, [grants, renewals], response_timeout, source, runtime);
         Self::with_scripts(Arc::new(requests), keys, locks, scripts)
     }
 

@@ -18,12 +18,12 @@ use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
 
 /// The pause after a failed attempt to connect, doubled with each further one.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const MIN_BACKOFF: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
-const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+const MAX_BACKOFF: Duration = Duration::from_millis(250);
 /// How long a failed attempt to connect speaks for the next one, beside the pause before it and the time that it may take. While calls
 /// come there is an attempt after every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
-const FRESH: Duration = Duration::from_millis(100);
+const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
 /// Multiplexed connections to one server, or to whichever is the primary of a service.
 #[derive(Clone)]
@@ -32,19 +32,19 @@ pub(crate) struct Pool {
     connections: u32,
     // How many are opened before they are needed.
     min_idle: Option<u32>,
-    terms: PoolOptions,
+    options: PoolOptions,
     // With those of other pools to the same server, if it has any.
-    siblings: Arc<ServerState>,
+    server_state: Arc<ServerState>,
     // Another one when the runtime has ended in which it opened connections: what it had begun there is never finished.
-    lender: Arc<RwLock<Arc<PoolInner>>>,
+    inner: Arc<RwLock<Arc<PoolInner>>>,
 }
 
 /// Who opens and lends connections, and where.
 struct PoolInner {
     pool: bb8::Pool<Manager>,
     // The last attempt to connect, if it failed.
-    trouble: watch::Receiver<Option<ConnectFailure>>,
-    home: Arc<RuntimeHandle>,
+    last_failure: watch::Receiver<Option<ConnectFailure>>,
+    runtime: Arc<RuntimeHandle>,
 }
 
 /// On what terms there are connections.
@@ -69,11 +69,11 @@ struct ConnectFailure {
 #[derive(Default)]
 pub(crate) struct ServerState {
     // The last attempt to connect, if it failed.
-    report: watch::Sender<Option<ConnectFailure>>,
+    failure_sender: watch::Sender<Option<ConnectFailure>>,
     // The last attempt that did not: when it began, and how long it took.
-    success: watch::Sender<Option<(Instant, Duration)>>,
-    pause: Mutex<Backoff>,
-    others: Arc<PoolHealth>,
+    success_sender: watch::Sender<Option<(Instant, Duration)>>,
+    backoff: Mutex<Backoff>,
+    health: Arc<PoolHealth>,
 }
 
 impl Pool {
@@ -81,61 +81,69 @@ impl Pool {
     pub(crate) async fn open(
         connector: Connector,
         connections: u32,
-        terms: PoolOptions,
-        siblings: &Arc<ServerState>,
+        options: PoolOptions,
+        server_state: &Arc<ServerState>,
     ) -> Result<Self, RedisError> {
-        let siblings = Arc::clone(siblings);
-        let (manager, trouble) = Manager::new(connector.clone(), terms.clone(), Arc::clone(&siblings));
+        let server_state = Arc::clone(server_state);
+        let (manager, last_failure) = Manager::new(connector.clone(), options.clone(), Arc::clone(&server_state));
         let pool = builder(connections, Some(connections)).build(manager).await?;
-        let lender = Arc::new(RwLock::new(Arc::new(PoolInner { pool, trouble, home: Arc::clone(&terms.home) })));
-        Ok(Self { connector, connections, min_idle: Some(connections), terms, siblings, lender })
+        let inner =
+            Arc::new(RwLock::new(Arc::new(PoolInner { pool, last_failure, runtime: Arc::clone(&options.home) })));
+        Ok(Self { connector, connections, min_idle: Some(connections), options, server_state, inner })
     }
 
     /// The same, but does not wait for them.
     pub(crate) fn eager(
         connector: Connector,
         connections: u32,
-        terms: PoolOptions,
-        siblings: &Arc<ServerState>,
+        options: PoolOptions,
+        server_state: &Arc<ServerState>,
     ) -> Self {
-        Self::unopened(connector, connections, Some(connections), terms, siblings)
+        Self::unopened(connector, connections, Some(connections), options, server_state)
     }
 
     /// The same without a connection until one is needed.
     pub(crate) fn lazy(
         connector: Connector,
         connections: u32,
-        terms: PoolOptions,
-        siblings: &Arc<ServerState>,
+        options: PoolOptions,
+        server_state: &Arc<ServerState>,
     ) -> Self {
-        Self::unopened(connector, connections, None, terms, siblings)
+        Self::unopened(connector, connections, None, options, server_state)
     }
 
     fn unopened(
         connector: Connector,
         connections: u32,
         min_idle: Option<u32>,
-        terms: PoolOptions,
-        siblings: &Arc<ServerState>,
+        options: PoolOptions,
+        server_state: &Arc<ServerState>,
     ) -> Self {
-        let siblings = Arc::clone(siblings);
-        let lender = PoolInner::new(connector.clone(), connections, min_idle, terms.clone(), Arc::clone(&siblings));
-        Self { connector, connections, min_idle, terms, siblings, lender: Arc::new(RwLock::new(Arc::new(lender))) }
+        let server_state = Arc::clone(server_state);
+        let inner =
+            PoolInner::new(connector.clone(), connections, min_idle, options.clone(), Arc::clone(&server_state));
+        Self { connector, connections, min_idle, options, server_state, inner: Arc::new(RwLock::new(Arc::new(inner))) }
     }
 
     /// Whoever lends connections; from now on in the caller's runtime if the one has ended in which that was done.
-    fn lender(&self) -> Arc<PoolInner> {
-        let lender = Arc::clone(&self.lender.read().unwrap_or_else(PoisonError::into_inner));
-        if !lender.home.is_gone() {
-            return lender;
+    fn inner(&self) -> Arc<PoolInner> {
+        let inner = Arc::clone(&self.inner.read().unwrap_or_else(PoisonError::into_inner));
+        if !inner.runtime.has_ended() {
+            return inner;
         }
-        let mut lender = self.lender.write().unwrap_or_else(PoisonError::into_inner);
-        if lender.home.is_gone() {
-            let terms = PoolOptions { home: Arc::new(RuntimeHandle::here()), ..self.terms.clone() };
-            let known = Arc::clone(&self.siblings);
-            *lender = Arc::new(PoolInner::new(self.connector.clone(), self.connections, self.min_idle, terms, known));
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        if inner.runtime.has_ended() {
+            let options = PoolOptions { home: Arc::new(RuntimeHandle::here()), ..self.options.clone() };
+            let server_state = Arc::clone(&self.server_state);
+            *inner = Arc::new(PoolInner::new(
+                self.connector.clone(),
+                self.connections,
+                self.min_idle,
+                options,
+                server_state,
+            ));
         }
-        Arc::clone(&lender)
+        Arc::clone(&inner)
     }
 
     /// Sends one command and waits for its answer.
@@ -151,14 +159,14 @@ impl Pool {
         &self,
         command: &Cmd,
         asking: bool,
-        patience: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<Value, RedisError> {
-        let mut handle = self.borrow().await.map_err(error::unsent)?;
-        let Some(patience) = patience else {
-            return handle.send(command, asking).await;
+        let mut connection = self.borrow().await.map_err(error::unsent)?;
+        let Some(timeout) = timeout else {
+            return connection.send(command, asking).await;
         };
         // Apart, so that what is not waited for longer has no room for it to carry along.
-        Box::pin(handle.send_within(command, asking, patience)).await
+        Box::pin(connection.send_with_timeout(command, asking, timeout)).await
     }
 
     /// Waits until there is a connection to send something by.
@@ -167,8 +175,8 @@ impl Pool {
     }
 
     /// Whether the last attempt to open a connection failed.
-    pub(crate) fn is_in_trouble(&self) -> bool {
-        self.lender().trouble.borrow().is_some()
+    pub(crate) fn is_failing(&self) -> bool {
+        self.inner().last_failure.borrow().is_some()
     }
 
     /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
@@ -176,28 +184,28 @@ impl Pool {
         // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
         // and one more for a sound one.
         for _ in 0..=self.connections {
-            let lender = self.lender();
-            let lent = tokio::select! {
+            let inner = self.inner();
+            let checkout = tokio::select! {
                 biased;
-                lent = lender.home.inside(lender.lend()) => lent,
+                checkout = inner.runtime.inside(inner.checkout()) => checkout,
                 // No connection is there and the last attempt to open one failed just now: say why at once. Asking the
                 // pool has set off the next attempt.
-                error = lender.trouble() => return Err(error.unwrap_or_else(|| no_connection(self.terms.connect))),
+                error = inner.unreachable() => return Err(error.unwrap_or_else(|| no_connection(self.options.connect))),
                 // By the caller's clock: that of the other runtime may stand still.
-                () = async { Box::pin(sleep(self.terms.connect)).await } => return Err(no_connection(self.terms.connect)),
+                () = async { Box::pin(sleep(self.options.connect)).await } => return Err(no_connection(self.options.connect)),
             };
-            let handle = match lent {
-                Some(Ok(handle)) => handle,
+            let connection = match checkout {
+                Some(Ok(connection)) => connection,
                 Some(Err(RunError::User(error))) => return Err(error),
-                Some(Err(RunError::TimedOut)) => return Err(no_connection(self.terms.connect)),
+                Some(Err(RunError::TimedOut)) => return Err(no_connection(self.options.connect)),
                 // The runtime has ended meanwhile.
                 None => continue,
             };
-            if !handle.is_broken() {
-                return Ok(handle);
+            if !connection.is_broken() {
+                return Ok(connection);
             }
         }
-        Err(no_connection(self.terms.connect))
+        Err(no_connection(self.options.connect))
     }
 }
 
@@ -207,32 +215,32 @@ impl PoolInner {
         connector: Connector,
         connections: u32,
         min_idle: Option<u32>,
-        terms: PoolOptions,
-        siblings: Arc<ServerState>,
+        options: PoolOptions,
+        server_state: Arc<ServerState>,
     ) -> Self {
-        let home = Arc::clone(&terms.home);
-        let (manager, trouble) = Manager::new(connector, terms, siblings);
-        Self { pool: builder(connections, min_idle).build_unchecked(manager), trouble, home }
+        let runtime = Arc::clone(&options.home);
+        let (manager, last_failure) = Manager::new(connector, options, server_state);
+        Self { pool: builder(connections, min_idle).build_unchecked(manager), last_failure, runtime }
     }
 
     /// A clone of the handle of whichever connection is next.
-    async fn lend(&self) -> Result<Connection, RunError<RedisError>> {
-        let mut item = self.pool.get().await?;
-        item.look();
-        Ok(item.clone())
+    async fn checkout(&self) -> Result<Connection, RunError<RedisError>> {
+        let mut connection = self.pool.get().await?;
+        connection.probe_if_idle();
+        Ok(connection.clone())
     }
 
     /// Waits until there is no connection and the last attempt to open one was a recent one that failed, and says how.
-    async fn trouble(&self) -> Option<RedisError> {
-        let asked = Instant::now();
-        let hopeless = |trouble: &Option<ConnectFailure>| {
-            let recent = trouble.as_ref().is_some_and(|trouble| asked < trouble.until);
+    async fn unreachable(&self) -> Option<RedisError> {
+        let started = Instant::now();
+        let applies = |last_failure: &Option<ConnectFailure>| {
+            let recent = last_failure.as_ref().is_some_and(|failure| started < failure.until);
             // With a connection left that is only lent out, waiting takes an instant.
             recent && self.pool.state().connections == 0
         };
-        let mut trouble = self.trouble.clone();
-        let trouble = trouble.wait_for(hopeless).await.ok()?;
-        Some(trouble.as_ref()?.error.clone())
+        let mut last_failure = self.last_failure.clone();
+        let last_failure = last_failure.wait_for(applies).await.ok()?;
+        Some(last_failure.as_ref()?.error.clone())
     }
 }
 
@@ -255,15 +263,15 @@ pub(crate) fn no_connection(within: Duration) -> RedisError {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.lender.read().unwrap_or_else(PoisonError::into_inner).pool.state(), f)
+        fmt::Debug::fmt(&self.inner.read().unwrap_or_else(PoisonError::into_inner).pool.state(), f)
     }
 }
 
 /// Opens connections for bb8, and knows the broken ones.
 pub(crate) struct Manager {
     connector: Connector,
-    terms: PoolOptions,
-    siblings: Arc<ServerState>,
+    options: PoolOptions,
+    server_state: Arc<ServerState>,
 }
 
 /// Keeps a server that is down from being asked in a loop.
@@ -278,58 +286,61 @@ impl ManageConnection for Manager {
     type Error = RedisError;
 
     async fn connect(&self) -> Result<Connection, RedisError> {
-        let ServerState { report, success, others, .. } = &*self.siblings;
-        let pause = self.siblings.pause().until;
-        if let Some(until) = pause {
+        let ServerState { failure_sender, success_sender, health, .. } = &*self.server_state;
+        let until = self.server_state.backoff().until;
+        if let Some(until) = until {
             sleep_until(until).await;
         }
-        let begun = Instant::now();
-        let outcome = match timeout(self.terms.connect, self.attempt()).await {
+        let started = Instant::now();
+        let outcome = match timeout(self.options.connect, self.attempt()).await {
             // It is there and says nothing.
             Ok(Err(error)) if error::inner(&error).is_timeout() => {
-                let silent = no_connection(self.terms.response.min(self.terms.connect));
-                Err(error::place(&error).map_or_else(|| silent.clone(), |peer| error::at(peer.clone(), silent.clone())))
+                let no_reply = no_connection(self.options.response.min(self.options.connect));
+                Err(error::peer_of(&error)
+                    .map_or_else(|| no_reply.clone(), |peer| error::with_peer(peer.clone(), no_reply.clone())))
             }
             Ok(outcome) => outcome,
-            Err(_) => Err(no_connection(self.terms.connect)),
+            Err(_) => Err(no_connection(self.options.connect)),
         };
         match &outcome {
             Ok(_) => {
-                success.send_replace(Some((begun, begun.elapsed())));
-                *self.siblings.pause() = Backoff::default();
-                if report.send_replace(None).is_some() {
+                success_sender.send_replace(Some((started, started.elapsed())));
+                *self.server_state.backoff() = Backoff::default();
+                if failure_sender.send_replace(None).is_some() {
                     tracing::info!(server = %self.connector, "connected to redis again");
                 }
             }
             Err(error) => {
-                let pause = self.siblings.pause().extend();
-                let trouble =
-                    ConnectFailure { error: error.clone(), until: Instant::now() + pause + begun.elapsed() + FRESH };
-                if report.send_replace(Some(trouble)).is_none() {
+                let backoff = self.server_state.backoff().extend();
+                let failure = ConnectFailure {
+                    error: error.clone(),
+                    until: Instant::now() + backoff + started.elapsed() + FAILURE_VALIDITY,
+                };
+                if failure_sender.send_replace(Some(failure)).is_none() {
                     tracing::warn!(server = %self.connector, %error, "cannot connect to redis");
                 }
             }
         }
-        outcome.map(|(connection, tenure)| Connection::new(connection, self.terms.response, tenure, others))
+        outcome.map(|(connection, term)| Connection::new(connection, self.options.response, term, health))
     }
 
-    async fn is_valid(&self, handle: &mut Connection) -> Result<(), RedisError> {
-        handle.ping().await
+    async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
+        connection.ping().await
     }
 
-    fn has_broken(&self, handle: &mut Connection) -> bool {
-        handle.is_broken()
+    fn has_broken(&self, connection: &mut Connection) -> bool {
+        connection.is_broken()
     }
 }
 
 impl Manager {
     fn new(
         connector: Connector,
-        terms: PoolOptions,
-        siblings: Arc<ServerState>,
+        options: PoolOptions,
+        server_state: Arc<ServerState>,
     ) -> (Self, watch::Receiver<Option<ConnectFailure>>) {
-        let trouble = siblings.report.subscribe();
-        (Self { connector, terms, siblings }, trouble)
+        let last_failure = server_state.failure_sender.subscribe();
+        (Self { connector, options, server_state }, last_failure)
     }
 
     /// Opens a connection. If one is there that was begun later, what was sent for this one may have been lost, and it is begun anew.
@@ -338,7 +349,7 @@ impl Manager {
             tokio::select! {
                 biased;
                 outcome = self.connector.connect() => return outcome,
-                () = self.siblings.overtaken(Instant::now()) => {}
+                () = self.server_state.overtaken(Instant::now()) => {}
             }
         }
     }
@@ -346,24 +357,24 @@ impl Manager {
 
 impl ServerState {
     /// Waits until an attempt that was begun later than `begun` has a connection, and for as long again as that has taken.
-    async fn overtaken(&self, begun: Instant) {
-        let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > begun);
-        let mut success = self.success.subscribe();
+    async fn overtaken(&self, started: Instant) {
+        let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > started);
+        let mut success = self.success_sender.subscribe();
         let later = success.wait_for(is_later).await.ok().and_then(|later| *later);
         match later {
-            Some((_, took)) => sleep(took + LATE).await,
+            Some((_, took)) => sleep(took + LATE_AFTER).await,
             None => pending().await,
         }
     }
 
-    fn pause(&self) -> MutexGuard<'_, Backoff> {
-        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+    fn backoff(&self) -> MutexGuard<'_, Backoff> {
+        self.backoff.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Backoff {
     fn extend(&mut self) -> Duration {
-        self.length = (self.length * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        self.length = (self.length * 2).clamp(MIN_BACKOFF, MAX_BACKOFF);
         self.until = Some(Instant::now() + self.length);
         self.length
     }
@@ -379,13 +390,14 @@ mod tests {
 
     /// Says yes to whatever it is asked.
     async fn serve(mut client: TcpStream) {
-        let mut asked = [0; 1024];
-        while client.read(&mut asked).await.is_ok_and(|read| read > 0) && client.write_all(b"+PONG\r\n").await.is_ok() {
+        let mut request = [0; 1024];
+        while client.read(&mut request).await.is_ok_and(|read| read > 0) && client.write_all(b"+PONG\r\n").await.is_ok()
+        {
         }
     }
 
     #[tokio::test]
-    async fn an_attempt_to_connect_that_was_lost_is_made_again_when_a_later_one_has_come_through() {
+    async fn lost_connect_attempt_is_repeated_after_later_success() {
         let server = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("redis://{}/", server.local_addr().unwrap());
         let info = redis::IntoConnectionInfo::into_connection_info(url).unwrap();
@@ -394,9 +406,9 @@ mod tests {
         let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
         let connector = Connector::Client(Box::new((client, config)));
         let hour = Duration::from_secs(3_600);
-        let terms = PoolOptions { connect: hour, response: hour, home: Arc::new(RuntimeHandle::here()) };
-        let siblings = Arc::default();
-        let [one, other] = [(); 2].map(|()| Pool::lazy(connector.clone(), 1, terms.clone(), &siblings));
+        let options = PoolOptions { connect: hour, response: hour, home: Arc::new(RuntimeHandle::here()) };
+        let server_state = Arc::default();
+        let [one, other] = [(); 2].map(|()| Pool::lazy(connector.clone(), 1, options.clone(), &server_state));
 
         let waiting = tokio::spawn(async move { one.connected().await });
         let (lost, _) = server.accept().await.unwrap();
@@ -407,7 +419,7 @@ mod tests {
             }
         });
         other.connected().await.unwrap();
-        timeout(Duration::from_secs(10), waiting).await.expect("it is not waited for").unwrap().unwrap();
+        timeout(Duration::from_secs(10), waiting).await.expect("the lost attempt is repeated").unwrap().unwrap();
         serving.abort();
         drop(lost);
     }

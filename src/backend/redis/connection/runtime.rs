@@ -11,24 +11,24 @@ use tokio::task::AbortHandle;
 pub(crate) struct RuntimeHandle {
     runtime: Handle,
     // Ends with the runtime, and with this value.
-    resident: AbortHandle,
+    liveness: AbortHandle,
 }
 
 impl RuntimeHandle {
     /// The runtime that this is called in.
     pub(crate) fn here() -> Self {
         let runtime = Handle::current();
-        let resident = runtime.spawn(pending::<()>()).abort_handle();
-        Self { runtime, resident }
+        let liveness = runtime.spawn(pending::<()>()).abort_handle();
+        Self { runtime, liveness }
     }
 
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
-        if self.is_gone() { tokio::spawn(task).abort_handle() } else { self.runtime.spawn(task).abort_handle() }
+        if self.has_ended() { tokio::spawn(task).abort_handle() } else { self.runtime.spawn(task).abort_handle() }
     }
 
     /// Whether the runtime has ended.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.resident.is_finished()
+    pub(crate) fn has_ended(&self) -> bool {
+        self.liveness.is_finished()
     }
 
     /// Lets the caller wait for something whose tasks are to live here. `None` once the runtime has ended: what waits for its timers must not be
@@ -36,10 +36,10 @@ impl RuntimeHandle {
     pub(crate) async fn inside<T>(&self, call: impl Future<Output = T>) -> Option<T> {
         let mut call = pin!(call);
         poll_fn(|cx| {
-            if self.is_gone() {
+            if self.has_ended() {
                 return Poll::Ready(None);
             }
-            let _inside = self.runtime.enter();
+            let _guard = self.runtime.enter();
             call.as_mut().poll(cx).map(Some)
         })
         .await
@@ -48,6 +48,6 @@ impl RuntimeHandle {
 
 impl Drop for RuntimeHandle {
     fn drop(&mut self) {
-        self.resident.abort();
+        self.liveness.abort();
     }
 }
