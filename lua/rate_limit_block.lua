@@ -1,4 +1,4 @@
--- rate_limit_block: deny everything to a key for a while, or lift that; what was counted stays.
+-- rate_limit_block: deny a key everything for a while, or lift the block. The counts stay.
 --
 -- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
@@ -22,13 +22,13 @@ if version and version ~= 4 then
 end
 local left_ms = 0
 if stored ~= '' then
-  -- A block may have let the key live on for longer than its counts need, and a key that lost its expiry gets one. What others
-  -- need who count by other limits is not known here.
+  -- A block may have extended the expiry beyond what the counts need, and a key without an expiry gets one. Policies with other limits
+  -- on this key may need longer; that is not known here.
   left_ms = redis.call('PTTL', counts)
   if left_ms < 0 then
     left_ms = ttl_ms
   elseif left_ms > ttl_ms and stored:find(limits, 1, true) == 1 then
-    -- Where the clock was set back they live from the last update on, which is what rate_limit_check_plain goes by.
+    -- After a clock step back the expiry counts from the last update, as in rate_limit_check_plain.
     local time = redis.call('TIME')
     local ahead_us = struct.unpack('<d', stored, #limits + 1) - time[1] * 1000000 - time[2]
     left_ms = math.min(left_ms, ttl_ms + math.max(0, math.ceil(ahead_us / 1000)))

@@ -1,48 +1,46 @@
--- rate_limit_check: charge a request to all limits of a policy if all of them have room, and to none otherwise; for several
--- subjects at once, all different, all or none. Also says what would happen, and corrects what was charged.
+-- rate_limit_check: charge a request to all limits of a policy, or to none if one of them is exhausted. Several descriptors, all
+-- different, are charged together or not at all. Also peeks without a charge, and corrects earlier charges.
 --
--- All limits of a subject but sliding logs are counted in one packed value. A sliding log has a key of its own: it lists
--- the charges of the last window, the oldest first, and each entry carries the sum of all charges up to and including it, so
--- what lies between two entries is a subtraction and every question a binary search. How a limit stands is worked out
--- by whoever reads the reply; here is only what has to be atomic.
+-- One packed value holds all limits of a descriptor except sliding logs. A sliding log has its own key. It lists the charges of the
+-- last window, oldest first, and each entry carries the running sum. So the units between two entries are a subtraction, and each
+-- query is a binary search. The client derives remaining units and waiting times from the reply.
 --
 -- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 --          then one for each sliding log among the limits, in their order     ...{...}:<shape>:log:<window_us>
---          then the same for each further subject
--- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
+--          then the same for each further descriptor
+-- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct a charge of one descriptor
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
--- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'. To settle counts with the numbers that
---                  it finds where those of its own would cut or forget something, unless it corrects no charge; and so does
---                  what gives back
--- ARGV[4]  ttl_ms  a quarter longer than the counts say something after they were written, at the most
+-- ARGV[3]  change  for counts of another quota: 'keep' | 'reset' | 'proportional'. A refund, or a correction whose own quota would cut
+--                  or forget counts, uses the stored quota instead
+-- ARGV[4]  ttl_ms  a quarter longer than the counts matter after a write, at most
 -- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
---                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs)
--- ARGV[6]  layout  how the last update and the counts are read and written, for struct.pack
--- ARGV[7]  limits  how a packed value begins that was counted by these limits, see Value
---          then cost, change, ttl_ms, terms, layout and limits for each further subject
--- ARGV[8]  at      to settle only: the clock's reading when that was charged what is corrected, in us; 0 where nothing was
--- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
--- ARGV[10] missing  and in the second; 0 where that is not known
+--                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `LimitParams` in algorithm.rs)
+-- ARGV[6]  layout  format of the last update and the counts, for struct.pack
+-- ARGV[7]  limits  first bytes of a packed value of these limits, see Value
+--          then cost, change, ttl_ms, terms, layout and limits for each further descriptor
+-- ARGV[8]  at      settle only: time of the charge that is corrected, in us; 0 if nothing was charged
+-- ARGV[9]  missing  settle only: tokens missing after that charge in the first token bucket of the limits
+-- ARGV[10] missing  and in the second; 0 if unknown
 --
--- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the last update,
---          which is the clock, and the counts as they are stored now. Otherwise 1 byte status (0 denied, 2 blocked, 3
---          admitted), 7 bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left,
---          and then the value as it is stored now. Nothing is charged unless all subjects are admitted.
+-- Returns  a string, or an array of strings for several descriptors. If one descriptor without logs was charged: the last update,
+--          which is the clock, and the stored counts. Otherwise 1 byte status (0 denied, 2 blocked, 3 admitted) and 7 bytes clock.
+--          Then for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left. Then the stored value.
+--          Nothing is charged unless all descriptors are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
--- Repeat   charges or gives back again: not to be resent after a lost reply
--- Value    counts  version 4, little endian: 1 byte version; for each limit what the shape in the key does not tell of its terms:
---                  7 bytes span, 5 bytes step and 4 bytes capacity of a token bucket, 4 bytes capacity of the others;
---                  then integers below 2^53 as doubles, which are read and written in less time: time of the last update; for
---                  each limit but logs:
+-- Repeat   charges or refunds again: never resend after a lost reply
+-- Value    counts  version 4, little endian: 1 byte version. For each limit the parameters that the shape in the key lacks:
+--                  7 bytes span, 5 bytes step and 4 bytes capacity of a token bucket, 4 bytes capacity of the others.
+--                  Then integers below 2^53 as doubles, which Lua reads and writes fastest: time of the last update, and for
+--                  each limit except logs:
 --                  token bucket    full since, debt
 --                  fixed window    start, used
 --                  sliding window  start, used in the window before it, used in it
---                  While the key is blocked, version 2 and 7 bytes end of the block are before all that, which may be missing.
+--                  While the key is blocked, version 2 and 7 bytes end of the block precede the counts, which may be missing.
 --          log     version 2, little endian: 1 byte version, 5 bytes sum before the first entry, 7 bytes by how much the log's
 --                  clock is ahead of the server's; for each entry 7 bytes time by the log's clock, 5 bytes sum, modulo 2^40.
---                  After a charge fewer than 64 entries have run out, or fewer than a quarter as many as have not.
---                  Both are written by any verb, 'peek' too, where the clock was set back since: until that is noted, time
---                  stands still for the subject.
+--                  After a charge, fewer than 64 entries are expired, or fewer than a quarter of the live ones.
+--                  Each verb, also 'peek', rewrites both after the clock was set back: until then time stands still for the
+--                  descriptor.
 local unpack_table = unpack
 local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
 local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min
@@ -54,19 +52,19 @@ local now = time[1] * 1000000 + time[2]
 local TERM = 17
 local FOREIGN = 'TOLLGATE the value does not hold counts of version 4'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
--- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
+-- Keys outlive their counts by this much: Redis counts expiry in whole milliseconds of another clock reading.
 local GRACE_MS = 10
--- The largest product that is made on purpose, see `Terms` in counting.rs.
+-- The largest intermediate product, see `LimitParams` in algorithm.rs.
 local EXACT = 2 ^ 51
 
--- Functions are made only where they are needed: to make one takes as long as to call a command.
+-- Create closures only if needed: creating one takes as long as calling a command.
 local open_log
 if #KEYS > 1 then
-  -- A sliding log as it stands: the units used, how long until no more than so many are, and what charges it and gives back.
+  -- A sliding log: the units used, and functions that compute waits, charge and refund.
   open_log = function(log, window_us, forget)
     local AHEAD, ENTRIES, ENTRIES_FORMAT, ENTRY, ENTRY_FORMAT = 6, 13, '<I1I5I7', 12, '<I7I5'
     local MODULUS = 2 ^ 40
-    -- Most logs are short: this much is read at once, and single entries beyond it as they are needed.
+    -- Most logs are short: read this much at once, and single entries beyond it on demand.
     local READ_AHEAD = 1024
 
     local head = forget and '' or call('GETRANGE', log, 0, READ_AHEAD - 1)
@@ -90,8 +88,7 @@ if #KEYS > 1 then
       return unpack(ENTRY_FORMAT, call('GETRANGE', log, at, at + ENTRY - 1))
     end
 
-    -- The first entry from `low` on that passes `test`, where all behind one that passes do too; `entries` if there is none.
-    -- Halves the rest with each turn.
+    -- Binary search: the first entry from `low` on that passes `test`, or `entries`. All later entries must pass as well.
     local function first_that(test, low)
       local high = entries
       while low < high do
@@ -110,7 +107,7 @@ if #KEYS > 1 then
       local last_time
       last_time, last_sum = entry(entries - 1)
       if last_time > clock then
-        -- The clock was set back. To move all entries would take as long as there are many.
+        -- The clock was set back. Shift the log's clock: moving all entries would take time for each of them.
         ahead, clock = last_time - now, last_time
         call('SETRANGE', log, AHEAD, pack('<I7', ahead))
       end
@@ -123,7 +120,7 @@ if #KEYS > 1 then
     local used = first < entries and (last_sum - base) % MODULUS or 0
     local ttl_ms = ceil(window_us / 1000) + GRACE_MS
 
-    -- How long until no more than `most` units are used.
+    -- Time until at most `most` units are used.
     local function wait(most)
       if used <= most then
         return 0
@@ -132,7 +129,7 @@ if #KEYS > 1 then
       return at + window_us - clock
     end
 
-    -- Answers how long it takes until more is left.
+    -- Returns the time until more units are left.
     local function charge(units)
       if first == entries then
         call('SET', log, pack(ENTRIES_FORMAT, 2, 0, 0) .. pack(ENTRY_FORMAT, now, units), 'PX', ttl_ms)
@@ -150,8 +147,8 @@ if #KEYS > 1 then
       return oldest + window_us - clock
     end
 
-    -- Writes the entries from the one charged at `at` on anew, with `units` less and without those that cost nothing then.
-    -- There are at most as many as the limit has units, twice over in debt.
+    -- Rewrites the entries from the charge at `at` on: subtracts `units` and drops entries that cost nothing then.
+    -- A log has at most as many entries as the limit has units, or twice as many in debt.
     local function give_back(at, units)
       at = at + ahead
       local from = first_that(function(time) return time >= at end, first)
@@ -188,7 +185,7 @@ if #KEYS > 1 then
   end
 end
 
-local subjects, admitted = {}, true
+local descriptors, admitted = {}, true
 local next_key = 1
 for arg = 2, settle and 2 or #ARGV, 6 do
   local key, cost = KEYS[next_key], ARGV[arg] + 0
@@ -196,7 +193,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   local packed_terms, layout = ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
   if settle and cost < 0 and ARGV[8] - now > 0 then
-    -- The charge was made before the clock was set back, and may have run out.
+    -- The charge predates a clock step back, and may have expired.
     cost = 0
   end
 
@@ -215,21 +212,21 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   -- Algorithm, span, step and capacity of each limit.
   local terms = {unpack('<' .. string.rep('BI7I5I4', #packed_terms / TERM), packed_terms)}
   local last_term = #terms - 1
-  -- How the numbers are read that a value begins with.
+  -- Format of the limit parameters at the start of a value.
   local frame_format = '<B'
   for i = 1, last_term, 4 do
     frame_format = frame_format .. (terms[i] == TOKEN_BUCKET and 'I7I5I4' or 'I4')
   end
   local known, size = value ~= '', #limits + struct.size(layout)
   if not known then
-    -- Nothing but zeros says that nothing has been used.
+    -- Zeros mean that no unit was used.
     value = limits .. string.rep('\0', size - #limits)
   end
   if #value ~= size or byte(value, 1) ~= 4 then
     return redis.error_reply(FOREIGN)
   end
 
-  -- The last update and the counts, which are brought up to now and charged, to be written if that is what comes of it.
+  -- The last update and the counts. They are advanced to the current time and charged, and written if the request is admitted.
   local counts = {unpack(layout, value, #limits + 1)}
   if counts[1] > now then
     -- The clock was set back: no time has passed since the last update.
@@ -247,11 +244,11 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     call('SET', key, stored, 'KEEPTTL')
   end
   local forget
-  -- Whether they were counted with other numbers for the same algorithms and windows.
+  -- The stored quota, if it has the same algorithms and windows but other numbers.
   local before = known and sub(value, 1, #limits) ~= limits and {unpack(frame_format, value)}
   local stays = before and settle
   if stays and cost > 0 then
-    -- The numbers of a correction may be of an older and smaller quota, to which nothing should be cut.
+    -- A correction may carry an older and smaller quota: do not cut counts to it.
     local cuts, is_used = change == 'reset', false
     local at, from, log_key = 2, 2, next_key
     for i = 1, last_term, 4 do
@@ -321,7 +318,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         return min(change == 'proportional' and ceil(used * new / max(old, 1)) or used, 2 * new)
       end
       if kind == TOKEN_BUCKET then
-        -- Up to now at the old rate, and then in whole tokens.
+        -- Refill at the old rate up to now, then convert whole tokens.
         local debt = max(counts[at + 1] - elapsed * step, 0)
         counts[at] = debt > 0 and counts[at] or now
         counts[at + 1] = same and debt or convert(ceil(debt / span)) * terms[i + 1]
@@ -357,8 +354,8 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       elseif cost > 0 then
         debt = max(debt, min(debt + cost * span, 2 * capacity * span))
       elseif ARGV[8] - since >= 0 then
-        -- Without the charge the bucket may have been full for a while, and what flowed in then would have been lost. What
-        -- was missing at the time and has not flowed in since cannot have been.
+        -- Without the charge the bucket may have been full for a while, and refilled tokens would have been lost. Refund only
+        -- tokens that were missing after the charge and have not been refilled since.
         local missing = ARGV[9 + buckets] or 0
         local still = max(missing - 1, -cost) * span - (now - ARGV[8]) * step
         debt = max(debt - min(-cost * span, max(still, 0)), 0)
@@ -417,14 +414,14 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       logs = logs or {}
       logs[#logs + 1] = log
     end
-    -- What costs nothing always fits.
+    -- A cost of 0 always fits.
     if not fits and not settle and cost > 0 and status == 1 then
       status = 0
     end
   end
   admitted = admitted and status == 1
   if #KEYS == 1 and status == 1 and cost > 0 and verb == 'check' then
-    -- What happens nearly always, without a table.
+    -- The common case, without a table.
     local charged = pack(layout, unpack_table(counts))
     call('SET', key, limits .. charged, 'PX', ttl_ms)
     return charged
@@ -433,20 +430,20 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if block_ends then
     packed, ttl_ms = block .. packed, max(ttl_ms + 0, ceil((block_ends - now) / 1000) + GRACE_MS)
   end
-  subjects[#subjects + 1] =
+  descriptors[#descriptors + 1] =
     {key = key, cost = cost, status = status, stored = stored, known = known, logs = logs, packed = packed, ttl_ms = ttl_ms}
 end
 
 local replies = {}
-for i = 1, #subjects do
-  local subject = subjects[i]
-  local cost, stored, logs = subject.cost, subject.stored, subject.logs
-  local writes = verb == 'check' and admitted and cost > 0 or settle and (cost > 0 or subject.known and cost < 0)
+for i = 1, #descriptors do
+  local descriptor = descriptors[i]
+  local cost, stored, logs = descriptor.cost, descriptor.stored, descriptor.logs
+  local writes = verb == 'check' and admitted and cost > 0 or settle and (cost > 0 or descriptor.known and cost < 0)
   if writes then
-    stored = subject.packed
-    call('SET', subject.key, stored, 'PX', subject.ttl_ms)
+    stored = descriptor.packed
+    call('SET', descriptor.key, stored, 'PX', descriptor.ttl_ms)
   end
-  local reply = pack('<BI7', subject.status == 1 and 3 or subject.status, now)
+  local reply = pack('<BI7', descriptor.status == 1 and 3 or descriptor.status, now)
   for j = 1, logs and #logs or 0 do
     local log = logs[j]
     local used, capacity = log.used, log.capacity

@@ -1,25 +1,25 @@
--- rate_limit_check_plain: the same as rate_limit_check for what is asked nearly always, in less time: charge one subject to its
--- limits, none of which is a sliding log, if all of them have room. What is out of the ordinary is left to that script.
+-- rate_limit_check_plain: the fast path of rate_limit_check. It charges one descriptor to its limits, none of which is a sliding log,
+-- if all of them have room. All other cases are left to rate_limit_check.
 --
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
--- ARGV[1]  request  little endian: 4 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts say
---                   something after they were written, at the most; 2 bytes length of the packed value, 2 bytes length of limits;
---                   then terms and limits, see rate_limit_check. All in one, since an argument more takes longer than to read all of this
+-- ARGV[1]  request  little endian: 4 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts matter
+--                   after a write, at most; 2 bytes length of the packed value, 2 bytes length of limits; then terms and limits, see
+--                   rate_limit_check. One argument, because another one costs more time than reading all of these
 --
--- Value    counts: see rate_limit_check. Their time to live is written once in a fifth of it, counted from 1970, since that takes longer
---          than all the rest; until the next time they live for four fifths of it at least, which is what they need
--- Returns  the last update, which is the clock, and the counts as they are stored now, if the request was admitted; 1 byte 0, 7 bytes
---          clock and the packed value, if it was denied; an empty string if the key is blocked, was counted with other numbers, or
---          holds something else, or the clock was set back: nothing was done then, and rate_limit_check is to be asked
+-- Value    counts: see rate_limit_check. The expiry is written once in a fifth of ttl_ms, counted from 1970, because that takes longer
+--          than the rest of the script. Four fifths remain until the next write, which is as long as the counts matter
+-- Returns  admitted: the last update, which is the clock, and the stored counts. Denied: 1 byte 0, 7 bytes clock and the packed value.
+--          An empty string, with nothing changed, if the key is blocked, has another quota or foreign data, or the clock was set back:
+--          call rate_limit_check
 -- Errors   WRONGTYPE
--- Repeat   charges again: not to be resent after a lost reply
+-- Repeat   charges again: never resend after a lost reply
 local call, pack, unpack = redis.call, struct.pack, struct.unpack
 local key, request = KEYS[1], ARGV[1]
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
--- How long `limits` are of a policy with one limit, which is what most have.
+-- Length of `limits` for a policy with one limit, the most common case.
 local BUCKET_ALONE, WINDOW_ALONE = 17, 5
 
--- Of the first limit; `terms` is where those of the next one begin.
+-- The first limit. `terms` is the position of the next one.
 local cost, ttl_ms, size, length, kind, span, step, capacity, terms = unpack('<I4I6I2I2BI7I5I4', request)
 local limits = request:sub(-length)
 local time = call('TIME')
@@ -27,7 +27,7 @@ local now = time[1] * 1000000 + time[2]
 local stored = call('GET', key)
 local value = stored
 if not stored then
-  -- Nothing but zeros says that nothing has been used.
+  -- Zeros mean that no unit was used.
   value = limits .. string.rep('\0', size - length)
 elseif #stored ~= size then
   return ''
@@ -45,7 +45,7 @@ if frame ~= limits or last > now then
   return ''
 end
 
--- `a`, `b` and `c` are the two or three numbers of a limit, and `at` is where those of the next one begin.
+-- `a`, `b` and `c` are the two or three numbers of a limit. `at` is the position of the next ones.
 local fits, charged, at = true, nil, length + 9
 while true do
   local is_sliding = kind > FIXED_WINDOW
@@ -97,7 +97,7 @@ end
 if not stored or last < now - now % (ttl_ms * 200) then
   call('SET', key, limits .. charged, 'PX', ttl_ms)
 else
-  -- To make text of a number takes as long as most of the above.
+  -- Converting a number to text takes as long as most of the code above.
   call('SETRANGE', key, length == BUCKET_ALONE and '17' or length == WINDOW_ALONE and '5' or length, charged)
 end
 return charged

@@ -1,15 +1,15 @@
--- server_probe: which of the commands that everybody needs this user may not run. Leaves nothing behind.
+-- server_probe: list the required commands that this Redis user may not run. Leaves nothing behind.
 --
--- KEYS[1]  probe     a key of ours that is never there           prefix:2:{probe}
--- ARGV[1]  nothing   an empty text, so that nothing would be written to it even so
+-- KEYS[1]  probe     a reserved key that never exists             prefix:2:{probe}
+-- ARGV[1]  nothing   an empty string, so that no write would change the key
 --
 -- Value    none
--- Returns  the names of the commands, with spaces in between; none are missing if that is empty
--- Errors   none of its own; NOPERM where the user may not run scripts or touch the key
+-- Returns  the names of the forbidden commands, separated by spaces; empty if all are allowed
+-- Errors   none of its own; NOPERM if the user may not run scripts or touch the key
 -- Repeat   harmless
 local probe, nothing = KEYS[1], ARGV[1]
 
--- Whether it is forbidden, and not refused for another reason: the server may be out of memory, or a replica.
+-- Whether the command is forbidden, rather than refused because the server is out of memory or a replica.
 local function is_forbidden(answer)
   local problem = type(answer) == 'table' and answer.err or ''
   return problem:find("The user executing the script can't", 1, true) or problem:find('ACL failure in script', 1, true)
@@ -32,7 +32,7 @@ for _, command in ipairs({
     missing[#missing + 1] = command[1]
   end
 end
--- This leaves a key behind. Redis before 7 cannot be asked about it, so it is run there by whoever may take that back.
+-- APPEND creates the key. Redis before 7 has no acl_check_cmd, so run it there only if UNLINK is allowed.
 local may_append = true
 if redis.acl_check_cmd then
   may_append = redis.acl_check_cmd('APPEND', probe, nothing)
