@@ -1,4 +1,4 @@
--- delay_queue_claim: finish jobs that were claimed, then claim others that are due.
+-- delay_queue_claim: acknowledge claimed jobs, then claim jobs that are due.
 --
 -- KEYS[1]  jobs      hash of records by id                                            prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[2]  high      sorted set of ids by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:due:high
@@ -7,57 +7,57 @@
 -- KEYS[5]  leases    sorted set of tickets by when they end in ms                     prefix:2:{delay_queue:<name>}:leases
 -- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
 -- KEYS[7]  unique    hash of holders by unique key                                   prefix:2:{delay_queue:<name>}:unique
--- KEYS[8]  cancels   hash of cancelled jobs that are still running                     prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[8]  cancels   hash of cancelled jobs that still run                             prefix:2:{delay_queue:<name>}:cancels
 -- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
--- KEYS[10]  idle     sorted set of workers that wait, by when they last said so in ms  prefix:2:{delay_queue:<name>}:idle
+-- KEYS[10]  idle     sorted set of waiting workers by their last call in ms  prefix:2:{delay_queue:<name>}:idle
 -- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
 -- KEYS[12]  snoozed  sorted set of ids by when they return to their due set in ms     prefix:2:{delay_queue:<name>}:snoozed
--- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[1]  keep_ms   how long keys outlive their last entry, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[3]  wake      what the channels of workers begin with
--- ARGV[4]  worker    32 hexadecimal digits, others for each worker
--- ARGV[5]  limit     how many jobs to claim, 0 to 256; the worker does not wait for any if it gets as many
--- ARGV[6]  lease_ms  how long the jobs are the worker's, 10 to 86400000
+-- ARGV[3]  wake      prefix of the channels of workers
+-- ARGV[4]  worker    32 hexadecimal digits, unique to the worker
+-- ARGV[5]  limit     how many jobs to claim, 0 to 256; a worker that gets fewer waits for more
+-- ARGV[6]  lease_ms  length of the leases, 10 to 86400000
 -- ARGV[7]  dead_max  how many dead jobs are kept
 -- ARGV[8]  dead_ms   for how long
--- ARGV[9]  done      how many jobs are done or cancelled by their worker, at most 256 with the others
--- ARGV[10]  others   how many jobs are finished otherwise
--- ARGV[11]  first    the tickets of what is done; then ticket, kind, delay and error, four arguments for each of the others: kinds are
---                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
---                    those done that are unique, and for each which one it is, from 1, with its sign turned if that ends the time that its key
---                    is held for, and its key
+-- ARGV[9]  done      number of jobs done or cancelled by their worker, at most 256 with the others
+-- ARGV[10]  others   number of jobs acknowledged otherwise
+-- ARGV[11]  first    the tickets of done jobs; then ticket, kind, delay and error of each other job. Kinds: 1 retry after `delay` ms,
+--                    2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`. Then the number of done jobs that are unique,
+--                    and for each its position from 1, negative to release a timed unique key, and the key
 --
--- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
---          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
---          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if
---          none is; the token of what was claimed; how many leases had ended; id and attempts of each job of which it was the last one; and
---          what was claimed in pairs of arrays, with nothing in the place of a record that is missing
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}. finished: a digit for each job: 0
+--          gone, or its id was pushed again since; 1 as requested; 2 dead; 3 lease lost; 4 cancelled. more: 1 if more jobs are due.
+--          next_ms: when to call again. oldest_ms: how long the oldest waiting job is due, -1 if none is. token: of the claimed jobs.
+--          expired: number of ended leases. expired_dead: id and attempts of jobs that died by that. Then the claimed jobs in pairs of
+--          arrays, with an empty string for a missing record
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
--- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
--- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
---          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time, 7 also if it is cancelled), 2 bytes how many attempts it has, 2 bytes
---          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
---          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
---          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id. runs: see
---          delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if the queue is
---          paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who is the worker
---          that waits until the next job is due. cancels: the byte 0 and the id of a cancelled job, to its record; the byte 1 and the
---          unique key that it held, to its id. A job of the same id or key is not claimed before that run has ended
+-- Repeat   harmless for acknowledged jobs: they are gone or lost. Jobs claimed the first time return when their leases end
+-- Value    jobs: 1 byte version 1, 6 bytes push time and 6 bytes due time in ms. 1 byte priority (0 to 2) plus 4 times the uniqueness: 0
+--          none, 1 while the job exists, 2 while it waits, 3 timed, 7 timed even if cancelled. 2 bytes attempts allowed, 2 bytes
+--          attempts used. 1 byte last failure: 0 none, 1 failed, 2 lease expired, 3 refused, 4 undecodable. 2 bytes length of the error,
+--          1 byte of the unique key, 4 bytes of the headers, big endian. Then unique key, error, headers and payload.
+--          unique: 6 bytes end in ms, 0 while the job exists; then the id. runs: see delay_queue_push.
+--          leases: a ticket is 7 bytes token, big endian, and the id.
+--          state: 1 byte version 1, 1 byte 1 if paused, 7 bytes last token, 6 bytes when the timekeeper looks again in ms, little endian;
+--          then the timekeeper, which is the worker that waits for the next due time.
+--          cancels: byte 0 and the id of a cancelled job, to its record; byte 1 and its unique key, to its id. A job with that id or key
+--          is not claimed before the cancelled run has ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
 local done, first = math.min(ARGV[9] + 0, 256), 11
 local others = math.min(ARGV[10] + 0, 256 - done)
--- Looked up once, for what is called for each job.
+-- Locals for functions that are called for each job.
 local cut, unpack = string.sub, unpack
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- Neither early nor short: times count from the end of this millisecond.
+-- Times count from the end of this millisecond, so that none is early or short.
 local later = time[2] % 1000 > 0 and now + 1 or now
 local due = {[0] = high, normal, low}
--- How long a worker waits at the most.
+-- The longest wait of a worker.
 local patience = 5000
 
 local function keep(key, ms)
@@ -66,11 +66,11 @@ local function keep(key, ms)
   end
 end
 
--- How many were told to look; a user who may not publish has workers that look now and then.
+-- Number of notified workers. Without the right to publish, workers poll.
 local function tell(other)
   local told = redis.pcall(publish, wake .. other, '1')
   if publish == 'SPUBLISH' and type(told) ~= 'number' then
-    -- Redis 6.2 does not know it, and counts those of this node only.
+    -- Redis 6.2 lacks SPUBLISH, and its PUBLISH counts only this node.
     told = type(redis.pcall('PUBLISH', wake .. other, '1')) == 'number' and 1
   end
   return type(told) == 'number' and told or 0
@@ -83,20 +83,20 @@ end
 local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
 local keeper = stored:sub(16)
 
--- What is to be written: records, due times by priority, snoozed jobs and dead ones, each as a command takes them; and what is to go.
+-- Pending writes, as arguments of commands: records, due times by priority, snoozed and dead jobs; and pending removals.
 local records, waiting, asleep, died, gone = {}, {[0] = {}, {}, {}}, {}, {}, {}
 local latest = now
--- Most of the time there is none of these, which one command tells.
+-- Usually empty: one command finds that out.
 local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, snoozed, idle) > 0
 local has_unique = has_rare and redis.call('EXISTS', unique) == 1
 local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', cancels) > 0 then
-  -- Without its lease, which a full server may have evicted, no cancelled run ever ends. HLEN fails where the key is not ours.
+  -- If a full server evicted the leases, no cancelled run would ever end. HLEN fails on a foreign key.
   redis.call('DEL', cancels)
   has_cancels = false
 end
 
--- Lets others have the unique key of a job. One that is held for a time stays unless `ends_time`.
+-- Releases the unique key of a job. A timed key stays unless `ends_time`.
 local function free(key, id, ends_time)
   local holder = redis.call('HGET', unique, key)
   if holder and holder:sub(7) == id and (ends_time or holder:sub(1, 6) == '\0\0\0\0\0\0') then
@@ -112,11 +112,11 @@ local function key_of(record)
   return is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
 end
 
--- Returns a snoozed job to its due set. Answers how many bytes were read.
+-- Returns a snoozed job to its due set, and the number of bytes read.
 local function resume(id)
   local record = redis.call('ZREM', snoozed, id) == 1 and redis.call('HGET', jobs, id)
   if record then
-    -- What cannot be read is claimed as well, and dead in the end.
+    -- An unreadable record is claimed as well, and dies in the end.
     local score, set = now, normal
     if is_job(record) then
       score, set = struct.unpack('>I6', record, 8), due[record:byte(14) % 4]
@@ -127,7 +127,7 @@ local function resume(id)
   return record and #record or 0
 end
 
--- Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether the job was cancelled.
+-- Ends the run of a cancelled job, so that a job with its id or unique key can be claimed. Returns whether the job was cancelled.
 local function end_cancelled(id)
   local record = has_cancels and redis.call('HGET', cancels, '\0' .. id)
   if not record then
@@ -146,21 +146,21 @@ local function end_cancelled(id)
   return true
 end
 
--- Whether the run of a cancelled job keeps this job from being claimed.
+-- Whether the run of a cancelled job blocks this job.
 local function is_held_up(id, record)
   local key = has_cancels and key_of(record)
   return has_cancels and (redis.call('HEXISTS', cancels, '\0' .. id) == 1 or (key and redis.call('HEXISTS', cancels, '\1' .. key) == 1))
 end
 
--- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers as is told of a finished job.
+-- Ends an attempt of a job that is not done; kind 5 is an expired lease. Returns the digit of `finished`.
 local function settle(id, record, kind, delay, failure)
   if #record < 26 or record:byte(1) ~= 1 or record:byte(14) % 4 > 2 then
-    -- Not a job that anybody could do: it must not keep others from being done.
+    -- An unreadable job must not block others.
     died[#died + 1], died[#died + 2] = now, id
     return '2'
   end
   if kind == 2 then
-    -- It is due as before, so that it goes before those that are due later when it returns.
+    -- Keep its due time, so that it precedes jobs with later due times when it returns.
     local wakes_at = delay == 0 and now or later + delay
     asleep[#asleep + 1], asleep[#asleep + 2] = wakes_at, id
     latest = math.max(latest, wakes_at)
@@ -223,10 +223,10 @@ local function write()
   records, waiting, asleep, died, gone = {}, {[0] = {}, {}, {}}, {}, {}, {}
 end
 
--- How many bytes of records are read at a time, or one record more where all are about as large.
+-- Bytes of records to read at a time, plus one record.
 local enough = 1048576
 
--- Finish.
+-- Acknowledge.
 local finished, tickets, ids, cancelled = '', {unpack(ARGV, first, first + done - 1)}, {}, {}
 for i = 1, others do
   tickets[done + i] = ARGV[first + done + 4 * (i - 1)]
@@ -239,7 +239,7 @@ if #tickets > 0 then
   local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1))
   local removed = redis.call('ZREM', leases, unpack(tickets))
   if others == 0 and removed == done and not has_cancels then
-    -- All of them are done, each was held, and none was told twice.
+    -- The common case: all jobs are done, each lease was held, and none is repeated.
     gone, finished = ids, string.rep('1', done)
     write()
   else
@@ -266,7 +266,7 @@ if #tickets > 0 then
       if not answers[i] then
         local record = i <= done and looked_at < enough and redis.call('HGET', jobs, ids[i]) or ''
         looked_at = looked_at + #record
-        -- One that was pushed after the ticket was given out is not the job of the ticket, which is done.
+        -- A job that was pushed after the ticket was issued is another job.
         local is_other = #record > 25 and struct.unpack('>I6', record, 2) * 1000 > struct.unpack('>I7', tickets[i])
         answers[i] = not is_other and redis.call('HEXISTS', jobs, ids[i]) == 1 and '3' or '0'
       end
@@ -285,8 +285,8 @@ end
 
 local read, bytes = 0, 0
 
--- The records of these, and how many of them: no more than are enough. One to begin with, then as many as there is room for if others are like
--- those before, which a few small ones do not say.
+-- Reads records up to the byte limit, and returns them and their number. Starts with one record and estimates the size of the next ones;
+-- a few small records are no basis for that.
 local function fetch(ids)
   local found, count = {}, 0
   while count < #ids and bytes < enough do
@@ -301,7 +301,7 @@ local function fetch(ids)
   return found, count
 end
 
--- Claim, after what nobody has extended has come back.
+-- Return jobs with expired leases, then claim.
 local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, {}}, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
@@ -326,7 +326,7 @@ if limit > 0 then
     write()
     read, bytes = 0, 0
   end
-  -- At least as many as may be claimed.
+  -- At least as many as can be claimed.
   local awake = has_rare and redis.call('ZRANGEBYSCORE', snoozed, '-inf', now, 'LIMIT', 0, math.max(limit, 64)) or {}
   local resumed = 0
   for i = 1, #awake do
@@ -348,13 +348,13 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
--- The last signs of the ids of a run, by the first of them.
+-- The last characters of the ids of a run, by the first one.
 local signs = {
   ['0'] = {'0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'},
   G = {'G', 'H', 'J', 'K', 'M', 'N', 'P', 'Q', 'R', 'S', 'T', 'V', 'W', 'X', 'Y', 'Z'},
 }
 
--- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the collation locale of the server.
+-- Compares ids of one score by bytes, as a sorted set does. Lua's `<` uses the collation locale of the server.
 local function is_before(one, other)
   for i = 1, math.min(#one, #other) do
     local byte, its = string.byte(one, i), string.byte(other, i)
@@ -365,7 +365,7 @@ local function is_before(one, other)
   return #one < #other
 end
 
--- The first jobs of one priority that are due, taken from where they wait, and their records.
+-- Removes the first due jobs of one priority from their sets, and returns them with their records.
 local function take(priority, room)
   local whole = {}
   if priority == 1 then
@@ -380,7 +380,7 @@ local function take(priority, room)
     return count < #found and {unpack(found, 1, count)} or found, stored_jobs
   end
   local singles = redis.call('ZRANGEBYSCORE', normal, '-inf', now, 'WITHSCORES', 'LIMIT', 0, room)
-  -- So many of both, how far they reach in either, and what a run has beyond them.
+  -- Merge both sets: how many jobs, how far into either set, and the rest of a run.
   local function merge(most)
     local found, count, left, single, run = {}, 0, {}, 1, 1
     while count < most and (singles[single] or whole[run]) do
@@ -394,7 +394,7 @@ local function take(priority, room)
         for i = 1, fits do
           found[count + i] = stem .. its[i]
         end
-        -- What there is no room for waits by itself.
+        -- The rest of the run waits as single jobs.
         for i = fits + 1, 16 do
           left[#left + 1], left[#left + 2] = score, stem .. its[i]
         end
@@ -423,9 +423,9 @@ end
 
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
--- Not a ticket, whose token is more than 0.
+-- No ticket: tokens are above 0.
 local filler = string.rep('\0', 72)
--- Ids without a record are no jobs, and taken away as well: there may be any number of them.
+-- Ids without a record are no jobs. Remove them: there may be any number.
 local looked = 0
 while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enough and looked < 512 do
   local room = math.min(limit - claimed, 64)
@@ -437,8 +437,8 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enou
     end
     local added, last = {}, 0
     if #found > 16 then
-      -- Redis keeps a hundred short members in a list, and to look through that for each of them takes longer than all the rest. One that
-      -- is too long for a list makes it a tree, which it stays without that one.
+      -- Redis stores a hundred short members as a list, and searching it for each ticket takes longer than the rest of the script. A long
+      -- member converts the list to a tree, and the tree stays after its removal.
       redis.call('ZADD', leases, now, filler)
     end
     for i = 1, #found do
@@ -476,7 +476,7 @@ if claimed > 0 then
   end
 end
 
--- When there is something to do next.
+-- The next due time.
 local next, more, oldest = patience, 0, -1
 local places = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
 for i = has_rare and -1 or 2, 4 do
@@ -487,7 +487,7 @@ for i = has_rare and -1 or 2, 4 do
     if head + 0 <= now then
       more = is_open and 1 or more
       oldest = i < 4 and math.max(oldest, now - head) or oldest
-      -- What is overdue must not run out with its keys.
+      -- Keys must outlive overdue jobs.
       keep(places[i], keep_ms / 2)
       if claimed == 0 then
         keep(jobs, keep_ms / 2 + 86400000)
@@ -499,7 +499,7 @@ for i = has_rare and -1 or 2, 4 do
   end
 end
 
--- One of those who wait keeps the time; the others need not look when the next job is due.
+-- One waiting worker is the timekeeper. The others need not look at the next due time.
 local is_waiting, soonest = claimed < limit and more == 0, now + next
 local has_idle = has_rare and redis.call('EXISTS', idle) == 1
 if has_idle then
@@ -509,12 +509,12 @@ if is_waiting and (keeper == '' or keeper == worker or wakes_at + 1000 < now) th
   keeper, wakes_at = worker, soonest
 elseif is_waiting then
   next, has_idle = patience, true
-  -- Where memory is full, something has to be written first that needs none, here and below.
+  -- On a full server the first write of a script must need no memory, here and below.
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
   redis.call('ZADD', idle, now, worker)
   redis.call('PEXPIRE', idle, 12 * patience)
-  -- The keeper may have died. A few of the others look shortly after a job is due or a lease ends, at different times; where there are
-  -- many of them, these are others each time.
+  -- The timekeeper may have died, so a few other workers look shortly after a job is due or a lease ends, at different times. Of many
+  -- workers these are different ones each time.
   local chance = tonumber(worker:sub(1, 8), 16)
   if (chance + now) % redis.call('ZCARD', idle) < 8 then
     next = math.min(patience, soonest - now + 200 + chance % 150)
@@ -522,8 +522,7 @@ elseif is_waiting then
 elseif keeper == worker then
   keeper = ''
 end
--- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it; who is told tells the next
--- if that is not enough.
+-- Wake the timekeeper if it would look too late, or another waiting worker if there is none. That worker wakes the next one if needed.
 local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
 if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
   local told = has_keeper and tell(keeper) or 0
@@ -539,7 +538,7 @@ if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
   end
 end
 local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
--- Ten minutes are what the clock may be set back by for tokens to rise all the same; a pause lasts as long as what it holds up.
+-- Tokens keep rising if the clock is set back by up to ten minutes. A pause lasts as long as its jobs.
 local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
 if changed ~= stored then
   redis.call('PEXPIRE', state, lasts)

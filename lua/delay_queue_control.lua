@@ -1,4 +1,4 @@
--- delay_queue_control: look at jobs and change what is not running.
+-- delay_queue_control: inspect and administer the jobs of a queue.
 --
 -- KEYS[1]  jobs      hash of records, see delay_queue_push                            prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[2]  high      sorted set of ids by when they are due in ms                     prefix:2:{delay_queue:<name>}:due:high
@@ -12,21 +12,22 @@
 -- KEYS[10]  idle     sorted set of workers, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:idle
 -- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
 -- KEYS[12]  snoozed  sorted set of ids, see delay_queue_claim                           prefix:2:{delay_queue:<name>}:snoozed
--- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[1]  keep_ms   how long keys outlive their last entry, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[3]  wake      what the channels of workers begin with
--- ARGV[4]  verb      get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay or forget
--- ARGV[5]  first     get: id. cancel: id, 1 to keep a unique key that is held for a time or 0. reschedule: id, `when` as in
---                    delay_queue_push. replace: id, payload. list: 1 waiting, 2 running or 3 dead, how many to skip, how many. pause: 1 or
---                    0. drain: how many, 1 or 0 as with cancel. release_unique: key. replay, forget: at most 256 ids
+-- ARGV[3]  wake      prefix of the channels of workers
+-- ARGV[4]  verb      get, cancel, reschedule, replace, counts, list, pause, purge, release_unique, replay or forget
+-- ARGV[5]  first     get: id. cancel: id, 1 to keep a timed unique key or 0. reschedule: id, `when` as in delay_queue_push. replace: id,
+--                    payload. list: 1 waiting, 2 running or 3 dead, how many to skip, how many to list. pause: 1 or 0. purge: how many,
+--                    1 or 0 as with cancel. release_unique: key. replay, forget: at most 256 ids
 --
 -- Value    see delay_queue_claim and delay_queue_push
--- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead; a snoozed job is due when it returns, as in list. cancel, reschedule, replace: 0 there is none, 1 done
---          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
---          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. release_unique: 1 it was held, or 0. replay, forget: 1 or 0 an id; one
---          whose unique key another job holds is not replayed, and where records make 1 MiB the rest of the ids has no answer
--- Errors   TOLLGATE if the state was not written by these scripts, or the job that cancel is to end; WRONGTYPE
--- Repeat   harmless: what was removed is not there; a delay counts from now on again
+-- Returns  get: {} or {state, record}: 1 waiting, 2 running, 3 dead; a snoozed job is due when it returns, as in list. cancel, reschedule,
+--          replace: 0 no such job, 1 done, 2 running (a cancelled job: its worker is notified), 3 dead. counts: {waiting, due, running,
+--          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. purge: how many. release_unique: 1 it was
+--          held, or 0. replay, forget: 1 or 0 for each id. A job whose unique key another job holds is not replayed. After 1 MiB of
+--          records the other ids have no answer
+-- Errors   TOLLGATE if these scripts did not write the state, or the job to cancel; WRONGTYPE
+-- Repeat   harmless: a removed job stays removed; a delay counts from the last call
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local keep_ms, publish, wake, verb, first = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], 5
@@ -42,11 +43,11 @@ local function keep(key, ms)
   end
 end
 
--- How many were told to look; a user who may not publish has workers that look now and then.
+-- Number of notified workers. Without the right to publish, workers poll.
 local function tell(worker)
   local told = redis.pcall(publish, wake .. worker, '1')
   if publish == 'SPUBLISH' and type(told) ~= 'number' then
-    -- Redis 6.2 does not know it, and counts those of this node only.
+    -- Redis 6.2 lacks SPUBLISH, and its PUBLISH counts only this node.
     told = type(redis.pcall('PUBLISH', wake .. worker, '1')) == 'number' and 1
   end
   return type(told) == 'number' and told or 0
@@ -59,7 +60,7 @@ end
 local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
 local keeper = stored:sub(16)
 
--- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
+-- Wake the timekeeper if it would look too late, or another waiting worker if there is none.
 local function wake_for(score)
   local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
   if is_paused == 0 and not (has_keeper and score >= wakes_at) then
@@ -75,9 +76,9 @@ local function wake_for(score)
       wakes_at = now
     end
   end
-  -- A pause lasts as long as what it holds up.
+  -- A pause lasts as long as its jobs.
   local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
-  -- Where memory is full, something has to be written first that needs none.
+  -- On a full server the first write of a script must need no memory.
   redis.call('PEXPIRE', state, lasts)
   redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
 end
@@ -87,13 +88,13 @@ local function due_at(record, score)
   return record:sub(1, 7) .. struct.pack('>I6', score) .. record:sub(14)
 end
 
--- What was not written by these scripts is left alone.
+-- Foreign data is left alone.
 local function is_job(record)
   return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
 end
 
--- Lets others have the unique key of a job. One that is held for a time stays if `keeps` is '1', or if a cancellation does not end it.
--- Answers which key that is, if the job held it.
+-- Releases the unique key of a job. A timed key stays if `keeps` is '1', or if it outlives a cancellation. Returns the key if the job
+-- held it.
 local function free(record, id, keeps)
   local key = is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
   local holder = key and redis.call('HGET', unique, key)
@@ -104,7 +105,7 @@ local function free(record, id, keeps)
   end
 end
 
--- Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
+-- Takes the unique key of a job again, unless another job holds it. Returns whether the job may exist.
 local function hold(record, id)
   if math.floor(record:byte(14) / 4) % 4 ~= 1 then
     return true
@@ -112,7 +113,7 @@ local function hold(record, id)
   local key = record:sub(27, 26 + record:byte(22))
   local holder = redis.call('HGET', unique, key)
   local ends_at, its = holder and struct.unpack('>I6', holder) or 0, holder and holder:sub(7)
-  -- One whose job is gone without a word keeps nobody out.
+  -- A holder whose job was evicted blocks no other job.
   if ends_at > now or (holder and ends_at == 0 and its ~= id and redis.call('HEXISTS', jobs, its) == 1) then
     return false
   end
@@ -132,7 +133,7 @@ local function jobs_of(run)
   return found
 end
 
--- Lets the jobs of a run wait each by itself.
+-- Splits a run into single waiting jobs.
 local function break_up(run)
   local score, members, found = redis.call('ZSCORE', runs, run), {}, jobs_of(run)
   for i = 1, #found do
@@ -145,7 +146,7 @@ local function break_up(run)
   keep(jobs, lasts + 86400000)
 end
 
--- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, the set that it waits in, and the run that it waits in.
+-- 0 no such job, 1 waiting, 2 running, 3 dead; with its record, its set and its run.
 local function find(id)
   local record = redis.call('HGET', jobs, id)
   if not record then
@@ -186,7 +187,7 @@ if verb == 'cancel' then
     redis.call('HDEL', jobs, id)
     free(record, id, ARGV[first + 1])
   elseif is == 2 and not is_job(record) then
-    -- No lease may ever end it.
+    -- Its lease may be gone, so no expiry would end it.
     return redis.error_reply('TOLLGATE the value does not hold a job of version 1')
   elseif is == 2 and redis.call('HDEL', jobs, id) == 1 then
     redis.call('HSET', cancels, '\0' .. id, record)
@@ -246,7 +247,7 @@ if verb == 'counts' then
   return {waiting, ready, redis.call('ZCARD', leases), redis.call('ZCARD', dead), oldest, is_paused}
 end
 
--- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the collation locale of the server.
+-- Compares ids of one score by bytes, as a sorted set does. Lua's `<` uses the collation locale of the server.
 local function is_before(one, other)
   for i = 1, math.min(#one, #other) do
     local byte, its = string.byte(one, i), string.byte(other, i)
@@ -257,7 +258,7 @@ local function is_before(one, other)
   return #one < #other
 end
 
--- How many jobs of normal priority are ahead of a run that has `number` others ahead of it.
+-- Number of jobs of normal priority ahead of the run at position `number`.
 local function ahead(number)
   local run = redis.call('ZRANGE', runs, number, number, 'WITHSCORES')
   local from = redis.call('ZCOUNT', normal, '-inf', '(' .. run[2])
@@ -273,9 +274,9 @@ local function ahead(number)
   return 16 * number + from
 end
 
--- The jobs of normal priority that wait, from one of them on; at most 64.
+-- At most 64 waiting jobs of normal priority, from a position on.
 local function waiting_from(skip, room)
-  -- How many runs have begun by then.
+  -- Number of runs up to that position.
   local from, to = 0, redis.call('ZCARD', runs)
   while from < to do
     local middle = math.floor((from + to) / 2)
@@ -338,7 +339,7 @@ if verb == 'list' then
       end
     end
     if #stale > 0 then
-      -- An id whose record is gone is no job, and would be in the way of the others.
+      -- Remove an id without a record: it is no job.
       removed = redis.call('ZREM', places[at], unpack(stale))
     end
     skip, looked = skip + #found - removed, looked + #found
@@ -364,7 +365,7 @@ if verb == 'release_unique' then
   return is_held and 1 or 0
 end
 
-if verb == 'drain' then
+if verb == 'purge' then
   local count, removed, bytes = math.min(ARGV[first] + 0, 256), 0, 0
   local has_unique = redis.call('EXISTS', unique) == 1
   for place = 0, 3 do
@@ -376,7 +377,7 @@ if verb == 'drain' then
     local found = removed < count and redis.call('ZRANGE', set, 0, count - removed - 1) or {}
     for i = 1, has_unique and #found or 0 do
       if bytes >= 1048576 then
-        -- The next call goes on here.
+        -- The next call continues here.
         count, found = 0, {unpack(found, 1, i - 1)}
         break
       end
@@ -396,7 +397,7 @@ if verb == 'drain' then
 end
 
 local answers, bytes = {}, 0
--- Where no key is held, `forget` reads no record.
+-- `forget` reads records only if unique keys are held.
 local is_read = verb == 'replay' or redis.call('EXISTS', unique) == 1
 for i = 1, math.min(#ARGV - first + 1, 256) do
   local id = ARGV[first + i - 1]
@@ -421,7 +422,7 @@ for i = 1, math.min(#ARGV - first + 1, 256) do
   end
   bytes = bytes + (record and #record or 0)
   if bytes >= 1048576 then
-    -- The next call goes on here.
+    -- The next call continues here.
     break
   end
 end

@@ -1,15 +1,15 @@
--- delay_queue_extend: let leases last for a while from now on, each if its ticket still holds it.
+-- delay_queue_extend: renew the leases of tickets that still hold them.
 --
 -- KEYS[1]  leases    sorted set of tickets, see delay_queue_claim      prefix:2:{delay_queue:<name>}:leases
 -- KEYS[2]  jobs      hash of records, see delay_queue_push             prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[3]  cancels   hash, see delay_queue_claim                       prefix:2:{delay_queue:<name>}:cancels
--- ARGV[1]  keep_ms   how long keys outlive the last of what they hold
+-- ARGV[1]  keep_ms   how long keys outlive their last entry
 -- ARGV[2]  lease_ms  from now on, 10 to 86400000
 -- ARGV[3]  first     the first of at most 256 tickets
 --
 -- Value    leases, jobs, cancels: see delay_queue_claim
--- Returns  an answer a ticket: 0 somebody else has the job or will have it, or it is done with; 1 the lease lasts, also where the record of the job
---          was evicted; 2 it does, and the job is to be cancelled
+-- Returns  a number for each ticket: 0 the lease is lost or the job has ended; 1 renewed, even if the job's record was evicted; 2 renewed,
+--          and the job was cancelled
 -- Errors   WRONGTYPE
 -- Repeat   harmless
 local leases, jobs, cancels, keep_ms, lease_ms, first = KEYS[1], KEYS[2], KEYS[3], ARGV[1] + 0, ARGV[2] + 0, 3
@@ -42,7 +42,7 @@ for i = 1, #tickets do
   end
 end
 if #extended > 0 then
-  -- Where memory is full, something has to be written first that needs none.
+  -- On a full server the first write of a script must need no memory.
   redis.call('PEXPIRE', leases, math.max(redis.call('PTTL', leases), lease_ms + keep_ms))
   redis.call('ZADD', leases, unpack(extended))
   keep(leases, lease_ms + keep_ms)

@@ -1,28 +1,28 @@
--- delay_queue_push: keep jobs of one priority until they are due, each unless it is there already.
+-- delay_queue_push: store jobs of one priority until they are due, unless they exist.
 --
 -- KEYS[1]  jobs  hash of records by id, see delay_queue_claim, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[2]  due  sorted set of ids by when they are due in ms, expires likewise  prefix:2:{delay_queue:<name>}:due:<priority>
 -- KEYS[3]  dead  sorted set of ids by when they died in ms  prefix:2:{delay_queue:<name>}:dead
 -- KEYS[4]  unique  hash of holders by unique key, expires likewise  prefix:2:{delay_queue:<name>}:unique
--- KEYS[5]  ends  sorted set of unique keys that are held for a time, by its end  prefix:2:{delay_queue:<name>}:unique_ends
+-- KEYS[5]  ends  sorted set of timed unique keys by when they end  prefix:2:{delay_queue:<name>}:unique_ends
 -- KEYS[6]  state  string, see delay_queue_claim  prefix:2:{delay_queue:<name>}:state
 -- KEYS[7]  idle  sorted set of workers, see delay_queue_claim  prefix:2:{delay_queue:<name>}:idle
 -- KEYS[8]  runs  sorted set of runs, likewise  prefix:2:{delay_queue:<name>}:runs
--- ARGV[1]  keep_ms  how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[1]  keep_ms  how long keys outlive their last entry, at most 2^40
 -- ARGV[2]  max_jobs  how many jobs there may be
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
--- ARGV[4]  wake  what the channels of workers begin with
+-- ARGV[4]  wake  prefix of the channels of workers
 -- ARGV[5]  count  how many jobs, at most 256
--- ARGV[6]  first  id and record of each job, where `record` is what a record has behind its times; then, for jobs after each other that
---   are due alike, how many those are, with its sign turned if they are runs, and `when`: a delay in ms, or an instant in ms since 1970
---   with its sign turned; then, for each unique job, which one it is, from 1, and 6 bytes how long in ms (0 while it is there) and key
+-- ARGV[6]  first  id and record of each job, without the times of the record; then for each group of jobs with one due time: the number
+--   of jobs, negative if they are runs, and `when`: a delay in ms, or a negated instant in ms since 1970; then for each unique job: its
+--   position from 1, 6 bytes duration in ms (0 while the job exists), and the key
 --
--- Value    runs: the first id of 16 jobs of normal priority that wait and are due alike, and whose ids differ in the last sign alone, which
---   counts from 0 to F or from G to Z without I, L, O and U. `due` does not have them. All else: see delay_queue_claim
--- Returns  {answers, holders ...}: a digit a job (0 there is one with this id, 1 it is new, 2 there are too many, 3 another one holds its
---   unique key), and for each 3 the id that holds it
+-- Value    runs: the first id of 16 waiting jobs of normal priority and one due time, whose ids differ only in the last character: 0 to F,
+--   or G to Z without I, L, O and U. They are not in `due`. All else: see delay_queue_claim
+-- Returns  {answers, holders ...}: a digit a job (0 the id exists, 1 new, 2 queue full, 3 another job holds its unique key), and for each
+--   3 the id of the holder
 -- Errors   WRONGTYPE
--- Repeat   harmless: what waits or runs is left alone, and what is done is pushed again
+-- Repeat   harmless: waiting and running jobs stay as they are, done jobs are pushed again
 local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local state, idle, runs = KEYS[6], KEYS[7], KEYS[8]
 local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4]
@@ -40,11 +40,11 @@ local function keep(key, ms)
   end
 end
 
--- How many were told; of a user who may not publish they look now and then.
+-- Number of notified workers. Without the right to publish, workers poll.
 local function tell(worker)
   local told = redis.pcall(publish, wake .. worker, '1')
   if publish == 'SPUBLISH' and type(told) ~= 'number' then
-    -- Redis 6.2 does not know it, and counts those of this node only.
+    -- Redis 6.2 lacks SPUBLISH, and its PUBLISH counts only this node.
     told = type(redis.pcall('PUBLISH', wake .. worker, '1')) == 'number' and 1
   end
   return type(told) == 'number' and told or 0
@@ -104,7 +104,7 @@ if not is_plain then
       local holder = call('HGET', unique, key:sub(7))
       local ends_at = holder and struct.unpack('>I6', holder) or 0
       local its = holder and holder:sub(7)
-      -- One whose job is gone without a word keeps nobody out.
+      -- A holder whose job was evicted blocks no other job.
       if ends_at > now or (holder and ends_at == 0 and (taken[its] or call('HEXISTS', jobs, its) == 1)) then
         answer, reply[#reply + 1] = '3', its
       else
@@ -151,7 +151,7 @@ for key, members in pairs({[due] = singles, [runs] = whole}) do
     end
   end
 end
--- Each that comes removes some whose time is over.
+-- Each push removes some expired unique keys.
 if call('EXISTS', ends) == 1 then
   local over = call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 2 * count)
   for i = 1, #over do
@@ -164,14 +164,14 @@ if call('EXISTS', ends) == 1 then
   end
 end
 
--- Who keeps the time is told if it would look too late, or another one if nobody does.
+-- Wake the timekeeper if it would look too late, or another worker if there is none.
 local stored = call('GET', state)
 if stored and #stored > 14 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
   local keeper = stored:sub(16)
   local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
   if is_paused == 1 then
-    -- A pause lasts as long as what it holds up.
+    -- A pause lasts as long as its jobs.
     keep(state, lasts)
   elseif not (has_keeper and soonest >= wakes_at) then
     local told = has_keeper and tell(keeper) or 0

@@ -189,7 +189,7 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        match self.control(queue, "drain", (limit.min(MAX_BATCH), u8::from(keeps_unique))).await? {
+        match self.control(queue, "purge", (limit.min(MAX_BATCH), u8::from(keeps_unique))).await? {
             Value::Int(removed @ 0..) => Ok(removed as usize),
             reply => Err(unexpected_reply(&reply)),
         }
