@@ -1,12 +1,12 @@
-//! Mails that are sent later: a producer, and two workers that share a queue.
+//! Sends mails later: a producer, and two workers that share a queue.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin delay_queue   the queue is kept in memory
 //! TOLLGATE_STORE=redis://127.0.0.1/                  in Redis: start it twice, and both work on one queue
 //! ```
 //!
-//! You will see that no mail goes out early, one that fails is tried again, one with a bad address ends among the dead, and one that was
-//! cancelled is not sent. It ends by itself when no mail is left, and says what it has sent itself; Ctrl-C ends it earlier, when what runs is done.
+//! No mail goes out early. A failed mail is retried, a mail with a bad address becomes a dead job, and a cancelled mail is not sent.
+//! The program ends when no mail is left, and prints how many it has sent. Ctrl-C ends it earlier, after the running jobs.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -33,15 +33,15 @@ async fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
 
-/// What came of all mails.
+/// Counts of all mails.
 #[derive(Default)]
 struct Tally {
     sent: AtomicU32,
@@ -56,7 +56,7 @@ async fn send(job: Job<String>, tally: Arc<Tally>) -> Result<(), BoxError> {
     if !job.contains('@') {
         return Err(Outcome::dead("that is no address").into());
     }
-    // Every tenth mail meets a server that is busy, the first time.
+    // The first attempt of every tenth mail meets a busy server.
     if job.ends_with("0@example.org") && job.attempt() == 1 {
         tally.retried.fetch_add(1, Ordering::Relaxed);
         return Err("the mail server is busy".into());
@@ -84,7 +84,7 @@ async fn run() -> Result<(), BoxError> {
                 .lease(Duration::from_secs(5))
                 .backoff(Backoff::fixed(Duration::from_millis(200)));
             tokio::spawn(worker.run_until(async move {
-                // It ends as well if nobody can tell it any more.
+                // Also ends if the sender is gone.
                 let _ = stopped.wait_for(|stopped| *stopped).await;
             }))
         })
@@ -98,7 +98,7 @@ async fn run() -> Result<(), BoxError> {
     queue.push("unwanted@example.org".to_owned()).id("unwanted").delay(Duration::from_secs(60)).await?;
     println!("cancelled: {:?}", queue.cancel("unwanted").await?);
 
-    // Nobody's mails are left: another process may have sent some of ours, and have some of its own to send.
+    // The queue is empty. Another process may have sent some of our mails.
     let all_done = async {
         while !queue.counts().await.is_ok_and(|counts| counts.waiting + counts.running == 0) {
             tokio::time::sleep(Duration::from_millis(20)).await;

@@ -1,11 +1,11 @@
-//! One at a time: four workers change one balance, and a fifth learns that its time is over.
+//! One holder at a time: four workers change one balance, and a fifth loses its lock.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin locks   the lock is kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/            in Redis: other processes would keep out as well
+//! TOLLGATE_STORE=redis://127.0.0.1/            in Redis: shared with other processes
 //! ```
 //!
-//! You will see forty deposits of which none is lost, and a write that comes too late and is refused by its fence.
+//! No deposit of forty is lost. A late write is refused because of its fence.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -28,15 +28,15 @@ async fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
 
-/// What the lock protects: it refuses whoever comes with a smaller fence than it has seen.
+/// The protected balance. It refuses a fence smaller than the largest so far.
 #[derive(Default)]
 struct Account {
     balance: u64,
@@ -64,7 +64,7 @@ async fn run() -> Result<(), BoxError> {
         let (locks, account) = (locks.clone(), Arc::clone(&account));
         workers.spawn(async move {
             for _ in 0..10 {
-                // Read, think, write: what two at a time would get wrong. The body ends where the lease is lost.
+                // Read, wait, write: two workers at a time would lose a deposit. The body is dropped if the lease is lost.
                 locks
                     .run("42", async |lease| {
                         let before = account.lock().map(|account| account.balance).unwrap_or_default();
@@ -81,10 +81,10 @@ async fn run() -> Result<(), BoxError> {
     }
     println!("40 deposits of 10 by 4 workers: {}", balance(&account));
 
-    // Somebody who may have the lock for a moment only, and goes on regardless.
+    // A worker that may hold the lock for a moment only, and ignores its loss.
     let slow = locks.lock("42").max_hold(Duration::from_millis(50)).await?;
     println!("a slow worker is told: {}", slow.lost().await);
-    // The lock outlives it by its time to live at the most.
+    // After a crash, the lock lasts for its `ttl` at most.
     let other = locks.lock("42").await?;
     let mut account = account.lock().map_err(|error| error.to_string())?;
     account.write(&other, 1_000)?;

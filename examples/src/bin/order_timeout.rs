@@ -1,12 +1,12 @@
-//! Orders that are not paid in time are cancelled; paying one cancels that.
+//! Cancels orders that are not paid in time. A payment cancels the job that would cancel the order.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin order_timeout   the queue is kept in memory
 //! TOLLGATE_STORE=redis://127.0.0.1/                    in Redis
 //! ```
 //!
-//! You will see that each order is either paid or cancelled, and none both, also those that are paid in the last moment; and that paying takes
-//! the job away, so that only the others come to the worker.
+//! Each order is either paid or cancelled, also if it is paid in the last moment. A payment removes the job, so only unpaid orders reach
+//! the worker.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -31,7 +31,7 @@ enum Order {
     Cancelled,
 }
 
-/// Stands for a database, which changes an order only if it is still open.
+/// Stands for a database that changes an order only while it is open.
 #[derive(Clone, Default)]
 struct Orders(Arc<Mutex<HashMap<u32, Order>>>);
 
@@ -63,10 +63,10 @@ async fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
@@ -82,7 +82,7 @@ async fn run() -> Result<(), BoxError> {
     let (database, counted) = (orders.clone(), Arc::clone(&came));
     let cancel = service_fn(move |job: Job<u32>| {
         counted.fetch_add(1, Ordering::Relaxed);
-        // At least once, so that the second time changes nothing.
+        // Jobs run at least once: a second run must change nothing.
         database.close(*job, Order::Cancelled);
         std::future::ready(Ok::<_, BoxError>(()))
     });
@@ -97,12 +97,12 @@ async fn run() -> Result<(), BoxError> {
         Ok::<_, BoxError>(())
     };
     let customers = async {
-        // Every second order is paid, some of them when it is almost, or just, too late.
+        // Every second order is paid, some of them just before or just after the deadline.
         for order in (0..ORDERS).step_by(2) {
             sleep(Duration::from_millis(10 + u64::from(order) / 10)).await;
             if orders.close(order, Order::Paid) {
                 let cancelled = queue.cancel(format!("order:{order}")).await?;
-                // In the last moment it may be running, or not be there yet.
+                // In the last moment the job may run already, or not be pushed yet.
                 taken_away.fetch_add(u32::from(cancelled == Cancelled::Removed), Ordering::Relaxed);
             }
         }

@@ -1,11 +1,11 @@
-//! A card is charged once: fifty clients send the same payment, and half of them hang up and try again.
+//! Charges a card once, although fifty clients send the same payment and half of them disconnect and retry.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin payments   the records are kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis: other processes would find them there
+//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis: shared with other processes
 //! ```
 //!
-//! You will see one charge, fifty clients with the same receipt, and a payment of another amount under the same key that is refused.
+//! One charge, fifty clients with the same receipt, and a rejected payment of another amount under the same key.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -39,15 +39,15 @@ async fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
 
-/// Takes a while, as card networks do, and tells the network a key of its own.
+/// As slow as a card network. Passes an idempotency key of its own on to the network.
 async fn charge(
     Extension(charges): Extension<Arc<AtomicU32>>,
     Extension(operation): Extension<IdempotencyHandle>,
@@ -69,7 +69,7 @@ async fn run() -> Result<(), BoxError> {
     let app: Router =
         Router::new().route("/payments", post(charge)).layer(guard.clone()).layer(Extension(Arc::clone(&charges)));
 
-    // Another key in each run, since Redis remembers the one before for a day.
+    // A new key in each run: Redis remembers the last one for a day.
     let key = format!("order-42-{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos());
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
@@ -105,7 +105,7 @@ fn payment(key: &str, amount: &'static str) -> Result<Request<Body>, BoxError> {
     Ok(request.body(Body::from(amount))?)
 }
 
-/// Tries until there is a receipt. Every second client is impatient at first.
+/// Retries until there is a receipt. Every second client disconnects from its first attempt.
 async fn client_of(client: u64, app: Router, key: &str) -> Result<Receipt, BoxError> {
     let (mut tries, mut hung_up) = (0, false);
     loop {

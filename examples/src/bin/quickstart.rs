@@ -1,4 +1,4 @@
-//! A real server, rate-limited per client, that shows itself working.
+//! A server with a rate limit per client, and requests that show the limit.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin quickstart             counts in memory, serves until Ctrl-C
@@ -7,7 +7,7 @@
 //! TOLLGATE_ADDR=127.0.0.1:3001                                another address than 127.0.0.1:3000
 //! ```
 //!
-//! You will see seven requests, of which five pass.
+//! Five of seven requests pass.
 
 use std::env;
 use std::error::Error;
@@ -35,7 +35,7 @@ async fn run() -> Result<(), String> {
     let addr = env::var("TOLLGATE_ADDR").unwrap_or_else(|_| "127.0.0.1:3000".into());
     let once = env::args().any(|arg| arg == "--once");
 
-    // As `Debug` this error is a sentence with the server, the cause and the remedy.
+    // `Debug` of this error is a sentence with the server, the cause and the remedy.
     let backend = tollgate::connect(&store).await.map_err(|error| format!("TOLLGATE_STORE: {error:?}."))?;
     let policy = Policy::new("quickstart", Quota::per_minute(5).fixed_window());
     let app = Router::new()
@@ -61,7 +61,7 @@ async fn run() -> Result<(), String> {
     }
 }
 
-/// Sends a few requests more than the quota and prints what comes back.
+/// Sends more requests than the quota and prints the responses.
 async fn burst(server: SocketAddr) -> Result<(), Box<dyn Error>> {
     let client = Client::builder(TokioExecutor::new()).build_http::<Body>();
     println!("request  status                 remaining      retry-after");

@@ -1,12 +1,12 @@
-//! Rate limits from a file that change while the program runs.
+//! Rate limits from a file, reloaded while the program runs.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin rules                 on a file of its own, ends by itself
 //! cargo run -p tollgate-examples --bin rules -- rules.toml   on yours: asks for /api/orders once a second, edit the file meanwhile
 //! ```
 //!
-//! You will see two of four requests pass, and four of four after the file was changed; then a mistake in the file, named
-//! with its line, that changes nothing.
+//! Two of four requests pass, and four of four after the file has changed. Then a mistake in the file is reported with its line, and the
+//! old rules stay.
 
 use std::convert::Infallible;
 use std::error::Error;
@@ -33,15 +33,15 @@ async fn main() -> ExitCode {
     if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
 
-/// The rules, with this many requests a minute for everybody below /api/.
+/// Rules with this quota per minute for all requests below /api/.
 fn rules(quota: &str) -> String {
     format!(
         r#"[policies.api]
@@ -67,7 +67,7 @@ async fn show() -> Result<(), BoxError> {
     println!("2 a minute:\n{}", fs::read_to_string(&file)?);
     ask(&service, 4).await;
 
-    println!("\nNow the file says 8 a minute. What was counted stays counted.");
+    println!("\nNow the file says 8 a minute. The counts stay.");
     let before = handle.rules();
     write(&file, &rules("8"))?;
     until(|| handle.rules() != before).await?;
@@ -111,7 +111,7 @@ where
     }
 }
 
-/// Never half of a file: written beside it, and renamed.
+/// Writes a temporary file and renames it, so that a reload never reads half of a file.
 fn write(file: &Path, text: &str) -> Result<(), std::io::Error> {
     let fresh = file.with_extension("fresh");
     fs::write(&fresh, text)?;

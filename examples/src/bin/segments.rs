@@ -1,11 +1,11 @@
-//! Eight sellers and one stock: 1,000 pieces in 20 segments of 50, each under a lock of its own.
+//! Eight sellers share one stock: 1,000 pieces in 20 segments of 50, each with its own lock.
 //!
 //! ```text
 //! cargo run -p tollgate-examples --bin segments   the locks are kept in memory
 //! TOLLGATE_STORE=redis://127.0.0.1/               in Redis
 //! ```
 //!
-//! You will see that 1,000 pieces are sold, and not 1,001, and how many sales were under way at a time, where one lock would let one through.
+//! Exactly 1,000 pieces are sold. The program also prints how many sales ran at a time; one lock would allow one.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -32,10 +32,10 @@ async fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes, of which each says its own part.
+/// An error and its causes, in one line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
+    // Errors of other crates may repeat their cause in their own text.
     levels.dedup();
     levels.join(": ")
 }
@@ -43,7 +43,7 @@ fn chain(error: &(dyn Error + 'static)) -> String {
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
     let locks = Locks::new(tollgate::connect(&store).await?).deadline(Duration::from_secs(2));
-    // Read, thought about and written in three steps, so two at a time in one segment would sell a piece twice.
+    // Read, wait, write: two sellers at a time in one segment would sell a piece twice.
     let stock: Arc<[AtomicU32; SEGMENTS]> = Arc::new(std::array::from_fn(|_| AtomicU32::new(50)));
     let (at_once, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
 
@@ -59,7 +59,7 @@ async fn run() -> Result<(), BoxError> {
                 most.fetch_max(at_once.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
                 let before = left(segment.index());
                 sleep(Duration::from_millis(1)).await;
-                // Somebody else may have sold the last one before this segment was ours.
+                // Another seller may have sold the last piece before we got the lock.
                 if before > 0 {
                     stock[usize::from(segment.index())].store(before - 1, Ordering::Relaxed);
                     sold += 1;
