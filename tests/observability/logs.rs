@@ -1123,9 +1123,9 @@ async fn missing_subscribe_right_is_logged_once() {
     }
     let lines = log.take();
     assert_eq!(lines.len(), 1, "{:?}", lines.iter().map(|message| &message.line).collect::<Vec<_>>());
-    assert!(lines[0].line.starts_with("WARN the redis user may not listen for those who wait"), "{}", lines[0].line);
+    assert!(lines[0].line.starts_with("WARN the redis user may not subscribe"), "{}", lines[0].line);
     assert_eq!(lines[0].missing, "+subscribe");
-    for how_often in ["workers of queues look every five seconds", "all others once a second"] {
+    for how_often in ["queue workers poll every 5 s", "waiters once a second"] {
         assert!(lines[0].line.contains(how_often), "{}", lines[0].line);
     }
 }

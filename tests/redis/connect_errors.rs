@@ -211,7 +211,7 @@ async fn missing_client_certificate_is_named_by_each_tls_version() {
         let read = |path| fs::read(path).unwrap();
         let options = options().client_certificate(read(others.client_certificate()), read(others.client_key()));
         let cause = "it rejected the certificate of this client with the alert *";
-        let remedy = "pass one that its authority has signed to `RedisOptions::client_certificate`";
+        let remedy = "pass a certificate from its CA to `RedisOptions::client_certificate`";
         always_fails(options, CLIENT_CERTIFICATE, &headline, cause, remedy).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Certificates and keys that are passed to us, looked at before anything is connected to.
+//! Checks the user's certificates and keys before the first connection.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use rustls::{Error as TlsError, RootCertStore};
 
 use crate::error::ConfigError;
 
-/// The client library takes a text without any certificate for no authority at all, and says so only when it trusts no server.
+/// The client library takes a text without certificates for an empty list of CAs, and fails only when it connects.
 pub(crate) fn check_authority(pem: &[u8]) -> Result<(), ConfigError> {
     let mut authorities = RootCertStore::empty();
     for certificate in certificates(pem, "the authority's")? {
@@ -19,7 +19,7 @@ pub(crate) fn check_authority(pem: &[u8]) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The client library finds out when it connects, and takes the server to be unreachable then.
+/// The client library checks these only when it connects, and then reports the server as unreachable.
 pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
     let chain = certificates(certificate, "the client's")?;
     let key = private_key(key)?;
@@ -32,12 +32,12 @@ pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigE
     }
 }
 
-fn certificates(pem: &[u8], whose: &str) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+fn certificates(pem: &[u8], owner: &str) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
     let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
-    let all = all.map_err(|error| invalid(format!("{whose} certificate: {error}")))?;
+    let all = all.map_err(|error| invalid(format!("{owner} certificate: {error}")))?;
     if all.is_empty() {
         return Err(invalid(format!(
-            "{whose} certificate: the text has no PEM block `CERTIFICATE`; convert another format with `openssl x509`"
+            "{owner} certificate: the text has no PEM block `CERTIFICATE`; convert another format with `openssl x509`"
         )));
     }
     Ok(all)
@@ -45,11 +45,11 @@ fn certificates(pem: &[u8], whose: &str) -> Result<Vec<CertificateDer<'static>>,
 
 fn private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, ConfigError> {
     let has = |text: &[u8]| pem.windows(text.len()).any(|part| part == text);
-    // As PKCS #8 and as older OpenSSL does it.
+    // In PKCS #8, and in the traditional format of OpenSSL.
     if has(b"BEGIN ENCRYPTED PRIVATE KEY") || has(b"Proc-Type: 4,ENCRYPTED") {
         return Err(invalid("the client's private key is encrypted: decrypt it with `openssl pkey -in FILE`"));
     }
-    // Nothing of what is not a key is repeated.
+    // The error must not contain parts of the text, which may be a key.
     PrivateKeyDer::from_pem_slice(pem).map_err(|_| {
         invalid("the client's private key: the text has no PEM block `PRIVATE KEY`; convert another format with `openssl pkey`")
     })
@@ -59,12 +59,12 @@ fn invalid(reason: impl fmt::Display) -> ConfigError {
     ConfigError::InvalidCertificate { reason: reason.to_string() }
 }
 
-/// Chooses who encrypts, unless the program has chosen already.
+/// The default `CryptoProvider` of the process. Installs `ring` if there is none.
 pub(crate) fn provide_cryptography() -> Arc<CryptoProvider> {
     if let Some(provider) = CryptoProvider::get_default() {
         return Arc::clone(provider);
     }
-    // Another thread may have been faster, which is as good.
+    // If another thread was faster, its provider is used.
     let _ = ring::default_provider().install_default();
     CryptoProvider::get_default().map_or_else(|| Arc::new(ring::default_provider()), Arc::clone)
 }

@@ -1,4 +1,4 @@
-//! What a failure to connect means to a user: the kind of mistake, the server, the cause and the remedy.
+//! Maps failures to connect to [`ConnectError`]: the kind of mistake, the server, the cause and the remedy.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -6,20 +6,20 @@ use std::{fmt, io};
 
 use redis::{ConnectionAddr, ErrorKind, RedisError};
 
-use super::diagnose::{Speaks, diagnose};
+use super::diagnose::{Protocol, diagnose};
 #[cfg(feature = "tls")]
 use super::error::tls_error;
 use super::error::{
-    code, inner, io_error, is_database_forbidden, is_full, is_loading, is_unknown_command, place, refused_database,
+    code, inner, io_error, is_database_forbidden, is_full, is_loading, is_unknown_command, peer_of, refused_database,
     store_error,
 };
 use crate::error::{ConnectError, ConnectFailure, StoreError};
 
-/// A server, by the role that it has.
+/// A server, by its role.
 #[derive(Clone, Debug)]
 pub(crate) enum Peer {
     Server(ConnectionAddr),
-    /// Whichever server is the primary of the service.
+    /// The current primary of a service.
     Service(String),
     Sentinel(ConnectionAddr),
     /// The primary that the Sentinels announce.
@@ -28,12 +28,12 @@ pub(crate) enum Peer {
     Seed(ConnectionAddr),
     /// A node that the cluster announces.
     Node(ConnectionAddr),
-    /// Whichever nodes there are.
+    /// Any node.
     Cluster,
     Pool,
 }
 
-/// Names the server for messages: no user, no password.
+/// Names the server for messages, without user and password.
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -74,7 +74,7 @@ impl Peer {
         }
     }
 
-    /// How to have another address announced.
+    /// How to announce another address.
     const fn announcement(&self) -> Option<&'static str> {
         match self {
             Self::Node(_) => Some(
@@ -90,9 +90,9 @@ impl Peer {
     }
 }
 
-/// What was tried, and how.
+/// An attempt to connect.
 pub(crate) struct Attempt {
-    /// The server that an error is about which does not say so.
+    /// The server of errors that do not name one.
     pub(crate) peer: Peer,
     pub(crate) timeout: Duration,
     pub(crate) is_encrypted: bool,
@@ -100,23 +100,23 @@ pub(crate) struct Attempt {
 }
 
 impl Attempt {
-    /// Why there is no connection to begin with.
+    /// Turns the first failure to connect into an error for the user.
     pub(crate) async fn failed(&self, error: RedisError) -> ConnectError {
-        let peer = place(&error).unwrap_or(&self.peer).clone();
+        let peer = peer_of(&error).unwrap_or(&self.peer).clone();
         let error = inner(&error).clone();
         let classified = self.classify(&peer, &error);
         if matches!(classified, None | Some(ConnectError::Tls(_)))
             && !is_absent(&error)
             && let Some(address) = peer.address()
-            && let Some(speaks) = diagnose(address, self.timeout).await
-            && let Some(mistake) = self.mistake(&peer, speaks, &error)
+            && let Some(protocol) = diagnose(address, self.timeout).await
+            && let Some(mismatch) = self.protocol_mismatch(&peer, protocol, &error)
         {
-            return mistake;
+            return mismatch;
         }
         classified.unwrap_or_else(|| unclear(&peer, error))
     }
 
-    /// What an error means that says so by itself.
+    /// The meaning of an error that is clear by itself.
     fn classify(&self, peer: &Peer, error: &RedisError) -> Option<ConnectError> {
         #[cfg(feature = "tls")]
         if let Some(tls) = tls_error(error) {
@@ -125,7 +125,7 @@ impl Attempt {
         let failure = |remedy: &'static str| ConnectFailure::new(peer, store_error(error.clone()), remedy);
         Some(match (error.kind(), code(error)) {
             _ if is_full(error) => ConnectError::Store(failure("raise its `maxclients`, or open fewer `connections`")),
-            _ if is_loading(error) => ConnectError::Store(failure("wait until it has read its data")),
+            _ if is_loading(error) => ConnectError::Store(failure("wait until it has loaded its data")),
             (ErrorKind::AuthenticationFailed, _) | (_, Some("NOAUTH" | "WRONGPASS")) => {
                 ConnectError::Credentials(failure(match peer {
                     Peer::Sentinel(_) => "correct them with `RedisOptions::sentinel_user`",
@@ -143,7 +143,7 @@ impl Attempt {
             _ if error.to_string().contains("not point to a sentinel") => {
                 unsupported(peer, "it is not a Sentinel", "use `redis://`, or `rediss://` for encryption")
             }
-            _ if is_unknown_command(error) => another_kind(peer, error),
+            _ if is_unknown_command(error) => wrong_server_kind(peer, error),
             (ErrorKind::MasterNameNotFoundBySentinel, _) => {
                 unsupported(peer, error.detail()?.to_owned(), "correct the service in the path of the URL")
             }
@@ -154,25 +154,25 @@ impl Attempt {
         })
     }
 
-    /// What a server that speaks something else means, if that explains the error.
-    fn mistake(&self, peer: &Peer, speaks: Speaks, error: &RedisError) -> Option<ConnectError> {
+    /// The meaning of the protocol that the server speaks, if that explains the error.
+    fn protocol_mismatch(&self, peer: &Peer, protocol: Protocol, error: &RedisError) -> Option<ConnectError> {
         let failure = |text: &'static str, remedy| ConnectFailure::new(peer, StoreError::other(text), remedy);
-        Some(match speaks {
-            Speaks::Http => unsupported(peer, "an HTTP server answers there", "correct the port in the URL"),
-            Speaks::Redis if self.is_encrypted => ConnectError::Tls(failure(
+        Some(match protocol {
+            Protocol::Http => unsupported(peer, "an HTTP server answers there", "correct the port in the URL"),
+            Protocol::Redis if self.is_encrypted => ConnectError::Tls(failure(
                 "the server does not speak TLS on this port",
                 "use its TLS port, or a `redis` scheme instead of `rediss`",
             )),
-            Speaks::Redis => return None,
-            Speaks::Tls { .. } if !self.is_encrypted => ConnectError::Tls(failure(
+            Protocol::Redis => return None,
+            Protocol::Tls { .. } if !self.is_encrypted => ConnectError::Tls(failure(
                 "the server speaks TLS on this port",
                 "use a `rediss` scheme instead of `redis` (feature `tls`), or its port without TLS",
             )),
-            Speaks::Tls { wants_certificate: true } if !self.has_client_certificate => {
+            Protocol::Tls { wants_certificate: true } if !self.has_client_certificate => {
                 ConnectError::ClientCertificate(failure("the handshake ended without one", PASS_CERTIFICATE))
             }
-            Speaks::Tls { .. } if error.kind() == ErrorKind::Parse => foreign(peer),
-            Speaks::Tls { .. } => return None,
+            Protocol::Tls { .. } if error.kind() == ErrorKind::Parse => not_redis(peer),
+            Protocol::Tls { .. } => return None,
         })
     }
 
@@ -182,8 +182,8 @@ impl Attempt {
         let failure =
             |text: String, remedy: Cow<'static, str>| ConnectFailure::new(peer, StoreError::unavailable(text), remedy);
         match error {
-            Tls::InvalidCertificate(mistake) => {
-                let (text, remedy) = certificate(peer, mistake);
+            Tls::InvalidCertificate(problem) => {
+                let (text, remedy) = certificate(peer, problem);
                 ConnectError::Certificate(failure(text, remedy.into()))
             }
             Tls::AlertReceived(
@@ -199,7 +199,7 @@ impl Attempt {
             ) => ConnectError::ClientCertificate(if self.has_client_certificate {
                 failure(
                     format!("it rejected the certificate of this client with the alert {alert:?}"),
-                    "pass one that its authority has signed to `RedisOptions::client_certificate`".into(),
+                    "pass a certificate from its CA to `RedisOptions::client_certificate`".into(),
                 )
             } else {
                 failure("the handshake ended without one".to_owned(), PASS_CERTIFICATE.into())
@@ -215,12 +215,12 @@ impl Attempt {
 const PASS_CERTIFICATE: &str = "pass one to `RedisOptions::client_certificate`";
 const GRANT: &str = "grant the user what the docs of `tollgate::backend::redis` list under `Servers`";
 
-/// The user may connect, and not run what is needed.
+/// The user may connect, but lacks permissions.
 pub(crate) fn forbidden(peer: &Peer, error: StoreError) -> ConnectError {
     ConnectError::Permissions(ConnectFailure::new(peer, error, GRANT))
 }
 
-/// The server answers, and will not do.
+/// The server replies, but cannot be used.
 pub(crate) fn unsupported(
     peer: &Peer,
     reason: impl Into<Cow<'static, str>>,
@@ -229,24 +229,24 @@ pub(crate) fn unsupported(
     ConnectError::Unsupported(ConnectFailure::new(peer, StoreError::other(reason.into()), remedy))
 }
 
-/// It would serve some of our keys, and redirect us for the others.
+/// The node would serve some keys, and redirect the client for the others.
 pub(crate) fn node_of_a_cluster(peer: &Peer) -> ConnectError {
     unsupported(peer, "it is a node of a cluster", "use `redis+cluster://`, or `rediss+cluster://` for encryption")
 }
 
-/// The server does not know what we need.
-pub(crate) fn another_kind(peer: &Peer, error: &RedisError) -> ConnectError {
-    // What follows are the arguments.
-    let said = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
+/// The server does not know a required command.
+pub(crate) fn wrong_server_kind(peer: &Peer, error: &RedisError) -> ConnectError {
+    // After the comma, the message repeats the arguments.
+    let message = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
     let remedy = "if it is a Sentinel, use `redis+sentinel://`; otherwise let it run EVAL and EVALSHA";
-    unsupported(peer, format!("it says \"{said}\""), remedy)
+    unsupported(peer, format!("it says \"{message}\""), remedy)
 }
 
-fn foreign(peer: &Peer) -> ConnectError {
+fn not_redis(peer: &Peer) -> ConnectError {
     unsupported(peer, "the server does not speak the protocol of Redis", "correct the host and the port in the URL")
 }
 
-/// Whether there is no server to ask what it speaks.
+/// Whether there is no server to connect to.
 fn is_absent(error: &RedisError) -> bool {
     use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkUnreachable, NotFound};
     let kind = io_error(error).map(io::Error::kind);
@@ -257,10 +257,10 @@ fn is_unknown_host(error: &RedisError) -> bool {
     io_error(error).is_some_and(|error| error.to_string().contains("failed to lookup address"))
 }
 
-/// There is no connection, and nothing says why but the error itself.
+/// The error for a failure whose only explanation is the error itself.
 fn unclear(peer: &Peer, error: RedisError) -> ConnectError {
     if error.kind() == ErrorKind::Parse {
-        return foreign(peer);
+        return not_redis(peer);
     }
     let remedy = match io_error(&error).map(io::Error::kind) {
         _ if is_unknown_host(&error) => "correct the host name, or the name server of this machine",
@@ -276,18 +276,18 @@ fn unclear(peer: &Peer, error: RedisError) -> ConnectError {
     ConnectError::Store(ConnectFailure::new(peer, store_error(error), remedy))
 }
 
-/// What is wrong with the certificate of a server, and what to do about it.
+/// The problem with a server certificate, and its remedy.
 #[cfg(feature = "tls")]
-fn certificate(peer: &Peer, mistake: &rustls::CertificateError) -> (String, &'static str) {
-    use rustls::CertificateError as Mistake;
-    match mistake {
-        // The latter where two authorities have the same name.
-        Mistake::UnknownIssuer | Mistake::BadSignature => (
+fn certificate(peer: &Peer, problem: &rustls::CertificateError) -> (String, &'static str) {
+    use rustls::CertificateError as Problem;
+    match problem {
+        // `BadSignature` if two CAs have the same name.
+        Problem::UnknownIssuer | Problem::BadSignature => (
             "it is signed by no authority that this program trusts".to_owned(),
             "pass the certificate of its authority to `RedisOptions::ca_certificate`",
         ),
-        Mistake::NotValidForName | Mistake::NotValidForNameContext { .. } => (
-            mistake.to_string(),
+        Problem::NotValidForName | Problem::NotValidForNameContext { .. } => (
+            problem.to_string(),
             match peer {
                 Peer::Node(_) => {
                     "issue it for the announced address as well, or have the nodes announce a name that it is for \
@@ -300,17 +300,17 @@ fn certificate(peer: &Peer, mistake: &rustls::CertificateError) -> (String, &'st
                 _ => "connect by a name that it is for, or issue it for this one as well",
             },
         ),
-        Mistake::Expired | Mistake::ExpiredContext { .. } => (mistake.to_string(), "renew it"),
-        Mistake::NotValidYet | Mistake::NotValidYetContext { .. } => {
-            (mistake.to_string(), "set the clock of this machine, or wait")
+        Problem::Expired | Problem::ExpiredContext { .. } => (problem.to_string(), "renew it"),
+        Problem::NotValidYet | Problem::NotValidYetContext { .. } => {
+            (problem.to_string(), "set the clock of this machine, or wait")
         }
-        Mistake::Other(error) if format!("{error:?}").contains("CaUsedAsEndEntity") => (
+        Problem::Other(error) if format!("{error:?}").contains("CaUsedAsEndEntity") => (
             "it is the certificate of an authority (`CA:TRUE`), which no server may show".to_owned(),
             "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that authority",
         ),
-        Mistake::InvalidPurpose | Mistake::InvalidPurposeContext { .. } => {
-            (mistake.to_string(), "issue one with the extended key usage `serverAuth`")
+        Problem::InvalidPurpose | Problem::InvalidPurposeContext { .. } => {
+            (problem.to_string(), "issue one with the extended key usage `serverAuth`")
         }
-        _ => (mistake.to_string(), "issue another one"),
+        _ => (problem.to_string(), "issue another one"),
     }
 }

@@ -1,4 +1,4 @@
-//! What a server speaks, where a connection to it has failed in a way that does not say.
+//! Finds out which protocol a server speaks after an unclear failure to connect.
 
 use std::io;
 use std::time::Duration;
@@ -7,64 +7,69 @@ use redis::ConnectionAddr;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// The longest time for each of the two questions.
-const LONGEST_QUESTION: Duration = Duration::from_millis(500);
+/// The longest time for each of the two requests.
+const MAX_EXCHANGE_TIME: Duration = Duration::from_millis(500);
 /// More than the certificates of any server.
-const LONGEST_ANSWER: usize = 64 * 1_024;
+const MAX_REPLY_LENGTH: usize = 64 * 1_024;
 
-/// What a server speaks.
+/// The protocol of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Speaks {
+pub(crate) enum Protocol {
     Redis,
     Http,
     Tls {
-        /// Whether it asks its clients for a certificate. Known of TLS 1.2 only; with TLS 1.3 the alert of a server says so.
+        /// Whether it requests a client certificate. Known for TLS 1.2 only; with TLS 1.3 the server's alert says so.
         wants_certificate: bool,
     },
 }
 
-/// Asks a server, over connections of its own, without any credentials: first in plain text, then in TLS.
-pub(crate) async fn diagnose(address: &ConnectionAddr, within: Duration) -> Option<Speaks> {
+/// Sends two requests without credentials, each over its own connection: first in plain text, then in TLS.
+pub(crate) async fn diagnose(address: &ConnectionAddr, time_limit: Duration) -> Option<Protocol> {
     let (ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. }) = address else { return None };
-    let within = within.min(LONGEST_QUESTION);
-    let plain = ask((host, *port), b"PING\r\n", within, |answer| !answer.is_empty()).await;
+    let time_limit = time_limit.min(MAX_EXCHANGE_TIME);
+    let plain = exchange_bytes((host, *port), b"PING\r\n", time_limit, |reply| !reply.is_empty()).await;
     match &*plain {
-        answer if answer.starts_with(b"HTTP/") => return Some(Speaks::Http),
-        [b'+' | b'-', ..] => return Some(Speaks::Redis),
+        reply if reply.starts_with(b"HTTP/") => return Some(Protocol::Http),
+        [b'+' | b'-', ..] => return Some(Protocol::Redis),
         _ => {}
     }
-    let secret = ask((host, *port), CLIENT_HELLO, within, is_complete).await;
-    // HTTP servers may wait for more of a line, and end it here.
-    if secret.starts_with(b"HTTP/") {
-        return Some(Speaks::Http);
+    let tls = exchange_bytes((host, *port), CLIENT_HELLO, time_limit, is_complete).await;
+    // An HTTP server may wait for the end of a line, which this request contains.
+    if tls.starts_with(b"HTTP/") {
+        return Some(Protocol::Http);
     }
-    let is_tls = matches!(&*secret, [ALERT | HANDSHAKE, 3, ..]) || matches!(&*plain, [ALERT, 3, ..]);
-    is_tls.then(|| Speaks::Tls { wants_certificate: messages(&secret).contains(&CERTIFICATE_REQUEST) })
+    let is_tls = matches!(&*tls, [ALERT | HANDSHAKE, 3, ..]) || matches!(&*plain, [ALERT, 3, ..]);
+    is_tls.then(|| Protocol::Tls { wants_certificate: messages(&tls).contains(&CERTIFICATE_REQUEST) })
 }
 
-/// What a server answers until it is enough, there is no more, or the time is up.
-async fn ask(server: (&str, u16), question: &[u8], within: Duration, is_enough: fn(&[u8]) -> bool) -> Vec<u8> {
-    let mut answer = Vec::new();
+/// Sends a request and reads the reply until it is enough, the server closes the connection, or the time is up.
+async fn exchange_bytes(
+    server: (&str, u16),
+    request: &[u8],
+    time_limit: Duration,
+    is_enough: fn(&[u8]) -> bool,
+) -> Vec<u8> {
+    let mut reply = Vec::new();
     let exchange = async {
         let stream = TcpStream::connect(server).await?;
         stream.writable().await?;
-        // A connection that was just opened has room for all of it.
-        stream.try_write(question)?;
+        // The send buffer of a new connection has room for the whole request.
+        stream.try_write(request)?;
         let mut received = [0; 4_096];
-        while !is_enough(&answer) && answer.len() < LONGEST_ANSWER {
+        while !is_enough(&reply) && reply.len() < MAX_REPLY_LENGTH {
             stream.readable().await?;
             match stream.try_read(&mut received) {
                 Ok(0) => break,
-                Ok(length) => answer.extend_from_slice(&received[..length]),
+                Ok(length) => reply.extend_from_slice(&received[..length]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(())
     };
-    // Whatever has come by then is looked at.
-    let _ = timeout(within, exchange).await;
-    answer
+    // After a timeout, use the bytes received so far.
+    let _ = timeout(time_limit, exchange).await;
+    reply
 }
 
 /// The types of TLS records...
@@ -74,31 +79,31 @@ const HANDSHAKE: u8 = 22;
 const CERTIFICATE_REQUEST: u8 = 13;
 const SERVER_HELLO_DONE: u8 = 14;
 
-/// Whether the server waits for us now, or will have no more of this.
-fn is_complete(answer: &[u8]) -> bool {
-    answer.first().is_some_and(|&first| first != HANDSHAKE) || messages(answer).contains(&SERVER_HELLO_DONE)
+/// Whether the server waits for the client now, or has ended the handshake.
+fn is_complete(reply: &[u8]) -> bool {
+    reply.first().is_some_and(|&first| first != HANDSHAKE) || messages(reply).contains(&SERVER_HELLO_DONE)
 }
 
-/// The types of the handshake messages that a server has sent in full. In TLS 1.2 they are not encrypted.
-fn messages(mut answer: &[u8]) -> Vec<u8> {
+/// The types of the complete handshake messages in a reply. In TLS 1.2 they are not encrypted.
+fn messages(mut reply: &[u8]) -> Vec<u8> {
     let mut payload = Vec::new();
-    while let [HANDSHAKE, 3, _, high, low, rest @ ..] = answer
-        && let Some((record, others)) = rest.split_at_checked(usize::from(u16::from_be_bytes([*high, *low])))
+    while let [HANDSHAKE, 3, _, high, low, rest @ ..] = reply
+        && let Some((record, following)) = rest.split_at_checked(usize::from(u16::from_be_bytes([*high, *low])))
     {
         payload.extend_from_slice(record);
-        answer = others;
+        reply = following;
     }
     let (mut types, mut payload) = (Vec::new(), &*payload);
     while let [kind, high, middle, low, rest @ ..] = payload
-        && let Some(others) = rest.get(u32::from_be_bytes([0, *high, *middle, *low]) as usize..)
+        && let Some(following) = rest.get(u32::from_be_bytes([0, *high, *middle, *low]) as usize..)
     {
         types.push(*kind);
-        payload = others;
+        payload = following;
     }
     types
 }
 
-/// The first message of a client that offers TLS 1.2 with the usual ciphers. No handshake is finished with it, so its randomness is none.
+/// A ClientHello that offers TLS 1.2 with common ciphers. The handshake is never finished, so the random bytes need not be random.
 #[rustfmt::skip]
 const CLIENT_HELLO: &[u8] = &[
     // A record with one handshake message, ClientHello, of TLS 1.2.
@@ -127,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn client_hello_has_its_lengths() {
+    fn client_hello_lengths_are_consistent() {
         let length = |at: usize| usize::from(u16::from_be_bytes([CLIENT_HELLO[at], CLIENT_HELLO[at + 1]]));
         assert_eq!(length(3), CLIENT_HELLO.len() - 5);
         assert_eq!(length(7), CLIENT_HELLO.len() - 9);
@@ -137,45 +142,45 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_read_over_records_and_cut_ones_are_not() {
+    fn messages_span_records_and_cut_ones_are_ignored() {
         // A message of three bytes in two records, and the head of another one.
-        let answer = [22, 3, 3, 0, 5, 2, 0, 0, 3, 9, 22, 3, 3, 0, 6, 9, 9, 13, 0, 0, 1];
-        assert_eq!(messages(&answer), [2]);
-        for end in 0..answer.len() {
-            assert!(messages(&answer[..end]).is_empty(), "{end}");
+        let reply = [22, 3, 3, 0, 5, 2, 0, 0, 3, 9, 22, 3, 3, 0, 6, 9, 9, 13, 0, 0, 1];
+        assert_eq!(messages(&reply), [2]);
+        for end in 0..reply.len() {
+            assert!(messages(&reply[..end]).is_empty(), "{end}");
         }
     }
 
-    /// Answers each connection with the same, and keeps it open.
-    async fn server(answer: &'static [u8]) -> ConnectionAddr {
+    /// Sends the same reply to each connection, and keeps the connection open.
+    async fn server(reply: &'static [u8]) -> ConnectionAddr {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move {
-            let mut kept = Vec::new();
+            let mut open_streams = Vec::new();
             loop {
                 let (mut stream, _) = listener.accept().await.unwrap();
-                stream.write_all(answer).await.unwrap();
-                kept.push(stream);
+                stream.write_all(reply).await.unwrap();
+                open_streams.push(stream);
             }
         });
         ConnectionAddr::Tcp(address.ip().to_string(), address.port())
     }
 
     #[tokio::test]
-    async fn servers_are_known_by_their_answers() {
-        let within = Duration::from_millis(300);
-        for (answer, expected) in [
-            (&b"+PONG\r\n"[..], Some(Speaks::Redis)),
-            (b"-NOAUTH Authentication required.\r\n", Some(Speaks::Redis)),
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", Some(Speaks::Http)),
-            (&[21, 3, 1, 0, 2, 2, 70], Some(Speaks::Tls { wants_certificate: false })),
-            (&[22, 3, 3, 0, 8, 13, 0, 0, 0, 14, 0, 0, 0], Some(Speaks::Tls { wants_certificate: true })),
+    async fn replies_identify_the_protocol() {
+        let time_limit = Duration::from_millis(300);
+        for (reply, expected) in [
+            (&b"+PONG\r\n"[..], Some(Protocol::Redis)),
+            (b"-NOAUTH Authentication required.\r\n", Some(Protocol::Redis)),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", Some(Protocol::Http)),
+            (&[21, 3, 1, 0, 2, 2, 70], Some(Protocol::Tls { wants_certificate: false })),
+            (&[22, 3, 3, 0, 8, 13, 0, 0, 0, 14, 0, 0, 0], Some(Protocol::Tls { wants_certificate: true })),
             (b"SSH-2.0-OpenSSH_9.2\r\n", None),
             (b"", None),
         ] {
-            let begun = Instant::now();
-            assert_eq!(diagnose(&server(answer).await, within).await, expected, "{answer:?}");
-            assert!(begun.elapsed() < Duration::from_secs(3), "{answer:?}");
+            let started = Instant::now();
+            assert_eq!(diagnose(&server(reply).await, time_limit).await, expected, "{reply:?}");
+            assert!(started.elapsed() < Duration::from_secs(3), "{reply:?}");
         }
     }
 }

@@ -1,23 +1,23 @@
-//! The counters of the backend itself; nothing without the feature `metrics`.
+//! The metrics of the backend itself. No-ops without the feature `metrics`.
 
-pub(crate) use self::imp::Meters;
+pub(crate) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
     use crate::meter::{Counter, counter};
 
-    /// Registered with the recorder that is installed when somebody listens for the first time.
-    pub(crate) struct Meters {
+    /// Registered with the recorder that is installed at the first subscription.
+    pub(crate) struct Metrics {
         failures: Counter,
     }
 
-    impl Meters {
+    impl Metrics {
         pub(crate) fn new() -> Self {
             Self { failures: counter!("tollgate_redis_subscription_failures_total", Vec::new()) }
         }
 
-        /// Channels could not be subscribed to.
-        pub(crate) fn failed(&self) {
+        /// An attempt to subscribe failed.
+        pub(crate) fn subscription_failed(&self) {
             self.failures.increment(1);
         }
     }
@@ -25,13 +25,13 @@ mod imp {
 
 #[cfg(not(feature = "metrics"))]
 mod imp {
-    pub(crate) struct Meters;
+    pub(crate) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(crate) const fn new() -> Self {
             Self
         }
 
-        pub(crate) fn failed(&self) {}
+        pub(crate) fn subscription_failed(&self) {}
     }
 }

@@ -11,18 +11,18 @@ use super::RedisBackend;
 use super::certificates;
 use super::cluster::{Address, Cluster, Connectors};
 use super::connect_error::{Attempt, Peer};
-use super::connection::connect::{Connector, unhindered};
+use super::connection::connect::{Connector, tcp_nodelay};
 use super::connection::pool::{Pool, PoolOptions};
-use super::connection::pubsub::{Listened, Source};
+use super::connection::pubsub::{Publishers, Source};
 use super::connection::runtime::RuntimeHandle;
 use super::keys::Keys;
 use super::replicated::Replicated;
 use super::sentinel::{self, Sentinels};
-use super::topology::{CarefulLane, CarefulServers, ConnectMode, Connections, Purpose, Servers};
+use super::topology::{CarefulServers, ConnectMode, Connections, Purpose, ReplicatedPurpose, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
-/// How to reach Redis, and what to call things there.
+/// Options for connecting to Redis, and the prefix of the keys.
 ///
 /// ```no_run
 /// use tollgate::RedisOptions;
@@ -33,7 +33,7 @@ use crate::error::{ConfigError, ConnectError};
 /// # }
 /// ```
 ///
-/// What a URL should not say or cannot:
+/// Credentials and certificates, which do not belong in a URL:
 ///
 /// ```no_run
 /// # #[cfg(feature = "tls")] mod example {
@@ -70,11 +70,11 @@ enum Origin {
     Pool(bb8::Pool<RedisConnectionManager>),
 }
 
-/// A few are enough, since each is shared by all callers and the server has one thread for all of them. Not as many as there are full calls on their
-/// way ([`check_batcher`](super::batch::check)): with four and 256 decisions in flight a sixth fewer are made than with three or five.
+/// All callers share the connections, and the server has one thread for all of them, so a few are enough. Not 4, the number of full
+/// [batches](super::batch::check) in flight: with 256 checks in flight, that made a sixth fewer checks than 3 or 5 connections.
 const DEFAULT_CONNECTIONS: u32 = 3;
 
-/// All of them are opened at the start, and a server accepts 10,000 clients by default.
+/// All of them are opened at startup, and a server accepts 10,000 clients by default.
 const MAX_CONNECTIONS: u32 = 1_024;
 
 pub(crate) const fn check_connections(connections: u32) -> Result<(), ConfigError> {
@@ -89,16 +89,16 @@ pub(crate) const fn check_timeout(setting: &'static str, timeout: Duration) -> R
 }
 
 impl RedisOptions {
-    /// Reaches the servers that a URL names, with the settings that its parameters name. [`connect`](crate::connect) has the table of both.
+    /// Options from a URL: its servers, and the settings of its parameters. [`connect`](crate::connect) lists both.
     ///
-    /// A setting in code replaces that of the URL: after `from_url("redis://host/?prefix=a")?.prefix("b")` the prefix is `b`. Only a URL
-    /// chooses the servers, the database and the protocol.
+    /// A setter replaces the setting of the URL: after `from_url("redis://host/?prefix=a")?.prefix("b")` the prefix is `b`. Only the URL
+    /// selects the servers, the database and the protocol.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], and
-    /// [`ConfigError::ConnectionsOutOfRange`] or [`ConfigError::ZeroTimeout`] for parameters out of range. None of them repeats
-    /// a user name or a password. Nothing is contacted yet.
+    /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], and for parameters out of range
+    /// [`ConfigError::ConnectionsOutOfRange`] or [`ConfigError::ZeroTimeout`]. The errors never contain a user name or a password. Does
+    /// not contact a server.
     pub fn from_url(url: impl AsRef<str>) -> Result<Self, ConfigError> {
         let (target, parameters) = Target::parse(url.as_ref())?;
         let options = Self::new(Origin::Target(Box::new(target)));
@@ -111,7 +111,7 @@ impl RedisOptions {
         })
     }
 
-    /// Connects as a pool does that the program has already: see [`RedisBackend::from_pool`].
+    /// Connects like your pool: see [`RedisBackend::from_pool`].
     pub fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Self {
         Self::new(Origin::Pool(pool))
     }
@@ -129,28 +129,28 @@ impl RedisOptions {
         }
     }
 
-    /// The user of the server's access control list, and the password. Replaces what the URL says; an empty name is the default
-    /// user. Not for options [from a pool](Self::from_pool), which has its own.
+    /// Sets the ACL user of the server, and the password. Replaces the login of the URL; an empty name is the default user. Ignored for
+    /// options [from a pool](Self::from_pool), which has its own login.
     pub fn user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
         if let Origin::Target(target) = &mut self.origin {
-            target.log_in(|redis| with_user(redis, name.as_ref(), password.as_ref()));
+            target.log_in(|redis| with_login(redis, name.as_ref(), password.as_ref()));
         }
         self
     }
 
-    /// The user of the Sentinels, and the password, where they want one. An empty name is the default user. Without effect where
-    /// there are no Sentinels.
+    /// Sets the user and password of the Sentinels, if they require a login. An empty name is the default user. Ignored without
+    /// Sentinels.
     pub fn sentinel_user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
         if let Origin::Target(target) = &mut self.origin
             && let Target::Sentinel { sentinel, .. } = &mut **target
         {
-            *sentinel = with_user(sentinel.clone(), name.as_ref(), password.as_ref());
+            *sentinel = with_login(sentinel.clone(), name.as_ref(), password.as_ref());
         }
         self
     }
 
-    /// Trusts servers whose certificate one of these authorities has signed (PEM), and no others. By default those that the
-    /// operating system trusts. For the encrypted schemes.
+    /// Trusts only servers whose certificate one of these CAs has signed (PEM). Defaults to the CAs that the operating system trusts. For
+    /// the encrypted schemes.
     #[cfg(feature = "tls")]
     #[cfg_attr(docsrs, doc(cfg(feature = "tls")))]
     pub fn ca_certificate(mut self, pem: impl Into<Vec<u8>>) -> Self {
@@ -158,7 +158,7 @@ impl RedisOptions {
         self
     }
 
-    /// Shows this certificate to servers, and proves with the private key that it is ours (both PEM). For the encrypted schemes.
+    /// Authenticates with this client certificate and its private key (both PEM). For the encrypted schemes.
     #[cfg(feature = "tls")]
     #[cfg_attr(docsrs, doc(cfg(feature = "tls")))]
     pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
@@ -167,90 +167,95 @@ impl RedisOptions {
         self
     }
 
-    /// What the name of every key begins with. Defaults to `tollgate`. Programs with the same prefix on the same database
-    /// share their counts. Take a short one of letters, digits, `-`, `_`, `.` and `:`; any other byte is percent-encoded, and
-    /// what is longer than [`Key::MAX_LEN`](crate::Key::MAX_LEN) bytes then is replaced by its digest.
+    /// Sets the prefix of all keys. Defaults to `tollgate`. Programs with the same prefix on the same database share their data. Use a
+    /// short prefix of letters, digits, `-`, `_`, `.` and `:`. Any other byte is percent-encoded. A prefix that is then longer than
+    /// [`Key::MAX_LEN`](crate::Key::MAX_LEN) bytes is replaced by its digest.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// How many connections to keep to each server: 1 to 1,024. Defaults to 3, each of which serves any number of requests at once.
+    /// Sets the number of connections to each server: 1 to 1,024. Defaults to 3. Each connection serves any number of concurrent requests.
     pub fn connections(mut self, connections: u32) -> Self {
         self.connections = connections;
         self
     }
 
-    /// How long it may take to open a connection, logging in and asking Sentinels included. Defaults to 1 s.
+    /// Sets the timeout for opening a connection, including login and Sentinel queries. Defaults to 1 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
     }
 
-    /// How long one command may go unanswered. Defaults to 500 ms.
+    /// Sets the timeout for the reply to one command. Defaults to 500 ms.
     ///
-    /// The backstop for calls without a deadline of their own. A [`Limiter`](crate::Limiter) and a layer have one, which is
-    /// shorter by default. The claims of a [worker](crate::DelayQueueWorker) may go unanswered for as long as it waits for them: a third of its
-    /// lease, from 100 ms to 5 s, or for this if it is longer.
+    /// It is the backstop for calls without their own deadline. A [`Limiter`](crate::Limiter) and a layer have a deadline, which is
+    /// shorter by default. The claims of a [worker](crate::DelayQueueWorker) have a timeout of a third of the lease, from 100 ms to 5 s,
+    /// or this timeout if it is longer.
     pub fn response_timeout(mut self, timeout: Duration) -> Self {
         self.response_timeout = timeout;
         self
     }
 
-    /// Whether [`connect`](Self::connect) has a backend to give also while Redis is down, so that a program can be started then. Defaults to false.
+    /// Whether [`connect`](Self::connect) returns a backend while Redis is down, so that your program can start. Defaults to `false`.
     ///
-    /// Until Redis answers, each call fails as it does in an outage, with what is said for that ([`OnStoreError`](crate::OnStoreError)): by
-    /// default each process enforces its limits by itself, and locks and idempotency refuse. Connections are opened when something is asked of the
-    /// store, and on a cluster its nodes are looked for meanwhile. What `connect` says of a server that will not do is said by the first calls
-    /// then, and nothing about eviction.
+    /// Until Redis replies, each call fails as in an outage, so [`OnStoreError`](crate::OnStoreError) applies. By default each process
+    /// enforces its rate limits locally, and locks and idempotency reject requests. Connections are opened by the first calls; on a
+    /// cluster, the client keeps looking for nodes in the background. If the server then turns out to be unsupported, the calls fail
+    /// with that error. The warning about eviction is not logged.
     ///
-    /// Only that nobody answers, or a server cannot serve yet or has no room for another client, is tolerated, with a warning in the log: wrong
-    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows. A mistake that
-    /// can never work is an error too: encryption on one side only, a certificate, or an HTTP server in the place of Redis. With options
-    /// [from a pool](Self::from_pool) that has a password, a server without room may be taken for one that refuses the password, and be an error too.
+    /// Tolerated, with a warning in the log, are only these failures: no server replies, a server cannot serve yet, or it has no room for
+    /// another client. These remain errors:
+    ///
+    /// * wrong credentials, and every other error reply
+    /// * a service name that all replying Sentinels do not know
+    /// * mistakes that can never work: encryption on one side only, a bad certificate, an HTTP server in place of Redis
+    ///
+    /// With options [from a pool](Self::from_pool) and a password, a server without room can look like a rejected password, which is an
+    /// error, too.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
         self
     }
 
-    /// Connects, and makes sure that Redis lets us in, is recent enough and runs scripts for us.
+    /// Connects, and checks the login, the version of the server and the permission to run scripts.
     ///
-    /// On a cluster, `connect` opens connections to all nodes that serve slots, at the addresses that they announce. If all of
-    /// them fail, or one fails because of its certificate or the credentials, the error names the address and the remedy. One
-    /// node that is down beside others is a warning in the log.
+    /// On a cluster, `connect` opens connections to all nodes that serve slots, at the addresses that they announce. It fails if all nodes
+    /// fail, or if one node fails because of its certificate or the credentials. The error names the address and the remedy. If only
+    /// some nodes are down, the log has a warning for each.
     ///
-    /// If the reason of a failure is not clear, two more connections find out whether the server speaks Redis, TLS or HTTP. They
-    /// take half a second each at most, and carry no credentials.
+    /// If the cause of a failure is unclear, two more connections find out whether the server speaks Redis, TLS or HTTP. Each takes at
+    /// most 0.5 s, and sends no credentials.
     ///
-    /// Where the user may run `INFO`, a `maxmemory-policy` that can evict our keys is a warning in the log.
+    /// If the user may run `INFO` and `maxmemory-policy` can evict keys, the log has a warning.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::ConnectionsOutOfRange`],
-    /// [`ConfigError::ZeroTimeout`], [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
-    /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do. A service that has to start while
-    /// Redis is down is one for [`tolerate_outage`](Self::tolerate_outage).
+    /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::ConnectionsOutOfRange`], [`ConfigError::ZeroTimeout`],
+    /// [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the connect
+    /// timeout, if authentication failed on either side, or if the server is unsupported. If your service must start while Redis is
+    /// down, see [`tolerate_outage`](Self::tolerate_outage).
     pub async fn connect(mut self) -> Result<RedisBackend, ConnectError> {
         check_connections(self.connections)?;
         check_timeout("connect_timeout", self.connect_timeout)?;
         check_timeout("response_timeout", self.response_timeout)?;
-        self.connect_timeout = self.connect_timeout.min(LONGEST_TIMEOUT);
-        self.response_timeout = self.response_timeout.min(LONGEST_TIMEOUT);
+        self.connect_timeout = self.connect_timeout.min(MAX_TIMEOUT);
+        self.response_timeout = self.response_timeout.min(MAX_TIMEOUT);
         #[cfg(feature = "tls")]
         self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
         let attempt = self.attempt();
         let options = self.clone();
-        let started = async {
-            let links = options.links(ConnectMode::Connected, &attempt).await?;
-            RedisBackend::new(links, &attempt.peer, keys.clone()).await
+        let connected = async {
+            let connections = options.open_connections(ConnectMode::Connected, &attempt).await?;
+            RedisBackend::new(connections, &attempt.peer, keys.clone()).await
         };
-        match started.await {
+        match connected.await {
             Err(error) if self.tolerates_outage && is_outage(&error) => {
-                warn_of_outage(&error);
-                Ok(RedisBackend::unseen(self.links(ConnectMode::Disconnected, &attempt).await?, keys))
+                log_outage(&error);
+                Ok(RedisBackend::unchecked(self.open_connections(ConnectMode::Disconnected, &attempt).await?, keys))
             }
-            started => started,
+            connected => connected,
         }
     }
 
@@ -271,32 +276,33 @@ impl RedisOptions {
         Attempt { peer, timeout: self.connect_timeout, is_encrypted, has_client_certificate }
     }
 
-    async fn links(self, start: ConnectMode, attempt: &Attempt) -> Result<Connections, ConnectError> {
+    async fn open_connections(self, mode: ConnectMode, attempt: &Attempt) -> Result<Connections, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
-        let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
-        let home = Arc::new(RuntimeHandle::here());
-        let terms = PoolOptions { connect: connect_timeout, response: patience, home: Arc::clone(&home) };
+        let (connections, connect_timeout, response_timeout) = (*connections, *connect_timeout, *response_timeout);
+        let runtime = Arc::new(RuntimeHandle::here());
+        let pool_options =
+            PoolOptions { connect: connect_timeout, response: response_timeout, home: Arc::clone(&runtime) };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
-            .set_response_timeout(Some(*response_timeout))
+            .set_response_timeout(Some(response_timeout))
             .set_pipeline_buffer_size(PIPELINE_BUFFER);
         let target = match origin {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
-                let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, terms, start, attempt).await;
+                let connector = Connector::Pool { pool: pool.clone(), response_timeout };
+                return connect_single(connector, connections, pool_options, mode, attempt).await;
             }
         };
         let connector = match target {
             Target::Server(info) => {
-                let client = self.client(info.clone()).map_err(|error| unusable(&error))?;
+                let client = self.client(info.clone()).map_err(|error| invalid_certificate(&error))?;
                 Connector::Client(Box::new((client, config)))
             }
             Target::Sentinel { sentinels, service, redis, sentinel } => {
                 let client =
                     |address: &ConnectionAddr| info(address.clone(), sentinel).and_then(|info| self.client(info));
                 let clients = sentinels.iter().map(client).collect::<Result<_, _>>();
-                let clients = clients.map_err(|error| unusable(&error))?;
+                let clients = clients.map_err(|error| invalid_certificate(&error))?;
                 let (service, redis) = (service.clone(), redis.clone());
                 let open: sentinel::Opener =
                     Box::new(move |(host, port)| self.client(info(self.address(host.clone(), *port), &redis)?));
@@ -304,10 +310,10 @@ impl RedisOptions {
             }
             Target::Cluster { seeds, redis } => {
                 let infos = seeds.iter().map(|seed| info(seed.clone(), redis)).collect::<Result<Vec<_>, _>>();
-                let infos = infos.map_err(|error| unusable(&error))?;
-                // What is wrong with a certificate is wrong with it for all nodes.
+                let infos = infos.map_err(|error| invalid_certificate(&error))?;
+                // A bad certificate is bad for all nodes.
                 for info in &infos {
-                    self.client(info.clone()).map_err(|error| unusable(&error))?;
+                    self.client(info.clone()).map_err(|error| invalid_certificate(&error))?;
                 }
                 let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
                 let redis = redis.clone();
@@ -316,33 +322,33 @@ impl RedisOptions {
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = match Cluster::open(seeds, connectors, connections, terms, start).await {
+                let cluster = match Cluster::open(seeds, connectors, connections, pool_options, mode).await {
                     Ok(cluster) => Arc::new(cluster),
                     Err(error) => return Err(attempt.failed(error).await),
                 };
-                if start == ConnectMode::Connected {
+                if mode == ConnectMode::Connected {
                     check_nodes(&cluster, attempt).await?;
                 }
-                let servers = Listened::Cluster(Arc::clone(&cluster));
+                let servers = Publishers::Cluster(Arc::clone(&cluster));
                 return Ok(Connections {
                     requests: Servers::Cluster(Arc::clone(&cluster), Purpose::Requests),
-                    apart: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
-                    grants: CarefulServers::Cluster(Arc::clone(&cluster), CarefulLane::Grants),
-                    renewals: CarefulServers::Cluster(cluster, CarefulLane::Renewals),
-                    patience,
-                    source: Source { servers, connect_timeout, response_timeout: patience },
-                    home,
+                    dedicated: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
+                    grants: CarefulServers::Cluster(Arc::clone(&cluster), ReplicatedPurpose::Grants),
+                    renewals: CarefulServers::Cluster(cluster, ReplicatedPurpose::Renewals),
+                    response_timeout,
+                    source: Source { servers, connect_timeout, response_timeout },
+                    runtime,
                 });
             }
         };
-        to_one(connector, connections, terms, start, attempt).await
+        connect_single(connector, connections, pool_options, mode, attempt).await
     }
 
-    /// A client for one server, which has not contacted it yet.
+    /// A client for one server. Does not contact it yet.
     fn client(&self, info: ConnectionInfo) -> Result<Client, RedisError> {
-        // What the client library is called is nothing that a user needs a permission for, and each refusal would be in the server's log.
+        // Skips `CLIENT SETINFO`: it would need another permission, and each refusal would be in the server's log.
         let settings = info.redis_settings().clone().set_skip_set_lib_name();
-        let info = info.set_redis_settings(settings).set_tcp_settings(unhindered());
+        let info = info.set_redis_settings(settings).set_tcp_settings(tcp_nodelay());
         #[cfg(feature = "tls")]
         if let ConnectionAddr::TcpTls { .. } = info.addr() {
             certificates::provide_cryptography();
@@ -384,13 +390,13 @@ impl RedisOptions {
     }
 }
 
-/// Whether it may be over by itself.
+/// Whether the failure can end without a change of settings.
 fn is_outage(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Store(failure) if failure.error().is_unavailable() || failure.error().is_timeout())
 }
 
-/// Makes sure that the addresses which the nodes announce can be used. A node that is only down is left to its replicas, as long as there is
-/// another one; what is wrong for good with one of them is wrong at the start.
+/// Checks that the announced addresses of the nodes work. If a node is down and others are up, its replicas take over. A permanent
+/// mistake at one node fails the start.
 async fn check_nodes(cluster: &Cluster, attempt: &Attempt) -> Result<(), ConnectError> {
     let (nodes, failed) = cluster.connected().await;
     let all_failed = failed.len() == nodes;
@@ -399,53 +405,63 @@ async fn check_nodes(cluster: &Cluster, attempt: &Attempt) -> Result<(), Connect
         if all_failed || !is_outage(&error) {
             return Err(error);
         }
-        warn_of_node(&error);
+        log_node_outage(&error);
     }
     Ok(())
 }
 
-// Apart, since the fields of a log line cannot be sent to other threads.
-fn warn_of_outage(error: &ConnectError) {
+// A separate function, since the fields of a log event are not `Send`.
+fn log_outage(error: &ConnectError) {
     let cause = error.source().map(tracing::field::display);
     tracing::warn!(%error, cause, "redis cannot be reached at the start");
 }
 
-fn warn_of_node(error: &ConnectError) {
+fn log_node_outage(error: &ConnectError) {
     let cause = error.source().map(tracing::field::display);
     tracing::warn!(%error, cause, "a node of the redis cluster cannot be reached at the start");
 }
 
-async fn to_one(
+async fn connect_single(
     connector: Connector,
     connections: u32,
-    terms: PoolOptions,
-    start: ConnectMode,
+    pool_options: PoolOptions,
+    mode: ConnectMode,
     attempt: &Attempt,
 ) -> Result<Connections, ConnectError> {
-    let siblings = Arc::default();
-    let requests = match start {
-        ConnectMode::Connected => match Pool::open(connector.clone(), connections, terms.clone(), &siblings).await {
-            Ok(pool) => pool,
-            Err(error) => return Err(attempt.failed(error).await),
-        },
-        ConnectMode::Disconnected => Pool::eager(connector.clone(), connections, terms.clone(), &siblings),
+    let server_state = Arc::default();
+    let requests = match mode {
+        ConnectMode::Connected => {
+            match Pool::open(connector.clone(), connections, pool_options.clone(), &server_state).await {
+                Ok(pool) => pool,
+                Err(error) => return Err(attempt.failed(error).await),
+            }
+        }
+        ConnectMode::Disconnected => Pool::eager(connector.clone(), connections, pool_options.clone(), &server_state),
     };
-    let apart = Pool::lazy(connector.clone(), 1, terms.clone(), &siblings);
+    let dedicated = Pool::lazy(connector.clone(), 1, pool_options.clone(), &server_state);
     let [grants, renewals] =
-        [(); 2].map(|()| CarefulServers::One(Replicated::new(connector.clone(), connections, terms.clone())));
-    let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    let servers = Listened::One(connector);
-    let source = Source { servers, connect_timeout: terms.connect, response_timeout: terms.response };
-    Ok(Connections { requests, apart, grants, renewals, patience: terms.response, home: terms.home, source })
+        [(); 2].map(|()| CarefulServers::One(Replicated::new(connector.clone(), connections, pool_options.clone())));
+    let (requests, dedicated) = (Servers::One(requests), Servers::One(dedicated));
+    let servers = Publishers::One(connector);
+    let source = Source { servers, connect_timeout: pool_options.connect, response_timeout: pool_options.response };
+    Ok(Connections {
+        requests,
+        dedicated,
+        grants,
+        renewals,
+        response_timeout: pool_options.response,
+        runtime: pool_options.home,
+        source,
+    })
 }
 
-fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {
+fn with_login(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {
     let login = RedisConnectionInfo::default().set_db(redis.db()).set_protocol(redis.protocol()).set_password(password);
     if name.is_empty() { login } else { login.set_username(name) }
 }
 
 fn info(address: ConnectionAddr, redis: &RedisConnectionInfo) -> Result<ConnectionInfo, RedisError> {
-    // An address by itself is always well-formed.
+    // A bare address is always well-formed.
     redis::IntoConnectionInfo::into_connection_info(address).map(|info| info.set_redis_settings(redis.clone()))
 }
 
@@ -456,20 +472,20 @@ fn address(address: &ConnectionAddr) -> Option<Address> {
     }
 }
 
-/// A client could not be made of the settings.
-fn unusable(error: &RedisError) -> ConfigError {
+/// The client library rejects the settings.
+fn invalid_certificate(error: &RedisError) -> ConfigError {
     ConfigError::InvalidCertificate { reason: error.to_string() }
 }
 
-/// As good as for ever, and instants can be told that are as far away.
-const LONGEST_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// In practice unlimited, and still representable as an `Instant`.
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// How many commands may wait to be written to one connection before the next caller has to wait for a place. The client's
-/// own default of 50 is fewer than the callers that one connection is meant to serve.
+/// How many commands can be queued for one connection before the next caller has to wait. The client library's default of 50 is too
+/// small for the callers that share one connection.
 const PIPELINE_BUFFER: usize = 1_024;
 
 impl fmt::Debug for RedisOptions {
-    // What it is made from is left out, and so are the certificates: they hold the password and the private key.
+    // Leaves out the origin and the certificates, which contain the password and the private key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisOptions")
             .field("prefix", &self.prefix)
@@ -486,14 +502,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connecting_may_move_between_threads() {
-        fn portable<T: Send>(_: T) {}
-        portable(RedisOptions::from_url("redis+cluster://127.0.0.1/").unwrap().connect());
+    fn connect_future_is_send() {
+        fn is_send<T: Send>(_: T) {}
+        is_send(RedisOptions::from_url("redis+cluster://127.0.0.1/").unwrap().connect());
     }
 
-    /// A connection that many share had one call on its way at a time.
+    /// Without it, a shared connection had one call in flight at a time.
     #[test]
-    fn calls_do_not_wait_for_each_other_on_their_way() {
+    fn clients_set_tcp_nodelay() {
         let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap();
         let Origin::Target(target) = &options.origin else { panic!("it is a URL") };
         let Target::Server(info) = &**target else { panic!("it is one server") };

@@ -1,7 +1,7 @@
-//! What replicas have to have: those that are written at the same time share a connection, and the WAIT that comes after them.
+//! Writes that replicas must have. Simultaneous writes share a connection and one WAIT.
 //!
-//! Redis does nothing for a connection on which it waits for replicas, and says up to a tenth of a second late that they do not have it. What
-//! was sent there meanwhile would be too late, so it goes over another connection, or is not sent at all.
+//! During a WAIT, Redis processes no other command of the connection, and it reports a timeout up to 0.1 s late. So commands that
+//! arrive meanwhile use another connection, or are not sent at all.
 
 use std::io;
 use std::slice::from_mut;
@@ -20,8 +20,8 @@ use super::connection::pool::{Pool, PoolOptions, ServerState, no_connection};
 use super::error::unsent;
 use crate::lock::Replicas;
 
-/// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.
-const LIMITS: BatchConfig = BatchConfig {
+/// Every call is batched. A second batch in flight spares new calls the wait for the first one's WAIT.
+const BATCH: BatchConfig = BatchConfig {
     max_unbatched: 0,
     linger: Duration::ZERO,
     max_batch: 128,
@@ -29,58 +29,65 @@ const LIMITS: BatchConfig = BatchConfig {
     max_in_flight: |_| 2,
     full: 2,
 };
-/// So many numbers of replicas have connections of their own, the last one together with all that are larger.
-const NUMBERS: usize = 4;
-/// How many connections each of them has at the most, however many requests have.
-const MAX_SEATS: u32 = 16;
-/// By how much Redis may be late to say that replicas do not have what they are waited for with.
+/// How many replica counts have their own connections. The last class also serves all higher counts.
+const COUNT_CLASSES: usize = 4;
+/// The most connections for one class.
+const MAX_CONNECTIONS: u32 = 16;
+/// How late Redis may report that a WAIT timed out.
 const LATE: Duration = Duration::from_millis(100);
 
-/// Connections to one server for what replicas have to have, opened when they are needed.
+/// Connections to one server for writes with replication, opened when they are needed.
 #[derive(Clone)]
 pub(crate) struct Replicated(Arc<Shared>);
 
 struct Shared {
     connector: Connector,
     connections: u32,
-    terms: PoolOptions,
-    // One connection that is found dead, or cannot be opened, speaks for all.
-    siblings: Arc<ServerState>,
-    // By how many replicas it takes, so that those who want few do not wait behind those who want more than there are.
-    meetings: [OnceLock<(Batcher<Pending>, Arc<Seats>)>; NUMBERS],
+    options: PoolOptions,
+    // Shared, so that one failed connection marks the others.
+    server_state: Arc<ServerState>,
+    // By replica count, so that calls with a low count do not wait behind calls with an unreachable one.
+    batchers: [OnceLock<(Batcher<Pending>, Arc<DedicatedConnections>)>; COUNT_CLASSES],
 }
 
-/// What became of a command.
+/// The result of a command with replication.
 pub(crate) enum Outcome {
-    /// What the server says. As many replicas as it takes have what that grants, if it grants anything.
+    /// The server's reply. If it grants something, enough replicas have the write.
     Replied(Value),
-    /// So few have what was granted; none if nothing was sent, since no connection was free in time of a server that answers.
+    /// The command granted something, and only this many replicas have it. Zero also if nothing was sent, because no connection to a
+    /// working server was free in time.
     Insufficient(u32),
-    /// It was granted, and it is not known who has it.
+    /// The command granted something, and the number of replicas is unknown.
     Indeterminate(RedisError),
 }
 
-/// Somebody who has not asked yet.
+/// A call that has not been sent yet.
 struct Pending {
     command: Cmd,
     asking: bool,
     is_granted: fn(&Value) -> bool,
     count: u32,
-    // How long a connection is waited for, and then replicas.
+    // How long to wait for a connection, and then for replicas.
     within: Duration,
-    // When there has to be a connection.
+    // When a connection must be available.
     until: Instant,
     reply: oneshot::Sender<Result<Outcome, RedisError>>,
 }
 
 impl Replicated {
-    /// At most so many connections for each number of replicas.
-    pub(crate) fn new(connector: Connector, connections: u32, terms: PoolOptions) -> Self {
-        let connections = connections.min(MAX_SEATS);
-        Self(Arc::new(Shared { connector, connections, terms, siblings: Arc::default(), meetings: Default::default() }))
+    /// Uses at most `connections` connections for each replica count.
+    pub(crate) fn new(connector: Connector, connections: u32, options: PoolOptions) -> Self {
+        let connections = connections.min(MAX_CONNECTIONS);
+        Self(Arc::new(Shared {
+            connector,
+            connections,
+            options,
+            server_state: Arc::default(),
+            batchers: Default::default(),
+        }))
     }
 
-    /// Sends a command and, if `is_granted` says so of the answer, waits until so many replicas have what it has written.
+    /// Sends a command. If `is_granted` is true for the reply, also waits until the replicas have its writes.
     pub(crate) async fn exchange(
         &self,
         command: &Cmd,
@@ -89,217 +96,224 @@ impl Replicated {
         is_granted: fn(&Value) -> bool,
     ) -> Result<Outcome, RedisError> {
         let Replicas { count, within } = replicas;
-        // The server has to answer before nobody listens any more.
-        let within = within.min(self.0.terms.response / 2);
+        // The server has to reply before the caller's timeout.
+        let within = within.min(self.0.options.response / 2);
         let until = Instant::now() + within;
-        let wish = |reply| Pending { command: command.clone(), asking, is_granted, count, within, until, reply };
-        let (meeting, seats) = self.0.meeting(count);
-        match meeting.submit(wish).await {
-            Some(Ok(answer)) => answer,
+        let pending = |reply| Pending { command: command.clone(), asking, is_granted, count, within, until, reply };
+        let (batcher, dedicated) = self.0.batcher(count);
+        match batcher.submit(pending).await {
+            Some(Ok(reply)) => reply,
             Some(Err(_)) => {
                 Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the runtime of the connection has ended").into())
             }
-            // So many wait that there is no turn in time.
-            None => seats.refusal(within),
+            // The wait queue is too long for the deadline.
+            None => dedicated.refusal(within),
         }
     }
 }
 
 impl Shared {
-    /// Where those meet who want so many replicas.
-    fn meeting(&self, count: u32) -> &(Batcher<Pending>, Arc<Seats>) {
-        let Self { connector, connections, terms, siblings, meetings } = self;
-        let number = (count as usize).clamp(1, NUMBERS) - 1;
-        meetings[number].get_or_init(|| {
-            let seats = Arc::new(Seats::new(connector, *connections, terms, siblings));
-            let taken = Arc::clone(&seats);
-            let send = move |wishes, _| {
-                let seats = Arc::clone(&taken);
-                async move { go_together(seats, wishes).await.then(Instant::now) }
+    /// The batcher for a replica count.
+    fn batcher(&self, count: u32) -> &(Batcher<Pending>, Arc<DedicatedConnections>) {
+        let Self { connector, connections, options, server_state, batchers } = self;
+        let class = (count as usize).clamp(1, COUNT_CLASSES) - 1;
+        batchers[class].get_or_init(|| {
+            let dedicated = Arc::new(DedicatedConnections::new(connector, *connections, options, server_state));
+            let shared = Arc::clone(&dedicated);
+            let send = move |batch, _| {
+                let dedicated = Arc::clone(&shared);
+                async move { send_batch(dedicated, batch).await.then(Instant::now) }
             };
-            (Batcher::new(LIMITS, &terms.home, send), seats)
+            (Batcher::new(BATCH, &options.home, send), dedicated)
         })
     }
 }
 
-/// Connections, each for those alone who have taken it.
-struct Seats {
-    free: Mutex<Vec<Pool>>,
-    places: Semaphore,
-    // Since when somebody asks, if the server has said nothing to anybody since.
+/// Connections that one batch at a time uses.
+struct DedicatedConnections {
+    idle: Mutex<Vec<Pool>>,
+    permits: Semaphore,
+    // Since when the server owes a reply to some command, if it has not sent any since.
     silent_since: Mutex<Option<Instant>>,
 }
 
 struct DedicatedConnection<'a> {
-    seats: &'a Seats,
-    // Of one connection.
+    dedicated: &'a DedicatedConnections,
+    // A pool of one connection.
     pool: Pool,
-    _place: SemaphorePermit<'a>,
+    _permit: SemaphorePermit<'a>,
 }
 
-impl Seats {
-    fn new(connector: &Connector, connections: u32, terms: &PoolOptions, siblings: &Arc<ServerState>) -> Self {
-        let seat = |_| Pool::lazy(connector.clone(), 1, terms.clone(), siblings);
-        let free: Vec<_> = (0..connections).map(seat).collect();
-        let places = Semaphore::new(free.len());
-        Self { free: Mutex::new(free), places, silent_since: Mutex::default() }
+impl DedicatedConnections {
+    fn new(connector: &Connector, connections: u32, options: &PoolOptions, server_state: &Arc<ServerState>) -> Self {
+        let pool = |_| Pool::lazy(connector.clone(), 1, options.clone(), server_state);
+        let idle: Vec<_> = (0..connections).map(pool).collect();
+        let permits = Semaphore::new(idle.len());
+        Self { idle: Mutex::new(idle), permits, silent_since: Mutex::default() }
     }
 
-    fn free(&self) -> MutexGuard<'_, Vec<Pool>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    fn idle(&self) -> MutexGuard<'_, Vec<Pool>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The one that was given back last, so that no more are opened than are needed. `None` if there is none until then.
+    /// The connection that was returned last, so that no more than necessary are opened. `None` if none becomes free in time.
     async fn take(&self, until: Instant) -> Option<DedicatedConnection<'_>> {
-        let place = timeout_at(until, self.places.acquire()).await.ok()?.ok()?;
-        let pool = self.free().pop()?;
-        Some(DedicatedConnection { seats: self, pool, _place: place })
+        let permit = timeout_at(until, self.permits.acquire()).await.ok()?.ok()?;
+        let pool = self.idle().pop()?;
+        Some(DedicatedConnection { dedicated: self, pool, _permit: permit })
     }
 
     fn silent_since(&self) -> MutexGuard<'_, Option<Instant>> {
         self.silent_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that the server is to answer from now on.
-    fn ask(&self) {
+    /// Records that the server owes a reply.
+    fn note_sent(&self) {
         self.silent_since().get_or_insert_with(Instant::now);
     }
 
-    /// Notes that it has.
-    fn answered(&self) {
+    /// Records a reply.
+    fn note_reply(&self) {
         *self.silent_since() = None;
     }
 
-    /// What there is to say to somebody for whom nothing was sent, since no connection was free within that time. Where those that were not free
-    /// had no answer either, it is the server that says nothing.
+    /// The result of a call that was not sent because no connection was free in time. If the busy connections got no reply either, the
+    /// server is unreachable.
     fn refusal(&self, within: Duration) -> Result<Outcome, RedisError> {
         let is_silent = self.silent_since().is_some_and(|since| since.elapsed() >= within / 2);
         if is_silent { Err(unsent(no_connection(within))) } else { Ok(Outcome::Insufficient(0)) }
     }
 
-    fn refuse(&self, wishes: Vec<Pending>) {
-        for wish in wishes {
-            let refusal = self.refusal(wish.within);
-            wish.hears(refusal);
+    fn refuse(&self, batch: Vec<Pending>) {
+        for pending in batch {
+            let refusal = self.refusal(pending.within);
+            pending.respond(refusal);
         }
     }
 }
 
 impl Drop for DedicatedConnection<'_> {
     fn drop(&mut self) {
-        self.seats.free().push(self.pool.clone());
+        self.dedicated.idle().push(self.pool.clone());
     }
 }
 
-/// Asks for all that have met, and tells each of them. Whether the server has answered, and replicas as well.
-async fn go_together(seats: Arc<Seats>, wishes: Vec<Pending>) -> bool {
-    let Some(until) = wishes.iter().map(|wish| wish.until).max() else { return false };
-    let Some(seat) = seats.take(until).await else {
-        seats.refuse(wishes);
+/// Sends a batch, and notifies each caller. Returns whether the server and the replicas replied.
+async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -> bool {
+    let Some(until) = batch.iter().map(|pending| pending.until).max() else { return false };
+    let Some(reserved) = dedicated.take(until).await else {
+        dedicated.refuse(batch);
         return false;
     };
     let now = Instant::now();
-    let (mut wishes, late): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|wish| now < wish.until);
-    seats.refuse(late);
-    seats.ask();
+    let (mut batch, late): (Vec<_>, Vec<_>) = batch.into_iter().partition(|pending| now < pending.until);
+    dedicated.refuse(late);
+    dedicated.note_sent();
     let connected = tokio::select! {
         biased;
-        connected = seat.pool.borrow() => connected,
-        () = given_up(&mut wishes, |wish| &mut wish.reply) => return false,
+        connected = reserved.pool.borrow() => connected,
+        () = given_up(&mut batch, |pending| &mut pending.reply) => return false,
     };
-    let handle = match connected {
-        Ok(handle) => handle,
+    let connection = match connected {
+        Ok(connection) => connection,
         Err(error) => {
             let error = unsent(error);
-            wishes.into_iter().for_each(|wish| wish.hears(Err(error.clone())));
+            batch.into_iter().for_each(|pending| pending.respond(Err(error.clone())));
             return false;
         }
     };
-    // Who has given up need not get anything.
-    let asking = wishes.into_iter().filter(|wish| !wish.reply.is_closed()).map(|wish| ask(handle.clone(), wish));
-    let answers = join_all(asking).await;
-    let is_answered = answers.iter().any(Option::is_some);
-    if is_answered {
-        seats.answered();
+    // Skip calls that were abandoned.
+    let asking = batch
+        .into_iter()
+        .filter(|pending| !pending.reply.is_closed())
+        .map(|pending| send_one(connection.clone(), pending));
+    let replies = join_all(asking).await;
+    let is_replied = replies.iter().any(Option::is_some);
+    if is_replied {
+        dedicated.note_reply();
     }
-    let mut granted: Vec<_> = answers.into_iter().flatten().flatten().collect();
-    granted.retain(|(wish, _)| !wish.reply.is_closed());
+    let mut granted: Vec<_> = replies.into_iter().flatten().flatten().collect();
+    granted.retain(|(pending, _)| !pending.reply.is_closed());
     if granted.is_empty() {
-        return is_answered;
+        return is_replied;
     }
-    wait(&seats, handle, granted).await
+    wait_for_replicas(&dedicated, connection, granted).await
 }
 
-/// Asks for one of them, and tells those to whom nothing is granted. `None` if the server says nothing.
-async fn ask(mut handle: Connection, mut wish: Pending) -> Option<Option<(Pending, Value)>> {
-    let answer = tokio::select! {
+/// Sends one command. Notifies the caller unless something is granted. `None` if there is no reply.
+async fn send_one(mut connection: Connection, mut pending: Pending) -> Option<Option<(Pending, Value)>> {
+    let reply = tokio::select! {
         biased;
-        answer = handle.send(&wish.command, wish.asking) => answer,
-        () = given_up(from_mut(&mut wish.reply), |reply| reply) => return None,
+        reply = connection.send(&pending.command, pending.asking) => reply,
+        () = given_up(from_mut(&mut pending.reply), |reply| reply) => return None,
     };
-    match answer {
-        Ok(value) if (wish.is_granted)(&value) => Some(Some((wish, value))),
-        answer => {
-            let is_answered = is_answer(&answer);
-            wish.hears(answer.map(Outcome::Replied));
-            is_answered.then_some(None)
+    match reply {
+        Ok(value) if (pending.is_granted)(&value) => Some(Some((pending, value))),
+        reply => {
+            let is_replied = is_reply(&reply);
+            pending.respond(reply.map(Outcome::Replied));
+            is_replied.then_some(None)
         }
     }
 }
 
-/// Whether a server has said that.
-fn is_answer<T>(answer: &Result<T, RedisError>) -> bool {
-    answer.as_ref().map_or_else(|error| error.code().is_some(), |_| true)
+/// Whether a result is a reply of the server.
+fn is_reply<T>(reply: &Result<T, RedisError>) -> bool {
+    reply.as_ref().map_or_else(|error| error.code().is_some(), |_| true)
 }
 
-/// Waits until as many replicas as it takes have what was granted over a connection, and tells each how many have. Whether those are enough.
-async fn wait(seats: &Seats, mut handle: Connection, mut granted: Vec<(Pending, Value)>) -> bool {
-    let count = granted.iter().map(|(wish, _)| wish.count).max().unwrap_or_default();
-    let within = granted.iter().map(|(wish, _)| wish.patience()).max().unwrap_or_default();
+/// Waits until enough replicas have the grants of a connection, and notifies each caller. Returns whether they have.
+async fn wait_for_replicas(
+    dedicated: &DedicatedConnections,
+    mut connection: Connection,
+    mut granted: Vec<(Pending, Value)>,
+) -> bool {
+    let count = granted.iter().map(|(pending, _)| pending.count).max().unwrap_or_default();
+    let within = granted.iter().map(|(pending, _)| pending.remaining_wait()).max().unwrap_or_default();
     let mut command = redis::cmd("WAIT");
-    // Zero would be for ever.
+    // Zero would mean no timeout.
     command.arg(count).arg(within.as_millis().max(1) as u64);
     let due = Instant::now() + within + LATE;
     let given_up = async {
-        given_up(&mut granted, |(wish, _)| &mut wish.reply).await;
-        // Until then a server that is well does nothing for who comes next.
+        given_up(&mut granted, |(pending, _)| &mut pending.reply).await;
+        // Until then, a working server processes no other command of this connection.
         sleep_until(due).await;
     };
-    let answer = tokio::select! {
+    let reply = tokio::select! {
         biased;
-        answer = handle.send(&command, false) => Some(answer),
+        reply = connection.send(&command, false) => Some(reply),
         () = given_up => None,
     };
-    if !answer.as_ref().is_some_and(is_answer) {
-        seats.ask();
+    if !reply.as_ref().is_some_and(is_reply) {
+        dedicated.note_sent();
     }
-    let Some(answer) = answer else { return false };
-    let reached = match answer {
+    let Some(reply) = reply else { return false };
+    let reached = match reply {
         Ok(Value::Int(reached)) => Ok(u32::try_from(reached).unwrap_or_default()),
-        Ok(_) => Err((redis::ErrorKind::UnexpectedReturnType, "WAIT answers no number").into()),
+        Ok(_) => Err((redis::ErrorKind::UnexpectedReturnType, "the reply to WAIT is not a number").into()),
         Err(error) => Err(error),
     };
     let are_enough = reached.as_ref().is_ok_and(|reached| *reached >= count);
-    for (wish, value) in granted {
-        let answer = match &reached {
-            Ok(reached) if *reached >= wish.count => Outcome::Replied(value),
+    for (pending, value) in granted {
+        let reply = match &reached {
+            Ok(reached) if *reached >= pending.count => Outcome::Replied(value),
             Ok(reached) => Outcome::Insufficient(*reached),
             Err(error) => Outcome::Indeterminate(error.clone()),
         };
-        wish.hears(Ok(answer));
+        pending.respond(Ok(reply));
     }
     are_enough
 }
 
 impl Pending {
-    /// How long replicas are waited for from now on: what it took to come by a connection is not taken off.
-    fn patience(&self) -> Duration {
+    /// How long to wait for replicas from now on. The time to get a connection is not deducted.
+    fn remaining_wait(&self) -> Duration {
         self.within.min((self.until + self.within).saturating_duration_since(Instant::now()))
     }
 
-    fn hears(self, answer: Result<Outcome, RedisError>) {
-        // Who has given up meanwhile is not interested.
-        let _ = self.reply.send(answer);
+    fn respond(self, reply: Result<Outcome, RedisError>) {
+        // The caller may have given up.
+        let _ = self.reply.send(reply);
     }
 }
 
@@ -312,16 +326,16 @@ mod tests {
     use super::*;
     use crate::backend::redis::connection::runtime::RuntimeHandle;
 
-    fn seats(port: u16) -> Seats {
+    fn dedicated(port: u16) -> DedicatedConnections {
         let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).unwrap();
         let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         let connector = Connector::Client(Box::new((client, config)));
         let long = Duration::from_secs(60);
-        let terms = PoolOptions { connect: long, response: long, home: Arc::new(RuntimeHandle::here()) };
-        Seats::new(&connector, 2, &terms, &Arc::default())
+        let options = PoolOptions { connect: long, response: long, home: Arc::new(RuntimeHandle::here()) };
+        DedicatedConnections::new(&connector, 2, &options, &Arc::default())
     }
 
-    /// Lets everybody in, and says nothing but that all is well, until it is asked for something. Answers its port.
+    /// Replies OK to each command until a WAIT, and then stays silent. Returns its port.
     async fn silent_server(connected: Arc<Semaphore>) -> u16 {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -343,29 +357,29 @@ mod tests {
         port
     }
 
-    /// Each of them that was dead cost somebody a second.
+    /// Each dead connection cost a caller one second.
     #[tokio::test]
-    async fn a_connection_that_is_found_dead_speaks_for_the_others() {
+    async fn dead_connection_marks_idle_others() {
         let connected = Arc::new(Semaphore::new(0));
-        let seats = seats(silent_server(Arc::clone(&connected)).await);
+        let dedicated = dedicated(silent_server(Arc::clone(&connected)).await);
         let until = Instant::now() + Duration::from_secs(60);
-        let (one, other) = (seats.take(until).await.unwrap(), seats.take(until).await.unwrap());
+        let (one, other) = (dedicated.take(until).await.unwrap(), dedicated.take(until).await.unwrap());
         let mut dead = one.pool.borrow().await.unwrap();
         other.pool.borrow().await.unwrap();
         assert!(timeout(Duration::from_millis(1_100), dead.send(&redis::cmd("WAIT"), false)).await.is_err());
         assert_eq!(connected.available_permits(), 2);
         other.pool.borrow().await.unwrap();
-        assert_eq!(connected.available_permits(), 3, "it may be as dead");
+        assert_eq!(connected.available_permits(), 3, "the idle connection is replaced");
     }
 
-    /// Each of them said so in the log.
+    /// Each connection logged its own failure.
     #[tokio::test]
-    async fn a_connection_that_cannot_be_opened_speaks_for_the_others() {
-        // There is nobody to connect to.
-        let seats = seats(1);
+    async fn connect_failure_applies_to_all_connections() {
+        // No server listens there.
+        let dedicated = dedicated(1);
         let until = Instant::now() + Duration::from_secs(60);
-        let (one, other) = (seats.take(until).await.unwrap(), seats.take(until).await.unwrap());
+        let (one, other) = (dedicated.take(until).await.unwrap(), dedicated.take(until).await.unwrap());
         assert!(one.pool.borrow().await.is_err());
-        assert!(other.pool.is_in_trouble());
+        assert!(other.pool.is_failing());
     }
 }

@@ -1,18 +1,18 @@
-//! A look at the server before the first decision: may we do what we need, is it recent enough, does it keep our keys?
+//! Checks the server at startup: permissions, version and eviction policy.
 
 use redis::{InfoDict, Value};
 
-use super::connect_error::{Peer, another_kind, forbidden, node_of_a_cluster, unsupported};
+use super::connect_error::{Peer, forbidden, node_of_a_cluster, unsupported, wrong_server_kind};
 use super::error::{code, is_unknown_command, store_error};
 use super::keys::Keys;
 use super::scripts::LuaScript;
 use super::topology::Servers;
 use crate::error::{ConnectError, StoreError};
 
-/// The oldest release that has all the commands that the scripts use.
+/// The oldest release with all commands that the scripts use.
 const OLDEST: (u32, u32) = (6, 2);
 
-/// Runs a script that leaves nothing behind and says what the user may not run, and reads what the server says of itself if the user may.
+/// Runs a script that writes nothing and reports missing permissions. Then reads `INFO`, if the user may run it.
 pub(crate) async fn probe(servers: &Servers, peer: &Peer, keys: &Keys, script: &LuaScript) -> Result<(), ConnectError> {
     let key = keys.probe();
     match script.run_and_verify(servers, &key, &"").await {
@@ -24,23 +24,23 @@ pub(crate) async fn probe(servers: &Servers, peer: &Peer, keys: &Keys, script: &
         Err(error) => match code(&error) {
             Some("NOPERM") => return Err(forbidden(peer, store_error(error))),
             Some("MOVED") => return Err(node_of_a_cluster(peer)),
-            _ if is_unknown_command(&error) => return Err(another_kind(peer, &error)),
-            // A server that cannot serve at the moment may do so later.
-            _ => tracing::warn!(%error, "redis does not run scripts at the moment"),
+            _ if is_unknown_command(&error) => return Err(wrong_server_kind(peer, &error)),
+            // A server that cannot serve now may do so later.
+            _ => tracing::warn!(%error, "redis cannot run scripts at the moment"),
         },
     }
     match servers.send(&key, &redis::cmd("INFO")).await.and_then(|info| Ok(redis::from_redis_value(info)?)) {
-        Ok(info) => look_at(&info, servers, peer),
+        Ok(info) => check_info(&info, servers, peer),
         Err(error) => {
-            tracing::debug!(%error, "redis does not tell its version and eviction policy");
+            tracing::debug!(%error, "cannot read the version and eviction policy of redis");
             Ok(())
         }
     }
 }
 
-fn look_at(info: &InfoDict, servers: &Servers, peer: &Peer) -> Result<(), ConnectError> {
+fn check_info(info: &InfoDict, servers: &Servers, peer: &Peer) -> Result<(), ConnectError> {
     let text = |name: &str| info.get::<String>(name);
-    // Valkey says here which Redis it can stand in for.
+    // Valkey reports the Redis version that it is compatible with.
     let version = text("redis_version").unwrap_or_default();
     let mut numbers = version.split('.').map_while(|number| number.parse::<u32>().ok());
     if let (Some(major), Some(minor)) = (numbers.next(), numbers.next())
@@ -54,11 +54,11 @@ fn look_at(info: &InfoDict, servers: &Servers, peer: &Peer) -> Result<(), Connec
         return Err(node_of_a_cluster(peer));
     }
     let policy = text("maxmemory_policy").unwrap_or_default();
-    // All our keys have a time to live, so the `volatile` policies may take them as well.
+    // All keys have a time to live, so the `volatile` policies can evict them, too.
     if !matches!(&*policy, "" | "noeviction") && text("maxmemory").is_some_and(|bytes| bytes != "0") {
         tracing::warn!(
             maxmemory_policy = policy,
-            "redis may evict keys of tollgate when memory is short, and then forgets what was counted: set `noeviction`"
+            "redis may evict keys of tollgate when memory is short, which resets their counts; set `maxmemory-policy noeviction`"
         );
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Whoever holds the data: one server, the primary of a service, or the nodes of a cluster.
+//! The servers with the data: one server, the primary of a service, or the nodes of a cluster.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::connection::runtime::RuntimeHandle;
 use super::replicated::{Outcome, Replicated};
 use crate::lock::Replicas;
 
-/// Connections to all servers there are, for one purpose.
+/// Connections to all servers, for one purpose.
 #[derive(Clone)]
 pub(crate) enum Servers {
     One(Pool),
@@ -23,77 +23,78 @@ pub(crate) enum Servers {
 /// What connections are for.
 #[derive(Clone, Copy)]
 pub(crate) enum Purpose {
-    /// What requests ask for.
+    /// Calls of requests.
     Requests,
-    /// What must not queue behind that.
+    /// Calls that must not queue behind those of requests.
     Dedicated,
 }
 
-/// The same for what replicas have to have, which holds its connections up.
+/// Connections for writes with replication. WAIT blocks them.
 #[derive(Clone)]
 pub(crate) enum CarefulServers {
     One(Replicated),
-    Cluster(Arc<Cluster>, CarefulLane),
+    Cluster(Arc<Cluster>, ReplicatedPurpose),
 }
 
-/// What replicas have to have.
+/// What connections for writes with replication are for.
 #[derive(Clone, Copy)]
-pub(crate) enum CarefulLane {
-    /// Leases that are granted.
+pub(crate) enum ReplicatedPurpose {
+    /// Granting leases.
     Grants,
-    /// Those that are renewed, for which there has to be room in any case.
+    /// Renewing leases, which must always have room.
     Renewals,
 }
 
-/// Where a command goes, and who has to have what it writes.
+/// How to send a command, and how many replicas must have its writes.
 #[derive(Clone, Copy)]
 pub(crate) enum Delivery<'a> {
     Plain(&'a Servers),
     Replicated(&'a CarefulServers, Replicas),
 }
 
-/// Whether there has to be a connection to begin with.
+/// Whether a connection must exist at startup.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectMode {
     Connected,
     Disconnected,
 }
 
-/// All ways to the servers.
+/// All connections of a backend.
 pub(crate) struct Connections {
     pub(crate) requests: Servers,
-    pub(crate) apart: Servers,
+    pub(crate) dedicated: Servers,
     pub(crate) grants: CarefulServers,
     pub(crate) renewals: CarefulServers,
-    /// How long one answer is waited for.
-    pub(crate) patience: Duration,
+    /// How long to wait for one reply.
+    pub(crate) response_timeout: Duration,
     pub(crate) source: Source,
-    pub(crate) home: Arc<RuntimeHandle>,
+    pub(crate) runtime: Arc<RuntimeHandle>,
 }
 
 impl Servers {
-    /// Sends a command to whoever has a key, and waits for its answer.
+    /// Sends a command to the server of a key, and waits for its reply.
     ///
-    /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
+    /// If it fails after the command was sent, the command may have run, so nothing is sent twice.
     pub(crate) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
         self.exchange(key, command, None).await
     }
 
-    /// The same, for longer or less than commands are waited for otherwise.
+    /// Like [`send`](Self::send), with another timeout.
     pub(crate) async fn exchange(
         &self,
         key: &str,
         command: &Cmd,
-        patience: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<Value, RedisError> {
         match self {
-            Self::One(pool) => pool.exchange(command, false, patience).await,
-            // Apart, so that who asks one server has no room for it to carry along.
-            Self::Cluster(cluster, lane) => Box::pin(cluster.send(*lane, key, command, patience)).await,
+            Self::One(pool) => pool.exchange(command, false, timeout).await,
+            // Boxed to keep the future small for a single server.
+            Self::Cluster(cluster, purpose) => Box::pin(cluster.send(*purpose, key, command, timeout)).await,
         }
     }
 
-    /// Waits for a connection, for those who are to look once more at what they send. On a cluster it is not known to which node.
+    /// Waits until a connection is available, so that the caller can check its data once more before it sends. On a cluster it returns at
+    /// once, since the node is not known yet.
     pub(crate) async fn connected(&self) -> Result<(), RedisError> {
         match self {
             Self::One(pool) => pool.connected().await,
@@ -101,8 +102,8 @@ impl Servers {
         }
     }
 
-    /// Sends a command to one of the servers who have keys: to the one of this number or, if there is none, of the next one, and says which
-    /// number that is. `None` if there is none of them either. A server keeps its number as long as it has its address.
+    /// Sends a command to the server with this number, or with the next higher one, and returns the number. `None` if there is none. A
+    /// server keeps its number as long as it has its address.
     pub(crate) async fn send_to(
         &self,
         number: u32,
@@ -111,11 +112,11 @@ impl Servers {
         match self {
             Self::One(pool) if number == 0 => Some((0, pool.send(&command(0)).await)),
             Self::One(_) => None,
-            Self::Cluster(cluster, lane) => cluster.send_to(*lane, number, command).await,
+            Self::Cluster(cluster, purpose) => cluster.send_to(*purpose, number, command).await,
         }
     }
 
-    /// Whether one script may touch all of these keys.
+    /// Whether one script may access all of these keys.
     pub(crate) fn are_together<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> bool {
         match self {
             Self::One(_) => true,
@@ -133,7 +134,8 @@ impl Servers {
 }
 
 impl Delivery<'_> {
-    /// Sends a command to whoever has a key, and waits for its answer; where `is_granted` says so of that, until replicas have what was written.
+    /// Sends a command to the server of a key, and waits for its reply. If `is_granted` is true for the reply, also waits until the
+    /// replicas have the writes.
     pub(crate) async fn exchange(
         self,
         key: &str,
@@ -142,11 +144,11 @@ impl Delivery<'_> {
     ) -> Result<Outcome, RedisError> {
         match self {
             Self::Plain(servers) => servers.send(key, command).await.map(Outcome::Replied),
-            Self::Replicated(CarefulServers::One(careful), replicas) => {
-                careful.exchange(command, false, replicas, is_granted).await
+            Self::Replicated(CarefulServers::One(replicated), replicas) => {
+                replicated.exchange(command, false, replicas, is_granted).await
             }
-            Self::Replicated(CarefulServers::Cluster(cluster, lane), replicas) => {
-                Box::pin(cluster.send_carefully(*lane, key, command, replicas, is_granted)).await
+            Self::Replicated(CarefulServers::Cluster(cluster, purpose), replicas) => {
+                Box::pin(cluster.send_replicated(*purpose, key, command, replicas, is_granted)).await
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What a URL says about where the data is.
+//! Parses URLs of Redis servers.
 
 use std::borrow::Cow;
 
@@ -8,27 +8,27 @@ use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionI
 use super::url_parameters::Parameters;
 use crate::error::ConfigError;
 
-/// The port of a Sentinel whose address names none.
+/// The default port of a Sentinel.
 const SENTINEL_PORT: u16 = 26_379;
 
-/// Where the data is, and how to log in there.
+/// The servers of a URL, and how to log in to them.
 #[derive(Clone)]
 pub(crate) enum Target {
     /// One server.
     Server(ConnectionInfo),
-    /// Whichever server the Sentinels call the primary of a service.
+    /// The server that the Sentinels name as the primary of a service.
     Sentinel {
         sentinels: Vec<ConnectionAddr>,
         service: String,
         redis: RedisConnectionInfo,
         sentinel: RedisConnectionInfo,
     },
-    /// The nodes of a cluster, found from any of these.
+    /// The nodes of a cluster, found through any of these seeds.
     Cluster { seeds: Vec<ConnectionAddr>, redis: RedisConnectionInfo },
 }
 
 impl Target {
-    /// Splits a URL into the servers that it names and the parameters behind its `?`, which are the same for every scheme.
+    /// Parses a URL into its servers and its parameters, which are the same for every scheme.
     pub(crate) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
         let (scheme, rest) = url.split_once(':').ok_or_else(|| invalid("it has no scheme such as `redis:`"))?;
         if rest.ends_with("#insecure") {
@@ -51,7 +51,7 @@ impl Target {
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if query.contains('@') && !rest.contains('@') {
-            // Not even the name of a parameter is repeated: it may be the second half of a password.
+            // The error must not even contain the name of a parameter, which may be the second half of a password.
             return Err(invalid(
                 "it has a `?` before an `@`: write `?` in a password as `%3F`, `@` in a parameter as `%40`",
             ));
@@ -77,7 +77,7 @@ impl Target {
         }
     }
 
-    /// Changes how to log in to the servers that hold the data.
+    /// Changes the login of the data servers.
     pub(crate) fn log_in(&mut self, change: impl FnOnce(RedisConnectionInfo) -> RedisConnectionInfo) {
         match self {
             Self::Server(info) => *info = info.clone().set_redis_settings(change(info.redis_settings().clone())),
@@ -85,7 +85,7 @@ impl Target {
         }
     }
 
-    /// Whether connections are to be encrypted.
+    /// Whether connections are encrypted.
     #[cfg(feature = "tls")]
     pub(crate) fn is_tls(&self) -> bool {
         let first = match self {
@@ -96,9 +96,9 @@ impl Target {
     }
 }
 
-/// `//userinfo@host,host/path`, cut in pieces.
+/// The parts of `//userinfo@host,host/path`.
 struct Parts<'a> {
-    // With its `@`.
+    // With the `@`.
     userinfo: &'a str,
     hosts: Vec<&'a str>,
     // Without the leading slash.
@@ -113,7 +113,7 @@ impl<'a> Parts<'a> {
         Ok(Self { userinfo, hosts: hosts.split(',').collect(), path })
     }
 
-    /// What each host stands for, as the client reads it where it stands alone.
+    /// Parses each host as the client library parses a URL with this host alone.
     fn each(&self, base: &str, default_port: Option<u16>, database: &str) -> Result<Vec<ConnectionInfo>, ConfigError> {
         let each = self.hosts.iter().map(|host| {
             if host.is_empty() {
@@ -130,7 +130,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Whether the path of a URL names a database. That of a Unix socket is the socket's.
+/// Whether the path of a URL names a database. The path of a Unix socket URL is the path of the socket.
 fn path_database(kind: Option<&str>, rest: &str) -> bool {
     let path = rest.trim_start_matches('/').split_once('/').map_or("", |(_, path)| path);
     let database = match kind {
@@ -154,7 +154,7 @@ fn sentinel(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
     let infos = parts.each(base, Some(SENTINEL_PORT), database)?;
     let redis = log_in_of(&infos);
     let sentinels = infos.into_iter().map(|info| info.addr().clone()).collect();
-    // Sentinels have users of their own, and most have none.
+    // Sentinels have their own users, and most Sentinels have none.
     Ok(Target::Sentinel { sentinels, service: service.into_owned(), redis, sentinel: RedisConnectionInfo::default() })
 }
 
@@ -172,14 +172,14 @@ fn parse(url: &str) -> Result<ConnectionInfo, ConfigError> {
     url.into_connection_info().map_err(|error| ConfigError::InvalidUrl { reason: reason(&error) })
 }
 
-/// What is wrong with a URL, without the part of the client's message that repeats a piece of it.
+/// Describes an invalid URL, without the part of the client library's message that repeats a piece of the URL.
 fn reason(error: &redis::RedisError) -> String {
     let text = error.to_string();
     let text = match error.detail() {
         Some(detail) => text.replace(detail, "..."),
         None => text,
     };
-    // The client names its kind of error behind the sentence, which helps nobody here.
+    // The client library appends its kind of error, which does not help the user.
     text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
 }
 
@@ -188,7 +188,7 @@ pub(crate) fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
 }
 
 fn unknown(scheme: &str) -> ConfigError {
-    // Escaped and cut, since anything at all may stand before the first colon.
+    // Escaped and truncated, since any text may precede the first colon.
     ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }
 }
 
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server() {
+    fn server_url() {
         let (Target::Server(info), _) = Target::parse("valkey://ann:p%40ss@example.com:7000/3").unwrap() else {
             panic!()
         };
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket() {
+    fn socket_url() {
         let url = "redis+unix:///run/redis.sock?db=2&pass=secret";
         let (Target::Server(info), _) = Target::parse(url).unwrap() else { panic!() };
         assert_eq!(info.addr(), &ConnectionAddr::Unix("/run/redis.sock".into()));
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster() {
+    fn cluster_url() {
         let url = "redis+cluster://:secret@h1:7000,h2";
         let (Target::Cluster { seeds, redis }, _) = Target::parse(url).unwrap() else { panic!() };
         assert_eq!(addresses(&seeds), ["h1:7000", "h2:6379"]);
@@ -243,7 +243,7 @@ mod tests {
 
     #[cfg(feature = "tls")]
     #[test]
-    fn each_has_an_encrypted_variant() {
+    fn each_topology_has_an_encrypted_scheme() {
         for url in ["rediss://h/", "valkeys://h/", "rediss+sentinel://a,b/service", "rediss+cluster://a,b"] {
             assert!(Target::parse(url).unwrap().0.is_tls(), "{url}");
         }
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_without_a_word_of_the_password() {
+    fn invalid_urls_are_refused_without_the_password() {
         for url in [
             "redis+sentinel://:hunter2@s1",
             "redis+sentinel://:hunter2@s1/",
@@ -285,7 +285,7 @@ mod tests {
             "redis://hunter2:x@h/0?user=other",
             "redis://:hunter2@h/-1",
         ] {
-            let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} is refused"));
+            let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} should be refused"));
             let ConfigError::InvalidUrl { reason } = &error else { panic!("{url}: {error:?}") };
             assert!(!reason.contains("hunter2"), "{reason}");
         }
@@ -330,13 +330,12 @@ mod tests {
     #[test]
     fn mistakes_in_parameters_are_named() {
         let known = "user, pass, protocol, db, prefix, connections, connect_timeout, response_timeout";
-        let no_password =
-            "it names a user without a password, who would not be logged in; add one, for a user with `nopass` any";
+        let no_password = "it names a user without a password, so the client would not log in; add the password, or any text for a `nopass` user";
         for (url, expected) in [
-            ("redis://h/?dbb=1", &*format!("unknown parameter `dbb`; the known ones are {known}")),
-            ("redis+cluster://h/?DB=0", &format!("unknown parameter `DB`; the known ones are {known}")),
-            ("redis://h/?a%20b=1", &format!("it has an unknown parameter; the known ones are {known}")),
-            ("unix:///s?db=1&db=1", &format!("the parameter `db` is repeated; the known ones are {known}")),
+            ("redis://h/?dbb=1", &*format!("unknown parameter `dbb`; known parameters: {known}")),
+            ("redis+cluster://h/?DB=0", &format!("unknown parameter `DB`; known parameters: {known}")),
+            ("redis://h/?a%20b=1", &format!("it has an unknown parameter; known parameters: {known}")),
+            ("unix:///s?db=1&db=1", &format!("the parameter `db` is repeated; known parameters: {known}")),
             ("redis://h/?db", "each parameter is written as `name=value`, such as `db=3`"),
             ("redis://h/1?db=2", "the database in the path and the parameter `db` differ; leave one of them out"),
             ("redis://h/0?db=2", "the database in the path and the parameter `db` differ; leave one of them out"),
@@ -370,13 +369,13 @@ mod tests {
             ),
             ("redis://h?prefix=%ff", "`prefix` is not UTF-8 when percent-decoded"),
         ] {
-            let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} is refused"));
+            let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} should be refused"));
             assert_eq!(error, invalid(expected), "{url}");
         }
     }
 
     #[test]
-    fn settings_out_of_range_are_typed_errors() {
+    fn settings_out_of_range_have_own_errors() {
         for (url, expected) in [
             ("redis://h?connections=0", ConfigError::ConnectionsOutOfRange { connections: 0, max: 1_024 }),
             ("redis://h?connections=1025", ConfigError::ConnectionsOutOfRange { connections: 1_025, max: 1_024 }),

@@ -1,4 +1,4 @@
-//! The parameters behind the `?` of a URL.
+//! The parameters after the `?` of a URL.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use super::options::{check_connections, check_timeout};
 use super::url::invalid;
 use crate::error::ConfigError;
 
-/// In the order of the docs.
+/// In the order of the documentation.
 const KNOWN: &str = "user, pass, protocol, db, prefix, connections, connect_timeout, response_timeout";
 
-/// What the parameters say. A setting that is left out is `None`.
+/// The values of the parameters. A missing parameter is `None`.
 #[derive(Default)]
 pub(crate) struct Parameters {
     user: Option<String>,
@@ -29,7 +29,7 @@ impl Parameters {
     pub(crate) fn parse(query: &str) -> Result<Self, ConfigError> {
         let mut parameters = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-            // A pair without `=` is not repeated: it may be the second half of a password.
+            // The error must not repeat a pair without `=`, which may be the second half of a password.
             let (name, value) = pair
                 .split_once('=')
                 .ok_or_else(|| invalid("each parameter is written as `name=value`, such as `db=3`"))?;
@@ -49,13 +49,13 @@ impl Parameters {
             "connect_timeout" => set(&mut self.connect_timeout, name, timeout("connect_timeout", value)),
             "response_timeout" => set(&mut self.response_timeout, name, timeout("response_timeout", value)),
             _ if name.len() <= 32 && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte)) => {
-                Err(invalid(format!("unknown parameter `{name}`; the known ones are {KNOWN}")))
+                Err(invalid(format!("unknown parameter `{name}`; known parameters: {KNOWN}")))
             }
-            _ => Err(invalid(format!("it has an unknown parameter; the known ones are {KNOWN}"))),
+            _ => Err(invalid(format!("it has an unknown parameter; known parameters: {KNOWN}"))),
         }
     }
 
-    /// Adds the login, database and protocol to those of the URL's other parts, with which they have to agree.
+    /// Merges user, password, database and protocol into the login from the rest of the URL. Contradictions are errors.
     pub(crate) fn log_in(
         &self,
         mut redis: RedisConnectionInfo,
@@ -71,7 +71,7 @@ impl Parameters {
         }
         if redis.username().is_some() && redis.password().is_none() {
             return Err(invalid(
-                "it names a user without a password, who would not be logged in; add one, for a user with `nopass` any",
+                "it names a user without a password, so the client would not log in; add the password, or any text for a `nopass` user",
             ));
         }
         if let Some(db) = self.db {
@@ -90,7 +90,7 @@ impl Parameters {
 
 fn set<T>(setting: &mut Option<T>, name: &str, value: Result<T, ConfigError>) -> Result<(), ConfigError> {
     if setting.is_some() {
-        return Err(invalid(format!("the parameter `{name}` is repeated; the known ones are {KNOWN}")));
+        return Err(invalid(format!("the parameter `{name}` is repeated; known parameters: {KNOWN}")));
     }
     *setting = Some(value?);
     Ok(())
@@ -103,7 +103,7 @@ fn agree(does: bool, part: &str, name: &str) -> Result<(), ConfigError> {
     Err(invalid(format!("{part} and the parameter `{name}` differ; leave one of them out")))
 }
 
-/// Percent-decoded. A `+` stands for itself: it is more frequent in passwords than a space.
+/// Percent-decodes a value. A `+` stays a `+`, which is more frequent in passwords than a space.
 fn text(name: &str, value: &str) -> Result<String, ConfigError> {
     let decoded = percent_decode_str(value).decode_utf8();
     decoded.map(String::from).map_err(|_| invalid(format!("`{name}` is not UTF-8 when percent-decoded")))

@@ -1,4 +1,4 @@
-//! Opening connections, to whatever there is.
+//! Opens connections to one server, to a Sentinel service or like a pool.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use redis::{AsyncConnectionConfig, Client, ErrorKind, ProtocolVersion, RedisConn
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::{PrimaryTerm, Sentinels};
 
-/// Where new connections come from.
+/// Opens new connections.
 #[derive(Clone)]
 pub(crate) enum Connector {
     Client(Box<(Client, AsyncConnectionConfig)>),
@@ -34,18 +34,18 @@ impl Connector {
                 open(client, config).await?
             }
             Self::Pool { pool, response_timeout } => {
-                // Not one of those that the pool hands out: whoever has borrowed it may be in a transaction, or waiting.
+                // A pooled connection may be in a transaction or blocked.
                 let mut connection = pool.dedicated_connection().await?;
                 connection.set_response_timeout(*response_timeout);
                 connection
             }
         };
-        // A client without a password is let in and then refused every command.
+        // Without a password, a server accepts the connection and then refuses every command.
         ping(&mut connection).await?;
         Ok((connection, term))
     }
 
-    /// A connection for subscriptions, by which `heard` is told what the server says by itself.
+    /// Opens a connection for subscriptions. `push_sender` receives the messages that the server pushes.
     pub(crate) async fn subscriber(
         &self,
         push_sender: impl AsyncPushSender,
@@ -62,8 +62,8 @@ impl Connector {
     }
 }
 
-/// How connections are to be. What is asked does not wait until the network has confirmed what was asked before, as it does by default: on a
-/// connection that many share that is a round trip, and up to 40 ms more where the server has nothing to say yet.
+/// Sets `TCP_NODELAY`. By default a command waits until the network has acknowledged the one before. On a shared connection that
+/// costs a round trip, and up to 40 ms more while the server has nothing to send.
 pub(crate) fn tcp_nodelay() -> TcpSettings {
     TcpSettings::default().set_nodelay(true)
 }
@@ -74,7 +74,8 @@ pub(crate) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Res
         Err(error) if error.kind() == ErrorKind::AuthenticationFailed => error,
         outcome => return outcome,
     };
-    // The client keeps nothing of what the server has said, which may be that it has no room for anybody. It says that to strangers, too.
+    // The client library discards the server's message. It may be `max number of clients`, which a server also sends to clients
+    // without credentials.
     let info = client.get_connection_info().clone();
     let anonymous = Client::open(info.set_redis_settings(RedisConnectionInfo::default().set_skip_set_lib_name()))?;
     let outcome = match anonymous.get_multiplexed_async_connection_with_config(config).await {
@@ -82,19 +83,19 @@ pub(crate) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Res
         Err(error) => Err(error),
     };
     Err(match outcome {
-        // What it said may have come before there was anybody to read it.
+        // An I/O error, too: the server may have sent the message before the client read from the connection.
         Err(error) if error::is_full(&error) || error.is_io_error() => error,
         _ => auth_error,
     })
 }
 
-/// Connects to a server in order to listen to it.
+/// Connects to a server for subscriptions.
 pub(crate) async fn open_subscriber(
     client: &Client,
     push_sender: impl AsyncPushSender,
 ) -> Result<MultiplexedConnection, RedisError> {
     let client = with_resp3(client)?;
-    // Whoever wants to listen has a clock of their own.
+    // The caller has its own timeouts.
     let config = AsyncConnectionConfig::new()
         .set_push_sender(push_sender)
         .set_connection_timeout(None)
@@ -102,14 +103,14 @@ pub(crate) async fn open_subscriber(
     client.get_multiplexed_async_connection_with_config(&config).await
 }
 
-/// The same client with the protocol in which messages come along with answers. With another one they would go through one more task.
+/// The same client with RESP3, which delivers pushes together with replies. With RESP2 they would pass through another task.
 pub(crate) fn with_resp3(client: &Client) -> Result<Client, RedisError> {
     let info = client.get_connection_info().clone();
     let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
     Client::open(info.set_redis_settings(settings))
 }
 
-/// Names the server for the log: no user, no password.
+/// Names the server for the log, without user and password.
 impl fmt::Display for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -120,10 +121,10 @@ impl fmt::Display for Connector {
     }
 }
 
-/// Whether anybody answers who would run our commands.
+/// Checks that the server accepts commands.
 pub(crate) async fn ping(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
     match redis::cmd("PING").query_async(connection).await {
-        // A user may be allowed our scripts and no PING.
+        // A user may run the scripts and not PING.
         Err(error) if error.code() == Some("NOPERM") => Ok(()),
         reply => reply,
     }

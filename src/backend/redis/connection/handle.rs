@@ -1,4 +1,4 @@
-//! What is known of a connection: whether it still answers, and whom it leads to.
+//! The state of a connection: whether it still replies, and whether its server is still the primary.
 
 use std::future::pending;
 use std::io;
@@ -16,49 +16,48 @@ use super::connect::ping;
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
 
-/// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
-/// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
-/// calls in flight keep their clone of the old one.
+/// A connection with pending commands and no reply at all for this long counts as dead. A slow server replies sooner; a network that
+/// drops all packets does not. A wrong guess costs one new connection: calls in flight keep their clone of the old one.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
-/// A connection on which nothing has come for this long is looked at before it is lent: servers, and networks, close those that are idle.
+/// A connection without a reply for this long is checked before it is lent, because servers and networks close idle connections.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
-/// Before this, a missing answer says nothing about the connection.
+/// A call that is abandoned earlier says nothing about the connection.
 pub(crate) const LATE_AFTER: Duration = Duration::from_millis(10);
-/// A connection that ends at a replica is given up once it is this old: the address may lead to a new primary by now. Not
-/// sooner, lest a replica be connected to in a loop.
+/// A connection to a replica is replaced at this age, since its address may lead to a new primary by then. The delay prevents a loop of
+/// reconnects to a replica.
 const REPLICA_GRACE: Duration = Duration::from_secs(1);
 
-/// What the pool keeps: a handle, of which clones are given out, and what is known of the connection behind it.
+/// A handle that the pool clones for each call, with the state of its connection.
 #[derive(Clone)]
 pub(crate) struct Connection {
     connection: MultiplexedConnection,
-    // How long it waits for an answer.
+    // How long to wait for a reply.
     timeout: Duration,
     health: Arc<Health>,
 }
 
-/// What the users of one connection tell each other about it.
+/// What the users of one connection share about it.
 #[derive(Debug)]
 struct Health {
     opened: Instant,
     broken: AtomicBool,
-    // When the command was sent that has waited longest without anything coming back, in us since `opened`, plus one.
+    // When the oldest command without any later reply was sent, in µs since `opened`, plus one. Zero: there is none.
     silent_since: AtomicU64,
-    // When the last one was sent that was answered, as the pool counts; in the beginning when it was opened.
+    // When the last command with a reply was sent, by the pool's clock. At first the time of opening.
     last_reply: AtomicU64,
-    // When it was last looked at, as the pool counts.
+    // When the connection was last checked, by the pool's clock.
     last_probe: AtomicU64,
     pool: Arc<PoolHealth>,
-    // With Sentinels: as long as the server is the one that they name.
+    // With Sentinels: ends when they name another primary.
     term: Option<PrimaryTerm>,
 }
 
-/// What one connection of a pool tells the others.
+/// What the connections of one pool share.
 #[derive(Debug)]
 pub(crate) struct PoolHealth {
     epoch: Instant,
-    // Since when one was silent that was taken for dead for that, in us since `epoch`: those that were not heard since may be as dead, and each
-    // of them would cost a call its time.
+    // Since when a connection that was found dead was silent, in µs since `epoch`. Connections without a reply since then may be dead as
+    // well, and each of them would cost a call its timeout.
     silent_since: AtomicU64,
 }
 
@@ -75,7 +74,7 @@ impl PoolHealth {
 }
 
 impl Connection {
-    /// Of a connection that was just opened. Its answers are waited for so long, unless [`send_within`](Self::send_within) says otherwise.
+    /// Wraps a connection that was just opened. `timeout` applies to each command without [its own](Self::send_with_timeout).
     pub(crate) fn new(
         connection: MultiplexedConnection,
         timeout: Duration,
@@ -93,14 +92,14 @@ impl Connection {
         ping(&mut self.connection).await
     }
 
-    /// Finds out whether an idle connection has been closed meanwhile, which nobody is told of. Nothing is waited for.
+    /// Marks an idle connection as broken if it was closed. Does not wait.
     pub(crate) fn probe_if_idle(&mut self) {
         if !self.health.is_idle() {
             return;
         }
         let ping = redis::cmd("PING");
         let sending = pin!(self.connection.send_packed_command(&ping));
-        // Refused at once where nobody is left to write it; and given up before it is written where somebody is, or nearly always.
+        // If the connection is closed, the first poll fails. Otherwise the command is dropped, nearly always before it is written.
         if let Poll::Ready(Err(error)) = sending.poll(&mut Context::from_waker(Waker::noop()))
             && error.is_unrecoverable_error()
         {
@@ -108,12 +107,12 @@ impl Connection {
         }
     }
 
-    /// Sends one command and waits for its answer.
+    /// Sends one command and waits for its reply.
     pub(crate) async fn send(&mut self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
         let mut watch = ReplyWatch { health: &self.health, sent: Instant::now(), abandoned: true };
         let connection = &mut self.connection;
         let reply = if asking {
-            // In one write, so that nobody's command comes between.
+            // In one write, so that no other command comes between.
             let mut pipeline = Pipeline::with_capacity(2);
             pipeline.cmd("ASKING").add_command(command.clone());
             let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
@@ -121,7 +120,7 @@ impl Connection {
         } else {
             connection.send_packed_command(command).await
         };
-        // The client says no more than that it was late.
+        // The client library's timeout error has no duration.
         let reply = reply.map_err(|error| {
             let is_late = error.is_timeout() && watch.sent.elapsed() >= self.timeout;
             if is_late { no_reply(self.timeout) } else { error }
@@ -134,7 +133,7 @@ impl Connection {
             }
             Ok(_) | Err(_) => watch.replied(),
         }
-        // A server error arrives as a value of its own kind. One within an answer concerns a part of it, and is for whoever asked for that.
+        // A server error is a value of its own kind. An error inside an array concerns one element, so it is left to the caller.
         let is_from_replica =
             |value: &Value| matches!(value, Value::ServerError(error) if error::is_from_replica(&error.clone().into()));
         let is_from_replica = match &reply {
@@ -152,7 +151,7 @@ impl Connection {
         reply
     }
 
-    /// The same, for longer or less than answers are waited for otherwise. Longer only while the Sentinels name this primary, if there are any.
+    /// Like [`send`](Self::send), with another timeout. After the default timeout, it fails as soon as the Sentinels name another primary.
     pub(crate) async fn send_with_timeout(
         mut self,
         command: &Cmd,
@@ -160,7 +159,7 @@ impl Connection {
         timeout: Duration,
     ) -> Result<Value, RedisError> {
         let default_timeout = self.timeout;
-        // Of this clone alone.
+        // Applies to this clone only.
         self.connection.set_response_timeout(timeout);
         self.timeout = timeout;
         let (health, sent) = (Arc::clone(&self.health), Instant::now());
@@ -187,7 +186,7 @@ impl Health {
         }
     }
 
-    /// Whether nothing has come for a while, and nobody has looked.
+    /// Whether there was no reply for a while. Then it notes a check, so that one caller does it.
     fn is_idle(&self) -> bool {
         let now = self.pool.at(Instant::now());
         let last = self.last_reply.load(Ordering::Relaxed).max(self.last_probe.load(Ordering::Relaxed));
@@ -204,8 +203,8 @@ impl Health {
             || self.last_reply.load(Ordering::Relaxed) < self.pool.silent_since.load(Ordering::Relaxed)
     }
 
-    /// Waits until the Sentinels have named another primary, and it is `earliest`. That the connection is silent is no reason to give up what
-    /// is waited for: a server that is only slow has yet to answer it.
+    /// Waits until the Sentinels have named another primary, and until `earliest`. Silence alone does not end the wait: a slow server may
+    /// still reply.
     async fn replaced(&self, earliest: Instant) {
         match &self.term {
             Some(term) => term.end().await,
@@ -215,9 +214,8 @@ impl Health {
     }
 }
 
-/// Notices connections that swallow everything. A command that is given up late, by a timeout or because its future is
-/// dropped, is evidence; any answer is evidence to the contrary. One that is given up early says nothing: its answer was
-/// likely on the way.
+/// Detects connections that drop all packets. A command that is abandoned late, by a timeout or by dropping its future, is evidence. A
+/// reply is evidence to the contrary. A command that is abandoned early says nothing, since its reply was probably on the way.
 struct ReplyWatch<'a> {
     health: &'a Health,
     sent: Instant,
@@ -253,7 +251,7 @@ impl Drop for ReplyWatch<'_> {
     }
 }
 
-/// What there is to say when something was sent, and nothing has come back in time.
+/// The command was sent, and no reply came in time.
 pub(crate) fn no_reply(within: Duration) -> RedisError {
     io::Error::new(io::ErrorKind::TimedOut, format!("no reply within {within:?}")).into()
 }

@@ -17,29 +17,29 @@ use super::runtime::RuntimeHandle;
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
 
-/// The pause after a failed attempt to connect, doubled with each further one.
+/// The pause after a failed attempt to connect. Doubles with each further failure.
 const MIN_BACKOFF: Duration = Duration::from_millis(10);
-/// The longest pause: short enough for the pool to be whole within a second of the server's return.
+/// The longest pause. It is short enough for the pool to recover within a second of the server's return.
 const MAX_BACKOFF: Duration = Duration::from_millis(250);
-/// How long a failed attempt to connect speaks for the next one, beside the pause before it and the time that it may take. While calls
-/// come there is an attempt after every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
+/// How long a failed attempt also counts for later calls, on top of the next pause and the duration of the attempt. Under load there is
+/// an attempt after every pause. After a lull the state is unknown, so a call waits for the attempt that it triggers.
 const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
-/// Multiplexed connections to one server, or to whichever is the primary of a service.
+/// Multiplexed connections to one server, or to the primary of a Sentinel service.
 #[derive(Clone)]
 pub(crate) struct Pool {
     connector: Connector,
     connections: u32,
-    // How many are opened before they are needed.
+    // How many connections to open in advance.
     min_idle: Option<u32>,
     options: PoolOptions,
-    // With those of other pools to the same server, if it has any.
+    // Shared with other pools of the same server.
     server_state: Arc<ServerState>,
-    // Another one when the runtime has ended in which it opened connections: what it had begun there is never finished.
+    // Replaced after its runtime has ended, because attempts to connect that began there never finish.
     inner: Arc<RwLock<Arc<PoolInner>>>,
 }
 
-/// Who opens and lends connections, and where.
+/// Opens and lends connections in one runtime.
 struct PoolInner {
     pool: bb8::Pool<Manager>,
     // The last attempt to connect, if it failed.
@@ -47,37 +47,37 @@ struct PoolInner {
     runtime: Arc<RuntimeHandle>,
 }
 
-/// On what terms there are connections.
+/// Timeouts and the runtime of a pool.
 #[derive(Clone)]
 pub(crate) struct PoolOptions {
-    /// Opening a connection, and waiting for one.
+    /// For opening a connection, and for waiting for one.
     pub(crate) connect: Duration,
-    /// One command.
+    /// For one command.
     pub(crate) response: Duration,
-    /// Where they are opened, as long as it is there.
+    /// Where connections are opened while this runtime exists.
     pub(crate) home: Arc<RuntimeHandle>,
 }
 
 /// An attempt to connect that failed.
 struct ConnectFailure {
     error: RedisError,
-    // Until when the next attempt should be over.
+    // When the next attempt should be over.
     until: Instant,
 }
 
-/// What those tell each other who open connections to one server: one of them speaks for all, in the log as well.
+/// What all pools of one server share about attempts to connect. One of them logs for all.
 #[derive(Default)]
 pub(crate) struct ServerState {
     // The last attempt to connect, if it failed.
     failure_sender: watch::Sender<Option<ConnectFailure>>,
-    // The last attempt that did not: when it began, and how long it took.
+    // The last attempt that succeeded: when it began, and how long it took.
     success_sender: watch::Sender<Option<(Instant, Duration)>>,
     backoff: Mutex<Backoff>,
     health: Arc<PoolHealth>,
 }
 
 impl Pool {
-    /// Opens all connections, beside those of other pools to the same server.
+    /// Opens all connections and waits for them.
     pub(crate) async fn open(
         connector: Connector,
         connections: u32,
@@ -92,7 +92,7 @@ impl Pool {
         Ok(Self { connector, connections, min_idle: Some(connections), options, server_state, inner })
     }
 
-    /// The same, but does not wait for them.
+    /// Opens all connections in the background.
     pub(crate) fn eager(
         connector: Connector,
         connections: u32,
@@ -102,7 +102,7 @@ impl Pool {
         Self::unopened(connector, connections, Some(connections), options, server_state)
     }
 
-    /// The same without a connection until one is needed.
+    /// Opens connections when they are needed.
     pub(crate) fn lazy(
         connector: Connector,
         connections: u32,
@@ -125,7 +125,7 @@ impl Pool {
         Self { connector, connections, min_idle, options, server_state, inner: Arc::new(RwLock::new(Arc::new(inner))) }
     }
 
-    /// Whoever lends connections; from now on in the caller's runtime if the one has ended in which that was done.
+    /// The current inner pool. If its runtime has ended, it is replaced by one in the caller's runtime.
     fn inner(&self) -> Arc<PoolInner> {
         let inner = Arc::clone(&self.inner.read().unwrap_or_else(PoisonError::into_inner));
         if !inner.runtime.has_ended() {
@@ -146,15 +146,15 @@ impl Pool {
         Arc::clone(&inner)
     }
 
-    /// Sends one command and waits for its answer.
+    /// Sends one command and waits for its reply.
     ///
-    /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
+    /// If it fails after the command was sent, the command may have run, so nothing is sent twice.
     pub(crate) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
         self.exchange(command, false, None).await
     }
 
-    /// The same, also to a node that is about to take over the slot of the key, with ASKING, and for longer or less than commands are
-    /// waited for otherwise. Longer only while the Sentinels name this primary, if there are any.
+    /// Like [`send`](Self::send), with an optional timeout and an optional ASKING, for a node that takes over the slot of the key. After
+    /// the default timeout, it fails as soon as the Sentinels name another primary.
     pub(crate) async fn exchange(
         &self,
         command: &Cmd,
@@ -165,11 +165,11 @@ impl Pool {
         let Some(timeout) = timeout else {
             return connection.send(command, asking).await;
         };
-        // Apart, so that what is not waited for longer has no room for it to carry along.
+        // Boxed to keep the future of calls with the default timeout small.
         Box::pin(connection.send_with_timeout(command, asking, timeout)).await
     }
 
-    /// Waits until there is a connection to send something by.
+    /// Waits until a connection is available.
     pub(crate) async fn connected(&self) -> Result<(), RedisError> {
         self.borrow().await.map(drop).map_err(error::unsent)
     }
@@ -179,26 +179,26 @@ impl Pool {
         self.inner().last_failure.borrow().is_some()
     }
 
-    /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
+    /// A clone of a connection that is not known to be dead. The original is back in the pool on return.
     pub(crate) async fn borrow(&self) -> Result<Connection, RedisError> {
-        // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
-        // and one more for a sound one.
+        // Each iteration removes a broken connection from the pool for good. So the loop needs at most one iteration for each
+        // connection, and one more for a working one.
         for _ in 0..=self.connections {
             let inner = self.inner();
             let checkout = tokio::select! {
                 biased;
                 checkout = inner.runtime.inside(inner.checkout()) => checkout,
-                // No connection is there and the last attempt to open one failed just now: say why at once. Asking the
-                // pool has set off the next attempt.
+                // There is no connection, and the last attempt to open one failed just now: fail at once with its error. `checkout` has
+                // triggered the next attempt.
                 error = inner.unreachable() => return Err(error.unwrap_or_else(|| no_connection(self.options.connect))),
-                // By the caller's clock: that of the other runtime may stand still.
+                // By the caller's clock, since the clock of the other runtime may be stopped.
                 () = async { Box::pin(sleep(self.options.connect)).await } => return Err(no_connection(self.options.connect)),
             };
             let connection = match checkout {
                 Some(Ok(connection)) => connection,
                 Some(Err(RunError::User(error))) => return Err(error),
                 Some(Err(RunError::TimedOut)) => return Err(no_connection(self.options.connect)),
-                // The runtime has ended meanwhile.
+                // The runtime has just ended.
                 None => continue,
             };
             if !connection.is_broken() {
@@ -210,7 +210,7 @@ impl Pool {
 }
 
 impl PoolInner {
-    /// In the runtime that this is called in.
+    /// Creates the pool in the current runtime.
     fn new(
         connector: Connector,
         connections: u32,
@@ -223,19 +223,19 @@ impl PoolInner {
         Self { pool: builder(connections, min_idle).build_unchecked(manager), last_failure, runtime }
     }
 
-    /// A clone of the handle of whichever connection is next.
+    /// A clone of the next connection.
     async fn checkout(&self) -> Result<Connection, RunError<RedisError>> {
         let mut connection = self.pool.get().await?;
         connection.probe_if_idle();
         Ok(connection.clone())
     }
 
-    /// Waits until there is no connection and the last attempt to open one was a recent one that failed, and says how.
+    /// Waits until there is no connection and the last attempt to open one failed recently. Returns its error.
     async fn unreachable(&self) -> Option<RedisError> {
         let started = Instant::now();
         let applies = |last_failure: &Option<ConnectFailure>| {
             let recent = last_failure.as_ref().is_some_and(|failure| started < failure.until);
-            // With a connection left that is only lent out, waiting takes an instant.
+            // If there is a connection, it is only borrowed, and comes back within an instant.
             recent && self.pool.state().connections == 0
         };
         let mut last_failure = self.last_failure.clone();
@@ -250,13 +250,13 @@ fn builder(connections: u32, min_idle: Option<u32>) -> bb8::Builder<Manager> {
         .min_idle(min_idle)
         .test_on_check_out(false)
         .retry_connection(false)
-        // Whoever waits has a clock of their own.
+        // The caller has its own timeout.
         .connection_timeout(Duration::MAX)
         .idle_timeout(None)
         .max_lifetime(None)
 }
 
-/// What there is to say when no connection was to be had in time: nothing was sent.
+/// No connection was available in time, and nothing was sent.
 pub(crate) fn no_connection(within: Duration) -> RedisError {
     io::Error::new(io::ErrorKind::NotConnected, format!("no connection within {within:?}")).into()
 }
@@ -267,14 +267,14 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Opens connections for bb8, and knows the broken ones.
+/// Opens connections for bb8, and detects broken ones.
 pub(crate) struct Manager {
     connector: Connector,
     options: PoolOptions,
     server_state: Arc<ServerState>,
 }
 
-/// Keeps a server that is down from being asked in a loop.
+/// Limits how often a server that is down is connected to.
 #[derive(Default)]
 struct Backoff {
     length: Duration,
@@ -293,7 +293,7 @@ impl ManageConnection for Manager {
         }
         let started = Instant::now();
         let outcome = match timeout(self.options.connect, self.attempt()).await {
-            // It is there and says nothing.
+            // The server accepted the connection and does not reply.
             Ok(Err(error)) if error::inner(&error).is_timeout() => {
                 let no_reply = no_connection(self.options.response.min(self.options.connect));
                 Err(error::peer_of(&error)
@@ -343,7 +343,7 @@ impl Manager {
         (Self { connector, options, server_state }, last_failure)
     }
 
-    /// Opens a connection. If one is there that was begun later, what was sent for this one may have been lost, and it is begun anew.
+    /// Opens a connection. If a later attempt succeeds first, the packets of this one may be lost, so it starts again.
     async fn attempt(&self) -> Result<(MultiplexedConnection, Option<PrimaryTerm>), RedisError> {
         loop {
             tokio::select! {
@@ -356,7 +356,7 @@ impl Manager {
 }
 
 impl ServerState {
-    /// Waits until an attempt that was begun later than `begun` has a connection, and for as long again as that has taken.
+    /// Waits until an attempt that began after `started` has succeeded, and then for as long as that attempt took.
     async fn overtaken(&self, started: Instant) {
         let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > started);
         let mut success = self.success_sender.subscribe();
@@ -388,7 +388,7 @@ mod tests {
 
     use super::*;
 
-    /// Says yes to whatever it is asked.
+    /// Answers each request with PONG.
     async fn serve(mut client: TcpStream) {
         let mut request = [0; 1024];
         while client.read(&mut request).await.is_ok_and(|read| read > 0) && client.write_all(b"+PONG\r\n").await.is_ok()

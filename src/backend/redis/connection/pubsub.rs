@@ -1,8 +1,8 @@
-//! Connections for subscriptions: one to a server, or one to each node of a cluster that has channels which are listened to.
+//! Connections for subscriptions: one to a single server, or one to each cluster node with subscribed channels.
 //!
-//! The client library can listen to a cluster by itself. It subscribes to all channels of a node in one command, which the node refuses if they are in several
-//! slots. It reconnects to an address that is gone, although the slots have moved. It does not notice a node that hangs. Here each connection leads to one
-//! node, and the map of slots that commands go by says which node has a channel.
+//! The client library can subscribe on a cluster, too. It subscribes to all channels of a node in one command, which the node refuses
+//! if they are in several slots. It reconnects to an address that is gone, although the slots have moved. It does not notice a node
+//! that hangs. Here each connection leads to one node, and the slot map of the commands decides which node has a channel.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,134 +19,134 @@ use crate::backend::redis::error::is_unknown_command;
 use crate::backend::redis::sentinel::PrimaryTerm;
 use crate::lock::Token;
 
-/// How long it may take to connect to one server, at the least: there may be Sentinels to be asked.
-const CONNECT: Duration = Duration::from_secs(1);
-/// How long an answer may take at the least, and at the most: whether the connection is alive would not be known for longer.
-const ANSWER: Duration = Duration::from_secs(1);
-const LONGEST_ANSWER: Duration = Duration::from_secs(5);
-/// How often a connection on which nothing comes is asked whether it is alive.
-const PING: Duration = Duration::from_secs(5);
-/// The same on a cluster, where another node may have taken over meanwhile.
-const NODE_PING: Duration = Duration::from_secs(1);
+/// The shortest timeout for connecting to one server, since Sentinels may have to be asked first.
+const MIN_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The bounds of the reply timeout. The upper bound limits how long a dead connection stays unnoticed.
+const MIN_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+const MAX_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often an idle connection is pinged.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+/// The interval on a cluster, where another node may take over.
+const NODE_PING_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Where to listen, with the time that requests have.
+/// Where to subscribe, with the timeouts of requests.
 #[derive(Clone)]
 pub(crate) struct Source {
-    pub(crate) servers: Listened,
+    pub(crate) servers: Publishers,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
 }
 
-/// Which servers send messages.
+/// Which servers publish messages.
 #[derive(Clone)]
-pub(crate) enum Listened {
+pub(crate) enum Publishers {
     One(Connector),
     Cluster(Arc<Cluster>),
 }
 
-/// A server that sends the messages of a channel.
+/// A server that publishes the messages of a channel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Server {
-    /// There is only one.
+    /// The only server.
     Only,
     Node(Address),
 }
 
-/// What somebody who listens is told.
+/// An event on a channel.
 pub(crate) enum Event<'a> {
-    /// A channel, and whose turn it is; if that is nobody's in particular, it is for all who listen there.
+    /// A message on a channel. With a token it is for that waiter, otherwise for all listeners.
     Message(&'a str, Option<Token>),
-    /// Nothing more comes on a channel: its slot has moved.
-    Over(&'a str),
+    /// The server ended the subscription because the slot has moved.
+    Ended(&'a str),
 }
 
-/// Channels that could not be subscribed to. Messages of all others come from now on.
+/// Which channels could not be subscribed to. All others deliver messages from now on.
 #[derive(Default)]
-pub(crate) struct Answer {
+pub(crate) struct SubscribeOutcome {
     pub(crate) refusal: Option<Refusal>,
-    /// Channels that another node has.
-    pub(crate) elsewhere: Vec<Arc<str>>,
+    /// Channels of another node.
+    pub(crate) moved: Vec<Arc<str>>,
 }
 
-/// Channels that the user may not listen to.
+/// Channels that the user may not subscribe to.
 pub(crate) struct Refusal {
     pub(crate) channels: Vec<Arc<str>>,
     pub(crate) missing: Permission,
 }
 
-/// What somebody who listens has to be allowed.
+/// What a user needs to subscribe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Permission {
-    /// The command of this name.
+    /// The permission to run this command.
     Command(&'static str),
     Channels,
 }
 
-/// A connection that listens to channels. What is heard is told by whoever reads it: nobody has to wake up for that in between.
+/// A connection with subscriptions. Events are delivered by the task that reads from it, so no other task has to wake up in between.
 pub(crate) struct Listener {
     connection: MultiplexedConnection,
-    hearing: Arc<Hearing>,
-    // With Sentinels: as long as the server is the one that they name.
-    tenure: Option<PrimaryTerm>,
-    // By sharded channels, which only the nodes of one slot hear of: on a cluster with Redis 7 or Valkey.
+    state: Arc<ChannelState>,
+    // With Sentinels: ends when they name another primary.
+    term: Option<PrimaryTerm>,
+    // Sharded channels, whose messages reach only the nodes of one slot: on a cluster with Redis 7 or Valkey.
     is_sharded: bool,
 }
 
-/// State that follows from messages the server sends by itself.
+/// State that pushed messages change.
 #[derive(Default)]
-struct Hearing {
-    // The confirmed channels. The client library takes the message that a slot has moved for the reply to the latest command, so a reply alone proves no
-    // subscription.
+struct ChannelState {
+    // The confirmed channels. The client library takes the push that a slot has moved for the reply to the latest command, so a reply
+    // alone proves no subscription.
     subscribed: Mutex<HashSet<String>>,
-    // Those whose subscriptions this process is ending.
-    leaving: Mutex<HashSet<String>>,
+    // Channels that this process is unsubscribing from.
+    unsubscribing: Mutex<HashSet<String>>,
     closed: Notify,
 }
 
 impl Source {
-    /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
+    /// Whether subscriptions are possible. A pool opens only the connections that it lends.
     pub(crate) const fn can_subscribe(&self) -> bool {
-        !matches!(self.servers, Listened::One(Connector::Pool { .. }))
+        !matches!(self.servers, Publishers::One(Connector::Pool { .. }))
     }
 
-    /// How long it may take to open a connection.
-    pub(crate) fn patience(&self) -> Duration {
-        CONNECT.max(self.connect_timeout)
+    /// The timeout for opening a connection.
+    pub(crate) fn open_timeout(&self) -> Duration {
+        MIN_CONNECT_TIMEOUT.max(self.connect_timeout)
     }
 
-    /// How long an answer may take on such a connection.
-    pub(crate) fn answer_patience(&self) -> Duration {
-        self.response_timeout.clamp(ANSWER, LONGEST_ANSWER)
+    /// The timeout for a reply on such a connection.
+    pub(crate) fn reply_timeout(&self) -> Duration {
+        self.response_timeout.clamp(MIN_REPLY_TIMEOUT, MAX_REPLY_TIMEOUT)
     }
 
-    /// How often a connection is asked whether it is alive.
-    pub(crate) const fn ping_period(&self) -> Duration {
+    /// How often to ping a connection.
+    pub(crate) const fn ping_interval(&self) -> Duration {
         match self.servers {
-            Listened::One(_) => PING,
-            Listened::Cluster(_) => NODE_PING,
+            Publishers::One(_) => PING_INTERVAL,
+            Publishers::Cluster(_) => NODE_PING_INTERVAL,
         }
     }
 
-    /// The server that has a channel, if it is known.
+    /// The server of a channel, if it is known.
     pub(crate) fn server_of(&self, channel: &str) -> Option<Server> {
         match &self.servers {
-            Listened::One(_) => Some(Server::Only),
-            Listened::Cluster(cluster) => cluster.owner_of(channel).map(Server::Node),
+            Publishers::One(_) => Some(Server::Only),
+            Publishers::Cluster(cluster) => cluster.owner_of(channel).map(Server::Node),
         }
     }
 
-    /// Has the map of a cluster read anew.
-    pub(crate) fn doubt(&self) {
-        if let Listened::Cluster(cluster) = &self.servers {
-            cluster.doubt();
+    /// Triggers a new read of the cluster's slot map.
+    pub(crate) fn refresh_map(&self) {
+        if let Publishers::Cluster(cluster) = &self.servers {
+            cluster.refresh_map();
         }
     }
 
-    /// Each time that the map of a cluster was read.
-    pub(crate) fn reads(&self) -> Option<watch::Receiver<()>> {
+    /// Changes after each read of the cluster's slot map.
+    pub(crate) fn map_reads(&self) -> Option<watch::Receiver<()>> {
         match &self.servers {
-            Listened::One(_) => None,
-            Listened::Cluster(cluster) => Some(cluster.reads()),
+            Publishers::One(_) => None,
+            Publishers::Cluster(cluster) => Some(cluster.map_reads()),
         }
     }
 
@@ -154,20 +154,22 @@ impl Source {
     pub(crate) fn name(&self, server: &Server) -> String {
         match (&self.servers, server) {
             (_, Server::Node((host, port))) => format!("{host}:{port}"),
-            (Listened::One(connector), Server::Only) => connector.to_string(),
-            (Listened::Cluster(_), Server::Only) => "the cluster".to_owned(),
+            (Publishers::One(connector), Server::Only) => connector.to_string(),
+            (Publishers::Cluster(_), Server::Only) => "the cluster".to_owned(),
         }
     }
 
     async fn connect(
         &self,
         server: &Server,
-        heard: impl AsyncPushSender,
+        push_sender: impl AsyncPushSender,
     ) -> Result<(MultiplexedConnection, Option<PrimaryTerm>), RedisError> {
         match (&self.servers, server) {
-            (Listened::One(connector), _) => connector.subscriber(heard).await,
-            (Listened::Cluster(cluster), Server::Node(address)) => cluster.connector(address)?.subscriber(heard).await,
-            (Listened::Cluster(_), Server::Only) => {
+            (Publishers::One(connector), _) => connector.subscriber(push_sender).await,
+            (Publishers::Cluster(cluster), Server::Node(address)) => {
+                cluster.connector(address)?.subscriber(push_sender).await
+            }
+            (Publishers::Cluster(_), Server::Only) => {
                 Err((ErrorKind::ClusterConnectionNotFound, "a cluster has several servers").into())
             }
         }
@@ -175,61 +177,61 @@ impl Source {
 }
 
 impl Listener {
-    /// Tells everything that is heard until the value is dropped.
+    /// Opens a connection that delivers events until it is dropped.
     pub(crate) async fn open(
         source: &Source,
         server: &Server,
-        tell: impl Fn(Event<'_>) + Send + Sync + 'static,
+        on_event: impl Fn(Event<'_>) + Send + Sync + 'static,
     ) -> Result<Self, RedisError> {
-        let hearing = Arc::<Hearing>::default();
-        let hears = Arc::clone(&hearing);
-        let heard = move |push: PushInfo| {
-            hears.hear(&push, &tell);
+        let state = Arc::<ChannelState>::default();
+        let pushed_state = Arc::clone(&state);
+        let push_sender = move |push: PushInfo| {
+            pushed_state.handle_push(&push, &on_event);
             Ok::<_, ()>(())
         };
-        let (connection, tenure) = source.connect(server, heard).await?;
-        Ok(Self { connection, hearing, tenure, is_sharded: matches!(source.servers, Listened::Cluster(_)) })
+        let (connection, term) = source.connect(server, push_sender).await?;
+        Ok(Self { connection, state, term, is_sharded: matches!(source.servers, Publishers::Cluster(_)) })
     }
 
-    /// Subscribes to those of the channels that the user may listen to and that the server has, and says which the others are.
-    pub(crate) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<Answer, RedisError> {
+    /// Subscribes to the channels that the user may use and the server has. Returns the others.
+    pub(crate) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<SubscribeOutcome, RedisError> {
         if !self.is_sharded {
             match self.connection.subscribe(names(channels)).await {
-                Ok(()) => return Ok(Answer::default()),
+                Ok(()) => return Ok(SubscribeOutcome::default()),
                 Err(error) => {
                     let missing = self.missing(&error).ok_or(error)?;
                     if channels.len() == 1 || missing != Permission::Channels {
                         let refusal = Some(Refusal { channels: channels.to_vec(), missing });
-                        return Ok(Answer { refusal, ..Answer::default() });
+                        return Ok(SubscribeOutcome { refusal, ..SubscribeOutcome::default() });
                     }
                 }
             }
         }
-        // One command each: a server refuses a command with channels of several slots, or with one channel that the user may not use.
-        let answers = join_all(channels.iter().map(|channel| self.subscribe_alone(channel))).await;
-        if self.is_sharded && answers.iter().any(|answer| answer.as_ref().is_err_and(is_unknown_command)) {
-            // An older server.
+        // One command for each channel: a server refuses a command with channels of several slots, or with one forbidden channel.
+        let replies = join_all(channels.iter().map(|channel| self.subscribe_one(channel))).await;
+        if self.is_sharded && replies.iter().any(|reply| reply.as_ref().is_err_and(is_unknown_command)) {
+            // Before Redis 7 there are no sharded channels.
             self.is_sharded = false;
             return Box::pin(self.subscribe(channels)).await;
         }
-        let (mut refused, mut elsewhere) = (Vec::new(), Vec::new());
-        let mut right = None;
-        for (channel, answer) in channels.iter().zip(answers) {
-            match answer {
-                Ok(()) if self.hearing.subscribed().contains(&**channel) => {}
-                Ok(()) => elsewhere.push(Arc::clone(channel)),
-                Err(error) if is_elsewhere(&error) => elsewhere.push(Arc::clone(channel)),
+        let (mut refused, mut moved) = (Vec::new(), Vec::new());
+        let mut missing_permission = None;
+        for (channel, reply) in channels.iter().zip(replies) {
+            match reply {
+                Ok(()) if self.state.subscribed().contains(&**channel) => {}
+                Ok(()) => moved.push(Arc::clone(channel)),
+                Err(error) if is_moved(&error) => moved.push(Arc::clone(channel)),
                 Err(error) => {
-                    right = Some(self.missing(&error).ok_or(error)?);
+                    missing_permission = Some(self.missing(&error).ok_or(error)?);
                     refused.push(Arc::clone(channel));
                 }
             }
         }
-        let refusal = right.map(|missing| Refusal { channels: refused, missing });
-        Ok(Answer { refusal, elsewhere })
+        let refusal = missing_permission.map(|missing| Refusal { channels: refused, missing });
+        Ok(SubscribeOutcome { refusal, moved })
     }
 
-    async fn subscribe_alone(&self, channel: &str) -> Result<(), RedisError> {
+    async fn subscribe_one(&self, channel: &str) -> Result<(), RedisError> {
         let mut connection = self.connection.clone();
         if self.is_sharded {
             return redis::cmd("SSUBSCRIBE").arg(channel).query_async::<Value>(&mut connection).await.map(drop);
@@ -237,7 +239,7 @@ impl Listener {
         connection.subscribe(channel).await
     }
 
-    /// What the user lacks, if that is why a subscription was refused.
+    /// The permission that the user lacks, if that is why a subscription was refused.
     fn missing(&self, error: &RedisError) -> Option<Permission> {
         if error.code() != Some("NOPERM") {
             return None;
@@ -252,53 +254,53 @@ impl Listener {
         if !self.is_sharded {
             return self.connection.unsubscribe(names(channels)).await;
         }
-        // A node that has a channel no more has ended the subscription by itself.
-        let subscribed: Vec<_> = channels.iter().filter(|name| self.hearing.subscribed().contains(&***name)).collect();
-        self.hearing.leaving().extend(subscribed.iter().map(|name| (**name).to_string()));
-        let answers = join_all(subscribed.into_iter().map(async |channel| {
+        // If a node no longer has a channel, it has ended the subscription itself.
+        let subscribed: Vec<_> = channels.iter().filter(|name| self.state.subscribed().contains(&***name)).collect();
+        self.state.unsubscribing().extend(subscribed.iter().map(|name| (**name).to_string()));
+        let replies = join_all(subscribed.into_iter().map(async |channel| {
             let mut connection = self.connection.clone();
             redis::cmd("SUNSUBSCRIBE").arg(&**channel).query_async::<Value>(&mut connection).await
         }))
         .await;
-        self.hearing.leaving().clear();
-        answers.into_iter().find_map(|answer| answer.err().filter(|error| error.code().is_none())).map_or(Ok(()), Err)
+        self.state.unsubscribing().clear();
+        replies.into_iter().find_map(|reply| reply.err().filter(|error| error.code().is_none())).map_or(Ok(()), Err)
     }
 
-    /// Whether the connection is alive.
+    /// Checks that the connection is alive.
     pub(crate) async fn ping(&mut self) -> Result<(), RedisError> {
         match redis::cmd("PING").query_async::<Value>(&mut self.connection).await {
             Err(error) if error.is_unrecoverable_error() => Err(error),
-            // Somebody who may not ask has an answer as well.
+            // A user without permission for PING gets a reply as well.
             Ok(_) | Err(_) => Ok(()),
         }
     }
 
-    /// Waits until nothing can be heard any more, or what is heard comes from a primary that has been replaced.
+    /// Waits until the connection is closed, or until its primary has been replaced.
     pub(crate) async fn ended(&self) -> RedisError {
-        let reason = match &self.tenure {
+        let reason = match &self.term {
             None => {
-                self.hearing.closed.notified().await;
+                self.state.closed.notified().await;
                 "the connection is closed"
             }
-            Some(tenure) => tokio::select! {
-                () = self.hearing.closed.notified() => "the connection is closed",
-                () = tenure.end() => "the sentinels name another primary",
+            Some(term) => tokio::select! {
+                () = self.state.closed.notified() => "the connection is closed",
+                () = term.end() => "the sentinels name another primary",
             },
         };
         (ErrorKind::Io, reason).into()
     }
 }
 
-impl Hearing {
+impl ChannelState {
     fn subscribed(&self) -> MutexGuard<'_, HashSet<String>> {
         self.subscribed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn leaving(&self) -> MutexGuard<'_, HashSet<String>> {
-        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unsubscribing(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.unsubscribing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hear(&self, push: &PushInfo, tell: impl Fn(Event<'_>)) {
+    fn handle_push(&self, push: &PushInfo, on_event: impl Fn(Event<'_>)) {
         if push.kind == PushKind::Disconnection {
             self.closed.notify_one();
         }
@@ -306,19 +308,19 @@ impl Hearing {
         let channel = String::from_utf8_lossy(channel);
         match push.kind {
             PushKind::Message | PushKind::SMessage => {
-                let whose = match push.data.get(1) {
+                let token = match push.data.get(1) {
                     Some(Value::BulkString(message)) => Token::from_bytes(message),
                     _ => None,
                 };
-                tell(Event::Message(&channel, whose));
+                on_event(Event::Message(&channel, token));
             }
             PushKind::Subscribe | PushKind::SSubscribe => drop(self.subscribed().insert(channel.into_owned())),
             PushKind::Unsubscribe => drop(self.subscribed().remove(&*channel)),
             PushKind::SUnsubscribe => {
                 self.subscribed().remove(&*channel);
-                // Somebody may listen there again by now.
-                if !self.leaving().remove(&*channel) {
-                    tell(Event::Over(&channel));
+                // By now the channel may be subscribed to again.
+                if !self.unsubscribing().remove(&*channel) {
+                    on_event(Event::Ended(&channel));
                 }
             }
             _ => {}
@@ -326,8 +328,8 @@ impl Hearing {
     }
 }
 
-/// Whether a node says that another node has a channel, or none for now.
-fn is_elsewhere(error: &RedisError) -> bool {
+/// Whether a node reports that another node has a channel, or that no node has it for now.
+fn is_moved(error: &RedisError) -> bool {
     use ServerErrorKind::{Ask, ClusterDown, Moved, TryAgain};
     matches!(error.kind(), ErrorKind::Server(Moved | Ask | TryAgain | ClusterDown))
 }
@@ -341,22 +343,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn end_that_was_asked_for_is_no_news() {
-        let (hearing, told) = (Hearing::default(), Mutex::new(Vec::new()));
-        let hear = |name: &str| {
+    fn own_unsubscription_is_no_event() {
+        let (state, ended_channels) = (ChannelState::default(), Mutex::new(Vec::new()));
+        let handle_push = |name: &str| {
             let push =
                 PushInfo { kind: PushKind::SUnsubscribe, data: vec![Value::BulkString(name.into()), Value::Int(0)] };
-            hearing.hear(&push, |news| {
-                if let Event::Over(name) = news {
-                    told.lock().unwrap().push(name.to_owned());
+            state.handle_push(&push, |event| {
+                if let Event::Ended(name) = event {
+                    ended_channels.lock().unwrap().push(name.to_owned());
                 }
             });
         };
-        hearing.leaving().insert("a".to_owned());
-        hear("a");
-        hear("b");
-        // It was subscribed to again, and the slot moved later.
-        hear("a");
-        assert_eq!(*told.lock().unwrap(), ["b", "a"]);
+        state.unsubscribing().insert("a".to_owned());
+        handle_push("a");
+        handle_push("b");
+        // A new subscription, and the slot moved later.
+        handle_push("a");
+        assert_eq!(*ended_channels.lock().unwrap(), ["b", "a"]);
     }
 }

@@ -1,4 +1,4 @@
-//! The runtime that a backend was made in, where its tasks and connections live, whoever sets them off.
+//! The runtime in which a backend was created. Its tasks and connections live there, even if calls come from other runtimes.
 
 use std::future::{pending, poll_fn};
 use std::pin::pin;
@@ -7,15 +7,15 @@ use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 
-/// A runtime, and whether it is still there. If it is not, it is the caller's that stands in for it.
+/// A runtime, and whether it still exists. After it has ended, tasks are spawned in the caller's runtime.
 pub(crate) struct RuntimeHandle {
     runtime: Handle,
-    // Ends with the runtime, and with this value.
+    // Finishes when the runtime ends, or when this value is dropped.
     liveness: AbortHandle,
 }
 
 impl RuntimeHandle {
-    /// The runtime that this is called in.
+    /// The current runtime.
     pub(crate) fn here() -> Self {
         let runtime = Handle::current();
         let liveness = runtime.spawn(pending::<()>()).abort_handle();
@@ -31,8 +31,8 @@ impl RuntimeHandle {
         self.liveness.is_finished()
     }
 
-    /// Lets the caller wait for something whose tasks are to live here. `None` once the runtime has ended: what waits for its timers must not be
-    /// polled any more.
+    /// Polls `call` inside this runtime, so that its tasks and timers live there. Returns `None` once the runtime has ended: its timers must
+    /// not be polled any more.
     pub(crate) async fn inside<T>(&self, call: impl Future<Output = T>) -> Option<T> {
         let mut call = pin!(call);
         poll_fn(|cx| {

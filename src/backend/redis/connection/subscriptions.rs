@@ -1,4 +1,4 @@
-//! The task that listens to one server: its subscriptions on one connection, and how it connects again.
+//! The task that subscribes at one server: its connection, its channels, and how it reconnects.
 
 use std::collections::HashSet;
 use std::pin::pin;
@@ -9,156 +9,156 @@ use redis::RedisError;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::pool::no_connection;
-use super::pubsub::{Answer, Event, Listener, Refusal, Server};
+use super::pubsub::{Event, Listener, Refusal, Server, SubscribeOutcome};
 use super::subscriber::Shared;
 
-/// The pause after an attempt to connect that failed, doubled with each further one.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// How long a connection has to last after a confirmation in order to be of use: one that always ends at once is no better than none.
-const OF_USE: Duration = Duration::from_secs(1);
-/// How often the map of a cluster is doubted while a node lets nobody in.
-const DOUBT: Duration = Duration::from_secs(1);
-/// When channels are asked for again that the user may not listen to: somebody has to allow it first.
-const REFUSED: Duration = Duration::from_secs(5);
-/// How many channels are subscribed to at once.
-const CHUNK: usize = 256;
+/// The pause after a failed attempt to connect. Doubles with each further failure.
+const MIN_PAUSE: Duration = Duration::from_millis(10);
+const MAX_PAUSE: Duration = Duration::from_millis(500);
+/// How long a connection must last after a confirmation to count as stable. A connection that always ends at once is a failure.
+const STABLE_AFTER: Duration = Duration::from_secs(1);
+/// How often to request a read of the slot map while a node accepts no connection.
+const MAP_REFRESH_INTERVAL: Duration = Duration::from_secs(1);
+/// When to retry refused channels: an operator has to grant the permission first.
+const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// How many channels to subscribe to at once.
+const CHUNK_SIZE: usize = 256;
 
-/// What of the channels the server sends on one connection.
+/// The channels of one connection.
 #[derive(Default)]
 pub(crate) struct Subscriptions {
     pub(crate) confirmed: HashSet<Arc<str>>,
-    // Those that the user may not listen to, and when they are asked for again.
+    // Channels that the user may not use, and when to retry them.
     pub(crate) refused: Vec<Arc<str>>,
-    pub(crate) again_at: Option<Instant>,
-    // Since when any is confirmed.
+    pub(crate) retry_at: Option<Instant>,
+    // When the first channel was confirmed.
     confirmed_at: Option<Instant>,
-    // Whether the log was told that there is no connection of use.
-    is_deaf: bool,
+    // Whether the failure to subscribe has been logged.
+    is_failing: bool,
 }
 
-/// Listens to a server for as long as it has any of the channels.
+/// Subscribes at a server for as long as it has any of the channels.
 pub(crate) async fn run(shared: Arc<Shared>, server: Server) {
-    let (mut pause, mut is_deaf) = (Duration::ZERO, false);
+    let (mut pause, mut is_failing) = (Duration::ZERO, false);
     loop {
-        let mut subscriptions = Subscriptions { is_deaf, ..Subscriptions::default() };
+        let mut subscriptions = Subscriptions { is_failing, ..Subscriptions::default() };
         let failure = match open(&shared, &server).await {
             Ok(listener) => match listen(&shared, &server, listener, &mut subscriptions).await {
-                // Whoever listens from now on has a task of their own already.
+                // A new listener has already started another task.
                 Ok(()) => return,
                 Err(error) => error,
             },
             Err(error) => error,
         };
-        is_deaf = subscriptions.is_deaf;
+        is_failing = subscriptions.is_failing;
         let name = shared.source.name(&server);
-        if subscriptions.is_of_use() {
+        if subscriptions.is_stable() {
             pause = Duration::ZERO;
             tracing::debug!(server = name, error = %failure, "the connection with the subscriptions is gone");
         } else {
-            shared.meters.failed();
-            if !std::mem::replace(&mut is_deaf, true) {
+            shared.metrics.subscription_failed();
+            if !std::mem::replace(&mut is_failing, true) {
                 tracing::warn!(server = name, error = %failure, "cannot subscribe to redis; waiters and workers poll meanwhile");
             }
         }
-        shared.start_again(&server);
+        shared.resubscribe_all(&server);
         drop(shared.take_unused(&server, Instant::now()));
         if shared.is_idle(&server) {
             return;
         }
         // Another node may have taken over.
-        shared.source.doubt();
-        pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        shared.source.refresh_map();
+        pause = (pause * 2).clamp(MIN_PAUSE, MAX_PAUSE);
         sleep(pause).await;
     }
 }
 
-/// Connects to a server, in the time that there is.
+/// Connects to a server, within the timeout.
 async fn open(shared: &Arc<Shared>, server: &Server) -> Result<Listener, RedisError> {
-    let (told, from) = (Arc::downgrade(shared), server.clone());
-    let tell = move |news: Event<'_>| {
-        if let Some(shared) = told.upgrade() {
-            shared.hear(&from, news);
+    let (weak, from) = (Arc::downgrade(shared), server.clone());
+    let on_event = move |event: Event<'_>| {
+        if let Some(shared) = weak.upgrade() {
+            shared.handle_event(&from, event);
         }
     };
-    let patience = shared.source.patience();
-    let mut opened = pin!(timeout(patience, Listener::open(&shared.source, server, tell)));
+    let open_timeout = shared.source.open_timeout();
+    let mut opened = pin!(timeout(open_timeout, Listener::open(&shared.source, server, on_event)));
     loop {
-        match timeout(DOUBT, &mut opened).await {
-            Ok(outcome) => return outcome.unwrap_or_else(|_| Err(no_connection(patience))),
+        match timeout(MAP_REFRESH_INTERVAL, &mut opened).await {
+            Ok(outcome) => return outcome.unwrap_or_else(|_| Err(no_connection(open_timeout))),
             // Another node may take over meanwhile.
-            Err(_) => shared.source.doubt(),
+            Err(_) => shared.source.refresh_map(),
         }
     }
 }
 
-/// Listens until the connection breaks or nobody is interested any more.
+/// Runs until the connection breaks or there are no channels any more.
 async fn listen(
     shared: &Shared,
     server: &Server,
     mut listener: Listener,
     subscriptions: &mut Subscriptions,
 ) -> Result<(), RedisError> {
-    shared.start_again(server);
-    let work = shared.work(server);
-    let period = shared.source.ping_period();
-    let mut ping_at = Instant::now() + period;
+    shared.resubscribe_all(server);
+    let wake = shared.wake(server);
+    let interval = shared.source.ping_interval();
+    let mut ping_at = Instant::now() + interval;
     loop {
-        let next = adapt(shared, server, &mut listener, subscriptions).await?;
+        let next = sync(shared, server, &mut listener, subscriptions).await?;
         if subscriptions.confirmed.is_empty() && shared.is_idle(server) {
             return Ok(());
         }
-        let (again_at, heard_at) = (subscriptions.again_at, subscriptions.heard_again(shared, server));
+        let (retry_at, stable_at) = (subscriptions.retry_at, subscriptions.log_recovery(shared, server));
         tokio::select! {
             error = listener.ended() => return Err(error),
-            () = work.notified() => {}
-            () = sleep_until([next, again_at, heard_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
+            () = wake.notified() => {}
+            () = sleep_until([next, retry_at, stable_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
         }
         if Instant::now() >= ping_at {
-            ping_at = Instant::now() + period;
-            timeout(shared.source.answer_patience(), listener.ping()).await.map_err(|_| silence())??;
+            ping_at = Instant::now() + interval;
+            timeout(shared.source.reply_timeout(), listener.ping()).await.map_err(|_| no_reply())??;
         }
     }
 }
 
-/// Subscribes to what is new and leaves what nobody wants, and says when to look again.
-pub(crate) async fn adapt(
+/// Subscribes to new channels and unsubscribes from unused ones. Returns when the next channel becomes unused.
+pub(crate) async fn sync(
     shared: &Shared,
     server: &Server,
     listener: &mut Listener,
     subscriptions: &mut Subscriptions,
 ) -> Result<Option<Instant>, RedisError> {
-    let (now, patience) = (Instant::now(), shared.source.answer_patience());
+    let (now, reply_timeout) = (Instant::now(), shared.source.reply_timeout());
     let (unused, next) = shared.take_unused(server, now);
     let unused: Vec<_> = unused.into_iter().filter(|name| subscriptions.confirmed.remove(name)).collect();
-    for names in unused.chunks(CHUNK) {
-        timeout(patience, listener.unsubscribe(names)).await.map_err(|_| silence())??;
+    for names in unused.chunks(CHUNK_SIZE) {
+        timeout(reply_timeout, listener.unsubscribe(names)).await.map_err(|_| no_reply())??;
     }
-    let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
-    let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
-    let (added, is_again) = shared.take_added(server, again);
+    let is_due = subscriptions.retry_at.take_if(|at| *at <= now).is_some();
+    let retry = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
+    let (new, includes_refused) = shared.take_new(server, retry);
     let mut missing = None;
-    for names in added.chunks(CHUNK) {
-        let answer = timeout(patience, listener.subscribe(names)).await.map_err(|_| silence())??;
-        let Answer { refusal, elsewhere } = answer;
+    for names in new.chunks(CHUNK_SIZE) {
+        let outcome = timeout(reply_timeout, listener.subscribe(names)).await.map_err(|_| no_reply())??;
+        let SubscribeOutcome { refusal, moved } = outcome;
         let refused = refusal.as_ref().map(|refusal| &*refusal.channels).unwrap_or_default();
-        let is_confirmed = |name: &&Arc<str>| !refused.contains(name) && !elsewhere.contains(name);
+        let is_confirmed = |name: &&Arc<str>| !refused.contains(name) && !moved.contains(name);
         let names: Vec<_> = names.iter().filter(is_confirmed).cloned().collect();
         subscriptions.confirmed(shared, server, &names);
-        if !elsewhere.is_empty() {
-            shared.misplaced(server, &elsewhere);
+        if !moved.is_empty() {
+            shared.refused_by_node(server, &moved);
         }
-        if let Some(Refusal { channels, missing: right }) = refusal {
+        if let Some(Refusal { channels, missing: missing_permission }) = refusal {
             subscriptions.refused.extend(channels);
-            missing = Some(right);
+            missing = Some(missing_permission);
         }
     }
     match missing {
-        Some(right) => {
-            subscriptions.again_at.get_or_insert(now + REFUSED);
-            shared.refused(right);
+        Some(missing_permission) => {
+            subscriptions.retry_at.get_or_insert(now + REFUSED_RETRY_INTERVAL);
+            shared.refused(missing_permission);
         }
-        None if !added.is_empty() => shared.allowed(is_again),
+        None if !new.is_empty() => shared.allowed(includes_refused),
         None => {}
     }
     Ok(next)
@@ -174,25 +174,25 @@ impl Subscriptions {
         shared.confirmed(server, names);
     }
 
-    /// Whether the connection has lasted.
-    fn is_of_use(&self) -> bool {
-        self.confirmed_at.is_some_and(|at| at.elapsed() >= OF_USE)
+    /// Whether the connection has lasted long enough.
+    fn is_stable(&self) -> bool {
+        self.confirmed_at.is_some_and(|at| at.elapsed() >= STABLE_AFTER)
     }
 
-    /// Tells the log once the connection has lasted, if it was told that there was none, and says when to look again.
-    fn heard_again(&mut self, shared: &Shared, server: &Server) -> Option<Instant> {
-        if !self.is_deaf {
+    /// Logs the recovery once the connection is stable, if the failure was logged. Returns when to check again.
+    fn log_recovery(&mut self, shared: &Shared, server: &Server) -> Option<Instant> {
+        if !self.is_failing {
             return None;
         }
-        if self.is_of_use() {
-            self.is_deaf = false;
+        if self.is_stable() {
+            self.is_failing = false;
             tracing::info!(server = shared.source.name(server), "subscribed to redis again");
             return None;
         }
-        self.confirmed_at.map(|at| at + OF_USE)
+        self.confirmed_at.map(|at| at + STABLE_AFTER)
     }
 }
 
-fn silence() -> RedisError {
+fn no_reply() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
