@@ -11,31 +11,31 @@ mod connect;
 
 pub use self::connect::{ConnectError, ConnectFailure};
 
-/// Any error, boxed: what a service answers with when errors of several kinds can reach its caller.
+/// Any boxed error. Services return it when errors of several types can reach their caller.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// An error and what it was made of, the outermost first.
+/// An error and its causes, outermost first.
 pub(crate) fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
     iter::successors(Some(error), |&error| match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-        // What it was made of is not its source.
+        // The inner error of an `io::Error` is not its source.
         Some(inner) => Some(inner),
         None => error.source(),
     })
 }
 
-/// Somebody else is at what was asked for, for so long at the most, as an error of its own beneath the one that says it: whoever wraps that one and
-/// passes on its source hides it, but not this.
+/// A key is in use, for at most this long. It is a separate cause below the public error, so that an error that wraps the public error
+/// and forwards only its source still reveals it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ContentionHint(pub(crate) Duration);
 
 impl ContentionHint {
-    /// Nobody knows for how long.
+    /// For an unknown time.
     pub(crate) const FOR_LONG: &Self = &Self(Duration::MAX);
 }
 
 impl fmt::Display for ContentionHint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this may be over at any time")
+        f.write_str("the key may become free at any time")
     }
 }
 
@@ -43,13 +43,12 @@ impl Error for ContentionHint {}
 
 /// The backend failed, so there is no decision.
 ///
-/// This is never a "no": a request over its limit is a [`Decision`](crate::rate_limit::Decision), and the two cannot be
-/// confused. The type is opaque. The predicates are stable; the wording and the type behind
-/// [`source`](Error::source) are not.
+/// A `StoreError` never means "denied": a request over its limit gets a [`Decision`](crate::rate_limit::Decision). The type is opaque.
+/// Its predicates are stable. Its wording, and the type of its [`source`](Error::source), are not.
 #[derive(Clone)]
 pub struct StoreError {
     kind: Kind,
-    // Whether what was asked has not happened for sure.
+    // Whether the call certainly had no effect.
     is_refusal: bool,
     source: Option<Arc<dyn Error + Send + Sync>>,
 }
@@ -65,23 +64,23 @@ enum Kind {
 }
 
 impl StoreError {
-    /// No answer came within the deadline. What was asked may still have happened.
+    /// No reply came within the deadline. The call may have had an effect.
     #[must_use]
     pub fn timeout() -> Self {
         Self { kind: Kind::Timeout, is_refusal: false, source: None }
     }
 
-    /// The same, and which limit it was.
+    /// A timeout, with the limit that was exceeded as its source.
     pub(crate) fn late(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::Timeout, source)
     }
 
-    /// Nobody is there to answer, or whoever is there cannot serve at the moment.
+    /// The backend is unreachable, or cannot serve now.
     pub fn unavailable(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::Unavailable, source)
     }
 
-    /// The same failure, found out before anything was asked.
+    /// The same failure, but before the call was sent.
     #[cfg(feature = "redis")]
     pub(crate) fn unasked(self) -> Self {
         match self.kind {
@@ -90,28 +89,28 @@ impl StoreError {
         }
     }
 
-    /// The same where a part of what was asked may have happened: in another store, in an earlier call, or before the script failed.
+    /// The same failure, but part of the call may have had an effect: in another store, in an earlier call, or before the script failed.
     pub(crate) fn in_doubt(self) -> Self {
         Self { is_refusal: false, ..self }
     }
 
-    /// The backend wants other credentials, or the credentials do not allow what was asked.
+    /// The backend rejects the credentials, or they do not permit the call.
     pub fn unauthorized(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::Unauthorized, source)
     }
 
-    /// The same, found out when a part of what was asked may have been done.
+    /// Like [`unauthorized`](Self::unauthorized), after part of the call may have had an effect.
     #[cfg(feature = "redis")]
     pub(crate) fn unauthorized_in_part(source: impl Into<BoxError>) -> Self {
         Self::unauthorized(source).in_doubt()
     }
 
-    /// The backend has no room for what had to be written.
+    /// The backend has no memory for the write.
     pub fn out_of_memory(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::OutOfMemory, source)
     }
 
-    /// The key holds something that this version of Tollgate did not write and cannot read.
+    /// The key holds data that this version of Tollgate did not write and cannot read.
     pub fn foreign_data(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::ForeignData, source)
     }
@@ -126,19 +125,19 @@ impl StoreError {
         Self { kind, is_refusal, source: Some(Arc::from(source.into())) }
     }
 
-    /// Whether no answer came in time. What was asked may have happened all the same.
+    /// Whether no reply came in time. The call may have had an effect.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
         self.kind == Kind::Timeout
     }
 
-    /// Whether the backend is down, unreachable, still loading or not accepting writes; it is worth trying again later.
+    /// Whether the backend is down, unreachable, still loading or not accepting writes. Retry later.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         self.kind == Kind::Unavailable
     }
 
-    /// Whether the credentials are wrong, missing, or allow too little. It stays so until somebody changes them.
+    /// Whether the credentials are wrong, missing or insufficient. Retries fail until an operator changes them.
     #[must_use]
     pub fn is_unauthorized(&self) -> bool {
         self.kind == Kind::Unauthorized
@@ -150,13 +149,13 @@ impl StoreError {
         self.kind == Kind::OutOfMemory
     }
 
-    /// Whether the key holds data of somebody else, or of a version of Tollgate that this one cannot read.
+    /// Whether the key holds data of another program, or of a version of Tollgate that this one cannot read.
     #[must_use]
     pub fn is_foreign_data(&self) -> bool {
         self.kind == Kind::ForeignData
     }
 
-    /// Whether the backend was not asked, or has said no, so that what was asked has not happened.
+    /// Whether the call was not sent or was refused, so that it certainly had no effect.
     pub(crate) const fn is_refusal(&self) -> bool {
         self.is_refusal
     }
@@ -175,7 +174,7 @@ impl fmt::Display for StoreError {
             Kind::Unavailable => "the store is unavailable",
             Kind::Unauthorized => "the store refused the credentials",
             Kind::OutOfMemory => "the store is out of memory",
-            Kind::ForeignData => "the store holds data that is not ours under this key",
+            Kind::ForeignData => "the key holds data that this version of tollgate cannot read",
             Kind::Other => "the store failed",
         })
     }
@@ -187,130 +186,130 @@ impl Error for StoreError {
     }
 }
 
-/// A setting cannot work, found before anything was asked of a backend.
+/// A setting cannot work. Detected before the first call to a backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// The window of a quota is shorter than the shortest or longer than the longest that can be counted.
+    /// The window of a quota is out of range.
     WindowOutOfRange {
-        /// The window that was asked for.
+        /// The given window.
         window: Duration,
-        /// The shortest window there is.
+        /// The shortest window.
         min: Duration,
-        /// The longest window there is.
+        /// The longest window.
         max: Duration,
     },
-    /// A sliding log remembers every request of its window, so its quota is capped.
+    /// A sliding log stores every request of its window, so its quota is limited.
     SlidingLogTooLong {
-        /// The quota that was asked for.
+        /// The given quota.
         limit: u32,
-        /// The largest quota that a sliding log takes.
+        /// The largest quota of a sliding log.
         max: u32,
     },
-    /// A token bucket of this size would take longer to fill than the longest window there is.
+    /// A token bucket would take longer to fill than the longest window.
     BurstOutOfRange {
-        /// The size that was asked for.
+        /// The given size.
         burst: u32,
-        /// What flows in...
+        /// The refill...
         limit: u32,
         /// ...in this time.
         window: Duration,
     },
-    /// A token bucket of no size would admit nothing, whatever flows in.
+    /// A token bucket of size 0 would never allow a request.
     ZeroBurst,
-    /// So few bits of an IPv6 address would count whole countries as one client, or there are not as many.
+    /// An IPv6 prefix that is too short would count whole countries as one client. More than 128 bits do not exist.
     Ipv6PrefixOutOfRange {
-        /// The number of bits that was asked for.
+        /// The given number of bits.
         bits: u8,
         /// The smallest number of bits.
         min: u8,
         /// The largest number of bits.
         max: u8,
     },
-    /// The URL of a backend cannot be understood. The URL itself is left out, since it may hold a password.
+    /// The URL of a backend is invalid. The error does not contain the URL, which may hold a password.
     InvalidUrl {
-        /// What is wrong with it.
+        /// Why the URL is invalid.
         reason: String,
     },
-    /// No backend answers to the scheme of this URL.
+    /// No backend has the scheme of this URL.
     UnknownScheme {
         /// The part before the first colon.
         scheme: String,
     },
-    /// The backend exists, but the crate was built without it.
+    /// The crate was built without the feature for this backend.
     FeatureMissing {
-        /// The Cargo feature to turn on.
+        /// The Cargo feature to enable.
         feature: &'static str,
     },
-    /// A certificate or a private key is not one that can be used.
+    /// A certificate or a private key cannot be used.
     InvalidCertificate {
-        /// What is wrong with it.
+        /// Why it cannot be used.
         reason: String,
     },
-    /// A backend needs a connection to each server, and opens all of them at the start.
+    /// The number of connections is out of range. A backend needs one to each server, and opens all of them at startup.
     ConnectionsOutOfRange {
-        /// The number that was asked for.
+        /// The given number.
         connections: u32,
-        /// The largest there is.
+        /// The largest number.
         max: u32,
     },
-    /// A time of nothing: for an answer, or to hold anything.
+    /// A timeout, a deadline or a time to live is zero.
     ZeroTimeout {
-        /// Which setting it is, by the name of its method.
+        /// The name of the setter.
         setting: &'static str,
     },
-    /// A lease would be over before it can be used, or would outlive its holder for longer than anybody wants.
+    /// A lease would expire before it can be used, or would outlive its holder for too long.
     TtlOutOfRange {
-        /// The time to live that was asked for.
+        /// The given time to live.
         ttl: Duration,
-        /// The shortest there is.
+        /// The shortest time to live.
         min: Duration,
-        /// The longest there is.
+        /// The longest time to live.
         max: Duration,
     },
-    /// A semaphore with no permits lets nobody in, and one with too many is no bound.
+    /// A semaphore with 0 permits never grants one, and one with too many is no bound.
     PermitsOutOfRange {
-        /// The number that was asked for.
+        /// The given number.
         permits: u32,
-        /// The largest there is.
+        /// The largest number.
         max: u32,
     },
-    /// Of so few stores more than half are no fewer than all.
+    /// With so few stores, a majority is all of them.
     TooFewStores {
-        /// How many there are.
+        /// The given number of stores.
         stores: usize,
-        /// How many it takes at least.
+        /// The smallest number of stores.
         min: usize,
     },
-    /// Stores that agree by the majority can lend something to one at a time, and keep no line: a
-    /// [`Redlock`](crate::lock::Redlock) has no fair locks, no locks for readers and no semaphores.
+    /// A [`Redlock`](crate::lock::Redlock) supports neither fair locks nor read/write locks nor semaphores: a quorum of stores can only grant
+    /// exclusive leases, and keeps no wait queue.
     NotByQuorum,
-    /// A job would be due later than can be counted, or a unique key be held for longer.
+    /// A job would be due too late, or a unique key be held for too long.
     DelayOutOfRange {
-        /// The delay, or the time of the unique key, that was asked for.
+        /// The given delay, or the given time of the unique key.
         delay: Duration,
-        /// The longest there is.
+        /// The longest delay.
         max: Duration,
     },
-    /// A job that is called nothing cannot be told from others.
+    /// The id of a job is empty, so the job cannot be told from others.
     EmptyJobId,
-    /// A push was made by another queue than the one that it was given to, or on another backend that is no clone.
+    /// A push of one queue was given to another queue, or to a queue on another backend.
     OtherQueue {
-        /// What the queue is called that it was given to.
+        /// The queue that got the push.
         queue: String,
-        /// What the queue is called that has made it.
+        /// The queue that created the push.
         other: String,
     },
-    /// A schedule cannot be understood.
+    /// A schedule is invalid.
     InvalidSchedule {
-        /// What is wrong with it.
+        /// Why the schedule is invalid.
         reason: String,
     },
-    /// Locks hold among fewer than they are meant to.
+    /// The backend coordinates fewer processes than required.
     ScopeTooSmall {
-        /// Among whom they are meant to hold.
+        /// The required reach.
         needed: Reach,
-        /// Among whom they do.
+        /// The reach of the backend.
         has: Reach,
     },
 }
@@ -328,7 +327,7 @@ impl fmt::Display for ConfigError {
             Self::BurstOutOfRange { burst, limit, window } => {
                 write!(f, "a bucket of {burst} takes longer than 3660 days to fill at {limit} per {window:?}")
             }
-            Self::ZeroBurst => f.write_str("a burst of 0 admits nothing; if that is meant, say a quota of 0"),
+            Self::ZeroBurst => f.write_str("a burst of 0 denies every request; if you want this, set a quota of 0"),
             Self::Ipv6PrefixOutOfRange { bits, min, max } => {
                 write!(f, "an IPv6 prefix of {bits} bits is not between {min} and {max}")
             }
@@ -353,22 +352,24 @@ impl fmt::Display for ConfigError {
             Self::PermitsOutOfRange { permits, max } => {
                 write!(f, "a semaphore of {permits} permits is not between 1 and {max}")
             }
-            Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: it takes {min}"),
-            Self::NotByQuorum => f.write_str("stores that agree by the majority keep no line and no permits"),
+            Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: at least {min} are required"),
+            Self::NotByQuorum => {
+                f.write_str("a Redlock supports neither fair locks nor read/write locks nor semaphores")
+            }
             Self::DelayOutOfRange { delay, max } => {
                 let days = max.as_secs() / 86_400;
                 write!(f, "a delay, or the time of a unique key, of {delay:?} is longer than {max:?} ({days} days)")
             }
-            Self::EmptyJobId => f.write_str("the id of a job is empty"),
+            Self::EmptyJobId => f.write_str("the id of the job is empty"),
             Self::OtherQueue { queue, other } => {
                 write!(
                     f,
-                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, which is another one, on another backend or split otherwise"
+                    "a push of the queue `{other}` cannot be made by the queue `{queue}`: they differ in name, backend or number of partitions"
                 )
             }
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
-                write!(f, "what this backend keeps holds within {has}, and is meant to hold within {needed}")
+                write!(f, "this backend coordinates {has}, but {needed} must be coordinated")
             }
         }
     }
@@ -381,15 +382,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_cross_threads_and_fit_in_a_box() {
-        fn portable<T: Error + Send + Sync + 'static>() {}
-        portable::<StoreError>();
-        portable::<ConfigError>();
-        portable::<ConnectError>();
+    fn errors_are_send_and_sync() {
+        fn is_portable<T: Error + Send + Sync + 'static>() {}
+        is_portable::<StoreError>();
+        is_portable::<ConfigError>();
+        is_portable::<ConnectError>();
     }
 
     #[test]
-    fn what_may_have_happened_in_part_is_no_refusal() {
+    fn error_in_doubt_is_no_refusal() {
         for error in [StoreError::unauthorized(""), StoreError::out_of_memory(""), StoreError::foreign_data("")] {
             let kind = error.kind;
             assert!(error.is_refusal());
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn each_level_prints_itself_only() {
+    fn each_level_displays_only_itself() {
         let error = StoreError::unavailable("connection refused");
         assert_eq!(error.to_string(), "the store is unavailable");
         assert_eq!(error.source().unwrap().to_string(), "connection refused");

@@ -17,33 +17,33 @@ use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Rel
 use crate::lock::{Cursor, ForceReleased, LockPage, LockRegistry, LockStatus};
 use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
 
-/// Opens the backend that a URL names, and makes sure that it answers.
+/// Connects to the backend of a URL.
 ///
 /// | URL | |
 /// | --- | --- |
 /// | `memory:` | this process: a [`MemoryBackend`], without parameters |
 /// | `redis://user:password@host:port/db` | one server |
 /// | `redis+unix:///path` | one server, over a Unix socket; `unix` alone means the same |
-/// | `redis+sentinel://user:password@host1:port,host2/service/db` | the primary of a service, as the Sentinels say |
-/// | `redis+cluster://user:password@host1:port,host2` | all nodes of a cluster, found from any that are named |
+/// | `redis+sentinel://user:password@host1:port,host2/service/db` | the primary that the Sentinels name for a service |
+/// | `redis+cluster://user:password@host1:port,host2` | all nodes of a cluster, found through the named ones |
 /// | `rediss`, `rediss+sentinel`, `rediss+cluster` | the same, encrypted (feature `tls`) |
 /// | `valkey`, `valkeys` | the same as `redis` and `rediss`, in each of these |
 /// | **parameter** | |
 /// | `?user=name`, `?pass=password` | the user of the data servers, also written before the `@`; a user without a password is an error |
-/// | `?db=3` | the database, also written in the path; defaults to 0, the only one that a cluster has |
+/// | `?db=3` | the database, also written in the path; defaults to 0, the only database of a cluster |
 /// | `?protocol=resp3` | `resp2`, the default, or `resp3` |
 /// | `?prefix=shop` | `RedisOptions::prefix`, defaults to `tollgate` |
 /// | `?connections=3` | `RedisOptions::connections`, 1 to 1,024 for each server, defaults to 3 |
 /// | `?connect_timeout=2s` | `RedisOptions::connect_timeout` in `ms`, `s` or `m`, defaults to `1s` |
 /// | `?response_timeout=250ms` | `RedisOptions::response_timeout`, likewise, defaults to `500ms` |
 ///
-/// Every `redis` scheme takes all parameters, joined by `&`. A parameter that is unknown or repeated is an error, and so is one that
-/// contradicts another part of the URL. Settings in code (`connect_with`) replace those of the URL.
+/// Every `redis` scheme takes all parameters, joined by `&`. Unknown, repeated and contradicting parameters are errors. Setters
+/// (`connect_with`) replace the settings of the URL.
 ///
-/// Database and ports may be left out, and so may the user, or user and password: a password alone is that of the user `default`. For a user with `nopass`
-/// write any password. Ports default to 6379, those of Sentinels to 26379. Names, passwords and
-/// prefixes are percent-encoded. The user is that of the data servers; for Sentinels there is `RedisOptions::sentinel_user`. A certificate
-/// has to be for the host that the URL, the Sentinels or the cluster's nodes name.
+/// Database, port and login are optional. A password alone is for the user `default`; for a `nopass` user, write any password. Ports
+/// default to 6379, and Sentinel ports to 26379. Names, passwords and prefixes are percent-encoded. The login is for the data servers;
+/// for Sentinels, use `RedisOptions::sentinel_user`. A certificate must be for the host that the URL, the Sentinels or the cluster
+/// nodes name.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
@@ -54,9 +54,9 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 ///
 /// # Errors
 ///
-/// [`ConnectError::Config`] if the URL makes no sense, [`ConnectError::Store`] if nobody answers at its address, and further
-/// kinds of [`ConnectError`] for what can be wrong with credentials, certificates and servers. As `Debug`, and so from `main`, each of
-/// them is one sentence with the server, the cause and the remedy.
+/// [`ConnectError::Config`] if the URL is invalid, and [`ConnectError::Store`] if no server replies. Further kinds of [`ConnectError`]
+/// tell problems with credentials, certificates and servers apart. `Debug` output, as from `main`, is one sentence with the server, the
+/// cause and the remedy.
 pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     let url = url.as_ref();
     match memory(url)? {
@@ -68,7 +68,7 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     }
 }
 
-/// Opens the backend that a URL names, with settings that the URL does not say where that is Redis. Otherwise as [`connect`].
+/// Like [`connect`], with further [`RedisOptions`], which apply if the URL is for Redis.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
@@ -80,7 +80,7 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
 ///
 /// # Errors
 ///
-/// Those of [`connect`], and [`ConnectError::Config`] for settings that cannot work.
+/// See [`connect`], and [`ConnectError::Config`] for settings that cannot work.
 #[cfg(feature = "redis")]
 pub async fn connect_with(
     url: impl AsRef<str>,
@@ -93,7 +93,7 @@ pub async fn connect_with(
     }
 }
 
-/// A backend in memory, if that is what the URL names.
+/// The memory backend, if the URL names it.
 fn memory(url: &str) -> Result<Option<MemoryBackend>, ConfigError> {
     match url.split_once(':') {
         Some(("memory", "" | "//")) => Ok(Some(MemoryBackend::chosen())),
@@ -105,18 +105,18 @@ fn memory(url: &str) -> Result<Option<MemoryBackend>, ConfigError> {
     }
 }
 
-/// Why there is no backend for a URL that does not name memory.
+/// The error for a URL that does not name memory.
 #[cfg(not(feature = "redis"))]
 fn without_redis(url: &str) -> ConfigError {
     let scheme = url.split(':').next().unwrap_or(url);
     if ["redis", "rediss", "valkey", "valkeys", "unix"].contains(&scheme.split('+').next().unwrap_or(scheme)) {
         return ConfigError::FeatureMissing { feature: "redis" };
     }
-    // Escaped and cut, since anything at all may stand before the first colon.
+    // Escaped and truncated, since any text may precede the first colon.
     ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }
 }
 
-/// A backend that was chosen at run time: see [`connect`]. One that was opened by itself becomes one of these:
+/// A backend that is selected at run time: see [`connect`]. You can also convert a backend:
 ///
 /// ```
 /// use tollgate::{AnyBackend, MemoryBackend};
@@ -126,9 +126,9 @@ fn without_redis(url: &str) -> ConfigError {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum AnyBackend {
-    /// Counts in this process.
+    /// Keeps all data in this process.
     Memory(MemoryBackend),
-    /// Counts in Redis.
+    /// Keeps all data in Redis.
     #[cfg(feature = "redis")]
     Redis(RedisBackend),
 }
@@ -146,7 +146,7 @@ impl From<RedisBackend> for AnyBackend {
     }
 }
 
-/// Passes a call on to the backend there is.
+/// Forwards a call to the backend.
 macro_rules! delegate {
     ($self:ident, $store:ident => $call:expr) => {
         match $self {
@@ -158,8 +158,8 @@ macro_rules! delegate {
 }
 
 impl AnyBackend {
-    /// Whether the backend answers, and how soon: for a service that is to get no requests while it does not. Memory answers at once, and Redis as
-    /// `RedisBackend::ping` says.
+    /// Pings the backend and returns the round-trip time. Use it for readiness checks. Memory replies at once; for Redis see
+    /// `RedisBackend::ping`.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
@@ -171,7 +171,7 @@ impl AnyBackend {
     ///
     /// # Errors
     ///
-    /// If nobody answers, or a server says that it cannot serve yet.
+    /// If no server replies, or a server reports that it cannot serve yet.
     pub async fn ping(&self) -> Result<Duration, StoreError> {
         match self {
             Self::Memory(_) => Ok(Duration::ZERO),
@@ -244,8 +244,8 @@ impl LockStore for AnyBackend {
         delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        delegate!(self, store => LockStore::watch(store, lock, in_line).await)
+    async fn watch(&self, lock: &LockKey, queued: Option<&Token>) -> Notifications {
+        delegate!(self, store => LockStore::watch(store, lock, queued).await)
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -350,10 +350,10 @@ impl IdempotencyRegistry for AnyBackend {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        response: &Answer,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        delegate!(self, store => store.complete_unknown(status, answer, retention).await)
+        delegate!(self, store => store.complete_unknown(status, response, retention).await)
     }
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
@@ -375,13 +375,8 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => store.claim(queue, finished, claim).await)
     }
 
-    async fn extend(
-        &self,
-        queue: &QueueKey,
-        tickets: &[JobLease],
-        lease: Duration,
-    ) -> Result<Vec<Extended>, StoreError> {
-        delegate!(self, store => store.extend(queue, tickets, lease).await)
+    async fn extend(&self, queue: &QueueKey, leases: &[JobLease], ttl: Duration) -> Result<Vec<Extended>, StoreError> {
+        delegate!(self, store => store.extend(queue, leases, ttl).await)
     }
 
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {
@@ -452,11 +447,11 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn malformed_urls_are_told_apart() {
+    async fn malformed_urls_have_own_errors() {
         let error = |url: &'static str| async move {
             match connect(url).await.unwrap_err() {
                 ConnectError::Config(error) => error,
-                error => panic!("{url} should not have been contacted: {error:?}"),
+                error => panic!("{url} should be rejected before a connection: {error:?}"),
             }
         };
         assert!(matches!(error("").await, ConfigError::InvalidUrl { .. }));
@@ -471,7 +466,7 @@ mod tests {
 
     #[cfg(feature = "redis")]
     #[tokio::test]
-    async fn a_malformed_redis_url_does_not_leak_its_password() {
+    async fn malformed_redis_url_hides_its_password() {
         for url in ["redis://:hunter2@", "redis://:hunter2@host:notaport", "redis://:hunter2@host/notadb", "redis://"] {
             let error = connect(url).await.unwrap_err();
             let ConnectError::Config(ConfigError::InvalidUrl { reason }) = &error else { panic!("{url}: {error:?}") };

@@ -1,15 +1,16 @@
-//! Where the counts and the leases lie.
+//! Backends, which keep the state of rate limits, locks, operations and queues.
 //!
 //! | backend | scope | needs |
 //! | --- | --- | --- |
 //! | [`MemoryBackend`](memory::MemoryBackend) | this process | nothing |
 //! | `RedisBackend` (feature `redis`) | every process that uses the same Redis and prefix | Redis 6.2 or later, or Valkey |
 //!
-//! [`connect`] chooses by URL at run time, and `connect_with` takes settings for Redis as well. All of them are cheap to clone, and clones share everything.
+//! [`connect`] selects a backend by URL at run time, and `connect_with` also takes options for Redis. Backends are cheap to clone, and
+//! clones share all state.
 //!
 //! # Examples
 //!
-//! Whatever the operator wants:
+//! A backend that the operator selects:
 //!
 //! ```
 //! use tollgate::{Limiter, Policy, Quota};
@@ -23,7 +24,7 @@
 //! # }
 //! ```
 //!
-//! One backend for several policies, with room for a million clients:
+//! One backend for several policies, with room for a million keys:
 //!
 //! ```
 //! use tollgate::{Limiter, MemoryBackend, Policy, Quota};

@@ -4,32 +4,31 @@ use std::fmt;
 
 use super::{ConfigError, StoreError, causes};
 
-/// A backend could not be opened.
+/// Connecting to a backend failed.
 ///
-/// `Display` names the server and the remedy, and [`source`](Error::source) is the cause. `Debug` prints all of it as one sentence, since that is
-/// what a `main` shows that returns this error:
+/// `Display` names the server and the remedy, and [`source`](Error::source) is the cause. `Debug` prints all of it as one sentence,
+/// because `main` prints its error with `Debug`:
 ///
 /// ```text
 /// Error: cannot connect to redis at 127.0.0.1:6379: connection refused; start Redis there or correct the address
 /// ```
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The URL or the options cannot work; nothing was contacted.
+    /// The URL or the options cannot work. No server was contacted.
     Config(ConfigError),
-    /// No server answers, or the server cannot serve at the moment. It is worth trying again later.
+    /// No server replies, or the server cannot serve now. Retry later.
     Store(ConnectFailure),
-    /// The user name or the password is wrong, or there is none where one is needed.
+    /// The user name or the password is wrong, or a login is required.
     Credentials(ConnectFailure),
-    /// The user is known, and may not do what is needed.
+    /// The user lacks required permissions.
     Permissions(ConnectFailure),
     /// The certificate of the server is signed by no trusted authority, not for this host, or out of date.
     Certificate(ConnectFailure),
-    /// The server wants a client certificate, or another one.
+    /// The server requires a client certificate, or another one.
     ClientCertificate(ConnectFailure),
-    /// There is no encrypted connection for another reason: one side speaks TLS and the other does not, for instance.
+    /// TLS failed for another reason. For example, only one side speaks TLS.
     Tls(ConnectFailure),
-    /// The server answers, and cannot be used: it is too old, of another kind, or without the database or the service that the URL
-    /// names.
+    /// The server cannot be used: it is too old, of another kind, or lacks the database or the service of the URL.
     Unsupported(ConnectFailure),
 }
 
@@ -47,7 +46,7 @@ impl ConnectError {
         }
     }
 
-    /// What failed, for which server.
+    /// Writes what failed, and the server.
     fn headline(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Config(_) => f.write_str("the settings of the store cannot work"),
@@ -85,7 +84,7 @@ impl Error for ConnectError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Config(error) => Some(error),
-            // The store error says no more than the variant does.
+            // The store error repeats the variant.
             _ => self.failure()?.error.source(),
         }
     }
@@ -97,7 +96,7 @@ impl From<ConfigError> for ConnectError {
     }
 }
 
-/// Which server could not be used, why, and what to do about it.
+/// A failure to connect: the server, the cause and the remedy.
 #[derive(Clone)]
 pub struct ConnectFailure {
     server: Cow<'static, str>,
@@ -117,13 +116,13 @@ impl ConnectFailure {
         &self.server
     }
 
-    /// What to do about it.
+    /// How to fix it.
     #[must_use]
     pub fn remedy(&self) -> &str {
         &self.remedy
     }
 
-    /// What a call of the store would fail with, and in its [`source`](Error::source) the cause.
+    /// The error that a store call would return. Its [`source`](Error::source) is the cause.
     #[must_use]
     pub const fn error(&self) -> &StoreError {
         &self.error

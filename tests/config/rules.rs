@@ -268,7 +268,7 @@ const BAD: &[Bad] = &[
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\" }]\nRULE", "missing field `algorithm`", "policies.a.limits[0]", 2),
     ("[policies.a]\nlimits = [\n  LIMIT,\n  { quota = 1, per = \"1s\", algorithm = \"magic\" },\n]\nRULE", "unknown variant `magic`, expected one of `token_bucket`", "policies.a.limits[1].algorithm", 4),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", burst = 2 }]\nRULE", "only a token bucket takes a burst", "policies.a.limits[0].burst", 2),
-    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"token_bucket\", burst = 0 }]\nRULE", "a burst of 0 admits nothing; if that is meant, say a quota of 0", "policies.a.limits[0].burst", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"token_bucket\", burst = 0 }]\nRULE", "a burst of 0 denies every request; if you want this, set a quota of 0", "policies.a.limits[0].burst", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1d\", algorithm = \"token_bucket\", burst = 4000 }]\nRULE", "a bucket of 4000 takes longer than 3660 days to fill", "policies.a.limits[0].burst", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"5ms\", algorithm = \"fixed_window\" }]\nRULE", "a window of 5ms is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"3661d\", algorithm = \"fixed_window\" }]\nRULE", "is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),

@@ -232,7 +232,7 @@ mod queue {
             assert_eq!((&**queue, &**other), ("mail", name));
         }
         let text = answers[2].as_ref().unwrap_err().to_string();
-        assert!(text.ends_with("or split otherwise"), "{text}");
+        assert!(text.ends_with("number of partitions"), "{text}");
         assert!(answers[3].as_ref().unwrap().is_new());
         for (queue, waiting) in [(mail, 1), (orders, 0), (elsewhere, 0)] {
             assert_eq!(queue.counts().await.unwrap().waiting, waiting, "{queue:?}");
