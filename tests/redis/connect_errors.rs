@@ -129,7 +129,7 @@ async fn refused_users_are_told_what_to_correct() {
     let redis = format!("redis at 127.0.0.1:{port}");
     server.query::<()>("ACL SETUSER clerk on >secret ~* +@all -append");
     let headline = format!("{redis} denies the user a permission that is needed");
-    let remedy = "grant the user what the docs of `tollgate::backend::redis` list under `Servers`";
+    let remedy = "grant the permissions that the docs of `tollgate::backend::redis` list under `Servers`";
     let url = format!("redis://clerk:secret@127.0.0.1:{port}/");
     always_fails(options(&url), PERMISSIONS, &headline, "the user may not run APPEND", remedy).await;
     server.query::<()>("ACL SETUSER clerk on >secret ~* +@all -eval -evalsha");
@@ -176,8 +176,8 @@ async fn certificates_that_are_not_trusted_are_explained() {
     let server = TlsServer::start(false);
     let port = server.tls_port();
     let headline = format!("the certificate of redis at localhost:{port} cannot be trusted");
-    let cause = "it is signed by no authority that this program trusts";
-    let remedy = "pass the certificate of its authority to `RedisOptions::ca_certificate`";
+    let cause = "it is signed by no CA that this program trusts";
+    let remedy = "pass the certificate of its CA to `RedisOptions::ca_certificate`";
     let others = fs::read(Certificates::for_names(&["localhost"]).authority()).unwrap();
     always_fails(options(&server.url()).ca_certificate(others), CERTIFICATE, &headline, cause, remedy).await;
 
@@ -191,8 +191,8 @@ async fn certificates_that_are_not_trusted_are_explained() {
     let server = TlsServer::start_with(Certificates::self_signed(&["localhost"]), false);
     let headline = format!("the certificate of redis at localhost:{} cannot be trusted", server.tls_port());
     let authority = fs::read(server.certificates.authority()).unwrap();
-    let cause = "it is the certificate of an authority (`CA:TRUE`), which no server may show";
-    let remedy = "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that authority";
+    let cause = "it is a CA certificate (`CA:TRUE`), which a server must not use";
+    let remedy = "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that CA";
     always_fails(options(&server.url()).ca_certificate(authority), CERTIFICATE, &headline, cause, remedy).await;
 }
 

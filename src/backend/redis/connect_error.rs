@@ -206,14 +206,14 @@ impl Attempt {
             }),
             _ => ConnectError::Tls(failure(
                 error.to_string(),
-                "make sure that its port speaks TLS 1.2 or 1.3 with a usual cipher".into(),
+                "make sure that its port speaks TLS 1.2 or 1.3 with a common cipher".into(),
             )),
         }
     }
 }
 
 const PASS_CERTIFICATE: &str = "pass one to `RedisOptions::client_certificate`";
-const GRANT: &str = "grant the user what the docs of `tollgate::backend::redis` list under `Servers`";
+const GRANT: &str = "grant the permissions that the docs of `tollgate::backend::redis` list under `Servers`";
 
 /// The user may connect, but lacks permissions.
 pub(crate) fn forbidden(peer: &Peer, error: StoreError) -> ConnectError {
@@ -283,8 +283,8 @@ fn certificate(peer: &Peer, problem: &rustls::CertificateError) -> (String, &'st
     match problem {
         // `BadSignature` if two CAs have the same name.
         Problem::UnknownIssuer | Problem::BadSignature => (
-            "it is signed by no authority that this program trusts".to_owned(),
-            "pass the certificate of its authority to `RedisOptions::ca_certificate`",
+            "it is signed by no CA that this program trusts".to_owned(),
+            "pass the certificate of its CA to `RedisOptions::ca_certificate`",
         ),
         Problem::NotValidForName | Problem::NotValidForNameContext { .. } => (
             problem.to_string(),
@@ -305,12 +305,12 @@ fn certificate(peer: &Peer, problem: &rustls::CertificateError) -> (String, &'st
             (problem.to_string(), "set the clock of this machine, or wait")
         }
         Problem::Other(error) if format!("{error:?}").contains("CaUsedAsEndEntity") => (
-            "it is the certificate of an authority (`CA:TRUE`), which no server may show".to_owned(),
-            "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that authority",
+            "it is a CA certificate (`CA:TRUE`), which a server must not use".to_owned(),
+            "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that CA",
         ),
         Problem::InvalidPurpose | Problem::InvalidPurposeContext { .. } => {
             (problem.to_string(), "issue one with the extended key usage `serverAuth`")
         }
-        _ => (problem.to_string(), "issue another one"),
+        _ => (problem.to_string(), "issue a new one"),
     }
 }

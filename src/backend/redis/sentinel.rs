@@ -170,7 +170,7 @@ impl Sentinel {
             *slot = Some(connection);
             return Ok(announced);
         }
-        // There was no connection, or it was closed.
+        // There was no connection, or the query over it failed.
         let mut connection = self.connect().await?;
         let announced = announcement(&mut connection, service).await?;
         *slot = Some(connection);

@@ -186,7 +186,7 @@ impl Health {
         }
     }
 
-    /// Whether there was no reply for a while. Then it notes a check, so that one caller does it.
+    /// Whether there was no reply for a while. If so, records a check, so that only one caller checks.
     fn is_idle(&self) -> bool {
         let now = self.pool.at(Instant::now());
         let last = self.last_reply.load(Ordering::Relaxed).max(self.last_probe.load(Ordering::Relaxed));
