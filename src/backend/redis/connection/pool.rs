@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::connect::Connector;
-use super::handle::{Connection, LATE, PoolHealth};
+use super::handle::{Connection, LATE_AFTER, PoolHealth};
 use super::runtime::RuntimeHandle;
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
