@@ -4,12 +4,16 @@ use super::web::WebTrailers;
 use crate::http::AtEnd;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
-/// Charges only calls that fail: with another status than `OK`, or none.
+/// Charges only failed calls: calls with another status than `OK`, and calls without a status.
 ///
-/// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
-/// else; and in the last message of a body of gRPC-Web, unless that is compressed. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
-/// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the
-/// answers [`GrpcResponder`](super::GrpcResponder) and [`HttpResponder`](crate::HttpResponder), whose bodies look out for trailers.
+/// The status is read from the trailers after the last message, or from the headers of a response without a body. With gRPC-Web it is read
+/// from the last message of the body, unless that is compressed.
+///
+/// A call that breaks off or is cancelled before its trailers has no status, so it failed: it is charged here, and not by [`successes`]. A
+/// call whose client disconnects before the response stays charged by both.
+///
+/// Works with the responders [`GrpcResponder`](super::GrpcResponder) and [`HttpResponder`](crate::HttpResponder), whose bodies watch for
+/// trailers.
 ///
 /// ```
 /// use tollgate::grpc::{GrpcResponder, failures};
@@ -29,8 +33,8 @@ pub const fn failures() -> ChargeStatus {
 
 /// Charges only calls that end with the status `OK`: see [`failures`].
 ///
-/// A client that leaves a stream just before its end has had it for nothing. Where that is worth something charge every call, or let the
-/// handler say what a stream was worth, with a [`RateLimitHandle`].
+/// A client that cancels a stream just before its end is not charged. If this matters to you, charge every call, or let the handler set the
+/// cost of the stream with a [`RateLimitHandle`].
 #[must_use]
 pub const fn successes() -> ChargeStatus {
     ChargeStatus { failures: false }
@@ -43,15 +47,15 @@ pub struct ChargeStatus {
 }
 
 impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
-    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Response<B>, &E>) {
-        let charged: fn(&HeaderMap) -> bool = if self.failures { |end| !is_ok(end) } else { is_ok };
-        match answer {
+    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Response<B>, &E>) {
+        let is_charged: fn(&HeaderMap) -> bool = if self.failures { |trailers| !is_ok(trailers) } else { is_ok };
+        match result {
             Ok(response) if response.headers().contains_key("grpc-status") => {
-                AtEnd { handle: handle.clone(), charged, web: None }.settle(response.headers());
+                AtEnd { handle: handle.clone(), is_charged, web: None }.settle(response.headers());
             }
             Ok(response) => {
                 let web = WebTrailers::of(response.headers());
-                response.extensions_mut().insert(AtEnd { handle: handle.clone(), charged, web });
+                response.extensions_mut().insert(AtEnd { handle: handle.clone(), is_charged, web });
             }
             Err(_) if self.failures => {}
             Err(_) => handle.settle(0),
@@ -59,6 +63,6 @@ impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
     }
 }
 
-fn is_ok(end: &HeaderMap) -> bool {
-    end.get("grpc-status").is_some_and(|status| status == "0")
+fn is_ok(trailers: &HeaderMap) -> bool {
+    trailers.get("grpc-status").is_some_and(|status| status == "0")
 }

@@ -1,4 +1,4 @@
-//! The messages of `google.rpc` that say more than a code and a text, as far as they are needed here.
+//! The error details of `google.rpc` that this crate sends.
 
 use std::time::Duration;
 

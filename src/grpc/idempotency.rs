@@ -1,7 +1,7 @@
 use ::http::Response;
 
 use super::details::Any;
-use super::status::{Code, GrpcResponder, answer, detailed};
+use super::status::{Code, GrpcResponder, detailed, status_response};
 use crate::http::{IS_REJECTED, IdempotentBody, REJECTED, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
 use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
@@ -13,32 +13,32 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         let (text, is_half_done) = (rejection.to_string(), rejection.is_half_done());
         let later = |code: Code, text: &str, wait| {
-            let wait = self.told(wait);
+            let wait = self.with_jitter(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
         };
-        // Clients repeat calls with these codes by themselves, but for a pushback that says not to.
+        // Clients retry calls with these codes automatically unless the pushback forbids it.
         let never = |code: Code| detailed(code, &text, None, Vec::new());
         let mut response = match rejection {
             Rejection::MissingKey | Rejection::InvalidKey(_) | Rejection::MissingScope | Rejection::Unreadable => {
-                answer(Code::InvalidArgument, &text)
+                status_response(Code::InvalidArgument, &text)
             }
             Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotKept { .. } => {
-                let mut response = answer(Code::FailedPrecondition, &text);
-                // The code alone would be that of a handler.
+                let mut response = status_response(Code::FailedPrecondition, &text);
+                // A handler may respond with the same code, so mark the rejection.
                 response.headers_mut().insert(REJECTED, IS_REJECTED);
                 response
             }
-            // Retry policies take this code, and not that of a deadline, which is the client's own.
+            // Retry policies retry this code. They do not retry `DEADLINE_EXCEEDED`, which is for the client's own deadline.
             Rejection::BodyTimeout => later(Code::Unavailable, &text, STORE_RETRY),
             Rejection::InFlight { retry_after } => later(Code::Aborted, &text, retry_after),
             Rejection::Cancelled => never(Code::Aborted),
             Rejection::TooLarge { .. } => never(Code::ResourceExhausted),
             Rejection::Full => later(Code::ResourceExhausted, &text, STORE_RETRY),
             Rejection::ScopeFull { retry_after, .. } => later(Code::ResourceExhausted, &text, retry_after),
-            // A mistake of the program.
+            // An error in the program or its configuration.
             Rejection::Config(error) => {
-                tracing::error!(%error, "a request cannot be served once");
-                answer(Code::Internal, "the request cannot be served")
+                tracing::error!(%error, "cannot make a request idempotent");
+                status_response(Code::Internal, "the request cannot be served")
             }
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
@@ -68,7 +68,7 @@ mod tests {
     use crate::idempotency::{InvalidKey, ScopeBound};
 
     #[test]
-    fn each_rejection_has_its_status_and_who_may_come_back_is_told_when() {
+    fn rejections_map_to_status_and_pushback() {
         let cases = [
             (Rejection::MissingKey, "3", None, true),
             (Rejection::InvalidKey(InvalidKey::Empty), "3", None, true),
@@ -84,7 +84,7 @@ mod tests {
             (Rejection::TooLarge { has_begun: false }, "8", Some("-1"), true),
             (Rejection::TooLarge { has_begun: true }, "8", Some("-1"), false),
             (Rejection::Mismatch, "9", None, true),
-            // What was done before has a record, which goes on to say so.
+            // The record of the earlier attempt remains.
             (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, true),
             (Rejection::NotKept { status: 200 }, "9", None, true),
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
@@ -93,7 +93,7 @@ mod tests {
             (Rejection::Config(ConfigError::ZeroTimeout { setting: "deadline" }), "13", None, true),
             (Rejection::Store(StoreError::timeout()), "14", Some("1000"), true),
         ];
-        for (rejection, code, pushback, nothing_done) in cases {
+        for (rejection, code, pushback, not_executed) in cases {
             let name = format!("{rejection:?}");
             let rejected: Result<Response<IdempotentBody<()>>, Infallible> =
                 Responder::<_, Response<()>, _>::reject(&GrpcResponder::new(), rejection);
@@ -102,8 +102,8 @@ mod tests {
             assert_eq!(header("grpc-status"), Some(code), "{name}");
             assert_eq!(header("grpc-retry-pushback-ms"), pushback, "{name}");
             assert_eq!(header("grpc-status-details-bin").is_some(), pushback.is_some(), "{name}");
-            assert_eq!(response.extensions().get::<NotExecuted>().is_some(), nothing_done, "{name}");
-            assert_eq!(response.extensions().get::<OutcomeUnknown>().is_some(), !nothing_done, "{name}");
+            assert_eq!(response.extensions().get::<NotExecuted>().is_some(), not_executed, "{name}");
+            assert_eq!(response.extensions().get::<OutcomeUnknown>().is_some(), !not_executed, "{name}");
         }
     }
 }

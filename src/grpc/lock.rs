@@ -5,14 +5,14 @@ use bytes::Bytes;
 use http_body::Body;
 
 use super::details::Any;
-use super::status::{Code, GrpcResponder, answer, conclusive, detailed, trailers};
+use super::status::{Code, GrpcResponder, detailed, status_response, trailers, without_retry};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
 use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
 
-/// A client is not told to wait for longer than this, however long the lease may last.
-const LONGEST_WAIT: Duration = Duration::from_secs(5);
-const LOST_TEXT: &str = "the request was cancelled on the way and may have had effects";
+/// The maximum retry delay of a busy lock, however long the lease may last.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+const LOST_TEXT: &str = "the request was cancelled while it ran and may have had effects";
 
 impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<ResponseBody<B>>;
@@ -20,12 +20,12 @@ impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
 
     fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
-            // To be tried again with another lease, and not as it is.
+            // The client needs a new lease before it can retry.
             fencing::Rejection::Stale(_) => {
-                conclusive(Code::Aborted, "the lock of this request is somebody else's by now")
+                without_retry(Code::Aborted, "another client holds the lock of this request now")
             }
             fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
-                answer(Code::InvalidArgument, "the request does not say under which lock it was sent")
+                status_response(Code::InvalidArgument, "the request names no lock or fence")
             }
         })
     }
@@ -45,21 +45,21 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
 
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         let later = |code: Code, text: &str, wait: Duration| {
-            let wait = self.told(wait);
+            let wait = self.with_jitter(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
         };
         let response = match rejection {
-            Rejection::MissingKey(missing) => answer(Code::InvalidArgument, &missing.to_string()),
+            Rejection::MissingKey(missing) => status_response(Code::InvalidArgument, &missing.to_string()),
             Rejection::Lock(LockError::Busy(busy)) => {
-                let wait = busy.retry_after().clamp(Duration::from_millis(1), LONGEST_WAIT);
-                later(Code::Aborted, "another request is at work on this", wait)
+                let wait = busy.retry_after().clamp(Duration::from_millis(1), MAX_RETRY_DELAY);
+                later(Code::Aborted, "another request holds the lock", wait)
             }
             Rejection::Full(full) => later(Code::ResourceExhausted, &full.to_string(), STORE_RETRY),
             Rejection::Lock(LockError::QueueFull(_)) => {
-                later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
+                later(Code::ResourceExhausted, "too many requests wait for the lock", STORE_RETRY)
             }
             Rejection::Lock(LockError::Lost(_)) => {
-                let mut response = conclusive(Code::Aborted, LOST_TEXT);
+                let mut response = without_retry(Code::Aborted, LOST_TEXT);
                 response.extensions_mut().remove::<NotExecuted>();
                 response.extensions_mut().insert(OutcomeUnknown);
                 response
@@ -67,10 +67,10 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 later(Code::Unavailable, STORE_TEXT, STORE_RETRY)
             }
-            // Mistakes of the program.
+            // Errors in the program or its configuration.
             Rejection::Lock(error) => {
-                tracing::error!(%error, "a request cannot be locked");
-                answer(Code::Internal, "the request cannot be served")
+                tracing::error!(%error, "cannot acquire the lock of a request");
+                status_response(Code::Internal, "the request cannot be served")
             }
         };
         Ok(response.map(LockedBody::new))
@@ -101,12 +101,12 @@ where
         }
     }
 
-    fn occupy(&self, stay: LeaseGuard, response: &mut Response<LockedBody<B>>) {
-        LockedBody::occupy(response, stay, Some(lost));
+    fn occupy(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
+        LockedBody::bind(response, guard, Some(lost_trailers));
     }
 }
 
-/// How a call ends whose lease is lost when its answer has begun.
-fn lost() -> HeaderMap {
+/// The trailers of a call that loses its lease after the response has begun.
+fn lost_trailers() -> HeaderMap {
     trailers(Code::Aborted, LOST_TEXT)
 }

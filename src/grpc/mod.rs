@@ -1,8 +1,8 @@
-//! Rejections for services that speak gRPC, tonic's for instance.
+//! Rejections for gRPC services, such as those of tonic.
 //!
-//! A plain HTTP 429 tells a gRPC client nothing of a limit. By the [status mapping] of gRPC it is `UNAVAILABLE`, which retry policies try
-//! again, without details and without a wait. tonic 0.14 reads the problem document as a message, and reports `INTERNAL`. [`GrpcResponder`]
-//! answers with a gRPC status instead, in a response without a body ("trailers-only"):
+//! A gRPC client does not understand an HTTP 429. The [status mapping] of gRPC makes it `UNAVAILABLE`, which has no details and no wait, and
+//! which retry policies retry. tonic 0.14 parses the problem document as a message and reports `INTERNAL`. So [`GrpcResponder`] responds with a
+//! gRPC status, in a response without a body ("trailers-only"):
 //!
 //! | case | status | details | `grpc-retry-pushback-ms` |
 //! | --- | --- | --- | --- |
@@ -11,24 +11,24 @@
 //! | costs more than a limit | 8 `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1, "do not retry" |
 //! | on the deny list | 7 `PERMISSION_DENIED` | | |
 //! | no key | 3 `INVALID_ARGUMENT` | | |
-//! | store failed and the layer denies then | 14 `UNAVAILABLE` | `RetryInfo` of 1 s | 1000 |
+//! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 14 `UNAVAILABLE` | `RetryInfo` of 1 s | 1000 |
 //!
 //! [status mapping]: https://github.com/grpc/grpc/blob/master/doc/http-grpc-status-mapping.md
 //!
-//! The details are those of Google's [error model], in `grpc-status-details-bin`. The wait in `RetryInfo` is exact, in
-//! `grpc-retry-pushback-ms` (gRFC A6, read by the retry policies of gRPC libraries) it is rounded up to milliseconds, and -1
-//! where it does not fit into 32 bits. `QuotaFailure` has a violation for each limit that stands in the way: its subject is
-//! the policy, its description the limit, `api-1h: 1000 in 3600 s` for instance.
+//! The details follow Google's [error model] and are in `grpc-status-details-bin`. The wait in `RetryInfo` is exact. In
+//! `grpc-retry-pushback-ms`, which the retry policies of gRPC libraries read (gRFC A6), it is rounded up to milliseconds. The value is -1 if
+//! the wait does not fit into 32 bits. `QuotaFailure` has a violation for each violated limit: its subject is the policy, and its description
+//! is the limit, such as `api-1h: 1000 in 3600 s`.
 //!
-//! The `RateLimit` fields are there as metadata, as with [`http`](crate::http), and can be chosen in the same way.
+//! The `RateLimit` fields are sent as metadata. Choose their versions as with [`http`](crate::http).
 //!
 //! [error model]: https://google.aip.dev/193
 //!
-//! # Who is asking
+//! # Keys
 //!
-//! [`header`](crate::http::header) reads metadata. The address of the other end tonic puts into an extension of its own, where
-//! [`peer_ip`](crate::http::peer_ip) and [`ClientIp`](crate::http::ClientIp) do not find it: calls have no key then, and are answered by
-//! `INVALID_ARGUMENT`. A layer in front passes it on, here with that of tower (feature `util`):
+//! [`header`](crate::http::header) reads metadata. tonic puts the peer address into its own extension, which
+//! [`peer_ip`](crate::http::peer_ip) and [`ClientIp`](crate::http::ClientIp) do not read. Without the layer below, calls have no key and get
+//! `INVALID_ARGUMENT`. The layer copies the address, with tower's feature `util`:
 //!
 //! ```
 //! use http::Request;
@@ -37,7 +37,7 @@
 //! use tonic::{body::Body, transport::server::{Server, TcpConnectInfo}};
 //! use tower::util::MapRequestLayer;
 //!
-//! let pass_on = |mut call: Request<Body>| {
+//! let copy_peer = |mut call: Request<Body>| {
 //!     if let Some(peer) = call.extensions().get().and_then(TcpConnectInfo::remote_addr) {
 //!         call.extensions_mut().insert(PeerAddr(peer));
 //!     }
@@ -45,17 +45,17 @@
 //! };
 //! let policy = Policy::new("rpc", Quota::per_second(100).fixed_window());
 //! let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).responder(GrpcResponder::new());
-//! let server = Server::builder().layer(MapRequestLayer::new(pass_on)).layer(limit); // .add_service(..)
+//! let server = Server::builder().layer(MapRequestLayer::new(copy_peer)).layer(limit); // .add_service(..)
 //! ```
 //!
 //! # gRPC-Web
 //!
-//! Let the layer that translates gRPC-Web (`GrpcWebLayer` of tonic-web) be outside of the layers of this crate, with tonic the first to be added: it makes
-//! of a rejection what the client in the browser understands. [`failures`] and [`successes`] find the status of a call on either side of it.
+//! Put the layer that translates gRPC-Web (`GrpcWebLayer` of tonic-web) outside the layers of this crate. With tonic, add it first. It
+//! translates rejections for the client in the browser. [`failures`] and [`successes`] find the status of a call on either side of it.
 //!
 //! # Examples
 //!
-//! In front of all services of a tonic server, per tenant, whom a proxy has checked and named:
+//! In front of all services of a tonic server, by tenant. A proxy has authenticated the tenant and set the header:
 //!
 //! ```
 //! use std::time::Duration;
@@ -68,7 +68,7 @@
 //! let server = tonic::transport::Server::builder().layer(layer); // .add_service(..)
 //! ```
 //!
-//! What a client gets to see that has used up its quota:
+//! The status that a client gets after its quota is used up:
 //!
 //! ```
 //! use http::{Request, Response};

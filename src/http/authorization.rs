@@ -1,4 +1,4 @@
-//! Keys out of `Authorization`, which has more than one spelling.
+//! Keys from `Authorization`, whose scheme has several spellings.
 
 use ::http::Request;
 use ::http::header::{AUTHORIZATION, HeaderMap};
@@ -11,18 +11,18 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 
 /// Counts by the token of `Authorization: Bearer <token>` (RFC 6750).
 ///
-/// The scheme is read in any case and with any number of spaces behind it, so a client does not get another quota for `bearer` or
-/// `BEARER`. The store sees only a digest of the token.
+/// The case of the scheme and the number of spaces after it do not matter, so `bearer` and `BEARER` share one quota. The store sees only a
+/// digest of the token.
 ///
-/// A request has no key if the header is missing, has another scheme, is there more than once, or holds a token that is not well-formed.
-/// A token has letters, digits and `-._~+/`, with any `=` at its end.
+/// A request has no key if the header is missing, repeated or malformed, or has another scheme. A token has letters, digits and `-._~+/`,
+/// with any number of `=` at its end.
 ///
-/// This counts what the client claims. Put the layer behind the authentication and add the [address](super#who-is-asking), or count by
-/// what the authentication has found:
+/// The token is the client's claim. Put the layer behind the authentication and add a limit for the [address](super#keys), or count by
+/// the user that the authentication layer found:
 ///
-/// * A client that makes up tokens has a quota for each.
-/// * Some tokens have several spellings, such as a JWT whose last sign has unused bits. A new token of the same client is a new key, too.
-/// * A closure counts by an extension that the authentication layer has left in the request:
+/// * A client that invents tokens has a quota for each.
+/// * Some tokens have several spellings, such as a JWT whose last character has unused bits. A new token of the same client is a new key, too.
+/// * A closure can count by an extension that the authentication layer has inserted into the request:
 ///
 /// ```
 /// use http::Request;
@@ -52,29 +52,29 @@ pub const fn bearer_token() -> BearerTokenKey {
 pub struct BearerTokenKey;
 
 impl BearerTokenKey {
-    /// Asks `fallback` where a request has no token: see [`first_of`].
+    /// Uses `fallback` for requests without a token: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
 
     fn key_in(headers: &HeaderMap) -> Option<Key> {
         let token = credentials(headers, b"bearer")?;
-        let name = token.iter().rposition(|byte| *byte != b'=').map_or(&[][..], |last| &token[..=last]);
+        let body = token.iter().rposition(|byte| *byte != b'=').map_or(&[][..], |last| &token[..=last]);
         let is_token =
-            !name.is_empty() && name.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-._~+/".contains(byte));
+            !body.is_empty() && body.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-._~+/".contains(byte));
         is_token.then(|| Key::digest(token))
     }
 }
 
 /// Counts by the user name of `Authorization: Basic <credentials>` (RFC 7617), without the password.
 ///
-/// A password in the key would give each guess a quota of its own, and a limit for logins would limit nothing. The scheme is read in any
-/// case, and the name is the same in whatever way its base64 is padded. The key is [`Key::digest`] of the name, so the store sees no names.
+/// With the password in the key, each guess would have its own quota, and a limit on logins would limit nothing. The case of the scheme and
+/// the padding of the base64 do not matter. The key is [`Key::digest`] of the name, so the store sees no names.
 ///
-/// A request has no key if the header is missing, has another scheme, is there more than once, is not base64, or has no name before a colon.
+/// A request has no key if the header is missing or repeated, has another scheme, is not base64, or has no name before a colon.
 ///
-/// Names are compared by their bytes. If your users may write `Alice` for `alice`, make the key in a closure. A client may try one password
-/// with many names, so add the [address](super#who-is-asking).
+/// Names are compared by their bytes. If your users may write `Alice` for `alice`, build the key in a closure. A client may try one password
+/// with many names, so add a limit for the [address](super#keys).
 ///
 /// ```
 /// use tollgate::http::{basic_user, peer_ip};
@@ -98,7 +98,7 @@ pub const fn basic_user() -> BasicUserKey {
 #[non_exhaustive]
 pub struct BasicUserKey;
 
-/// Padding and unused bits do not matter: a client could otherwise give one name several buckets by spelling it in several ways.
+/// Accepts any padding and trailing bits: a client could otherwise get several quotas by encoding one name in several ways.
 const LENIENT_BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new()
@@ -107,7 +107,7 @@ const LENIENT_BASE64: GeneralPurpose = GeneralPurpose::new(
 );
 
 impl BasicUserKey {
-    /// Asks `fallback` where a request has no user name: see [`first_of`].
+    /// Uses `fallback` for requests without a user name: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
@@ -119,14 +119,14 @@ impl BasicUserKey {
     }
 }
 
-/// The credentials behind the scheme, which is case-insensitive (RFC 9110, 11.4). With two such headers, the service may believe either, so
-/// there are none.
+/// The credentials after the scheme, which is case-insensitive (RFC 9110, 11.4). `None` if the header is repeated: the service might read
+/// either value.
 fn credentials<'a>(headers: &'a HeaderMap, scheme: &[u8]) -> Option<&'a [u8]> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(value), None) = (values.next(), values.next()) else { return None };
     let (given, credentials) = value.as_bytes().trim_ascii().split_at_checked(scheme.len())?;
-    let is_it = given.eq_ignore_ascii_case(scheme) && credentials.first() == Some(&b' ');
-    is_it.then(|| credentials.trim_ascii_start())
+    let is_match = given.eq_ignore_ascii_case(scheme) && credentials.first() == Some(&b' ');
+    is_match.then(|| credentials.trim_ascii_start())
 }
 
 macro_rules! by_headers {
@@ -137,7 +137,7 @@ macro_rules! by_headers {
             }
         }
 
-        /// For a handler that has the body of the request.
+        /// For handlers that take the parts of a request without its body.
         impl ExtractKey<Parts> for $key {
             fn extract_key(&self, parts: &Parts) -> Option<Key> {
                 Self::key_in(&parts.headers)
@@ -157,9 +157,9 @@ mod tests {
         request.body(()).unwrap()
     }
 
-    /// Each spelling had a quota of its own.
+    /// Regression: each spelling had its own quota.
     #[test]
-    fn a_token_is_one_key_in_every_spelling_of_its_scheme() {
+    fn bearer_scheme_spelling_does_not_change_key() {
         let key = |value: &str| bearer_token().extract_key(&request(&[value]));
         let plain = key("Bearer abc.def");
         assert_eq!(plain, Some(Key::digest(b"abc.def")));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_bearer_token_has_no_key() {
+    fn malformed_bearer_token_has_no_key() {
         let values = [
             "",
             "Bearer",
@@ -196,9 +196,9 @@ mod tests {
         assert_eq!(bearer_token().extract_key(&request(&["Basic YTpi", "Bearer abc"])), None, "two of them");
     }
 
-    /// Each password that a client tried had a quota of its own.
+    /// Regression: each password that a client tried had its own quota.
     #[test]
-    fn a_user_is_one_key_with_every_password() {
+    fn password_does_not_change_user_key() {
         let key = |value: &str| basic_user().extract_key(&request(&[value]));
         let alice = Some(Key::digest(b"alice"));
         // alice:a, alice:bb, alice:ccc, alice:x:y, alice:
@@ -214,8 +214,8 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_user_has_no_key() {
-        // alice, :secret, and no base64.
+    fn credentials_without_user_name_have_no_key() {
+        // `alice`, `:secret`, and text that is not base64.
         for value in [
             "",
             "Basic",
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_a_request_has_the_same_keys() {
+    fn request_parts_have_same_keys() {
         let (parts, ()) = request(&["basic YTpi"]).into_parts();
         assert_eq!(basic_user().extract_key(&parts), Some(Key::digest(b"a")));
         let (parts, ()) = request(&["bearer YTpi"]).into_parts();

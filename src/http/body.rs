@@ -15,8 +15,9 @@ use pin_project_lite::pin_project;
 use super::charge::AtEnd;
 
 pin_project! {
-    /// The body of a response that came through a layer: that of the inner service, or the short text of a rejection. Where there is no inner
-    /// service it is such a text.
+    /// The body of a response from a layer: the body of the inner service, or the short text of a rejection.
+    ///
+    /// `ResponseBody` without a type parameter has no inner service and is always a rejection.
     #[derive(Debug)]
     pub struct ResponseBody<B = Never> {
         #[pin]
@@ -28,10 +29,9 @@ pin_project! {
     #[derive(Debug)]
     #[project = KindProj]
     enum Kind<B> {
-        // What the inner service answered, and nothing waits for its end.
+        // The body of the inner service, without a pending charge.
         Inner { #[pin] body: B },
-        // Anything else, behind a pointer: with most bodies a response is as large as that of the inner service then, and responses are
-        // moved about a lot.
+        // Boxed to keep responses small, because they are moved often: with most bodies this type is as large as the inner body.
         Other { other: Pin<Box<Other<B>>> },
     }
 }
@@ -40,14 +40,14 @@ pin_project! {
     #[derive(Debug)]
     #[project = OtherProj]
     enum Other<B> {
-        // What the inner service answered, with a charge that waits for the end of it.
+        // The body of the inner service, with a charge that is settled at its end.
         Charged { #[pin] body: B, charge: Charge },
-        // What the layer answered in its place; `None` once it was read.
+        // The text of a rejection; `None` after it was read.
         Rejection { text: Option<Bytes> },
     }
 }
 
-/// The charge that waits for the end of a body, until it was settled.
+/// A charge that is settled at the end of the body; `None` after that.
 #[derive(Debug)]
 struct Charge {
     #[cfg(feature = "grpc")]
@@ -58,7 +58,7 @@ impl Charge {
     #[inline]
     #[cfg(feature = "grpc")]
     fn taken_from(extensions: &mut Extensions) -> Option<Self> {
-        // Of nearly all responses it is known at a glance that there is none.
+        // Nearly all responses have no extensions, so skip the lookup.
         let at_end = if extensions.is_empty() { None } else { extensions.remove() };
         at_end.map(|at_end| Self { at_end: Some(at_end) })
     }
@@ -87,7 +87,7 @@ impl Charge {
     }
 }
 
-/// A body that is not read to its end has no trailers, as one that breaks off.
+/// A body that is dropped before its end counts as failed, because it has no trailers.
 #[cfg(feature = "grpc")]
 impl Drop for Charge {
     fn drop(&mut self) {
@@ -103,11 +103,11 @@ impl<B> ResponseBody<B> {
         Self { kind: Kind::Inner { body } }
     }
 
-    /// The response as it is passed on, with the charge that waits for its end.
+    /// Wraps the body of `response` with the charge in its extensions, if there is one.
     #[inline]
     pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
         let charge = Charge::taken_from(response.extensions_mut());
-        // In one place, so that the response is moved once.
+        // A single `map` moves the response only once.
         response.map(|body| match charge {
             None => Self::inner(body),
             Some(charge) => Self::other(Other::Charged { body, charge }),
@@ -119,7 +119,7 @@ impl<B> ResponseBody<B> {
         Self::other(Other::Rejection { text: (!text.is_empty()).then_some(text) })
     }
 
-    /// The body of the inner service, if there is nothing else to this one.
+    /// The body of the inner service, if it has no pending charge.
     #[inline]
     #[cfg(feature = "axum")]
     fn into_inner(self) -> Result<B, Self> {
@@ -134,8 +134,8 @@ impl<B> ResponseBody<B> {
     }
 }
 
-/// The body of an inner service where there is none, as with the answers that handlers give by
-/// [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). There is no value of it.
+/// The inner body type of responses that have no inner service, such as those of
+/// [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). This type has no values.
 #[derive(Clone, Copy, Debug)]
 pub enum Never {}
 
@@ -148,14 +148,14 @@ impl Body for Never {
     }
 }
 
-/// The body of a rejection of one's own.
+/// For the rejections of your own [`Responder`](crate::responder::Responder).
 impl<B> From<Bytes> for ResponseBody<B> {
     fn from(text: Bytes) -> Self {
         Self::rejection(text)
     }
 }
 
-/// For [`SameBody`](crate::responder::SameBody): what the router answered stays as it is.
+/// For [`SameBody`](crate::responder::SameBody): the inner body is returned unboxed.
 #[cfg(feature = "axum")]
 impl From<ResponseBody<Self>> for axum::body::Body {
     #[inline]
@@ -167,7 +167,7 @@ impl From<ResponseBody<Self>> for axum::body::Body {
     }
 }
 
-// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+// Outer layers that respond themselves, for CORS or a timeout, create an empty body with `Default`.
 impl<B: Default> Default for ResponseBody<B> {
     fn default() -> Self {
         Self::inner(B::default())
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_boxed_body_is_no_larger_behind_a_layer() {
+    fn response_body_is_as_small_as_boxed_body() {
         type Boxed = Pin<Box<dyn Body<Data = Bytes, Error = std::convert::Infallible> + Send>>;
         assert_eq!(size_of::<ResponseBody<Boxed>>(), size_of::<Boxed>());
     }

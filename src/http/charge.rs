@@ -13,8 +13,9 @@ use http_body::Frame;
 use crate::grpc::WebTrailers;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
-/// Charges only answers with a status of 400 and above, and services that fail: limits attempts and not use, a login's for
-/// instance. Those count by something that whoever guesses cannot change with each guess, such as the address.
+/// Charges only responses with a status of 400 or above and service errors. This limits failed attempts, for example to log in.
+///
+/// Count such attempts by a key that an attacker cannot change with each guess, such as the address.
 ///
 /// ```
 /// use axum::{Router, http::StatusCode, routing::post};
@@ -30,7 +31,7 @@ pub const fn failures() -> ChargeStatus {
     ChargeStatus { failures: true }
 }
 
-/// Charges only answers with a status below 400: what did not work is not used up.
+/// Charges only responses with a status below 400, so failed requests cost nothing.
 #[must_use]
 pub const fn successes() -> ChargeStatus {
     ChargeStatus { failures: false }
@@ -43,36 +44,36 @@ pub struct ChargeStatus {
 }
 
 impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
-    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Response<B>, &E>) {
+    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Response<B>, &E>) {
         let failed =
-            answer.map_or(true, |response| response.status().is_client_error() || response.status().is_server_error());
+            result.map_or(true, |response| response.status().is_client_error() || response.status().is_server_error());
         if failed != self.failures {
             handle.settle(0);
         }
     }
 }
 
-/// A charge that depends on the trailers of an answer. Travels in the extensions of the response to its body.
+/// A charge that depends on the trailers of a response. The layer passes it to the body in the extensions of the response.
 #[cfg(feature = "grpc")]
 #[derive(Clone, Debug)]
 pub(crate) struct AtEnd {
     pub(crate) handle: RateLimitHandle,
-    /// Whether an answer with these trailers is charged.
-    pub(crate) charged: fn(&HeaderMap) -> bool,
-    /// Where trailers are a part of the body.
+    /// Whether a response with these trailers is charged.
+    pub(crate) is_charged: fn(&HeaderMap) -> bool,
+    /// The parser for gRPC-Web, which sends the trailers in the body.
     pub(crate) web: Option<WebTrailers>,
 }
 
 #[cfg(feature = "grpc")]
 impl AtEnd {
-    /// The trailers, if this frame of the body is or ends them.
+    /// The trailers, if `frame` completes them.
     pub(crate) fn trailers<'a>(&mut self, frame: &'a Frame<Bytes>) -> Option<Cow<'a, HeaderMap>> {
         let in_body = self.web.as_mut().zip(frame.data_ref()).and_then(|(web, data)| web.read(data));
         in_body.map(Cow::Owned).or(frame.trailers_ref().map(Cow::Borrowed))
     }
 
     pub(crate) fn settle(self, trailers: &HeaderMap) {
-        if !(self.charged)(trailers) {
+        if !(self.is_charged)(trailers) {
             self.handle.settle(0);
         }
     }

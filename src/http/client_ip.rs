@@ -6,7 +6,7 @@ use ::http::request::Parts;
 use ::http::{Extensions, HeaderName, HeaderValue, Request};
 use ipnet::{IpNet, Ipv4Net};
 
-use super::client_ip_log::Told;
+use super::client_ip_log::Warnings;
 use super::forwarded::{self, canonical};
 use super::key::{self, IPV6_PREFIX, header_name};
 use crate::error::ConfigError;
@@ -14,16 +14,17 @@ use crate::key::{ExtractKey, Key, Or, first_of, lack};
 
 pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
-/// Amazon CloudFront writes an address and a port into this one, and IPv6 without brackets.
+/// Amazon CloudFront writes an address and a port into this header, and puts no brackets around IPv6 addresses.
 static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfront-viewer-address");
 
 /// Counts by the IP address of the client, also behind proxies.
 ///
-/// The proxies have to be named, by the networks that they connect from, or else [counted](Self::trusting_hops). If the other end of the
-/// connection is none of them, it is the client, and no header changes that. If it is one, `X-Forwarded-For` is read from the right, all lines of
-/// it: each proxy has appended whom it saw. Addresses of trusted proxies are skipped and the first other one is the
-/// client; what stands left of it comes from the client itself, who may have made it up. Where all are trusted, the client
-/// is the leftmost.
+/// List the networks from which your proxies connect, or give the [number of proxies](Self::trusting_hops). If the peer, which is the other
+/// end of the connection, is not a trusted proxy, it is the client, and no header changes that.
+///
+/// If the peer is a trusted proxy, all lines of `X-Forwarded-For` are read from the right. Each proxy appends the address that it saw, so
+/// the client is the first address that is not a trusted proxy. Entries to its left come from the client and may be forged, so they are
+/// ignored. If all addresses are trusted, the client is the leftmost one.
 ///
 /// ```
 /// use http::Request;
@@ -36,68 +37,74 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 /// let forwarded = Request::builder().extension(proxy).header("x-forwarded-for", "6.6.6.6, 203.0.113.7, 10.0.0.2");
 /// assert_eq!(by_ip.client_ip(&forwarded.body(())?), Some("203.0.113.7".parse()?));
 ///
-/// let somebody = PeerAddr("203.0.113.8:4711".parse()?);
-/// let forged = Request::builder().extension(somebody).header("x-forwarded-for", "6.6.6.6");
+/// let client = PeerAddr("203.0.113.8:4711".parse()?);
+/// let forged = Request::builder().extension(client).header("x-forwarded-for", "6.6.6.6");
 /// assert_eq!(by_ip.client_ip(&forged.body(())?), Some("203.0.113.8".parse()?));
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Behind Cloudflare, counting IPv6 clients by the /56 that providers hand out:
+/// Behind Cloudflare, with one key per /56, which many providers assign to an IPv6 client:
 ///
 /// ```
 /// use tollgate::http::ClientIp;
 ///
 /// # fn main() -> Result<(), tollgate::BoxError> {
-/// let cloudflare = ["173.245.48.0/20".parse()?, "2400:cb00::/32".parse()?]; // and the others that it publishes
+/// let cloudflare = ["173.245.48.0/20".parse()?, "2400:cb00::/32".parse()?]; // and its other published networks
 /// let by_ip = ClientIp::trusting(cloudflare).single_header("cf-connecting-ip").ipv6_prefix(56)?;
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// # Which address is found
+/// # How the address is found
 ///
-/// The other end of the connection is found as by [`peer_ip`](super::peer_ip); without it there is no key. A proxy that
-/// connects over a Unix socket has no address: insert a [`PeerAddr`](super::PeerAddr) that is trusted, of `127.0.0.1` say.
+/// The peer address comes from the same extensions as that of [`peer_ip`](super::peer_ip). Without it a request has no key. A proxy that
+/// connects over a Unix socket has no address: insert a trusted [`PeerAddr`](super::PeerAddr), such as one of `127.0.0.1`.
 ///
-/// * An entry is an address, `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is at most 65535, or a name such as `_hidden`.
-/// * An IPv6 address with a port and without brackets is read if it is no address by itself: `2001:db8::1:50001` has port 50001, while
-///   `2001:db8::1:443` is an address. This is ambiguous, so have your proxy write brackets. Headers that always hold a port have a [form of their own](ForwardingHeader::SingleWithPort).
-/// * Anything else is unreadable and ends the search, such as `unknown`, `_hidden`, an IPv6 address with a zone, or an empty entry. In
-///   `Forwarded`, an element that is not well-formed is unreadable, and so is one without `for` or with two. The entries left of an
-///   unreadable one prove nothing. [`on_unreadable`](Self::on_unreadable) says how the request counts then.
-/// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all these are trusted, the last one read is the client. What
-///   stands left of them in `X-Forwarded-For` is never looked at, however long it is; a value of `Forwarded`, where quoted
-///   strings have to be skipped, is gone through a few times at most. Nothing is allocated.
-/// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4 here, for trust as for counting.
-/// * One that was translated by NAT64 with the well-known prefix (`64:ff9b::203.0.113.7`) counts as IPv4, and is IPv6 for everything else.
-/// * Any other IPv6 address counts by its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), as one client usually has all
-///   the others to choose from. [`client_ip`](Self::client_ip) and [`within`](Self::within) see all bits.
+/// * An entry is an address in the form `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is a number up to 65535, or a name such
+///   as `_hidden`.
+/// * An IPv6 address with a port and without brackets is accepted unless the whole text is an address: `2001:db8::1:50001` has port 50001, but
+///   `2001:db8::1:443` is an address. This is ambiguous, so let your proxy write brackets. For headers that always hold a port, use
+///   [`SingleWithPort`](ForwardingHeader::SingleWithPort).
+/// * Any other entry is unreadable, such as `unknown`, `_hidden`, an IPv6 address with a zone, or an empty entry. In `Forwarded`, a malformed
+///   element is unreadable, and so is an element without `for` or with two. An unreadable entry ends the search, because the entries to its
+///   left are not trustworthy. [`on_unreadable`](Self::on_unreadable) then sets the key.
+/// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all of them are trusted, the last one read is the client. In
+///   `X-Forwarded-For`, text to their left is never scanned, however long it is. In `Forwarded`, which has quoted strings to skip, a value is
+///   scanned a few times at most. The search does not allocate.
+/// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4, both for trust and for the key.
+/// * An IPv4 address that NAT64 translated with the well-known prefix (`64:ff9b::203.0.113.7`) is IPv4 for the key, and IPv6 otherwise.
+/// * The key of any other IPv6 address has its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), because one client usually controls
+///   all the other bits. [`client_ip`](Self::client_ip) and [`within`](Self::within) use all bits.
 ///
-/// # What it relies on
+/// # Requirements
 ///
-/// * Trust the addresses of proxies only. A client in a trusted network can say to be anybody.
-/// * Only one header is read, and it has to be the one that your proxies write: most append to `X-Forwarded-For` and pass
-///   through a `Forwarded` or an `X-Real-IP` that the client made up.
-/// * Every trusted proxy has to append to that header or overwrite it.
+/// * Trust only the addresses of proxies. A client in a trusted network can forge any address.
+/// * Read the header that your proxies write. Most proxies append to `X-Forwarded-For`, but pass on a `Forwarded` or `X-Real-IP` that the
+///   client has forged.
+/// * Every trusted proxy must append to that header or overwrite it.
 ///
-/// The [table of proxies](super#proxies-and-their-headers) has the headers of the major ones.
+/// The [table of proxies](super#proxies-and-their-headers) lists the headers of the major products.
 ///
-/// # What is logged
+/// # Logs
 ///
-/// An unreadable value from a trusted proxy is a warning, at most once a minute. With the feature `metrics`, each of them is counted in
-/// `tollgate_unreadable_client_addresses_total`.
+/// An unreadable value from a trusted proxy is logged as a warning, at most once per minute. With the feature `metrics`, each such request
+/// is counted in `tollgate_unreadable_client_addresses_total`.
 ///
-/// Each of these is a warning, once per extractor and its clones: trust in all addresses there are, when it is made; no address of the
-/// connection; a forwarding header from somebody who is not trusted (anybody can send one, so this may be nothing); another forwarding header
-/// than the one that is read; a client with a private address that is not trusted (most likely a proxy that is missing from the list).
+/// An extractor and its clones log each of these warnings once:
+///
+/// * The trusted networks include every address. This is logged when the extractor is created.
+/// * A request has no peer address.
+/// * A peer that is not trusted sends a forwarding header. Any client can do so, and it may be harmless.
+/// * A trusted proxy sends a forwarding header, but not the header that is read.
+/// * The client has a private address that is not trusted. Most likely it is a proxy that is missing from the list.
 #[derive(Clone, Debug)]
 pub struct ClientIp {
     trusted: Trusted,
     header: ForwardingHeader,
     on_unreadable: OnUnreadable,
     ipv6_prefix: u8,
-    told: Arc<Told>,
+    warnings: Arc<Warnings>,
 }
 
 /// The header that proxies write and [`ClientIp`] reads.
@@ -110,58 +117,58 @@ pub enum ForwardingHeader {
     Forwarded,
     /// A header that holds one address, such as `CF-Connecting-IP` or `X-Real-IP`: see [`ClientIp::single_header`].
     Single(HeaderName),
-    /// A header that holds one address and its port, such as `CloudFront-Viewer-Address`. The port stands behind the last colon, whether an
-    /// IPv6 address has brackets or not: `2001:db8::1:443` is `2001:db8::1` with port 443.
+    /// A header that holds one address and its port, such as `CloudFront-Viewer-Address`. The port follows the last colon, whether or not an
+    /// IPv6 address has brackets: `2001:db8::1:443` is `2001:db8::1` with port 443.
     SingleWithPort(HeaderName),
 }
 
-/// How a request counts if a trusted proxy wrote a value that holds no address. Defaults to [`Peer`](Self::Peer).
+/// The key of a request if a trusted proxy wrote a value without an address. Defaults to [`Peer`](Self::Peer).
 ///
-/// Proxies write the value, so a client cannot choose it. The usual cause is a header that the proxy writes in another form.
+/// Proxies write the value, so a client cannot choose it. The usual cause is a proxy that writes the header in another form.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUnreadable {
-    /// By the address of the proxy that wrote the value: the other end of the connection, or the last trusted hop of a list.
-    /// All clients of that proxy share one quota meanwhile.
+    /// The address of the proxy that wrote the value: the peer, or the last trusted hop of a list. All clients of that proxy share one
+    /// quota meanwhile.
     #[default]
     Peer,
-    /// The request has no key. A layer answers it by 400 unless its `OnMissingKey` says otherwise.
+    /// The request has no key. By default a layer responds with 400: see `OnMissingKey`.
     Reject,
 }
 
 impl ClientIp {
-    /// How many entries of a list are read.
+    /// The maximum number of entries of a list that are read.
     pub const MAX_HOPS: usize = 64;
 
-    /// Believes the proxies in these networks.
+    /// Trusts the proxies in these networks.
     ///
-    /// Without any network this is [`ClientIp::peer`]. With `0.0.0.0/0` or `::/0` each client can be believed to be whom it says, which is a
-    /// warning in the log; `::/0` holds no IPv4 address, also none that is written as IPv6.
+    /// Without any network this is [`ClientIp::peer`]. With `0.0.0.0/0` or `::/0` each client can forge its address, and the log has a
+    /// warning. `::/0` contains no IPv4 addresses, not even IPv4-mapped ones.
     #[must_use]
     pub fn trusting(proxies: impl IntoIterator<Item = IpNet>) -> Self {
         let trusted = Nets::new(proxies);
-        if let Some(net) = trusted.everybody() {
+        if let Some(net) = trusted.entire_family() {
             tracing::warn!(
                 %net,
-                "ClientIp trusts every address, so each client chooses the one that it counts by: name the networks of your \
-                 proxies in `ClientIp::trusting`, and no others"
+                "ClientIp trusts every address, so each client can choose its own key: give `ClientIp::trusting` only the \
+                 networks of your proxies"
             );
         }
         Self::of(Trusted::Nets(trusted))
     }
 
-    /// Believes this many proxies, whatever their addresses are.
+    /// Trusts this many proxies, whatever their addresses are.
     ///
-    /// The client is the entry at this place of the header, from the right: with 1 the last one, with 2 the one before it. Each proxy
-    /// between the client and this service has to append one entry. If there are fewer entries, the leftmost one is the client, and the
-    /// other end of the connection if there is none. With a header that holds one address, any number above 0 believes that header.
-    /// More than [`MAX_HOPS`](Self::MAX_HOPS) are not believed, and 0 is [`ClientIp::peer`].
+    /// The client is the entry at this position of the header, from the right: the last one with 1, the one before it with 2. Each proxy
+    /// between the client and this service must append one entry. If there are fewer entries, the leftmost one is the client. If there are
+    /// none, the peer is the client. With a header that holds one address, any number above 0 trusts that header. A number above
+    /// [`MAX_HOPS`](Self::MAX_HOPS) counts as `MAX_HOPS`, and 0 is [`ClientIp::peer`].
     ///
     /// # Risk
     ///
-    /// The number cannot tell a proxy from a client. A client that reaches this service around one of the counted hops
-    /// **chooses the address that it counts by**. So does every client if the number is too large. Close all ways around the proxies
-    /// in the network, or use [`trusting`](Self::trusting) if their networks are known.
+    /// The number cannot tell a proxy from a client. A client that bypasses one of the proxies **chooses its own key**. So does every client
+    /// if the number is too large. Make sure that the network allows no way around the proxies, or use [`trusting`](Self::trusting) if you
+    /// know their networks.
     ///
     /// ```
     /// use http::Request;
@@ -188,20 +195,21 @@ impl ClientIp {
             header: ForwardingHeader::XForwardedFor,
             on_unreadable: OnUnreadable::default(),
             ipv6_prefix: IPV6_PREFIX,
-            told: Arc::default(),
+            warnings: Arc::default(),
         }
     }
 
-    /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip). The log warns
-    /// where a forwarding header comes in, which may be a proxy that was forgotten.
+    /// Trusts no proxy: the client is the peer, as with [`peer_ip`](super::peer_ip).
+    ///
+    /// The first request with a forwarding header is logged as a warning, because it may come from a proxy that you forgot.
     #[must_use]
     pub fn peer() -> Self {
         Self::trusting([])
     }
 
-    /// Reads this header instead.
+    /// Reads this header.
     ///
-    /// It has to be one that your proxies append to or overwrite. If they do not, the client chooses its address.
+    /// Your proxies must append to this header or overwrite it. Otherwise the client chooses its address.
     ///
     /// Defaults to [`ForwardingHeader::XForwardedFor`].
     #[must_use]
@@ -215,24 +223,22 @@ impl ClientIp {
         self
     }
 
-    /// Reads the address from a header that holds no more than that, such as `cf-connecting-ip`, `true-client-ip` or
-    /// `x-real-ip`.
+    /// Reads the address from a header that holds one address, such as `cf-connecting-ip`, `true-client-ip` or `x-real-ip`.
     ///
-    /// Only a proxy that overwrites it can be believed, and only if there is no way around that proxy. If the header is
-    /// missing, the other end of the connection is the client. If it is there more than once or holds anything but one address,
-    /// [`on_unreadable`](Self::on_unreadable) says how the request counts.
+    /// The proxy must overwrite the header, and the network must allow no way around the proxy. If the header is missing, the peer is the
+    /// client. If the header is repeated or holds anything but one address, [`on_unreadable`](Self::on_unreadable) sets the key.
     ///
-    /// `cloudfront-viewer-address` holds a port, too: it is [`SingleWithPort`](ForwardingHeader::SingleWithPort) without being told.
+    /// `cloudfront-viewer-address` holds a port, too, so it is read as [`SingleWithPort`](ForwardingHeader::SingleWithPort).
     ///
     /// # Panics
     ///
-    /// If `name`, in whatever case, cannot be that of a header: it is part of the program, not of a request.
+    /// If `name` is not a valid header name. Its case does not matter.
     #[must_use]
     pub fn single_header(self, name: impl TryInto<HeaderName>) -> Self {
         self.header(ForwardingHeader::Single(header_name(name)))
     }
 
-    /// How a request counts if a trusted proxy wrote a value that holds no address.
+    /// The key of a request if a trusted proxy wrote a value without an address.
     ///
     /// Defaults to [`OnUnreadable::Peer`].
     #[must_use]
@@ -241,13 +247,13 @@ impl ClientIp {
         self
     }
 
-    /// Counts IPv6 addresses by this many of their bits, those of a network that one client has to itself.
+    /// Counts IPv6 addresses by this many leading bits: the length of the network that one client controls.
     ///
     /// Defaults to 64.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Ipv6PrefixOutOfRange`] unless it is between 32 and 128.
+    /// [`ConfigError::Ipv6PrefixOutOfRange`] unless `bits` is between 32 and 128.
     pub fn ipv6_prefix(mut self, bits: u8) -> Result<Self, ConfigError> {
         let (min, max) = (32, 128);
         if !(min..=max).contains(&bits) {
@@ -257,18 +263,20 @@ impl ClientIp {
         Ok(self)
     }
 
-    /// Asks `fallback` where the address is not known: see [`first_of`].
+    /// Uses `fallback` for requests whose address is not known: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
 
-    /// The address of the client with all its bits, for logs and lists. `None` where the other end of the connection is
-    /// not known, and with [`OnUnreadable::Reject`] where a proxy wrote no address.
+    /// The address of the client with all its bits, for logs and lists.
+    ///
+    /// `None` if the peer address is not known or, with [`OnUnreadable::Reject`], if a trusted proxy wrote a value without an address.
     pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
         self.client_in(request.headers(), request.extensions())
     }
 
-    /// The same in a handler that has the body, and the rest of the request. The [key](ExtractKey) of a client is found in that, too.
+    /// Like [`client_ip`](Self::client_ip), for a handler that takes the parts of the request. `ClientIp` also extracts a [key](ExtractKey)
+    /// from parts.
     ///
     /// ```
     /// # #[cfg(feature = "axum")] {
@@ -278,15 +286,15 @@ impl ClientIp {
     ///
     /// async fn log_in(
     ///     Extension(by_ip): Extension<ClientIp>,
-    ///     Extension(strangers): Extension<Limiter<MemoryBackend>>,
+    ///     Extension(limiter): Extension<Limiter<MemoryBackend>>,
     ///     parts: Parts,
     ///     name: String,
     /// ) -> Result<String, String> {
-    ///     let Some(client) = by_ip.extract_key(&parts) else { return Err("who is there?".into()) };
-    ///     if name != "alice" && !strangers.try_acquire(client).await.unwrap_or(true) {
-    ///         return Err("too many".into());
+    ///     let Some(client) = by_ip.extract_key(&parts) else { return Err("unknown client address".into()) };
+    ///     if name != "alice" && !limiter.try_acquire(client).await.unwrap_or(true) {
+    ///         return Err("too many attempts".into());
     ///     }
-    ///     Ok(format!("{name} comes from {:?}", by_ip.client_ip_of(&parts)))
+    ///     Ok(format!("{name} logs in from {:?}", by_ip.client_ip_of(&parts)))
     /// }
     /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(log_in));
     /// # }
@@ -297,27 +305,27 @@ impl ClientIp {
 
     fn client_in(&self, headers: &HeaderMap, extensions: &Extensions) -> Option<IpAddr> {
         let Some(peer) = key::peer_in(extensions).map(|peer| canonical(peer.ip())) else {
-            if self.told.no_peer.first() {
-                key::warn_of_no_peer("ClientIp");
+            if self.warnings.no_peer.set() {
+                key::warn_missing_peer("ClientIp");
             }
             lack::note(key::NO_PEER);
             return None;
         };
-        if !self.trusted.hold(peer) {
-            self.told.of_ignored(peer, headers, &self.header);
+        if !self.trusted.trusts(peer) {
+            self.warnings.ignored_header(peer, headers, &self.header);
             return Some(peer);
         }
-        match self.seen_by(peer, headers) {
+        match self.client_behind(peer, headers) {
             Ok(client) => {
                 if client == peer {
-                    self.told.of_another(headers, &self.header);
-                } else if is_private(client) && !self.trusted.name(client) {
-                    self.told.of_private(client);
+                    self.warnings.other_header(headers, &self.header);
+                } else if is_private(client) && !self.trusted.lists(client) {
+                    self.warnings.private_client(client);
                 }
                 Some(client)
             }
             Err(proxy) => {
-                self.told.of_unreadable(proxy, headers, &self.header);
+                self.warnings.unreadable_header(proxy, headers, &self.header);
                 match self.on_unreadable {
                     OnUnreadable::Peer => Some(proxy),
                     OnUnreadable::Reject => None,
@@ -326,10 +334,10 @@ impl ClientIp {
         }
     }
 
-    /// Whom the trusted proxies saw, of which `peer` is the last. An error is the proxy that did not write an address.
-    fn seen_by(&self, peer: IpAddr, headers: &HeaderMap) -> Result<IpAddr, IpAddr> {
+    /// The client behind the trusted proxy `peer`. An error holds the proxy that wrote a value without an address.
+    fn client_behind(&self, peer: IpAddr, headers: &HeaderMap) -> Result<IpAddr, IpAddr> {
         let mut lines = headers.get_all(self.header.name()).iter().map(HeaderValue::as_bytes);
-        let read = match self.header {
+        let parse = match self.header {
             ForwardingHeader::XForwardedFor => {
                 return self.walk(peer, lines.rev().flat_map(forwarded::x_forwarded_for));
             }
@@ -339,15 +347,14 @@ impl ClientIp {
         };
         match (lines.next(), lines.next()) {
             (None, _) => Ok(peer),
-            (Some(line), None) => read(line).ok_or(peer),
+            (Some(line), None) => parse(line).ok_or(peer),
             (Some(_), Some(_)) => Err(peer),
         }
     }
 
-    /// Whether a request comes from one of these networks: for lists of clients that are let in, kept out or not counted.
+    /// A predicate that tells whether a request comes from one of these networks. Use it to allow, deny or exempt clients.
     ///
-    /// Compares the whole address of the client, not the network that it counts by. A client whose address is not known is
-    /// in none.
+    /// The predicate compares the whole address of the client, not the prefix in its key. It is false if the address is not known.
     ///
     /// ```
     /// use http::Request;
@@ -368,19 +375,19 @@ impl ClientIp {
     {
         let nets = Nets::new(nets);
         let client = self.clone();
-        move |request| client.client_ip(request).is_some_and(|ip| nets.contain(ip))
+        move |request| client.client_ip(request).is_some_and(|ip| nets.contains(ip))
     }
 
     fn key_of(&self, ip: IpAddr) -> Key {
         Key::from(key::network_of(ip, self.ipv6_prefix))
     }
 
-    /// Goes from one hop to whom it saw for as long as the hops are trusted.
+    /// Follows the hops until the first that is not trusted.
     fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> Result<IpAddr, IpAddr> {
         let mut client = peer;
-        for hop in hops.take(self.trusted.most().min(Self::MAX_HOPS)) {
+        for hop in hops.take(self.trusted.max_entries().min(Self::MAX_HOPS)) {
             client = hop.ok_or(client)?;
-            if !self.trusted.hold(client) {
+            if !self.trusted.trusts(client) {
                 break;
             }
         }
@@ -394,7 +401,7 @@ impl<B> ExtractKey<Request<B>> for ClientIp {
     }
 }
 
-/// What is left of a request in a handler that has its body.
+/// For handlers that take the parts of a request without its body.
 impl ExtractKey<Parts> for ClientIp {
     fn extract_key(&self, parts: &Parts) -> Option<Key> {
         self.client_ip_of(parts).map(|ip| self.key_of(ip))
@@ -411,7 +418,7 @@ impl ForwardingHeader {
     }
 }
 
-/// Which hops are believed.
+/// Which hops are trusted.
 #[derive(Clone, Debug)]
 enum Trusted {
     Nets(Nets),
@@ -419,18 +426,18 @@ enum Trusted {
 }
 
 impl Trusted {
-    /// Whether this hop is believed; if hops are counted, each is until there are too many.
-    fn hold(&self, hop: IpAddr) -> bool {
-        matches!(self, Self::Hops(_)) || self.name(hop)
+    /// Whether this hop is trusted. Counted hops all are: `max_entries` bounds their number.
+    fn trusts(&self, hop: IpAddr) -> bool {
+        matches!(self, Self::Hops(_)) || self.lists(hop)
     }
 
-    /// Whether this is known to be the address of a proxy.
-    fn name(&self, ip: IpAddr) -> bool {
-        matches!(self, Self::Nets(nets) if nets.contain(ip))
+    /// Whether this address is in the list of trusted networks.
+    fn lists(&self, ip: IpAddr) -> bool {
+        matches!(self, Self::Nets(nets) if nets.contains(ip))
     }
 
-    /// How many entries of a list may be read.
-    const fn most(&self) -> usize {
+    /// The maximum number of entries of a list that are read.
+    const fn max_entries(&self) -> usize {
         match self {
             Self::Nets(_) => usize::MAX,
             Self::Hops(hops) => *hops,
@@ -438,7 +445,7 @@ impl Trusted {
     }
 }
 
-/// Networks that do not overlap, in order.
+/// Sorted networks that do not overlap.
 #[derive(Clone, Debug)]
 struct Nets(Arc<[IpNet]>);
 
@@ -450,18 +457,18 @@ impl Nets {
         Self(nets.into())
     }
 
-    /// The first one that has all addresses of IPv4 or all of IPv6 in it.
-    fn everybody(&self) -> Option<&IpNet> {
+    /// The first network that contains all IPv4 or all IPv6 addresses.
+    fn entire_family(&self) -> Option<&IpNet> {
         self.0.iter().find(|net| net.prefix_len() == 0)
     }
 
-    fn contain(&self, ip: IpAddr) -> bool {
+    fn contains(&self, ip: IpAddr) -> bool {
         let after = self.0.partition_point(|net| net.network() <= ip);
         self.0[..after].last().is_some_and(|net| net.contains(&ip))
     }
 }
 
-/// A network of IPv4 addresses that are written as IPv6 is one of IPv4.
+/// Converts a network of IPv4-mapped IPv6 addresses to IPv4.
 fn canonical_net(net: IpNet) -> IpNet {
     let mapped = || {
         let IpNet::V6(net) = net else { return None };
@@ -471,18 +478,18 @@ fn canonical_net(net: IpNet) -> IpNet {
     mapped().map_or(net, IpNet::V4)
 }
 
-/// Whether networks, taken together, have all addresses of IPv4 or all of IPv6 in them.
+/// Whether these networks together contain all IPv4 or all IPv6 addresses.
 #[cfg(feature = "config")]
-pub(crate) fn hold_everybody(nets: impl IntoIterator<Item = IpNet>) -> bool {
-    Nets::new(nets).everybody().is_some()
+pub(crate) fn contain_every_address(nets: impl IntoIterator<Item = IpNet>) -> bool {
+    Nets::new(nets).entire_family().is_some()
 }
 
-/// Whether nobody comes from this address over the internet.
+/// Whether this address is not routable on the internet: private, loopback, link-local or of a carrier-grade NAT.
 pub(super) fn is_private(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => {
-            let shared_by_a_carrier = v4.to_bits() >> 22 == 0x6440_0000 >> 22; // 100.64.0.0/10
-            v4.is_private() || v4.is_loopback() || v4.is_link_local() || shared_by_a_carrier
+            let is_carrier_nat = v4.to_bits() >> 22 == 0x6440_0000 >> 22; // 100.64.0.0/10
+            v4.is_private() || v4.is_loopback() || v4.is_link_local() || is_carrier_nat
         }
         IpAddr::V6(v6) => v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local(),
     }
@@ -497,37 +504,37 @@ mod tests {
     }
 
     #[test]
-    fn a_set_of_networks_holds_what_one_of_them_holds() {
+    fn nets_contain_addresses_of_each_network() {
         let some =
             nets(&["10.0.0.0/8", "10.1.0.0/16", "192.0.2.128/25", "192.0.2.7/32", "2001:db8::/32", "192.0.2.9/24"]);
         for ip in
             ["10.0.0.0", "10.255.255.255", "10.1.2.3", "192.0.2.0", "192.0.2.255", "2001:db8::", "2001:db8:ffff::1"]
         {
-            assert!(some.contain(ip.parse().unwrap()), "{ip}");
+            assert!(some.contains(ip.parse().unwrap()), "{ip}");
         }
         for ip in
             ["9.255.255.255", "11.0.0.0", "192.0.1.255", "192.0.3.0", "2001:db7::", "2001:db9::", "::", "::ffff:0:0"]
         {
-            assert!(!some.contain(ip.parse().unwrap()), "{ip}");
+            assert!(!some.contains(ip.parse().unwrap()), "{ip}");
         }
-        assert!(!nets(&[]).contain("10.0.0.1".parse().unwrap()));
+        assert!(!nets(&[]).contains("10.0.0.1".parse().unwrap()));
     }
 
     #[test]
-    fn ipv4_and_ipv6_are_never_taken_for_each_other() {
+    fn ipv4_and_ipv6_networks_are_distinct() {
         let v4: IpAddr = "10.0.0.1".parse().unwrap();
         let v6: IpAddr = "::1".parse().unwrap();
-        assert!(nets(&["::ffff:10.0.0.0/104"]).contain(v4));
-        assert!(nets(&["::ffff:0.0.0.0/96"]).contain(v4));
-        assert!(nets(&["0.0.0.0/0"]).contain(v4));
-        assert!(!nets(&["::/0"]).contain(v4));
-        assert!(nets(&["::/0"]).contain(v6));
-        assert!(!nets(&["0.0.0.0/0"]).contain(v6));
-        assert!(!nets(&["0.0.0.1/32"]).contain(v6));
+        assert!(nets(&["::ffff:10.0.0.0/104"]).contains(v4));
+        assert!(nets(&["::ffff:0.0.0.0/96"]).contains(v4));
+        assert!(nets(&["0.0.0.0/0"]).contains(v4));
+        assert!(!nets(&["::/0"]).contains(v4));
+        assert!(nets(&["::/0"]).contains(v6));
+        assert!(!nets(&["0.0.0.0/0"]).contains(v6));
+        assert!(!nets(&["0.0.0.1/32"]).contains(v6));
     }
 
     #[test]
-    fn addresses_that_are_not_of_the_internet_are_known() {
+    fn private_addresses_are_recognized() {
         let private =
             ["10.9.8.7", "172.31.0.1", "192.168.0.1", "127.0.0.2", "169.254.1.1", "100.64.0.0", "100.127.255.255"];
         for ip in private.into_iter().chain(["::1", "fc00::1", "fdff::1", "fe80::1", "febf::1"]) {

@@ -1,4 +1,4 @@
-//! What [`ClientIp`](super::ClientIp) logs and counts.
+//! Logs and metrics of [`ClientIp`](super::ClientIp).
 
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -10,12 +10,12 @@ use tokio::time::Instant;
 
 use super::client_ip::{ForwardingHeader, X_FORWARDED_FOR};
 
-/// The warnings that an extractor or a clone of it has given.
+/// The warnings that an extractor and its clones have logged.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct Warnings {
     pub(super) no_peer: Flag,
     ignored: Flag,
-    another: Flag,
+    other: Flag,
     private: Flag,
     unreadable: OncePerMinute,
 }
@@ -24,62 +24,62 @@ pub(super) struct Told {
 pub(super) struct Flag(AtomicBool);
 
 impl Flag {
-    pub(super) fn first(&self) -> bool {
-        !self.is_up() && !self.0.swap(true, Ordering::Relaxed)
+    /// Sets the flag, and returns true if it was not set before.
+    pub(super) fn set(&self) -> bool {
+        !self.is_set() && !self.0.swap(true, Ordering::Relaxed)
     }
 
-    fn is_up(&self) -> bool {
+    fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-impl Told {
-    pub(super) fn of_ignored(&self, peer: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
-        if self.ignored.is_up() {
+impl Warnings {
+    pub(super) fn ignored_header(&self, peer: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
+        if self.ignored.is_set() {
             return;
         }
         let header = [read.name(), &X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
         if let Some(header) = header
-            && self.ignored.first()
+            && self.ignored.set()
         {
             tracing::warn!(
                 %peer, %header,
-                "ClientIp ignores a forwarding header, as the peer is not a trusted proxy: if the peer is a proxy of yours, \
-                 name its network in `ClientIp::trusting`, or all its clients count as one; if not, a client sent the header \
-                 by itself, and nothing is wrong"
+                "ClientIp ignores a forwarding header because the peer is not a trusted proxy: if the peer is your proxy, \
+                 add its network to `ClientIp::trusting`, or all its clients share one key; otherwise a client sent the \
+                 header, and nothing is wrong"
             );
         }
     }
 
-    pub(super) fn of_another(&self, headers: &HeaderMap, read: &ForwardingHeader) {
-        if self.another.is_up() || headers.contains_key(read.name()) {
+    pub(super) fn other_header(&self, headers: &HeaderMap, read: &ForwardingHeader) {
+        if self.other.is_set() || headers.contains_key(read.name()) {
             return;
         }
         let header = [&X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
         if let Some(header) = header
-            && self.another.first()
+            && self.other.set()
         {
             tracing::warn!(
                 %header, read = %read.name(),
-                "a trusted proxy forwards another header than the one that ClientIp reads, so its clients count as one: if \
-                 the proxy writes that header, choose it with `ClientIp::header`; do not if it only passes through what \
-                 clients send"
+                "a trusted proxy sends a different header from the one that ClientIp reads, so its clients share one key: if \
+                 the proxy writes that header, set it with `ClientIp::header`; do not if the proxy only passes on the header \
+                 of the client"
             );
         }
     }
 
-    pub(super) fn of_private(&self, client: IpAddr) {
-        if self.private.first() {
+    pub(super) fn private_client(&self, client: IpAddr) {
+        if self.private.set() {
             tracing::warn!(
                 %client,
-                "ClientIp finds a client with a private address behind a trusted proxy: most likely that is one more proxy, \
-                 whose network is missing in `ClientIp::trusting`, or which is missing in the number for `ClientIp::trusting_hops`, \
-                 and all its clients count as one"
+                "ClientIp finds a client with a private address behind a trusted proxy: most likely this is another proxy, and \
+                 all its clients share one key; add its network to `ClientIp::trusting`, or count it in `ClientIp::trusting_hops`"
             );
         }
     }
 
-    pub(super) fn of_unreadable(&self, proxy: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
+    pub(super) fn unreadable_header(&self, proxy: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
         let header = read.name();
         #[cfg(feature = "metrics")]
         ::metrics::counter!("tollgate_unreadable_client_addresses_total", "header" => header.as_str().to_owned())
@@ -91,22 +91,22 @@ impl Told {
                 %proxy, %header, %value,
                 "ClientIp cannot read the address in a header of a trusted proxy: check that the proxy writes this header, and in \
                  which form; `ForwardingHeader::SingleWithPort` reads an address that always has a port, and \
-                 `ClientIp::on_unreadable` says how such requests count"
+                 `ClientIp::on_unreadable` sets the key of such requests"
             );
         }
     }
 }
 
-/// How much of a value is logged, in bytes: the end of it, which the last proxy wrote.
+/// How many bytes of a value are logged. They come from its end, which the last proxy wrote.
 const MAX_LOGGED: usize = 64;
 
-/// Says yes once, and again when a minute has passed since then.
+/// Is due at most once per minute.
 #[derive(Debug, Default)]
 struct OncePerMinute(Mutex<Option<Instant>>);
 
 impl OncePerMinute {
     fn is_due(&self) -> bool {
-        // If another thread holds it, that thread answers for both.
+        // If another thread holds the mutex, that thread logs the warning.
         let Ok(mut last) = self.0.try_lock() else { return false };
         let now = Instant::now();
         let is_due = last.is_none_or(|last| now.duration_since(last) >= Duration::from_secs(60));

@@ -1,4 +1,4 @@
-//! What handlers of axum take as arguments.
+//! Extractors for axum handlers.
 
 use ::http::request::Parts;
 use ::http::{Extensions, Request};
@@ -11,20 +11,23 @@ use crate::key::{ExtractKey, Key, Or, first_of, lack};
 use crate::lock::LeaseHandle;
 use crate::rate_limit::RateLimitHandle;
 
-/// What a layer has left in the extensions of a request. An `Option` of it is for handlers whose requests may pass without: see the type.
-/// Otherwise a request without is answered by 500.
+/// Extracts the handle that a layer has inserted into the extensions of a request.
 macro_rules! from_extensions {
-    ($($layer:literal $left:ty),+ $(,)?) => {$(
-        #[doc = concat!("In a handler of axum, behind ", $layer, ". An `Option` of it where requests may pass without one; they are answered by 500 otherwise.")]
-        impl<S: Send + Sync> FromRequestParts<S> for $left {
+    ($($layer:literal $handle:ty),+ $(,)?) => {$(
+        #[doc = concat!(
+            "An extractor for axum handlers behind ",
+            $layer,
+            ". If requests may pass without it, extract an `Option`. Otherwise such requests get a response of 500."
+        )]
+        impl<S: Send + Sync> FromRequestParts<S> for $handle {
             type Rejection = ExtensionRejection;
 
             async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ExtensionRejection> {
-                parts.extract::<Extension<Self>>().await.map(|Extension(left)| left)
+                parts.extract::<Extension<Self>>().await.map(|Extension(handle)| handle)
             }
         }
 
-        impl<S: Send + Sync> OptionalFromRequestParts<S> for $left {
+        impl<S: Send + Sync> OptionalFromRequestParts<S> for $handle {
             type Rejection = std::convert::Infallible;
 
             async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Option<Self>, Self::Rejection> {
@@ -40,13 +43,13 @@ from_extensions! {
     "an `IdempotencyLayer`" IdempotencyHandle,
 }
 
-/// Counts by the route of axum that serves the request, `/users/{id}` for instance: all paths that it stands for together.
+/// Counts by the axum route that serves the request, such as `/users/{id}`: all paths of the route share one key.
 ///
-/// Behind a nested router the route is known by its whole path.
+/// In a nested router the key is the whole path of the route.
 ///
-/// A request that no route matches has no key. `Router::layer` lets the layer see these as well, so that they are answered by 400 in the place of
-/// 404 unless [`OnMissingKey`](crate::OnMissingKey) says otherwise. Either count only what a route matches, with `Router::route_layer`, or
-/// name something for the rest to count by, with [`or`](MatchedPathKey::or).
+/// A request that no route matches has no key. With `Router::layer` such requests reach the layer, which by default responds with 400 instead
+/// of 404: see [`OnMissingKey`](crate::OnMissingKey). Use `Router::route_layer` to count only requests that a route matches, or set another
+/// key for the rest with [`or`](MatchedPathKey::or).
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {
@@ -70,7 +73,7 @@ pub const fn matched_path() -> MatchedPathKey {
 pub struct MatchedPathKey;
 
 impl MatchedPathKey {
-    /// Asks `fallback` where no route matches: see [`first_of`].
+    /// Uses `fallback` for requests that no route matches: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
@@ -78,7 +81,7 @@ impl MatchedPathKey {
     fn key_in(extensions: &Extensions) -> Option<Key> {
         let path = extensions.get().map(|path: &MatchedPath| Key::from(path.as_str()));
         if path.is_none() {
-            lack::note("its extensions hold no `MatchedPath`; use `Router::route_layer`, or name a fallback with `or`");
+            lack::note("its extensions hold no `MatchedPath`; use `Router::route_layer`, or set a fallback with `or`");
         }
         path
     }
@@ -90,7 +93,7 @@ impl<B> ExtractKey<Request<B>> for MatchedPathKey {
     }
 }
 
-/// What is left of a request in a handler that has its body.
+/// For handlers that take the parts of a request without its body.
 impl ExtractKey<Parts> for MatchedPathKey {
     fn extract_key(&self, parts: &Parts) -> Option<Key> {
         Self::key_in(&parts.extensions)

@@ -1,38 +1,39 @@
-//! Reads what proxies write about the connections that they forward, from the right: the last hop is the one whose word
-//! counts first, and nothing that stands left of it may change how it reads.
+//! Parses `X-Forwarded-For` and `Forwarded` from the right.
+//!
+//! The rightmost entry comes from the nearest proxy. Entries to its left may be forged, so they must not change how it parses.
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// The longest text that can be an address with brackets, a port and room to spare.
+/// The maximum length of an address with brackets and a port, with a margin.
 const MAX_ADDRESS: usize = 64;
 
-/// The longest element of `X-Forwarded-For`, with whitespace. Past that it is no address anyway.
+/// The maximum length of an element of `X-Forwarded-For`, including whitespace. A longer element is unreadable.
 const MAX_ELEMENT: usize = 128;
 
-/// The hops of a line of `X-Forwarded-For`, last first; `None` stands for one that does not say an address.
+/// The hops of a line of `X-Forwarded-For`, last first. `None` stands for an entry without an address.
 ///
-/// Commas separate, whatever stands around them: an open quotation mark cannot swallow what a proxy appends.
+/// Every comma separates entries, also inside quotes. So an unclosed quote from a client cannot hide the entry that a proxy appends.
 pub(super) fn x_forwarded_for(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
     let mut rest = Some(line);
     std::iter::from_fn(move || {
         let line = rest.take()?;
-        let near = line.len().saturating_sub(MAX_ELEMENT);
-        match line[near..].iter().rposition(|byte| *byte == b',') {
+        let window = line.len().saturating_sub(MAX_ELEMENT);
+        match line[window..].iter().rposition(|byte| *byte == b',') {
             Some(comma) => {
-                rest = Some(&line[..near + comma]);
-                Some(single(&line[near + comma + 1..]))
+                rest = Some(&line[..window + comma]);
+                Some(single(&line[window + comma + 1..]))
             }
-            None if near > 0 => Some(None),
+            None if window > 0 => Some(None),
             None => Some(single(line)),
         }
     })
 }
 
-/// The hops of a line of `Forwarded` (RFC 7239), last first; `None` stands for one that does not say an address.
+/// The hops of a line of `Forwarded` (RFC 7239), last first. `None` stands for an element without an address.
 ///
-/// Quoted strings may hold commas, and are found from the right too: the mark that opens one is the first to the left
-/// which no backslash escapes. A well-formed element therefore reads the same whatever stands left of it. What is right of
-/// an unpaired mark is not well-formed, and neither is anything left of it then.
+/// Quoted strings may hold commas. They are also parsed from the right: the opening quote is the nearest one to the left that no backslash
+/// escapes. So a well-formed element parses in the same way, whatever is to its left. An unpaired quote makes its element and all elements
+/// to the left unreadable.
 pub(super) fn forwarded(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
     let mut rest = Some(line);
     std::iter::from_fn(move || {
@@ -43,19 +44,19 @@ pub(super) fn forwarded(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
                 rest = Some(&line[..at]);
                 return Some(element(&line[at + 1..]));
             }
-            let Some(opening) = opening_mark(&line[..at]) else { return Some(None) };
+            let Some(opening) = opening_quote(&line[..at]) else { return Some(None) };
             start = opening;
         }
         Some(element(line))
     })
 }
 
-/// The address that is all of a header value, or `None`.
+/// The address of a header value that holds nothing else.
 pub(super) fn single(value: &[u8]) -> Option<IpAddr> {
     address(unquoted(value))
 }
 
-/// The address of a header value that holds an address and a port, or `None`.
+/// The address of a header value that holds an address and a port.
 pub(super) fn single_with_port(value: &[u8]) -> Option<IpAddr> {
     without_port(text(unquoted(value))?).map(canonical)
 }
@@ -65,7 +66,7 @@ fn unquoted(value: &[u8]) -> &[u8] {
     value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
-/// An IPv4 address that is written as IPv6 is that IPv4 address. Decided by the bits: `::1` is not `0.0.0.1`.
+/// Converts an IPv4-mapped IPv6 address to IPv4. Other addresses stay as they are: `::1` is not `0.0.0.1`.
 #[inline]
 pub(super) fn canonical(ip: IpAddr) -> IpAddr {
     match ip {
@@ -74,23 +75,23 @@ pub(super) fn canonical(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Where the quoted string begins that ends after `text`.
-fn opening_mark(text: &[u8]) -> Option<usize> {
+/// The position of the quote that opens the quoted string which ends after `text`.
+fn opening_quote(text: &[u8]) -> Option<usize> {
     let mut end = text.len();
     loop {
-        let mark = text[..end].iter().rposition(|byte| *byte == b'"')?;
-        let escapes = text[..mark].iter().rev().take_while(|byte| **byte == b'\\').count();
+        let quote = text[..end].iter().rposition(|byte| *byte == b'"')?;
+        let escapes = text[..quote].iter().rev().take_while(|byte| **byte == b'\\').count();
         if escapes % 2 == 0 {
-            return Some(mark);
+            return Some(quote);
         }
-        end = mark - escapes;
+        end = quote - escapes;
     }
 }
 
-/// The address in the parameter `for`, if the element is well-formed and has one.
+/// The address in the parameter `for` of a well-formed element.
 ///
-/// More lenient than the grammar in two ways that proxies need: whitespace around semicolons, and values that should have
-/// been quoted, such as `for=[2001:db8::1]`.
+/// More lenient than the grammar in two ways, because some proxies need it: whitespace around semicolons, and unquoted values that should be
+/// quoted, such as `for=[2001:db8::1]`.
 fn element(element: &[u8]) -> Option<IpAddr> {
     let mut found = None;
     let mut rest = element.trim_ascii();
@@ -115,7 +116,7 @@ fn element(element: &[u8]) -> Option<IpAddr> {
     found
 }
 
-/// Where the value of a parameter ends that `text` begins with.
+/// The end of the parameter value at the start of `text`.
 fn value_end(text: &[u8]) -> Option<usize> {
     if text.first() != Some(&b'"') {
         let end = text.iter().position(|byte| !is_plain(byte)).unwrap_or(text.len());
@@ -130,7 +131,7 @@ fn value_end(text: &[u8]) -> Option<usize> {
     Some(closing + 2)
 }
 
-/// The address in the value of `for`, which is quoted or not.
+/// The address in the value of `for`, quoted or not.
 fn node(value: &[u8]) -> Option<IpAddr> {
     let Some(quoted) = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")) else {
         return address(value);
@@ -148,9 +149,10 @@ fn node(value: &[u8]) -> Option<IpAddr> {
     address(&text[..len])
 }
 
-/// Reads `ip`, `ip:port`, `[v6]`, `[v6]:port`, and `v6:port` unless that is an address. Without brackets a port of up to four digits may be the last
-/// group of an address that has `::`, and is taken for that. Everything else is no address: names, `unknown`,
-/// `_hidden`, zone ids.
+/// Parses `ip`, `ip:port`, `[v6]`, `[v6]:port`, and `v6:port` unless the whole text is an address.
+///
+/// Without brackets, a port of up to four digits may be the last group of an address that has `::`, and is parsed as such. Everything else
+/// is not an address: names, `unknown`, `_hidden`, zone ids.
 fn address(address: &[u8]) -> Option<IpAddr> {
     let text = text(address)?;
     let ip = text.parse().ok().or_else(|| bracketed(text)).or_else(|| without_port(text))?;
@@ -165,13 +167,13 @@ fn bracketed(text: &str) -> Option<IpAddr> {
     text.strip_prefix('[')?.strip_suffix(']')?.parse().ok().map(Ipv6Addr::into)
 }
 
-/// The address before the last colon, if a port stands behind it.
+/// The address before the last colon, if a port follows it.
 fn without_port(text: &str) -> Option<IpAddr> {
     let (ip, _) = text.rsplit_once(':').filter(|(_, port)| is_port(port))?;
     ip.parse().ok().or_else(|| bracketed(ip))
 }
 
-/// A port is a number, or with RFC 7239 a made-up name that begins with `_`.
+/// A port is a number, or an obfuscated name that begins with `_` (RFC 7239).
 fn is_port(text: &str) -> bool {
     match text.strip_prefix('_') {
         Some(name) => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)),
@@ -181,12 +183,12 @@ fn is_port(text: &str) -> bool {
     }
 }
 
-/// What a name is made of (RFC 9110, `tchar`).
+/// The bytes of a name (RFC 9110, `tchar`).
 fn is_token(byte: &u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte)
 }
 
-/// What a value is made of that has no quotation marks, where we are lenient.
+/// The bytes of an unquoted value, more than the grammar allows.
 fn is_plain(byte: &u8) -> bool {
     byte.is_ascii_graphic() && !b",;\"\\=".contains(byte)
 }
@@ -204,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_read_in_every_way_proxies_write_them() {
+    fn addresses_parse_in_every_form_of_proxies() {
         let cases = [
             ("203.0.113.7", "203.0.113.7"),
             (" \t203.0.113.7\t ", "203.0.113.7"),
@@ -220,7 +222,7 @@ mod tests {
             ("::1", "::1"),
             ("::203.0.113.7", "::cb00:7107"),
             ("203.0.113.7:65535", "203.0.113.7"),
-            // A port without brackets, unless it may be the end of the address.
+            // A port without brackets, unless it can be the last group of the address.
             ("2001:db8::1:50001", "2001:db8::1"),
             ("2001:db8:0:0:0:0:0:1:443", "2001:db8::1"),
             ("2001:db8::1:443", "2001:db8::1:443"),
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_not_made_one() {
+    fn other_text_is_not_an_address() {
         let cases = [
             "",
             " ",
@@ -282,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hops_of_x_forwarded_for_are_read_from_the_right() {
+    fn x_forwarded_for_parses_from_the_right() {
         let cases = [
             ("", "-"),
             ("1.1.1.1", "1.1.1.1"),
@@ -302,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hops_of_forwarded_are_read_from_the_right() {
+    fn forwarded_parses_from_the_right() {
         let cases = [
             ("", "-"),
             ("for=192.0.2.60;proto=http;by=203.0.113.43", "192.0.2.60"),
@@ -313,7 +315,7 @@ mod tests {
             ("proto=https;by=203.0.113.43", "-"),
             ("for=1.1.1.1; proto=https ; host=\"a,b;for=2.2.2.2\"", "1.1.1.1"),
             (";;for=1.1.1.1;;", "1.1.1.1"),
-            // Written against the grammar, but written.
+            // Invalid by the grammar, but written by proxies.
             ("for=[2001:db8::1]:4711", "2001:db8::1"),
             ("for=2001:db8::1;host=example.org:80", "2001:db8::1"),
             ("for=\"2001:db8::1\"", "2001:db8::1"),
@@ -322,7 +324,7 @@ mod tests {
             (r#"host="\"";for=1.1.1.1"#, "1.1.1.1"),
             (r#"host="\\";for=1.1.1.1, for=2.2.2.2"#, "2.2.2.2 1.1.1.1"),
             (r#"host="x\\\", for=6.6.6.6";for=1.1.1.1"#, "1.1.1.1"),
-            // Not well-formed: nobody knows what it means.
+            // Malformed, so unreadable.
             ("1.1.1.1", "-"),
             ("for", "-"),
             ("for=", "-"),
@@ -341,7 +343,7 @@ mod tests {
             ("for=\"1.1.1.1", "-"),
             ("for=1.1.1.1\"", "-"),
             ("for=\"\"", "-"),
-            // What a client sent, then what a proxy appended.
+            // The value of a client, then the entry that a proxy appended.
             ("for=\", for=1.1.1.1", "1.1.1.1 -"),
             (r#"for="\, for=1.1.1.1"#, "1.1.1.1 -"),
             (r#"for=6.6.6.6;a=", for=1.1.1.1;host="b""#, "1.1.1.1 -"),
@@ -353,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn mapped_addresses_are_decided_by_their_bits() {
+    fn canonical_converts_mapped_addresses_only() {
         let cases = [
             ("::ffff:10.0.0.1", "10.0.0.1"),
             ("::1", "::1"),

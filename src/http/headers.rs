@@ -1,7 +1,7 @@
-//! The fields that tell a client how its limits stand.
+//! The rate-limit header fields of responses.
 //!
-//! They are written for every response, so what a policy says is written once and the rest put together by hand. The tests
-//! read all of it with a parser for structured fields (RFC 9651) and compare it with what that parser's crate would write.
+//! They are written for every response. So the text of a policy is formatted once, and the rest is written byte by byte. The tests parse all
+//! fields as structured fields (RFC 9651) with another crate, and compare them with the output of that crate.
 
 use std::cmp::Reverse;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -29,35 +29,34 @@ pub(super) const LEGACY: Triple = Triple {
     reset: HeaderName::from_static("x-ratelimit-reset"),
 };
 
-/// The fields of answers that are there for clients to read, for `Access-Control-Expose-Headers`: see [Browsers](super#browsers).
+/// The response fields that clients read, for `Access-Control-Expose-Headers`: see [Browsers](super#browsers).
 ///
-/// Older [versions](HeaderVersion) of the fields have other names, which are not among them.
+/// The fields of older [versions](HeaderVersion) have other names and are not included.
 pub const EXPOSED_HEADERS: [HeaderName; 4] =
     [RATELIMIT, RATELIMIT_POLICY, RETRY_AFTER, HeaderName::from_static("idempotent-replayed")];
 
-/// Tells the policy and, where something is known, how its limits stand.
+/// Writes the fields for the policy and, after a decision, for the state of its limits.
 ///
-/// Lists are added to, so that layers on top of each other all have their say. Of fields that hold a single value the one
-/// of the tightest limit stays.
-pub(crate) fn write_fields(fields: &HeaderConfig, standing: &LimitInfo<'_>, headers: &mut HeaderMap) {
+/// Nested layers each append to fields that are lists. A field with a single value keeps the value of the tightest limit.
+pub(crate) fn write_fields(fields: &HeaderConfig, info: &LimitInfo<'_>, headers: &mut HeaderMap) {
     use HeaderVersion::{Draft6, Draft7, Draft10, LegacyDelta, LegacyEpoch};
 
-    let (policy, versions) = (standing.policy, fields.versions);
-    let Some(announcement) = policy.announcement(|| Announcement::of(policy)) else { return };
-    let known = standing.decision.filter(|decision| decision.outcome() != Outcome::Never);
+    let (policy, versions) = (info.policy, fields.versions);
+    let Some(text) = policy.announcement(|| PolicyText::new(policy)) else { return };
+    let decision = info.decision.filter(|decision| decision.outcome() != Outcome::Never);
     let [draft_10, draft_7, draft_6] = [Draft10, Draft7, Draft6].map(|version| versions.contains(version));
 
     if draft_10 {
-        let partition = fields.secret.as_ref().zip(standing.key).map(|(secret, key)| partition(secret, key));
-        announcement.write(known, partition, headers);
+        let partition = fields.secret.as_ref().zip(info.key).map(|(secret, key)| partition(secret, key));
+        text.write(decision, partition, headers);
     } else if draft_7 || draft_6 {
-        headers.append(RATELIMIT_POLICY, announcement.unnamed.value());
+        headers.append(RATELIMIT_POLICY, text.unnamed.value());
     }
     let (epoch, delta) = (versions.contains(LegacyEpoch), versions.contains(LegacyDelta));
     if !(draft_7 || draft_6 || epoch || delta) {
         return;
     }
-    let Some(tightest) = known.and_then(Tightest::of) else { return };
+    let Some(tightest) = decision.and_then(Tightest::of) else { return };
     if draft_7 && !draft_10 {
         tightest.write_dictionary(headers);
     }
@@ -72,29 +71,29 @@ pub(crate) fn write_fields(fields: &HeaderConfig, standing: &LimitInfo<'_>, head
     }
 }
 
-/// The units left of the tightest limit and the seconds until more become available, if a decision was made.
-pub(super) fn tightest(standing: &LimitInfo<'_>) -> Option<(u64, u64)> {
-    let known = standing.decision.filter(|decision| decision.outcome() != Outcome::Never)?;
-    let tightest = Tightest::of(known)?;
+/// The remaining units of the tightest limit and the seconds until more become available, if there is a decision.
+pub(super) fn tightest(info: &LimitInfo<'_>) -> Option<(u64, u64)> {
+    let decision = info.decision.filter(|decision| decision.outcome() != Outcome::Never)?;
+    let tightest = Tightest::of(decision)?;
     Some((tightest.remaining.into(), tightest.reset_seconds()))
 }
 
-/// What is said of a policy in every response.
-struct Announcement {
+/// The text of a policy, which is the same in every response.
+struct PolicyText {
     /// All limits, for draft 10.
-    named: Text,
+    named: SharedValue,
     /// All limits, for older drafts.
-    unnamed: Text,
-    limits: Vec<LimitTexts>,
+    unnamed: SharedValue,
+    limits: Vec<LimitText>,
 }
 
-/// The value of a field in many responses.
-struct Text {
+/// A field value that many responses share.
+struct SharedValue {
     text: String,
     copies: ShardedRefs<HeaderValue>,
 }
 
-impl Text {
+impl SharedValue {
     fn list(members: Vec<String>) -> Self {
         Self { text: members.join(", "), copies: ShardedRefs::default() }
     }
@@ -104,106 +103,104 @@ impl Text {
     }
 }
 
-/// What is said of one limit, up to where it differs from response to response.
-struct LimitTexts {
+/// The text of one limit that is the same in every response.
+struct LimitText {
     /// `"api";q=100;w=60`
     policy: String,
     /// `"api";r=`
-    standing: String,
+    remaining_prefix: String,
 }
 
-impl Announcement {
-    fn of(policy: &Policy) -> Self {
-        let texts = |(name, limit): (&str, &Limit)| {
+impl PolicyText {
+    fn new(policy: &Policy) -> Self {
+        let text = |(name, limit): (&str, &Limit)| {
             let name = string(name);
-            LimitTexts {
+            LimitText {
                 policy: format!("{name};q={}{}", limit.capacity(), window(limit)),
-                standing: format!("{name};r="),
+                remaining_prefix: format!("{name};r="),
             }
         };
-        let limits: Vec<LimitTexts> = policy.limit_names().zip(policy.limits()).map(texts).collect();
+        let limits: Vec<LimitText> = policy.limit_names().zip(policy.limits()).map(text).collect();
         let named = limits.iter().map(|limit| limit.policy.clone()).collect();
         let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
-        Self { named: Text::list(named), unnamed: Text::list(unnamed), limits }
+        Self { named: SharedValue::list(named), unnamed: SharedValue::list(unnamed), limits }
     }
 
     /// Both fields of draft 10.
-    fn write(&self, known: Option<&Decision>, partition: Option<Partition>, headers: &mut HeaderMap) {
+    fn write(&self, decision: Option<&Decision>, partition: Option<Partition>, headers: &mut HeaderMap) {
         let policy = match &partition {
             None => self.named.value(),
-            Some(partition) => line(self.named.text.len() + self.limits.len() * partition.len(), |line| {
+            Some(partition) => build_value(self.named.text.len() + self.limits.len() * partition.len(), |value| {
                 for limit in &self.limits {
-                    line.begin_member();
-                    line.push(limit.policy.as_bytes());
-                    line.push(partition);
+                    value.begin_member();
+                    value.push(limit.policy.as_bytes());
+                    value.push(partition);
                 }
             }),
         };
         headers.append(RATELIMIT_POLICY, policy);
 
-        let Some(known) = known.filter(|decision| !decision.limits().is_empty()) else { return };
+        let Some(decision) = decision.filter(|decision| !decision.limits().is_empty()) else { return };
         let partition = partition.as_ref().map_or(&[][..], |partition| partition);
-        let members = || self.limits.iter().zip(known.limits());
-        let len = members().map(|(texts, limit)| {
-            let more = seconds_until_more(limit).map_or(0, |seconds| 3 + digits(seconds));
-            2 + texts.standing.len() + digits(limit.remaining().into()) + more + partition.len()
+        let members = || self.limits.iter().zip(decision.limits());
+        let len = members().map(|(text, limit)| {
+            let reset = seconds_until_more(limit).map_or(0, |seconds| 3 + digits(seconds));
+            2 + text.remaining_prefix.len() + digits(limit.remaining().into()) + reset + partition.len()
         });
-        let standing = line(len.sum::<usize>().saturating_sub(2), |line| {
-            for (texts, limit) in members() {
-                line.begin_member();
-                line.push(texts.standing.as_bytes());
-                line.push_number(limit.remaining().into());
+        let remaining = build_value(len.sum::<usize>().saturating_sub(2), |value| {
+            for (text, limit) in members() {
+                value.begin_member();
+                value.push(text.remaining_prefix.as_bytes());
+                value.push_number(limit.remaining().into());
                 if let Some(seconds) = seconds_until_more(limit) {
-                    line.push(b";t=");
-                    line.push_number(seconds);
+                    value.push(b";t=");
+                    value.push_number(seconds);
                 }
-                line.push(partition);
+                value.push(partition);
             }
         });
-        headers.append(RATELIMIT, standing);
+        headers.append(RATELIMIT, remaining);
     }
 }
 
-/// How long until more of a limit becomes available, as it is told; `None` where all of it is.
+/// The seconds until more units of a limit become available; `None` if all of them are available.
 fn seconds_until_more(limit: &LimitStatus) -> Option<u64> {
     limit.seconds_until_more().map(|seconds| seconds.min(MAX_INTEGER))
 }
 
-/// `;w=60`, or nothing: `w` is in whole seconds and must not be 0, so a window that is not cannot be told.
+/// `;w=60`. Empty if the window is not a whole number of seconds above 0, because `w` cannot express it.
 fn window(limit: &Limit) -> String {
     let period = limit.period();
     if period.subsec_nanos() == 0 && !period.is_zero() { format!(";w={}", period.as_secs()) } else { String::new() }
 }
 
-/// Text as a String of structured fields. Names are printable ASCII.
+/// Formats text as a String of structured fields. Names are printable ASCII.
 fn string(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
 }
 
-/// The largest integer that structured fields have.
+/// The largest integer of structured fields.
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
 fn whole_seconds(wait: Duration) -> u64 {
     ceil_seconds(wait).min(MAX_INTEGER)
 }
 
-/// A field value being put together.
-struct Line(Vec<u8>);
+struct ValueBuilder(Vec<u8>);
 
-/// The value of so many bytes that `write` makes. If there are as many in the end, this is the only memory that is asked for.
-fn line(len: usize, write: impl FnOnce(&mut Line)) -> HeaderValue {
-    let mut line = Line(Vec::with_capacity(len));
-    write(&mut line);
+/// Builds a value with `write`. If `len` is its exact length, this allocates only once.
+fn build_value(len: usize, write: impl FnOnce(&mut ValueBuilder)) -> HeaderValue {
+    let mut value = ValueBuilder(Vec::with_capacity(len));
+    write(&mut value);
     // See `value`.
-    HeaderValue::try_from(line.0).unwrap_or(HeaderValue::from_static(""))
+    HeaderValue::try_from(value.0).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// How many digits a number has.
 fn digits(number: u64) -> usize {
     number.checked_ilog10().unwrap_or(0) as usize + 1
 }
 
-impl Line {
+impl ValueBuilder {
     fn begin_member(&mut self) {
         if !self.0.is_empty() {
             self.push(b", ");
@@ -223,12 +220,12 @@ fn number(number: u64) -> HeaderValue {
     value(itoa::Buffer::new().format(number).as_bytes())
 }
 
-/// Names, numbers and base64 are printable ASCII, so they always make a value.
+/// Names, numbers and base64 are printable ASCII, so the conversion always succeeds.
 fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `;pk=:` and 16 bytes in base64 and `:`.
+/// `;pk=:`, 16 bytes in base64, and `:`.
 type Partition = [u8; 30];
 
 fn partition(secret: &PartitionKeyMac, key: &Key) -> Partition {
@@ -238,14 +235,14 @@ fn partition(secret: &PartitionKeyMac, key: &Key) -> Partition {
     parameter
 }
 
-/// The limit that has least left: all that older fields have room for.
+/// The limit with the fewest remaining units. Older fields have room for only one limit.
 struct Tightest {
     limit: u32,
     remaining: u32,
     reset: Duration,
 }
 
-/// Three fields of one number each.
+/// The names of three fields that each hold a number.
 pub(super) struct Triple {
     pub(super) limit: HeaderName,
     pub(super) remaining: HeaderName,
@@ -263,14 +260,14 @@ impl Tightest {
         Some(Self { limit: decision.limit(), remaining: decision.remaining()?, reset })
     }
 
-    /// These fields have no way to say nothing, so the reset is 0 where the whole quota is left.
+    /// These fields are not optional, so the reset is 0 if the whole quota is left.
     fn reset_seconds(&self) -> u64 {
         if self.reset.is_zero() { 0 } else { whole_seconds(self.reset) }
     }
 
     fn write(&self, fields: Triple, reset: u64, headers: &mut HeaderMap) {
-        let told = |field| headers.get(field)?.to_str().ok()?.parse().ok();
-        if self.is_tighter_than(reset, || Some((told(&fields.remaining)?, told(&fields.reset)))) {
+        let existing = |field| headers.get(field)?.to_str().ok()?.parse().ok();
+        if self.is_tighter_than(reset, || Some((existing(&fields.remaining)?, existing(&fields.reset)))) {
             headers.insert(fields.limit, number(self.limit.into()));
             headers.insert(fields.remaining, number(self.remaining.into()));
             headers.insert(fields.reset, number(reset));
@@ -280,27 +277,27 @@ impl Tightest {
     /// `RateLimit: limit=100, remaining=42, reset=18`
     fn write_dictionary(&self, headers: &mut HeaderMap) {
         let reset = self.reset_seconds();
-        let told = |key: &str| {
+        let existing = |key: &str| {
             let mut members = headers.get(RATELIMIT)?.to_str().ok()?.split(", ");
             members.find_map(|member| member.strip_prefix(key)?.parse().ok())
         };
-        if self.is_tighter_than(reset, || Some((told("remaining=")?, told("reset=")))) {
-            let value = line(64, |line| {
-                line.push(b"limit=");
-                line.push_number(self.limit.into());
-                line.push(b", remaining=");
-                line.push_number(self.remaining.into());
-                line.push(b", reset=");
-                line.push_number(reset);
+        if self.is_tighter_than(reset, || Some((existing("remaining=")?, existing("reset=")))) {
+            let value = build_value(64, |value| {
+                value.push(b"limit=");
+                value.push_number(self.limit.into());
+                value.push(b", remaining=");
+                value.push_number(self.remaining.into());
+                value.push(b", reset=");
+                value.push_number(reset);
             });
             headers.insert(RATELIMIT, value);
         }
     }
 
-    /// Whether this says more than what a layer below has told already: what remained, and until when.
-    fn is_tighter_than(&self, reset: u64, told: impl FnOnce() -> Option<(u64, Option<u64>)>) -> bool {
-        told().is_none_or(|(remaining, told_reset)| {
-            (u64::from(self.remaining), Reverse(Some(reset))) < (remaining, Reverse(told_reset))
+    /// Whether this limit is tighter than the remaining units and the reset that an inner layer has written.
+    fn is_tighter_than(&self, reset: u64, existing: impl FnOnce() -> Option<(u64, Option<u64>)>) -> bool {
+        existing().is_none_or(|(remaining, existing_reset)| {
+            (u64::from(self.remaining), Reverse(Some(reset))) < (remaining, Reverse(existing_reset))
         })
     }
 }

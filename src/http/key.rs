@@ -12,15 +12,14 @@ use crate::key::{ExtractKey, Key, Or, first_of, lack};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
 ///
-/// A request without the header, or with an empty one, has no key. If the header is there more than once, the first one
-/// counts. Values are secrets more often than not, so the store sees only their digest ([`Key::digest`]).
+/// A request without the header, or with an empty one, has no key. If the header is repeated, its first value is the key. Values are often
+/// secrets, so the store sees only their digest ([`Key::digest`]).
 ///
-/// This counts what the client claims. In front of whatever checks the header, each value that a client makes up has a quota of its own, and an
-/// entry of its own in the store: put the layer behind that, or add a limit for the [address](super#who-is-asking). Behind a layer that
-/// authenticates, count by what that layer has left in the extensions of the request: a closure does, and
-/// [`bearer_token`](super::bearer_token) has an example.
+/// The value is the client's claim. Until something checks it, each value that a client invents has its own quota and its own entry in the
+/// store. So put the layer behind the authentication, or add a limit for the [address](super#keys). Behind an authentication layer, a closure
+/// can count by the extension that this layer inserts: [`bearer_token`](super::bearer_token) has an example.
 ///
-/// **Do not count by `authorization`.** `Bearer`, `bearer` and `BEARER` with the same token are different values here. So is each password
+/// **Do not count by `authorization`.** `Bearer`, `bearer` and `BEARER` with the same token are different keys here. So is each password
 /// that a client tries for a user. Use [`bearer_token`](super::bearer_token) and [`basic_user`](super::basic_user).
 ///
 /// ```
@@ -31,16 +30,15 @@ use crate::key::{ExtractKey, Key, Or, first_of, lack};
 ///
 /// # Panics
 ///
-/// If `name` cannot be that of a header: it is part of the program, not of a request. A name that comes from elsewhere is for
-/// [`HeaderName::try_from`] to judge, which this takes as well.
+/// If `name` is not a valid header name. Validate a name from configuration with [`HeaderName::try_from`], and pass the `HeaderName`.
 #[must_use]
 pub fn header(name: impl TryInto<HeaderName>) -> HeaderKey {
     HeaderKey { name: header_name(name) }
 }
 
-/// The name of a header that the program names, in any case.
+/// Converts a header name in any case, and panics if it is not valid.
 pub(super) fn header_name(name: impl TryInto<HeaderName>) -> HeaderName {
-    name.try_into().unwrap_or_else(|_| panic!("the name of a header has letters, digits and `-`, and is not empty"))
+    name.try_into().unwrap_or_else(|_| panic!("invalid header name: use letters, digits and `-`"))
 }
 
 /// See [`header`].
@@ -50,13 +48,13 @@ pub struct HeaderKey {
 }
 
 impl HeaderKey {
-    /// By a header whose name comes from a file.
+    /// Counts by a header whose name comes from a file.
     #[cfg(feature = "config")]
     pub(crate) const fn named(name: HeaderName) -> Self {
         Self { name }
     }
 
-    /// Asks `fallback` where the header is missing: see [`first_of`].
+    /// Uses `fallback` for requests without the header: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
@@ -73,33 +71,31 @@ impl<B> ExtractKey<Request<B>> for HeaderKey {
     }
 }
 
-/// What is left of a request in a handler that has its body.
+/// For handlers that take the parts of a request without its body.
 impl ExtractKey<Parts> for HeaderKey {
     fn extract_key(&self, parts: &Parts) -> Option<Key> {
         self.key_in(&parts.headers)
     }
 }
 
-/// The address of the other end of the connection, as an extension of each request.
+/// The peer address, which is the other end of the connection, as an extension of each request.
 ///
-/// For servers that have no such thing of their own. Insert it where connections are accepted; never make it from a
-/// header.
+/// For servers that have no such extension. Insert it where you accept connections, and never take it from a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAddr(pub SocketAddr);
 
-/// Counts by the IP address of the other end of the connection.
+/// Counts by the IP address of the peer, which is the other end of the connection.
 ///
-/// Finds a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` in the extensions of the request. A
-/// request without either has no key, so that layers answer it by 400 unless told otherwise, and the first such request is a warning in the log. In
-/// tests of an axum router its `MockConnectInfo` does as well.
+/// Reads a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` from the extensions of the request. Axum's
+/// `MockConnectInfo` works too, for tests of a router. A request without any of these has no key: layers respond with 400 by default, and the
+/// first such request is logged as a warning.
 ///
-/// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
-/// address that arrives as IPv6, mapped (`::ffff:203.0.113.7`) or translated by NAT64 with the well-known prefix (`64:ff9b::203.0.113.7`),
-/// counts as IPv4.
+/// The key of an IPv6 address is its first 64 bits, because one client usually controls all the other bits. An IPv4 address that is written
+/// as IPv6 (`::ffff:203.0.113.7`) counts as IPv4. So does the NAT64 translation with the well-known prefix (`64:ff9b::203.0.113.7`).
 ///
-/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there. The first request from a private address that is found to have
-/// `X-Forwarded-For` or `Forwarded` is a warning in the log, as it comes from a proxy most likely. A thread looks at its first 1,024 requests, and at one of 64
-/// after that.
+/// Behind a proxy this is the address of the proxy, so use [`ClientIp`](super::ClientIp) there. A request from a private address with
+/// `X-Forwarded-For` or `Forwarded` most likely comes from a proxy. The first such request that is found is logged as a warning. Each thread
+/// checks its first 1,024 requests, and one of 64 after that.
 #[must_use]
 pub const fn peer_ip() -> PeerIp {
     PeerIp
@@ -111,7 +107,7 @@ pub const fn peer_ip() -> PeerIp {
 pub struct PeerIp;
 
 impl PeerIp {
-    /// Asks `fallback` where the address is not known: see [`first_of`].
+    /// Uses `fallback` for requests whose address is not known: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
@@ -122,17 +118,17 @@ impl PeerIp {
     fn key_in(headers: &HeaderMap, extensions: &Extensions) -> Option<Key> {
         let peer = peer_in(extensions);
         if let Some(peer) = peer
-            && !PROXY_TOLD.is_completed()
-            && is_looked_at()
+            && !PROXY_WARNING.is_completed()
+            && is_sampled()
             && is_private(canonical(peer.ip()))
         {
-            tell_of_a_proxy(peer, headers);
+            warn_of_proxy(peer, headers);
         }
         match peer {
             Some(SocketAddr::V4(peer)) => Some(Key::from(*peer.ip())),
             Some(SocketAddr::V6(peer)) => Some(Key::from(network_of((*peer.ip()).into(), IPV6_PREFIX))),
             None => {
-                NOBODY_TOLD.call_once(|| warn_of_no_peer("peer_ip()"));
+                MISSING_PEER_WARNING.call_once(|| warn_missing_peer("peer_ip()"));
                 lack::note(NO_PEER);
                 None
             }
@@ -147,63 +143,62 @@ impl<B> ExtractKey<Request<B>> for PeerIp {
     }
 }
 
-/// What is left of a request in a handler that has its body.
+/// For handlers that take the parts of a request without its body.
 impl ExtractKey<Parts> for PeerIp {
     fn extract_key(&self, parts: &Parts) -> Option<Key> {
         Self::key_in(&parts.headers, &parts.extensions)
     }
 }
 
-/// The mistake is the program's and the same for every request, so it is told once.
-static NOBODY_TOLD: Once = Once::new();
+/// A configuration error affects every request, so each of these warnings is logged once.
+static MISSING_PEER_WARNING: Once = Once::new();
+static PROXY_WARNING: Once = Once::new();
 
-/// So is this one.
-static PROXY_TOLD: Once = Once::new();
+/// Each thread checks this many of its first requests for a forwarding header.
+const SAMPLE_ALL: u16 = 1_024;
 
-/// How many requests of each thread are looked at for what a proxy puts into all of them, and one of how many after that.
-const ALL_OF: u16 = 1_024;
-const ONE_OF: u16 = 64;
+/// After that, each thread checks one request of this many.
+const SAMPLE_EVERY: u16 = 64;
 
-/// Whether this request is one of them: to look takes longer than to find the address.
+/// Whether to check this request. The check is slower than reading the address, so most requests skip it.
 #[inline]
-fn is_looked_at() -> bool {
+fn is_sampled() -> bool {
     thread_local! {
-        static SEEN: Cell<u16> = const { Cell::new(0) };
+        static REQUESTS: Cell<u16> = const { Cell::new(0) };
     }
-    SEEN.with(|seen| {
-        let number = seen.get();
-        seen.set(number.checked_add(1).unwrap_or(ALL_OF));
-        number < ALL_OF || number % ONE_OF == 0
+    REQUESTS.with(|requests| {
+        let number = requests.get();
+        requests.set(number.checked_add(1).unwrap_or(SAMPLE_ALL));
+        number < SAMPLE_ALL || number % SAMPLE_EVERY == 0
     })
 }
 
-/// Apart, so that the others do not have to go around it.
+/// A separate function to keep it out of the inlined fast path.
 #[cold]
-fn tell_of_a_proxy(peer: &SocketAddr, headers: &HeaderMap) {
+fn warn_of_proxy(peer: &SocketAddr, headers: &HeaderMap) {
     if let Some(header) = [&X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name)) {
-        PROXY_TOLD.call_once(|| {
+        PROXY_WARNING.call_once(|| {
             tracing::warn!(
                 peer = %peer.ip(), %header,
-                "peer_ip() finds a forwarding header in a request from a private address: most likely that is a proxy of yours, and \
-                 all its clients count as one; count by `ClientIp::trusting` with its network, which is `client_ip` in a file of rules"
+                "peer_ip() finds a forwarding header in a request from a private address: most likely this is your proxy, and all \
+                 its clients share one key; use `ClientIp::trusting` with its network, or `client_ip` in a rules file"
             );
         });
     }
 }
 
-/// What a request lacks that has no address.
+/// The missing extension, for [`lack::note`].
 pub(super) const NO_PEER: &str = "its extensions hold neither a `PeerAddr` nor, with the feature `axum`, a `ConnectInfo<SocketAddr>`; serve \
                                   with `into_make_service_with_connect_info::<SocketAddr>()`";
 
-pub(super) fn warn_of_no_peer(extractor: &str) {
+pub(super) fn warn_missing_peer(extractor: &str) {
     tracing::warn!(
-        "{extractor} finds no address in a request: with axum, turn on the feature `axum` and serve with \
-         `into_make_service_with_connect_info::<SocketAddr>()`; elsewhere insert a `PeerAddr` into the extensions"
+        "{extractor} finds no address in a request: with axum, enable the feature `axum` and serve with \
+         `into_make_service_with_connect_info::<SocketAddr>()`; with another server, insert a `PeerAddr` into the extensions"
     );
 }
 
-/// The address of the other end of the connection. By reference: it would be put together again elsewhere, which takes as long as
-/// to find it.
+/// The peer address. Returned by reference, because copying it takes as long as finding it.
 #[inline]
 pub(super) fn peer_in(extensions: &Extensions) -> Option<&SocketAddr> {
     let peer = extensions.get().map(|PeerAddr(peer)| peer);
@@ -221,19 +216,18 @@ fn axum_peer(extensions: &Extensions) -> Option<&SocketAddr> {
     extensions.get().map(|ConnectInfo::<SocketAddr>(peer)| peer).or_else(mock)
 }
 
-/// How many bits of an IPv6 address a network has that one client has to itself, unless we are told.
+/// The default length of the IPv6 prefix that one client controls.
 pub(super) const IPV6_PREFIX: u8 = 64;
 
-/// The first 96 bits of an IPv4 address that was translated to IPv6: 64:ff9b::/96 (RFC 6052).
+/// The first 96 bits of an IPv4 address that NAT64 translated to IPv6: 64:ff9b::/96 (RFC 6052).
 const NAT64: u128 = 0x0064_ff9b << 64;
 
-/// The address that stands for all that one client has.
+/// The address without the bits that one client controls.
 #[inline]
 pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
-    // Mapped addresses first: all of IPv4 is in one /64 of them.
+    // All mapped addresses are in one /64, and so are all translated ones: convert them to IPv4 before the prefix is cut.
     match canonical(ip) {
         IpAddr::V4(v4) => v4.into(),
-        // And in one of those that were translated.
         IpAddr::V6(v6) if v6.to_bits() >> 32 == NAT64 => Ipv4Addr::from_bits(v6.to_bits() as u32).into(),
         IpAddr::V6(v6) => {
             let host_bits = u32::from(128_u8.saturating_sub(ipv6_prefix));
@@ -247,24 +241,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_requests_of_a_thread_are_looked_at_and_then_one_of_some_for_good() {
-        // Has a thread of its own, as every test has.
-        assert!((0..ALL_OF).all(|_| is_looked_at()));
-        for _ in 0..2 * (u16::MAX / ONE_OF) {
-            assert!(is_looked_at());
-            assert!((1..ONE_OF).all(|_| !is_looked_at()));
+    fn thread_checks_first_requests_and_then_samples() {
+        // Each test runs in its own thread.
+        assert!((0..SAMPLE_ALL).all(|_| is_sampled()));
+        for _ in 0..2 * (u16::MAX / SAMPLE_EVERY) {
+            assert!(is_sampled());
+            assert!((1..SAMPLE_EVERY).all(|_| !is_sampled()));
         }
     }
 
     #[test]
-    fn addresses_stand_for_clients() {
+    fn ipv6_addresses_of_one_client_share_a_network() {
         let cases = [
             ("203.0.113.7", "203.0.113.7"),
             ("::ffff:203.0.113.7", "203.0.113.7"),
             ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
             ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
             ("64:ff9b::203.0.113.7", "203.0.113.7"),
-            // Other prefixes are no one's but those of a network.
+            // Other NAT64 prefixes belong to single networks, so they are not converted.
             ("64:ff9b:1::203.0.113.7", "64:ff9b:1::"),
             ("64:ff9b::1:203.0.113.7", "64:ff9b::"),
             ("164:ff9b::203.0.113.7", "164:ff9b::"),
@@ -279,13 +273,13 @@ mod tests {
         {
             assert_eq!(network_of(all, prefix), client.parse::<IpAddr>().unwrap(), "/{prefix}");
         }
-        for written_as_ipv6 in ["::ffff:203.0.113.7", "64:ff9b::203.0.113.7"] {
-            assert_eq!(network_of(written_as_ipv6.parse().unwrap(), 32), IpAddr::from([203, 0, 113, 7]));
+        for ipv6 in ["::ffff:203.0.113.7", "64:ff9b::203.0.113.7"] {
+            assert_eq!(network_of(ipv6.parse().unwrap(), 32), IpAddr::from([203, 0, 113, 7]));
         }
     }
 
     #[test]
-    fn headers_count_by_their_bytes_whatever_these_are() {
+    fn header_key_accepts_any_bytes() {
         let by_token = header("x-token");
         let key = |value: &[u8]| {
             let value = ::http::HeaderValue::from_bytes(value).unwrap();

@@ -15,17 +15,17 @@ use crate::error::BoxError;
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
 use crate::responder::{BusyStatus, HttpResponder, NotExecuted, OutcomeUnknown, Responder};
 
-/// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
-const LONGEST_WAIT: Duration = Duration::from_secs(5);
+/// The maximum `Retry-After` of a busy lock, however long the lease may last: most leases are released much sooner.
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(5);
 
-/// The header field in which a request says the [fence](crate::Lease::fence) of the lock that it is sent under.
+/// The header field for the [fence](crate::Lease::fence) of the lock that the sender of a request holds.
 pub const LOCK_FENCE: HeaderName = HeaderName::from_static("lock-fence");
 
-/// The fence in the field [`LOCK_FENCE`], for a [`FenceLayer`](fencing::FenceLayer). `None` if there is not exactly one, or if it is no number.
+/// The fence in the field [`LOCK_FENCE`], for a [`FenceLayer`](fencing::FenceLayer). `None` if the field is missing, repeated or not a number.
 pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
     let mut fences = request.headers().get_all(LOCK_FENCE).iter();
     let fence = fences.next()?.to_str().ok()?;
-    // `parse` would take a sign.
+    // `parse` would accept a sign.
     let is_number = fences.next().is_none() && fence.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| fence.parse().ok())?
 }
@@ -37,10 +37,10 @@ impl<B, E> Responder<fencing::Rejection, Response<B>, E> for HttpResponder {
     fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
             fencing::Rejection::Stale(_) => {
-                self.refusal(StatusCode::PRECONDITION_FAILED, "the lock of this request is somebody else's by now")
+                self.refusal(StatusCode::PRECONDITION_FAILED, "another client holds the lock of this request now")
             }
             fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
-                self.refusal(StatusCode::BAD_REQUEST, "the request does not say under which lock it was sent")
+                self.refusal(StatusCode::BAD_REQUEST, "the request names no lock or fence")
             }
         })
     }
@@ -67,19 +67,19 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
                     BusyStatus::Locked => StatusCode::LOCKED,
                     BusyStatus::TooManyRequests => StatusCode::TOO_MANY_REQUESTS,
                 };
-                let wait = self.told(busy.retry_after().min(LONGEST_WAIT));
-                // Neither the key nor the holder is any business of the client.
-                let detail = &format!("another request is at work on this, try again in {wait} s");
+                let wait = self.told(busy.retry_after().min(MAX_RETRY_AFTER));
+                // The key and the holder are not for the client to see.
+                let detail = &format!("another request holds the lock, try again in {wait} s");
                 self.answer(Some(wait), Problem { kind: Kind::LockBusy, status, detail, violated: Vec::new() })
             }
-            Rejection::Full(full) => self.later(Kind::Blank, &full.to_string()),
+            Rejection::Full(full) => self.retry_later(Kind::Blank, &full.to_string()),
             Rejection::Lock(LockError::QueueFull(_)) => {
-                self.later(Kind::LockQueueFull, "too many requests wait for this")
+                self.retry_later(Kind::LockQueueFull, "too many requests wait for the lock")
             }
             Rejection::Lock(LockError::Lost(_)) => {
-                // It may have had effects, so nobody is invited to try again.
+                // The request may have had effects, so the response has no `Retry-After`.
                 let (kind, status) = (Kind::LockLost, StatusCode::SERVICE_UNAVAILABLE);
-                let detail = "the request was cancelled on the way and may have had effects";
+                let detail = "the request was cancelled while it ran and may have had effects";
                 let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
                 response.extensions_mut().remove::<NotExecuted>();
                 response.extensions_mut().insert(OutcomeUnknown);
@@ -87,11 +87,11 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
                 response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
-                self.later(Kind::LockUnavailable, STORE_TEXT)
+                self.retry_later(Kind::LockUnavailable, STORE_TEXT)
             }
-            // Mistakes of the program.
+            // Errors in the program or its configuration.
             Rejection::Lock(error) => {
-                tracing::error!(%error, "a request cannot be locked");
+                tracing::error!(%error, "cannot acquire the lock of a request");
                 self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served")
             }
         };
@@ -108,7 +108,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
 }
 
 impl HttpResponder {
-    fn later<B>(&self, kind: Kind, detail: &str) -> Response<ResponseBody<B>> {
+    fn retry_later<B>(&self, kind: Kind, detail: &str) -> Response<ResponseBody<B>> {
         let status = StatusCode::SERVICE_UNAVAILABLE;
         self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
     }
@@ -134,73 +134,75 @@ where
         }
     }
 
-    fn occupy(&self, stay: LeaseGuard, response: &mut Response<LockedBody<B>>) {
-        LockedBody::occupy(response, stay, None);
+    fn occupy(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
+        LockedBody::bind(response, guard, None);
     }
 }
 
 pin_project! {
-    /// The body of a response that came through a [`LockLayer`](crate::lock::LockLayer). It keeps the lock until it has ended, has failed or is
-    /// dropped. If the lease is lost before that, it fails with [`Lost`](crate::lock::Lost), or ends with the status of gRPC.
+    /// The body of a response from a [`LockLayer`](crate::lock::LockLayer).
+    ///
+    /// It holds the lock until it ends, fails or is dropped. If the lease is lost before that, the body fails with
+    /// [`Lost`](crate::lock::Lost), or ends with a gRPC status.
     #[derive(Debug)]
     pub struct LockedBody<B> {
         #[pin]
         body: ResponseBody<B>,
-        stay: Option<LeaseGuard>,
-        // What it ends with if the lease is lost; an error if that is nothing.
+        guard: Option<LeaseGuard>,
+        // The trailers that end the body if the lease is lost. Without them the body fails.
         on_loss: Option<fn() -> HeaderMap>,
-        // Who is told of that besides whoever reads it.
-        cut_off: Option<AbortMarker>,
-        is_over: bool,
+        // Records the loss of the lease for outer layers.
+        abort_marker: Option<AbortMarker>,
+        is_finished: bool,
     }
 }
 
 impl<B> LockedBody<B> {
     pub(crate) const fn new(body: ResponseBody<B>) -> Self {
-        Self { body, stay: None, on_loss: None, cut_off: None, is_over: false }
+        Self { body, guard: None, on_loss: None, abort_marker: None, is_finished: false }
     }
 }
 
 impl<B: Body<Data = Bytes>> LockedBody<B> {
-    /// With the trailers for a lease that is lost, where a body has to end with any.
-    pub(crate) fn occupy(response: &mut Response<Self>, stay: LeaseGuard, on_loss: Option<fn() -> HeaderMap>) {
+    /// Keeps `guard` until the body ends. `on_loss` makes the trailers for a lost lease.
+    pub(crate) fn bind(response: &mut Response<Self>, guard: LeaseGuard, on_loss: Option<fn() -> HeaderMap>) {
         if response.body().body.is_end_stream() {
             return;
         }
-        let cut_off = AbortMarker::around(response.extensions_mut().remove());
-        response.extensions_mut().insert(cut_off.clone());
+        let abort_marker = AbortMarker::around(response.extensions_mut().remove());
+        response.extensions_mut().insert(abort_marker.clone());
         let body = response.body_mut();
-        (body.stay, body.on_loss, body.cut_off) = (Some(stay), on_loss, Some(cut_off));
+        (body.guard, body.on_loss, body.abort_marker) = (Some(guard), on_loss, Some(abort_marker));
     }
 }
 
-/// In the extensions of a response: whether its handler was cut off half way. Where it has begun to answer, that is known once the body has ended.
+/// In the extensions of a response: whether its handler was aborted. If the response has begun, this is known only after the body ends.
 #[derive(Clone, Debug)]
-pub(crate) struct AbortMarker(Arc<Made>);
+pub(crate) struct AbortMarker(Arc<MarkerState>);
 
-/// What a handler has come to that was cut off.
+/// The outcome of an aborted handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cut {
     OutcomeUnknown,
-    /// It was sent another body than the attempt before, and its operation was given back.
+    /// The request body differs from that of the previous attempt, so the operation was released.
     GivenBack,
-    /// That it was done is in its record.
+    /// The record says that the operation is done.
     Done,
 }
 
 #[derive(Debug)]
-struct Made {
+struct MarkerState {
     cut: OnceLock<Cut>,
-    // That of a layer further in. What is between the two layers has looked at it, and has nothing to do with the one further out.
+    // The marker of an inner layer. A layer between the two has read that one, and must not see the mark of the outer layer.
     inner: Option<AbortMarker>,
 }
 
 impl AbortMarker {
     pub(crate) fn around(inner: Option<Self>) -> Self {
-        Self(Arc::new(Made { cut: OnceLock::new(), inner }))
+        Self(Arc::new(MarkerState { cut: OnceLock::new(), inner }))
     }
 
-    /// The first time counts.
+    /// Only the first call has an effect.
     pub(crate) fn make(&self, cut: Cut) {
         self.0.cut.get_or_init(|| cut);
     }
@@ -210,14 +212,14 @@ impl AbortMarker {
     }
 }
 
-/// The body of a rejection of one's own.
+/// For the rejections of your own [`Responder`].
 impl<B> From<Bytes> for LockedBody<B> {
     fn from(text: Bytes) -> Self {
         Self::new(text.into())
     }
 }
 
-// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+// Outer layers that respond themselves, for CORS or a timeout, create an empty body with `Default`.
 impl<B: Default> Default for LockedBody<B> {
     fn default() -> Self {
         Self::new(ResponseBody::default())
@@ -234,13 +236,13 @@ where
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
-        if *this.is_over {
+        if *this.is_finished {
             return Poll::Ready(None);
         }
-        if let Some(Poll::Ready(lost)) = this.stay.as_mut().map(|stay| stay.poll_lost(cx)) {
-            (*this.stay, *this.is_over) = (None, true);
-            if let Some(cut_off) = this.cut_off.take() {
-                cut_off.make(Cut::OutcomeUnknown);
+        if let Some(Poll::Ready(lost)) = this.guard.as_mut().map(|guard| guard.poll_lost(cx)) {
+            (*this.guard, *this.is_finished) = (None, true);
+            if let Some(abort_marker) = this.abort_marker.take() {
+                abort_marker.make(Cut::OutcomeUnknown);
             }
             return Poll::Ready(Some(match this.on_loss {
                 None => Err(lost.into()),
@@ -253,16 +255,16 @@ where
             Some(Err(_)) | None => true,
         };
         if is_last {
-            *this.stay = None;
+            *this.guard = None;
         }
         Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.is_over || self.body.is_end_stream()
+        self.is_finished || self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        if self.is_over { SizeHint::with_exact(0) } else { self.body.size_hint() }
+        if self.is_finished { SizeHint::with_exact(0) } else { self.body.size_hint() }
     }
 }

@@ -1,14 +1,16 @@
-//! Keys, responses and header fields for services that speak HTTP: axum, hyper, and tonic with the feature `grpc`.
+//! Keys, responses and header fields for HTTP services: axum, hyper, and tonic with the feature `grpc`.
 //!
-//! # Who is asking
+//! # Keys
 //!
-//! [`header`] counts per API key or session, [`peer_ip`] per address of the connection. The peer address has to be put into
-//! the request by the server: axum does so with `into_make_service_with_connect_info::<SocketAddr>()` (feature `axum`), any
-//! other server by inserting a [`PeerAddr`] into the extensions of each request; for tonic the docs of the module `grpc` have the few lines
-//! that this takes.
+//! [`header`] counts by API key or session, and [`peer_ip`] by the address of the peer, which is the other end of the connection. The server
+//! must put this address into the extensions of each request:
 //!
-//! A header says what the client claims. In front of whatever checks it, each key that a client makes up has a quota of its own, and an
-//! entry of its own in the store, so put the layer behind that, or let the address count [as well](crate::RateLimitLayer::and):
+//! * With axum, enable the feature `axum` and serve with `into_make_service_with_connect_info::<SocketAddr>()`.
+//! * With tonic, add the layer that the docs of the module `grpc` show.
+//! * With any other server, insert a [`PeerAddr`].
+//!
+//! A header value is the client's claim. Until something checks it, each key that a client invents has its own quota and its own entry in
+//! the store. So put the layer behind the authentication, or [add a limit](crate::RateLimitLayer::and) for the address:
 //!
 //! ```
 //! use tollgate::http::{header, peer_ip};
@@ -21,38 +23,38 @@
 //!     .and(address, peer_ip());
 //! ```
 //!
-//! Behind a proxy the peer is the proxy, and what a forwarding header says of the client may come from the client.
-//! [`ClientIp`] knows whom to believe: name the networks of your proxies, and the header that they write. Do not count by a
-//! forwarding header with [`header`]: whoever sends it chooses the bucket.
+//! Behind a proxy the peer is the proxy, and the client may have forged the forwarding header. [`ClientIp`] trusts only the proxies you
+//! list: give it their networks and the header that they write. Do not use [`header`] with a forwarding header, because then each client
+//! chooses its own key.
 //!
 //! | in front of the service | key |
 //! | --- | --- |
-//! | nothing | [`peer_ip`] or [`ClientIp::peer`], which warn of a proxy that was forgotten, [`peer_ip`] where its address is private |
+//! | nothing | [`peer_ip`] or [`ClientIp::peer`]. Both log a warning if requests come from a proxy; [`peer_ip`] only if its address is private |
 //! | proxies that append to `X-Forwarded-For` | `ClientIp::trusting(nets)` |
 //! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
-//! | a CDN that sets a header of its own | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
+//! | a CDN with its own header | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
 //! | proxies whose networks you cannot list | [`ClientIp::trusting_hops`], which has a risk |
 //!
-//! For credentials use [`bearer_token`] and [`basic_user`]: `header("authorization")` gives a client a quota for each spelling of the
-//! scheme, and one for each password that it tries.
+//! For credentials use [`bearer_token`] and [`basic_user`]. `header("authorization")` would give a client a quota for each spelling of the
+//! scheme, and for each password that it tries.
 //!
 //! ## Proxies and their headers
 //!
-//! Each row says what the proxy writes by default, as its vendor documents it. Trust the networks of the proxy, and check the value that
-//! arrives at your service: most of these products can be configured otherwise.
+//! Each row gives the default of the proxy, as its vendor documents it. Trust the networks of the proxy, and check the value that arrives at
+//! your service, because most of these products have settings that change it.
 //!
 //! | proxy | header and form | setting |
 //! | --- | --- | --- |
 //! | [Amazon CloudFront][cloudfront] | `CloudFront-Viewer-Address`: `198.51.100.10:46532`, IPv6 without brackets; only with an origin request policy | `.single_header("cloudfront-viewer-address")` |
 //! | [AWS Application Load Balancer][alb] | appends `ip` to `X-Forwarded-For`, or `ip:port` with client port preservation; do not set its mode to `preserve` | the default |
-//! | [Azure Front Door][afd] | `X-Azure-SocketIP`: the address of the connection. `X-Azure-ClientIP` may be the client's own claim. Compare `X-Azure-FDID` | `.single_header("x-azure-socketip")` |
+//! | [Azure Front Door][afd] | `X-Azure-SocketIP`: the address of the connection. A client may forge `X-Azure-ClientIP`. Compare `X-Azure-FDID` | `.single_header("x-azure-socketip")` |
 //! | [Azure Application Gateway][appgw] | appends `ip:port` to `X-Forwarded-For` | the default |
 //! | [Google Cloud load balancers][google] | append `<client>,<load balancer>` to `X-Forwarded-For`; trust the load balancer's own address, too | the default, or `trusting_hops(2)` |
 //! | [Fastly][fastly] | `Fastly-Client-IP`: one address, which a client may set unless your VCL sets it | `.single_header("fastly-client-ip")` |
 //! | [Cloudflare][cloudflare] | `CF-Connecting-IP`: one address | `.single_header("cf-connecting-ip")` |
 //! | [Akamai][akamai] | `True-Client-IP`: one address, if the property is configured for it | `.single_header("true-client-ip")` |
 //! | [Envoy][envoy] | appends `ip` to `X-Forwarded-For` with `use_remote_address`; `X-Envoy-External-Address` is one address | the default, or `.single_header("x-envoy-external-address")` |
-//! | [nginx][nginx] | appends `ip` with `proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for`, and nothing without | the default |
+//! | [nginx][nginx] | appends `ip` with `proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for`, and nothing without it | the default |
 //! | [HAProxy][haproxy] | adds a line of `X-Forwarded-For` with `option forwardfor`, or of `Forwarded` with `option forwarded` | the default, or `.header(ForwardingHeader::Forwarded)` |
 //!
 //! [cloudfront]: https://docs.aws.amazon.com/AmazonCloudFront/latest/DeveloperGuide/adding-cloudfront-headers.html
@@ -67,30 +69,31 @@
 //! [nginx]: https://nginx.org/en/docs/http/ngx_http_proxy_module.html#var_proxy_add_x_forwarded_for
 //! [haproxy]: https://docs.haproxy.org/3.2/configuration.html#4.2-option%20forwardfor
 //!
-//! If a trusted proxy writes a value that holds no address, the request counts by the address of the proxy. [`ClientIp::on_unreadable`] can
+//! If a trusted proxy writes a value without an address, the request counts under the address of the proxy. [`ClientIp::on_unreadable`] can
 //! reject it instead. Watch this metric after you have set up a proxy (feature `metrics`):
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_unreadable_client_addresses_total` | `header` | requests in which a trusted proxy wrote no readable address of the client |
+//! | `tollgate_unreadable_client_addresses_total` | `header` | requests in which a trusted proxy wrote no readable client address |
 //!
-//! # What is answered
+//! # Responses
 //!
 //! | case | status | problem | fields |
 //! | --- | --- | --- | --- |
-//! | admitted | that of the inner service | | `RateLimit-Policy`, `RateLimit` |
+//! | allowed | status of the inner service | | `RateLimit-Policy`, `RateLimit` |
 //! | over the limit | 429 | [`#quota-exceeded`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
 //! | key is [blocked](crate::Limiter::block) | 429 | [`#abnormal-usage-detected`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
 //! | costs more than the quota | 429 | [`#quota-exceeded`] | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
 //! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
-//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names an extension that the server has not set | `RateLimit-Policy` |
+//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names the extension that the server has not set | `RateLimit-Policy` |
 //! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
-//! | no decision, but passed | that of the inner service | | `RateLimit-Policy` |
+//! | no decision, but passed | status of the inner service | | `RateLimit-Policy` |
 //!
-//! The body of a rejection is a problem document (RFC 9457) of `type`, `title`, `status`, `detail` and, with the registered
-//! types, `violated-policies`: the names of the limits that stand in the way, if any. Where a request
-//! [counts for several](crate::RateLimitLayer::and) these are the limits of all that said no, and `Retry-After` is the longest of their waits; `type`
-//! and `detail` speak of the one that lasts longest. What the store's error says is in no answer.
+//! The body of a rejection is a problem document (RFC 9457) with `type`, `title`, `status` and `detail`. The registered types also have
+//! `violated-policies`, the names of the violated limits, which may be empty.
+//!
+//! If [several policies](crate::RateLimitLayer::and) deny a request, `violated-policies` names the limits of all of them, and `Retry-After` is
+//! the longest of their waits. `type` and `detail` describe the policy with that wait. No response contains the text of a store error.
 //!
 //! ```json
 //! {
@@ -104,16 +107,16 @@
 //!
 //! ## Large uploads
 //!
-//! A request that is turned away is answered before its body is read. Over HTTP/1 the server then closes the connection, and a client that
-//! is still sending gets a broken pipe or a reset. A client that gives up there never reads the 429, although it has arrived. With axum on
-//! loopback an upload of 64 MiB fails this way, and one of 1 MiB fits into the buffers of the connection. For routes that take large bodies:
+//! A layer rejects a request before it reads the body. Over HTTP/1 the server then closes the connection, and a client that is still sending
+//! gets a broken pipe or a reset. A client that gives up there never reads the 429, although it has arrived. With axum on loopback, an upload
+//! of 64 MiB fails this way, and an upload of 1 MiB fits into the buffers of the connection. For routes with large bodies:
 //!
-//! * Let clients send `Expect: 100-continue`, as curl does, and wait for the answer before they send the body.
-//! * Let clients read the answer also when writing has failed.
+//! * Let clients send `Expect: 100-continue`, as curl does, and wait for the response before they send the body.
+//! * Let clients read the response even if writing has failed.
 //! * Or let a proxy in front read the whole request first, as nginx does by default (`proxy_request_buffering on`).
 //!
-//! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. A handler that asks a
-//! [`Limiter`](crate::Limiter) itself gives the same answer by [`HttpResponder::answer_to`](crate::HttpResponder::answer_to).
+//! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. A handler that calls a
+//! [`Limiter`](crate::Limiter) creates the same response with [`HttpResponder::answer_to`](crate::HttpResponder::answer_to).
 //!
 //! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
 //! [`#abnormal-usage-detected`]: https://iana.org/assignments/http-problem-types#abnormal-usage-detected
@@ -121,27 +124,27 @@
 //!
 //! ## Header fields
 //!
-//! Unless told [otherwise](crate::responder::HeaderVersion) the fields follow draft-ietf-httpapi-ratelimit-headers-10. Every
-//! limit of the policy is a member, under [the name](crate::Policy::limit_names) that it has for clients:
+//! By [default](crate::responder::HeaderVersion) the fields follow draft-ietf-httpapi-ratelimit-headers-10. Each limit of the policy is a
+//! member, under its [name](crate::Policy::limit_names) for clients:
 //!
 //! ```text
 //! RateLimit-Policy: "api-1m";q=100;w=60, "api-1d";q=5000;w=86400
 //! RateLimit: "api-1m";r=42;t=18, "api-1d";r=3007;t=40211
 //! ```
 //!
-//! | parameter | is | left out |
+//! | parameter | meaning | omitted |
 //! | --- | --- | --- |
-//! | `q` | [the most units at once](crate::rate_limit::Limit::capacity) | |
-//! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all of them become available anew | unless whole seconds |
-//! | `r` | what remains | |
-//! | `t` | the seconds until more becomes available, rounded up | while all of it is |
-//! | `pk` | [a keyed digest](crate::HttpResponder::partition_secret) of whom it counts for | unless there is a secret |
+//! | `q` | [the maximum number of units at once](crate::rate_limit::Limit::capacity) | |
+//! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all units become available again | unless whole seconds |
+//! | `r` | the remaining units | |
+//! | `t` | the seconds until more units become available, rounded up | if all units are available |
+//! | `pk` | [a keyed digest](crate::HttpResponder::partition_secret) of the key | unless you set a secret |
 //!
-//! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost, and
-//! so never earlier than the `t` of a limit that stands in the way: that one may have more to give before it has enough.
-//! The `t` of a limit that has room may be later; nobody has to wait for that one.
+//! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost. So it is never
+//! earlier than the `t` of a violated limit, which may get some units before it has enough. The `t` of a limit that has room may be later,
+//! and does not matter for the retry.
 //!
-//! | [`HeaderVersion`](crate::responder::HeaderVersion) | of two limits a response says |
+//! | [`HeaderVersion`](crate::responder::HeaderVersion) | fields for two limits |
 //! | --- | --- |
 //! | `Draft10` (default) | as above |
 //! | `Draft7` | `RateLimit-Policy: 100;w=60, 5000;w=86400`, `RateLimit: limit=100, remaining=42, reset=18` |
@@ -149,31 +152,34 @@
 //! | `LegacyDelta` | `X-RateLimit-Limit: 100`, `X-RateLimit-Remaining: 42`, `X-RateLimit-Reset: 18` |
 //! | `LegacyEpoch` | the same, but `X-RateLimit-Reset: 1767225618` |
 //!
-//! Layers on top of each other each add a line to the fields that are lists. Of those that hold one value the tightest stays.
+//! Nested layers each add a line to fields that are lists. A field with one value keeps the value of the tightest limit.
 //!
-//! ## Behind a proxy of your own
+//! ## If the inner service is a proxy
 //!
-//! If the inner service is a proxy, a response may have the rate-limit fields of its upstream, whose names begin with `RateLimit`, `X-RateLimit` or
-//! `X-Rate-Limit`. All fields of a response come from one source, and [`UpstreamFields`](crate::responder::UpstreamFields) says which:
+//! If the inner service is a proxy, a response may have the rate-limit fields of its upstream. Their names begin with `RateLimit`,
+//! `X-RateLimit` or `X-Rate-Limit`. All fields of a response come from one source, which you choose with
+//! [`UpstreamFields`](crate::responder::UpstreamFields):
 //!
 //! | setting of [`HttpResponder::upstream_fields`](crate::HttpResponder::upstream_fields) | the response has |
 //! | --- | --- |
 //! | `Replace` (default) | the fields of the layers |
-//! | `KeepTighter` | the fields of the source with fewer units left, of equal ones the later reset; those of the layers where one of the two cannot be read |
-//! | `ResponsePolicy` | the fields of the upstream, where it sends any |
+//! | `KeepTighter` | the fields of the source with fewer remaining units or, if equal, the later reset; the fields of the layers if the upstream's cannot be parsed or there is no decision |
+//! | `Keep` | the fields of the upstream, if it sends any |
 //!
-//! A number of at least 1,000,000,000 in `X-RateLimit-Reset` is read as seconds since 1970, and from 100,000,000,000 on as milliseconds.
+//! A number of at least 1,000,000,000 in `X-RateLimit-Reset` is read as seconds since 1970, and a number of at least 100,000,000,000 as
+//! milliseconds.
 //!
-//! `Retry-After` on a response that is passed on stays as the upstream has sent it, because it belongs to the status. A layer that sends no fields
-//! (`.headers([])`) leaves those of the upstream alone.
+//! The `Retry-After` of the upstream stays unchanged, because it belongs to the status. A layer that sends no fields (`.headers([])`) keeps
+//! those of the upstream.
 //!
 //! # Browsers
 //!
-//! A browser asks before it lets a page send `X-Api-Key` or `Idempotency-Key` to another origin, and that request (`OPTIONS`, the preflight)
-//! carries neither: behind a layer that wants a key it is answered by 400, and the page sees no more than a failed connection. So does a page
-//! whose request was answered by a 429 that says nothing of its origin. Let the layer that answers for origins (CORS) be the outermost, with axum
-//! the last to be added: it answers preflights by itself, and puts its fields on rejections too. A page may read the fields that it is told
-//! of, [`EXPOSED_HEADERS`], and send JSON only if `Content-Type` is allowed; with tower-http:
+//! Before a page may send `X-Api-Key` or `Idempotency-Key` to another origin, the browser sends a preflight (`OPTIONS`) without these
+//! headers. A layer that requires a key responds with 400, and the page sees only a failed connection. The same happens if a 429 has no CORS
+//! headers.
+//!
+//! So make the CORS layer the outermost. With axum, add it last. It answers preflights itself and adds its headers to rejections. Expose
+//! [`EXPOSED_HEADERS`] so that pages can read these fields, and allow `Content-Type` so that pages can send JSON. With tower-http:
 //!
 //! ```
 //! use axum::{Router, body::Body, http::Request, routing::post};
@@ -213,7 +219,7 @@
 //!
 //! # Examples
 //!
-//! Counting by API key, behind a layer that has checked it:
+//! Counting by API key, behind an authentication layer:
 //!
 //! ```
 //! use axum::{Router, body::Body, http::Request, routing::get};
@@ -225,7 +231,7 @@
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))
 //!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key")));
-//!     // .layer(..), which turns made-up keys away before they are counted
+//!     // .layer(..), which rejects invented keys before they are counted
 //!
 //! let response = app.oneshot(Request::get("/").header("x-api-key", "k1").body(Body::empty())?).await?;
 //! assert_eq!(response.headers()["ratelimit-policy"], r#""api";q=100;w=60"#);
@@ -234,7 +240,7 @@
 //! # }
 //! ```
 //!
-//! With the fields that old clients know beside the new ones, up to ten seconds of jitter, and partition keys:
+//! With additional fields for old clients, up to ten seconds of jitter, and partition keys:
 //!
 //! ```
 //! use std::time::Duration;
@@ -245,14 +251,14 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! # let secret = [7; 32];
-//! let answer = HttpResponder::new()
+//! let responder = HttpResponder::new()
 //!     .headers([Draft10, LegacyDelta])
 //!     .retry_jitter(Duration::from_secs(10))
-//!     .partition_secret(secret); // of 16 bytes or more, the same in all replicas
+//!     .partition_secret(secret); // 16 bytes or more, and the same in all replicas
 //! let policy = Policy::new("api", Quota::per_minute(100).fixed_window()).limit(Quota::per_day(5_000).sliding_window());
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(answer));
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(responder));
 //!
 //! let response = app.oneshot(Request::get("/").body(Body::empty())?).await?;
 //! let policy = response.headers()["ratelimit-policy"].to_str()?;
@@ -262,7 +268,7 @@
 //! # }
 //! ```
 //!
-//! Clients by their address, in a server that fills in [`PeerAddr`] itself:
+//! Counting by address, in a server that inserts [`PeerAddr`]:
 //!
 //! ```
 //! use http::{Request, Response, StatusCode};
@@ -286,7 +292,7 @@
 //! # }
 //! ```
 //!
-//! Behind a load balancer in `10.0.0.0/8`, with a network of the house that is not limited:
+//! Behind a load balancer in `10.0.0.0/8`, with an office network that is not limited:
 //!
 //! ```
 //! use http::{Request, Response, StatusCode};
@@ -296,9 +302,9 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! let by_ip = ClientIp::trusting(["10.0.0.0/8".parse()?]);
-//! let is_ours = by_ip.within(["198.51.100.0/24".parse()?]);
+//! let is_office = by_ip.within(["198.51.100.0/24".parse()?]);
 //! let key = move |request: &Request<String>| -> Option<Key> {
-//!     if is_ours(request) { None } else { by_ip.extract_key(request) }
+//!     if is_office(request) { None } else { by_ip.extract_key(request) }
 //! };
 //!
 //! let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
@@ -306,16 +312,16 @@
 //!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(key).on_missing_key(OnMissingKey::Pass))
 //!     .service(service_fn(async |_: Request<String>| Ok::<_, tollgate::BoxError>(Response::new(String::new()))));
 //!
-//! let ask = async |forwarded_for: &str| {
+//! let send = async |forwarded_for: &str| {
 //!     let balancer = PeerAddr("10.0.0.1:4711".parse()?);
 //!     let request = Request::builder().extension(balancer).header("x-forwarded-for", forwarded_for);
 //!     let response = service.clone().oneshot(request.body(String::new())?).await?;
 //!     Ok::<_, tollgate::BoxError>(response.status())
 //! };
-//! assert_eq!(ask("203.0.113.7").await?, StatusCode::OK);
-//! assert_eq!(ask("6.6.6.6, 203.0.113.7").await?, StatusCode::TOO_MANY_REQUESTS);
-//! assert_eq!(ask("198.51.100.7").await?, StatusCode::OK);
-//! assert_eq!(ask("198.51.100.7").await?, StatusCode::OK);
+//! assert_eq!(send("203.0.113.7").await?, StatusCode::OK);
+//! assert_eq!(send("6.6.6.6, 203.0.113.7").await?, StatusCode::TOO_MANY_REQUESTS);
+//! assert_eq!(send("198.51.100.7").await?, StatusCode::OK);
+//! assert_eq!(send("198.51.100.7").await?, StatusCode::OK);
 //! # Ok(())
 //! # }
 //! ```
@@ -343,7 +349,7 @@ pub use self::body::{Never, ResponseBody};
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 #[cfg(feature = "config")]
-pub(crate) use self::client_ip::hold_everybody;
+pub(crate) use self::client_ip::contain_every_address;
 pub use self::client_ip::{ClientIp, ForwardingHeader, OnUnreadable};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};
@@ -358,6 +364,6 @@ pub use ::ipnet::IpNet;
 #[cfg(feature = "grpc")]
 pub(crate) use self::responder::{IS_REJECTED, REJECTED};
 #[cfg(feature = "grpc")]
-pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, answer_to, leave};
+pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, answer_to, insert_decision};
 #[cfg(feature = "grpc")]
-pub(crate) use self::upstream::tell;
+pub(crate) use self::upstream::annotate;

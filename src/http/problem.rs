@@ -4,13 +4,12 @@ use std::fmt::Write as _;
 
 use ::http::StatusCode;
 
-/// A problem, as a client reads it.
 pub(super) struct Problem<'a> {
     pub(super) kind: Kind,
     pub(super) status: StatusCode,
-    /// For people.
+    /// For people to read.
     pub(super) detail: &'a str,
-    /// For programs: the names of the limits that stand in the way.
+    /// The names of the violated limits, for programs.
     pub(super) violated: Vec<&'a str>,
 }
 
@@ -30,11 +29,11 @@ pub(super) enum Kind {
     LockQueueFull,
     LockLost,
     LockUnavailable,
-    /// Nothing more than the status says.
+    /// The status says everything.
     Blank,
 }
 
-/// The types of problems that idempotency and locks have. Nobody registers such, so they are names of ours.
+/// Problem types of idempotency and locks. No such types are registered, so they have Tollgate's own names.
 macro_rules! ours {
     ($name:literal) => {
         concat!("urn:tollgate:", $name)
@@ -46,7 +45,7 @@ impl Kind {
         matches!(self, Self::QuotaExceeded | Self::TemporaryReducedCapacity | Self::AbnormalUsageDetected)
     }
 
-    /// Whether it is of locks or idempotency.
+    /// Whether this is a type of locks or idempotency.
     pub(super) const fn is_ours(self) -> bool {
         !self.is_registered() && !matches!(self, Self::Blank)
     }
@@ -85,8 +84,8 @@ impl Kind {
             Self::IdempotencyKeyReused => Some("Idempotency key was used for another request"),
             Self::InFlight => Some("Request is being served"),
             Self::OutcomeUnknown => Some("Outcome of the request is unknown"),
-            Self::AnswerNotKept => Some("Answer of the request was not kept"),
-            Self::IdempotencyScopeFull => Some("Caller has as much as one caller may have"),
+            Self::AnswerNotKept => Some("Response to the request was not stored"),
+            Self::IdempotencyScopeFull => Some("Caller has reached its limit"),
             Self::LockBusy => Some("Lock is held by another request"),
             Self::LockQueueFull => Some("Too many requests wait for the lock"),
             Self::LockLost => Some("Lock of the request was lost"),
@@ -98,7 +97,7 @@ impl Kind {
 
 impl Problem<'_> {
     pub(super) fn to_json(&self) -> String {
-        // "about:blank" wants the phrase of the status for a title.
+        // The title of "about:blank" is the reason phrase of the status.
         let title = self.kind.title().or(self.status.canonical_reason()).unwrap_or_default();
         let mut json = String::with_capacity(320);
         json.push_str(r#"{"type":"#);
@@ -109,7 +108,7 @@ impl Problem<'_> {
         json.push_str(self.status.as_str());
         json.push_str(r#","detail":"#);
         push_string(&mut json, self.detail);
-        // A member of the registered types; those who expect it get it, be it empty.
+        // The registered types have this member, so it is written even if it is empty.
         if self.kind.is_registered() {
             json.push_str(r#","violated-policies":["#);
             for (i, name) in self.violated.iter().enumerate() {
@@ -125,7 +124,7 @@ impl Problem<'_> {
     }
 }
 
-/// Adds a JSON string (RFC 8259).
+/// Appends a JSON string (RFC 8259).
 fn push_string(json: &mut String, text: &str) {
     json.push('"');
     for character in text.chars() {
@@ -150,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_read_as_it_was_written(text in prop::collection::vec(any::<char>(), 0..40)) {
+        fn json_string_round_trips_any_text(text in prop::collection::vec(any::<char>(), 0..40)) {
             let text: String = ['"', '\\', '/', '\0', '\n', '\u{1f}', '\u{7f}', 'ß'].into_iter().chain(text).collect();
             let mut json = String::new();
             push_string(&mut json, &text);
@@ -159,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_problem_is_an_object_with_the_members_of_its_type() {
+    fn problem_json_has_members_of_its_type() {
         let status = StatusCode::TOO_MANY_REQUESTS;
         let problem =
             Problem { kind: Kind::QuotaExceeded, status, detail: "slow down", violated: vec![r#"a"b"#, r"c\"] };

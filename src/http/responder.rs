@@ -7,21 +7,23 @@ use ::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response, 
 use super::body::{Never, ResponseBody};
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
-use super::upstream::tell;
+use super::upstream::annotate;
 use crate::key::Key;
 use crate::rate_limit::{
     AnnotateResponse, Decision, LimitInfo, Outcome, RateLimitHandle, RateLimited, Rejection, ceil_seconds,
 };
 use crate::responder::{HttpResponder, NotExecuted, RejectionBody, Responder};
 
-/// What a client is told to wait when it is not known when the store will answer again.
+/// The `Retry-After` of a store failure, whose end is not known.
 pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
 
-/// The form of [`NotExecuted`] that passes a connection: on the rejections of locks and idempotency whose status does not say "not now".
+/// The header form of [`NotExecuted`], for rejections by locks and idempotency.
+///
+/// Their status alone does not tell a client in another process that nothing was executed.
 pub(crate) const REJECTED: HeaderName = HeaderName::from_static("tollgate-rejected");
 pub(crate) const IS_REJECTED: HeaderValue = HeaderValue::from_static("true");
 
-/// All that a client hears of a store failure: what exactly is wrong is no business of the client.
+/// The text of a store failure. The client must not see the details.
 pub(crate) const STORE_TEXT: &str = "temporarily unavailable";
 
 impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
@@ -84,16 +86,16 @@ impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for HttpRespond
     }
 
     #[inline]
-    fn announce(&self, standing: &LimitInfo<'_>, response: &mut Response<B>) {
-        if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
-            leave(decision, response.extensions_mut());
+    fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
+        if let (false, Some(decision)) = (self.fields.no_extensions, info.decision) {
+            insert_decision(decision, response.extensions_mut());
         }
-        tell(&self.fields, standing, response);
+        annotate(&self.fields, info, response);
     }
 }
 
-/// Leaves a decision for layers further out, unless another one that restricts more is there already.
-pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
+/// Inserts a decision for outer layers, unless an inner layer has inserted a stricter one.
+pub(crate) fn insert_decision(decision: &Decision, extensions: &mut Extensions) {
     if let Some(before) = extensions.insert(decision.clone())
         && before.strictness() > decision.strictness()
     {
@@ -101,47 +103,49 @@ pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
     }
 }
 
-/// Both halves of what a layer answers to a request that counts for `key`, for a handler that may have done something by then.
-pub(crate) fn answer_to<A>(answer: &A, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
+/// The rejection and the annotations of a layer for a request with this key. The handler may have had effects, so the response is not
+/// [`NotExecuted`].
+pub(crate) fn answer_to<R>(responder: &R, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
 where
-    A: Responder<Rejection, Response<Never>, Infallible, Response = Response<ResponseBody>, Error = Infallible>
+    R: Responder<Rejection, Response<Never>, Infallible, Response = Response<ResponseBody>, Error = Infallible>
         + AnnotateResponse<Request<()>, Response<ResponseBody>>,
 {
-    let Ok(mut response) = answer.reject(Rejection::Limited(limited.clone()));
+    let Ok(mut response) = responder.reject(Rejection::Limited(limited.clone()));
     response.extensions_mut().remove::<NotExecuted>();
-    if answer.announces() {
-        // Whom the others count for is not known.
+    if responder.announces() {
+        // Only the key of the first policy is known.
         let mut key = Some(key);
         for denial in limited.denials() {
-            let standing = LimitInfo { policy: &denial.policy, key: key.take(), decision: Some(&denial.decision) };
-            answer.announce(&standing, &mut response);
+            let info = LimitInfo { policy: &denial.policy, key: key.take(), decision: Some(&denial.decision) };
+            responder.announce(&info, &mut response);
         }
     }
     response
 }
 
 impl HttpResponder {
-    /// The whole answer of a layer that has these settings to a request over its limit, header fields and extensions included: for handlers
-    /// that ask a [`Limiter`](crate::Limiter), see [`RateLimited::of`].
+    /// The response of a layer with these settings to a request over its limit, with header fields and extensions.
     ///
-    /// `key` is whom the [policy](RateLimited::policy) counts. Other policies that have said no too are told without a partition key.
+    /// For handlers that call a [`Limiter`](crate::Limiter): see [`RateLimited::of`]. `key` is the key under the
+    /// [policy](RateLimited::policy). The fields of other policies that denied the request have no partition key.
     ///
-    /// [`NotExecuted`] alone is left out: what was done before is for the handler to say. One that has done nothing may add it to the extensions, so
-    /// that an [`IdempotencyLayer`](super::IdempotencyLayer) with [`ResponsePolicy::All`](crate::idempotency::ResponsePolicy::All) does not keep the answer.
+    /// The extension [`NotExecuted`] is missing, because the handler may have had effects. A handler without effects may insert it. Then an
+    /// [`IdempotencyLayer`](super::IdempotencyLayer) with [`ResponsePolicy::All`](crate::idempotency::ResponsePolicy::All) does not store the
+    /// response.
     #[must_use]
     pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
         answer_to(self, limited, &key.into())
     }
 
-    /// Adds the header fields that tell how a request stands, for [answers](crate::responder::Responder) of one's own.
+    /// Writes the rate-limit header fields, for your own [`Responder`].
     ///
-    /// Adds to whatever is there. For a response that may have the fields of an [upstream](Self::upstream_fields), call
+    /// Existing fields are kept, and lists are extended. For a response that may have the fields of an [upstream](Self::upstream_fields), call
     /// [`announce`](crate::rate_limit::AnnotateResponse::announce) instead.
-    pub fn write_headers(&self, standing: &LimitInfo<'_>, headers: &mut HeaderMap) {
-        write_fields(&self.fields, standing, headers);
+    pub fn write_headers(&self, info: &LimitInfo<'_>, headers: &mut HeaderMap) {
+        write_fields(&self.fields, info, headers);
     }
 
-    /// A wait as it is told: rounded up and with jitter, so never shorter than it is.
+    /// The seconds of a wait, rounded up and with jitter, so never shorter than the wait.
     pub(super) fn told(&self, wait: Duration) -> u64 {
         ceil_seconds(wait).saturating_add(fastrand::u32(..=self.retry_jitter).into())
     }

@@ -3,15 +3,17 @@ use ::http::{Request, Response};
 use crate::rate_limit::{AnnotateResponse, LimitInfo, RateLimitHandle};
 use crate::responder::Responder;
 
-/// The answers of `A` with a body of the type that the inner service has, so that a [`RateLimitLayer`](crate::RateLimitLayer) or a
-/// [`FenceLayer`](crate::lock::fencing::FenceLayer) changes no type. [`HttpResponder::same_body`](crate::HttpResponder::same_body) makes one.
+/// Wraps the responder `R` and keeps the body type of the inner service.
 ///
-/// That is for places that take no other: where a layer is there or not by a setting (`tower::util::option_layer`), or stands in front of a whole
-/// `axum::Router`. There each request is spared what `Router::layer` boxes and clones for it, and is counted before a route is looked for, so
-/// `matched_path` is not known. As a layer of a router it spares the box of the body.
+/// Create it with [`HttpResponder::same_body`](crate::HttpResponder::same_body), for a [`RateLimitLayer`](crate::RateLimitLayer) or a
+/// [`FenceLayer`](crate::lock::fencing::FenceLayer). Then the layer changes no type, so it works with `tower::util::option_layer` and around a
+/// whole `axum::Router`.
 ///
-/// With the feature `axum` the body is `axum::body::Body`. For one of your own implement `From<ResponseBody<YourBody>>`, with the
-/// [`ResponseBody`](super::ResponseBody) of the layer, which is a body itself, to be boxed for instance.
+/// Around a router, requests are counted before routing, so `matched_path` is not known. In return they skip the boxes and clones of
+/// `Router::layer`. As a layer of a router, `SameBody` saves the box of the body.
+///
+/// The type works with `axum::body::Body` if the feature `axum` is enabled. For your own body type, implement `From<ResponseBody<YourBody>>`.
+/// The layer's [`ResponseBody`](super::ResponseBody) is a body too, so you can box it.
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {
@@ -25,7 +27,7 @@ use crate::responder::Responder;
 /// let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
 /// let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).responder(HttpResponder::new().same_body());
 ///
-/// // `with_state` makes the routes once, and not for every request, as `axum::serve` does with a router.
+/// // `with_state` builds the routes once. `axum::serve` does this for a bare router.
 /// let router = Router::new().route("/", get(async || "hello")).with_state(());
 /// let app = option_layer(is_limited.then_some(limit)).layer(router);
 ///
@@ -35,25 +37,25 @@ use crate::responder::Responder;
 /// # }
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SameBody<A>(A);
+pub struct SameBody<R>(R);
 
-impl<A> SameBody<A> {
-    /// The answers of `answer`.
+impl<R> SameBody<R> {
+    /// Wraps `responder`.
     #[must_use]
-    pub const fn new(answer: A) -> Self {
-        Self(answer)
+    pub const fn new(responder: R) -> Self {
+        Self(responder)
     }
 }
 
-impl<A, R, B, M, E> Responder<R, Response<B>, E> for SameBody<A>
+impl<R, Rejection, B, M, E> Responder<Rejection, Response<B>, E> for SameBody<R>
 where
-    A: Responder<R, Response<B>, E, Response = Response<M>>,
+    R: Responder<Rejection, Response<B>, E, Response = Response<M>>,
     B: From<M>,
 {
     type Response = Response<B>;
-    type Error = A::Error;
+    type Error = R::Error;
 
-    fn reject(&self, rejection: R) -> Result<Response<B>, A::Error> {
+    fn reject(&self, rejection: Rejection) -> Result<Response<B>, R::Error> {
         Ok(self.0.reject(rejection)?.map(B::from))
     }
 
@@ -62,14 +64,14 @@ where
         self.0.response(response).map(B::from)
     }
 
-    fn error(&self, error: E) -> A::Error {
+    fn error(&self, error: E) -> R::Error {
         self.0.error(error)
     }
 }
 
-impl<A, ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for SameBody<A>
+impl<R, ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for SameBody<R>
 where
-    A: AnnotateResponse<Request<ReqBody>, Response<B>>,
+    R: AnnotateResponse<Request<ReqBody>, Response<B>>,
 {
     #[inline]
     fn attaches(&self) -> bool {
@@ -92,7 +94,7 @@ where
     }
 
     #[inline]
-    fn announce(&self, standing: &LimitInfo<'_>, response: &mut Response<B>) {
-        self.0.announce(standing, response);
+    fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
+        self.0.announce(info, response);
     }
 }

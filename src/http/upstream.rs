@@ -1,7 +1,7 @@
-//! Rate-limit fields of an upstream, on a response that a proxy passes on through a layer.
+//! Rate-limit fields of an upstream, on a response that a proxy returns through a layer.
 //!
-//! Two members of one field in different syntaxes parse as neither. A client cannot tell which `X-RateLimit-Reset` belongs to which
-//! `X-RateLimit-Remaining`.
+//! Fields of two sources must not be mixed. A field whose members have different syntaxes cannot be parsed, and a client cannot tell which
+//! `X-RateLimit-Reset` belongs to which `X-RateLimit-Remaining`.
 
 use std::cmp::Reverse;
 
@@ -11,42 +11,42 @@ use super::headers::{DRAFT_6, LEGACY, RATELIMIT, Triple, tightest, write_fields}
 use crate::rate_limit::LimitInfo;
 use crate::responder::{HeaderConfig, UpstreamFields};
 
-/// Whose fields a response has, in its extensions: layers on top of each other each add theirs.
+/// The source of a response's fields. It is kept in the extensions, because nested layers each add fields.
 #[derive(Clone, Debug)]
 enum Source {
     Layers,
     Upstream(Box<Withheld>),
 }
 
-/// The fields of the layers, while those of the upstream are kept.
+/// The fields of the layers, withheld while the response keeps the fields of the upstream.
 #[derive(Clone, Debug, Default)]
 struct Withheld {
     fields: HeaderMap,
-    // Of all limits of these layers.
-    tightest: Option<Left>,
+    // The tightest of all limits of these layers.
+    tightest: Option<Tightness>,
 }
 
-/// How many units are left, and the seconds until there are more: the smaller, the tighter, and of equal ones the later.
-type Left = (u64, Reverse<u64>);
+/// The remaining units, and the seconds until more become available. The smaller value is the tighter: fewer units, then a later reset.
+type Tightness = (u64, Reverse<u64>);
 
-/// Adds the fields of a layer to those of other layers. The fields of an upstream are kept or removed as `fields` say.
-pub(crate) fn tell<B>(fields: &HeaderConfig, standing: &LimitInfo<'_>, response: &mut Response<B>) {
+/// Adds the fields of a layer to those of other layers. Keeps or removes the fields of an upstream, as `fields.upstream` says.
+pub(crate) fn annotate<B>(fields: &HeaderConfig, info: &LimitInfo<'_>, response: &mut Response<B>) {
     if !fields.are_written() {
         return;
     }
-    // Where there is none before, this is what nearly always comes of it.
+    // `Layers` is nearly always the result, so insert it first.
     let before = response.extensions_mut().insert(Source::Layers);
     let mut withheld = match before {
         Some(Source::Upstream(withheld)) => withheld,
-        None if response.headers().keys().any(tells_of_a_limit) => Box::default(),
-        Some(Source::Layers) | None => return write_fields(fields, standing, response.headers_mut()),
+        None if response.headers().keys().any(is_rate_limit_field) => Box::default(),
+        Some(Source::Layers) | None => return write_fields(fields, info, response.headers_mut()),
     };
-    write_fields(fields, standing, &mut withheld.fields);
-    let left = tightest(standing).map(|(remaining, seconds)| (remaining, Reverse(seconds)));
-    withheld.tightest = withheld.tightest.into_iter().chain(left).min();
+    write_fields(fields, info, &mut withheld.fields);
+    let tightness = tightest(info).map(|(remaining, seconds)| (remaining, Reverse(seconds)));
+    withheld.tightest = withheld.tightest.into_iter().chain(tightness).min();
     let headers = response.headers_mut();
     let source = if fields.upstream.is_replaced(withheld.tightest, headers) {
-        let upstream: Vec<HeaderName> = headers.keys().filter(|name| tells_of_a_limit(name)).cloned().collect();
+        let upstream: Vec<HeaderName> = headers.keys().filter(|name| is_rate_limit_field(name)).cloned().collect();
         for name in upstream {
             headers.remove(name);
         }
@@ -59,42 +59,42 @@ pub(crate) fn tell<B>(fields: &HeaderConfig, standing: &LimitInfo<'_>, response:
 }
 
 /// Whether this is a field of any draft, or an older one such as `X-RateLimit-Used` or `X-Rate-Limit-Limit`.
-fn tells_of_a_limit(name: &HeaderName) -> bool {
+fn is_rate_limit_field(name: &HeaderName) -> bool {
     let name = name.as_str();
-    // Most names begin with something else.
+    // Most names fail the first checks.
     name.starts_with("ratelimit")
         || name.starts_with("x-rate") && ["x-ratelimit", "x-rate-limit"].iter().any(|field| name.starts_with(field))
 }
 
 impl UpstreamFields {
-    fn is_replaced(self, ours: Option<Left>, headers: &HeaderMap) -> bool {
+    fn is_replaced(self, layers: Option<Tightness>, headers: &HeaderMap) -> bool {
         match self {
             Self::Replace => true,
             Self::Keep => false,
-            Self::KeepTighter => match (ours, left_upstream(headers)) {
-                (Some(ours), Some(theirs)) => ours <= theirs,
+            Self::KeepTighter => match (layers, upstream_tightness(headers)) {
+                (Some(layers), Some(upstream)) => layers <= upstream,
                 _ => true,
             },
         }
     }
 }
 
-/// The tightest of all that an upstream has told, if all of it can be read.
-fn left_upstream(headers: &HeaderMap) -> Option<Left> {
+/// The tightest limit in the fields of an upstream. `None` if any of the fields cannot be parsed.
+fn upstream_tightness(headers: &HeaderMap) -> Option<Tightness> {
     const LEGACY_WITH_HYPHEN: Triple = Triple {
         limit: HeaderName::from_static("x-rate-limit-limit"),
         remaining: HeaderName::from_static("x-rate-limit-remaining"),
         reset: HeaderName::from_static("x-rate-limit-reset"),
     };
-    let mut tightest: Option<Left> = None;
-    let mut note = |left: Left| tightest = tightest.into_iter().chain([left]).min();
+    let mut tightest: Option<Tightness> = None;
+    let mut record = |limit: Tightness| tightest = tightest.into_iter().chain([limit]).min();
     for line in headers.get_all(RATELIMIT) {
         let line = line.to_str().ok()?;
-        if let Some(left) = dictionary(line) {
-            note(left);
+        if let Some(limit) = parse_dictionary(line) {
+            record(limit);
         } else {
             for member in split(line, ',') {
-                note(item(member)?);
+                record(parse_item(member)?);
             }
         }
     }
@@ -104,8 +104,8 @@ fn left_upstream(headers: &HeaderMap) -> Option<Left> {
             [None, None] => {}
             [Some(remaining), reset] if values.into_iter().all(|mut rest| rest.next().is_none()) => {
                 let remaining = remaining.to_str().ok()?.trim().parse().ok()?;
-                let reset = reset.map_or(Some(0), |reset| seconds(reset.to_str().ok()?))?;
-                note((remaining, Reverse(reset)));
+                let reset = reset.map_or(Some(0), |reset| parse_reset(reset.to_str().ok()?))?;
+                record((remaining, Reverse(reset)));
             }
             _ => return None,
         }
@@ -113,14 +113,14 @@ fn left_upstream(headers: &HeaderMap) -> Option<Left> {
     tightest
 }
 
-/// `limit=100, remaining=42, reset=18`, as draft 7 has it.
-fn dictionary(line: &str) -> Option<Left> {
+/// Parses `limit=100, remaining=42, reset=18` (draft 7).
+fn parse_dictionary(line: &str) -> Option<Tightness> {
     let find = |key: &str| line.split(',').find_map(|member| member.trim().strip_prefix(key)?.parse().ok());
     Some((find("remaining=")?, Reverse(find("reset=")?)))
 }
 
-/// `"api";r=42;t=18`, as it is since draft 8.
-fn item(member: &str) -> Option<Left> {
+/// Parses `"api";r=42;t=18` (draft 8 and later).
+fn parse_item(member: &str) -> Option<Tightness> {
     let mut parameters = split(member, ';').map(str::trim);
     let name = parameters.next()?;
     // A name is a string, or a token in older drafts.
@@ -137,7 +137,7 @@ fn item(member: &str) -> Option<Left> {
     Some((remaining.filter(|_| is_name)?, Reverse(seconds)))
 }
 
-/// The parts of a text between separators that are not in quotes.
+/// Splits a text at separators outside quotes.
 fn split(text: &str, separator: char) -> impl Iterator<Item = &str> {
     let (mut is_quoted, mut is_escaped) = (false, false);
     text.split(move |character| {
@@ -151,8 +151,8 @@ fn split(text: &str, separator: char) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Seconds from now, which some tell as seconds or milliseconds since 1970.
-fn seconds(reset: &str) -> Option<u64> {
+/// The seconds until the reset. Some servers send seconds or milliseconds since 1970.
+fn parse_reset(reset: &str) -> Option<u64> {
     const FIRST_EPOCH: u64 = 1_000_000_000;
     const FIRST_EPOCH_MS: u64 = 100 * FIRST_EPOCH;
     let reset: u64 = reset.trim().parse().ok()?;
@@ -171,31 +171,32 @@ mod tests {
 
     use super::*;
 
-    fn left(fields: &[(&str, &str)]) -> Option<(u64, u64)> {
+    fn tightness(fields: &[(&str, &str)]) -> Option<(u64, u64)> {
         let fields = fields.iter().map(|(name, value)| (name.parse::<HeaderName>().unwrap(), value.parse().unwrap()));
-        left_upstream(&fields.collect()).map(|(remaining, Reverse(seconds))| (remaining, seconds))
+        upstream_tightness(&fields.collect()).map(|(remaining, Reverse(seconds))| (remaining, seconds))
     }
 
     #[test]
-    fn fields_of_all_drafts_are_read() {
-        assert_eq!(left(&[("ratelimit", r#""a";r=7;t=30, "b, \"c";pk=:cA==:;r=5"#)]), Some((5, 0)));
-        assert_eq!(left(&[("ratelimit", "default;r=7;t=30")]), Some((7, 30)));
-        assert_eq!(left(&[("ratelimit", "limit=100, remaining=7, reset=30")]), Some((7, 30)));
-        assert_eq!(left(&[("ratelimit-remaining", "7"), ("ratelimit-reset", "30")]), Some((7, 30)));
-        assert_eq!(left(&[("x-ratelimit-remaining", " 7 "), ("x-ratelimit-reset", "30")]), Some((7, 30)));
-        assert_eq!(left(&[("x-rate-limit-remaining", "7")]), Some((7, 0)));
+    fn fields_of_all_drafts_are_parsed() {
+        assert_eq!(tightness(&[("ratelimit", r#""a";r=7;t=30, "b, \"c";pk=:cA==:;r=5"#)]), Some((5, 0)));
+        assert_eq!(tightness(&[("ratelimit", "default;r=7;t=30")]), Some((7, 30)));
+        assert_eq!(tightness(&[("ratelimit", "limit=100, remaining=7, reset=30")]), Some((7, 30)));
+        assert_eq!(tightness(&[("ratelimit-remaining", "7"), ("ratelimit-reset", "30")]), Some((7, 30)));
+        assert_eq!(tightness(&[("x-ratelimit-remaining", " 7 "), ("x-ratelimit-reset", "30")]), Some((7, 30)));
+        assert_eq!(tightness(&[("x-rate-limit-remaining", "7")]), Some((7, 0)));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
         for epoch in [(now + 30).to_string(), ((now + 30) * 1_000).to_string()] {
-            let (remaining, seconds) = left(&[("x-ratelimit-remaining", "7"), ("x-ratelimit-reset", &epoch)]).unwrap();
+            let (remaining, seconds) =
+                tightness(&[("x-ratelimit-remaining", "7"), ("x-ratelimit-reset", &epoch)]).unwrap();
             assert!(remaining == 7 && (25..=30).contains(&seconds), "{seconds}");
         }
-        // The tightest of several.
+        // The tightest of several limits is returned.
         let both = [("ratelimit", r#""a";r=7;t=30"#), ("x-ratelimit-remaining", "3"), ("x-ratelimit-reset", "9")];
-        assert_eq!(left(&both), Some((3, 9)));
+        assert_eq!(tightness(&both), Some((3, 9)));
     }
 
     #[test]
-    fn fields_that_cannot_be_read_are_none() {
+    fn unreadable_fields_yield_none() {
         for fields in [
             &[][..],
             &[("ratelimit-policy", r#""a";q=100"#)],
@@ -208,7 +209,7 @@ mod tests {
             &[("x-ratelimit-remaining", "7"), ("x-ratelimit-remaining", "8"), ("x-ratelimit-reset", "30")],
             &[("ratelimit", r#""a";r=7;t=30"#), ("x-ratelimit-remaining", "-1")],
         ] {
-            assert_eq!(left(fields), None, "{fields:?}");
+            assert_eq!(tightness(fields), None, "{fields:?}");
         }
     }
 }
