@@ -44,7 +44,7 @@ if most > 0 then
     local time = redis.call('TIME')
     redis.pcall('ZADD', records, math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms, member)
     if redis.call('PTTL', records) < keep_ms then
-      redis.call('PEXPIRE', records, 2 * keep_ms)
+      redis.call('PEXPIRE', records, keep_ms)
     end
   end
 end
