@@ -4,7 +4,7 @@ use super::model::ChargeName;
 use crate::http;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
-/// Which answers a rule charges that does not charge all of them: with gRPC by the status of the call, which may be in its trailers.
+/// The responses that a rule charges. For gRPC responses the status of the call decides, which may be in the trailers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum RuleCharge {
     Failures,
@@ -22,24 +22,24 @@ impl RuleCharge {
 }
 
 impl<B, E> ChargeOn<Response<B>, E> for RuleCharge {
-    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Response<B>, &E>) {
+    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Response<B>, &E>) {
         #[cfg(feature = "grpc")]
-        if answer.as_ref().is_ok_and(|response| is_grpc(response)) {
+        if result.as_ref().is_ok_and(|response| is_grpc(response)) {
             let charge = match self {
                 Self::Failures => crate::grpc::failures(),
                 Self::Successes => crate::grpc::successes(),
             };
-            return charge.settle(handle, answer);
+            return charge.settle(handle, result);
         }
         let charge = match self {
             Self::Failures => http::failures(),
             Self::Successes => http::successes(),
         };
-        charge.settle(handle, answer);
+        charge.settle(handle, result);
     }
 }
 
-/// `application/grpc`, or that with a codec behind it, or one of gRPC-Web.
+/// Whether the content type is `application/grpc`, with or without a codec, or one of gRPC-Web.
 #[cfg(feature = "grpc")]
 fn is_grpc<B>(response: &Response<B>) -> bool {
     let content_type = response.headers().get(::http::header::CONTENT_TYPE).map(::http::HeaderValue::as_bytes);

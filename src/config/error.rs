@@ -4,40 +4,39 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rules cannot be used: what is wrong with them, and where.
+/// The rules are invalid or cannot be read.
 ///
-/// Prints as `rules.toml:4:11: policies.api.limits[1].burst: only a token bucket takes a burst`, of which the parts that are
-/// not known are left out.
+/// Its text has the form `rules.toml:4:11: policies.api.limits[1].burst: only a token bucket takes a burst`. Unknown parts are omitted.
 #[derive(Clone)]
 pub struct RulesError {
     message: String,
     field: Option<String>,
-    place: Option<(usize, usize)>,
+    position: Option<(usize, usize)>,
     file: Option<PathBuf>,
     source: Option<Arc<io::Error>>,
 }
 
 impl RulesError {
     pub(super) fn new(message: impl Into<String>) -> Self {
-        Self { message: message.into(), field: None, place: None, file: None, source: None }
+        Self { message: message.into(), field: None, position: None, file: None, source: None }
     }
 
     pub(super) fn unreadable(error: io::Error) -> Self {
-        Self { source: Some(Arc::new(error)), ..Self::new("the file cannot be read") }
+        Self { source: Some(Arc::new(error)), ..Self::new("cannot read the file") }
     }
 
-    /// Something is wrong with the value at this path in the document.
-    pub(super) fn of(mut self, field: String) -> Self {
+    /// Sets the path of the invalid value in the document.
+    pub(super) fn in_field(mut self, field: String) -> Self {
         self.field = (!field.is_empty()).then_some(field);
         self
     }
 
-    /// Something is wrong at this byte of `text`.
+    /// Sets the position from a byte offset in `text`.
     pub(super) fn at(mut self, text: &str, offset: usize) -> Self {
         let before = text.get(..offset.min(text.len())).unwrap_or(text);
         let line = before.bytes().filter(|byte| *byte == b'\n').count() + 1;
         let column = before.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
-        self.place = Some((line, column));
+        self.position = Some((line, column));
         self
     }
 
@@ -46,14 +45,14 @@ impl RulesError {
         self
     }
 
-    /// What is wrong, without the place.
+    /// The error without its position.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The value that is wrong, as its path in the document: `policies.api.limits[1].burst`. `None` where the document as a whole is
-    /// wrong, or cannot be parsed.
+    /// The path of the invalid value in the document, such as `policies.api.limits[1].burst`. `None` if the error concerns the whole document,
+    /// or if the document cannot be parsed.
     #[must_use]
     pub fn field(&self) -> Option<&str> {
         self.field.as_deref()
@@ -62,13 +61,13 @@ impl RulesError {
     /// The line, counted from 1.
     #[must_use]
     pub fn line(&self) -> Option<usize> {
-        self.place.map(|(line, _)| line)
+        self.position.map(|(line, _)| line)
     }
 
     /// The column in characters, counted from 1.
     #[must_use]
     pub fn column(&self) -> Option<usize> {
-        self.place.map(|(_, column)| column)
+        self.position.map(|(_, column)| column)
     }
 
     /// The file, if the rules came from one.
@@ -80,7 +79,7 @@ impl RulesError {
 
 impl fmt::Display for RulesError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (&self.file, self.place) {
+        match (&self.file, self.position) {
             (Some(file), Some((line, column))) => write!(f, "{}:{line}:{column}: ", file.display())?,
             (Some(file), None) => write!(f, "{}: ", file.display())?,
             (None, Some((line, column))) => write!(f, "line {line}, column {column}: ")?,

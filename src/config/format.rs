@@ -1,4 +1,4 @@
-//! TOML, YAML and JSON become the same tree.
+//! Parses TOML, YAML and JSON into the same tree.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -24,7 +24,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// By the extension of a file.
+    /// The format of a file, from its extension.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let extension = path.extension()?.to_str()?.to_ascii_lowercase();
         match extension.as_str() {
@@ -45,7 +45,7 @@ impl Format {
 }
 
 fn too_deep(offset: usize) -> ParseError {
-    ParseError::new(format!("lists and tables lie more than {MAX_DEPTH} levels deep in each other")).at(offset)
+    ParseError::new(format!("lists and tables are nested more than {MAX_DEPTH} levels deep")).at(offset)
 }
 
 fn given_twice(name: &str, offset: usize) -> ParseError {
@@ -59,20 +59,22 @@ fn toml(text: &str) -> Result<Located, ParseError> {
         return Err(too_deep(offset));
     }
     let table = DeTable::parse(text).map_err(|error| {
-        let fault = ParseError::new(error.message().replace('\n', ", "));
-        error.span().map_or(fault.clone(), |span| fault.at(span.start))
+        let parse_error = ParseError::new(error.message().replace('\n', ", "));
+        error.span().map_or(parse_error.clone(), |span| parse_error.at(span.start))
     })?;
     let offset = table.span().start;
     from_table(table.into_inner(), offset, 0)
 }
 
-/// Where tables become so deep that to drop them could take more stack than there is. Each part of a dotted key is one, and the crate `toml`
-/// takes eighty in each of eighty levels.
+/// The offset at which tables are nested too deeply.
+///
+/// Dropping deeply nested tables could overflow the stack. Each part of a dotted key is a level, and the crate `toml` allows eighty parts at
+/// each of eighty levels.
 fn too_deep_toml(text: &str) -> Option<usize> {
     let mut found = None;
-    // How deep that is which is read, and how deep those lie that are open around it.
+    // The current depth, and the depths of the open lists and tables around it.
     let (mut depth, mut open) = (0, vec![0]);
-    let mut read = |event: TomlEvent| {
+    let mut on_event = |event: TomlEvent| {
         match event.kind() {
             EventKind::StdTableOpen | EventKind::ArrayTableOpen => depth = 1,
             EventKind::StdTableClose | EventKind::ArrayTableClose => open = vec![depth],
@@ -90,8 +92,8 @@ fn too_deep_toml(text: &str) -> Option<usize> {
         }
     };
     let tokens = toml_parser::Source::new(text).lex().into_vec();
-    // What is wrong otherwise is told by who reads it.
-    toml_parser::parser::parse_document(&tokens, &mut RecursionGuard::new(&mut read, MAX_DEPTH as u32), &mut ());
+    // Other errors are reported by the parser that reads the document.
+    toml_parser::parser::parse_document(&tokens, &mut RecursionGuard::new(&mut on_event, MAX_DEPTH as u32), &mut ());
     found
 }
 
@@ -101,7 +103,7 @@ fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Located
     }
     let entries = table.into_iter().map(|(name, value)| {
         let (offset, name) = (name.span().start, name.into_inner().into_owned());
-        let node = from_toml(value, depth).map_err(|fault| fault.within(name.as_str()))?;
+        let node = from_toml(value, depth).map_err(|error| error.within(name.as_str()))?;
         Ok(Entry { name, offset, node })
     });
     let entries: Result<Vec<Entry>, ParseError> = entries.collect();
@@ -114,7 +116,7 @@ fn from_toml(value: Spanned<DeValue<'_>>, depth: usize) -> Result<Located, Parse
         DeValue::Table(table) => return from_table(table, offset, depth + 1),
         DeValue::Array(_) if depth >= MAX_DEPTH => return Err(too_deep(offset)),
         DeValue::Array(values) => {
-            let node = |(i, value)| from_toml(value, depth + 1).map_err(|fault| fault.within(i));
+            let node = |(i, value)| from_toml(value, depth + 1).map_err(|error| error.within(i));
             Value::List(values.into_iter().enumerate().map(node).collect::<Result<_, _>>()?)
         }
         DeValue::String(text) => Value::Text(text.into_owned()),
@@ -133,15 +135,15 @@ fn toml_integer(integer: &DeInteger<'_>) -> Value {
 // JSON.
 
 fn json(text: &str) -> Result<Located, ParseError> {
-    // The whole document first: of a mistake within it, serde_json knows the line.
-    let raw: &RawValue = serde_json::from_str(text).map_err(|error| json_fault(text, 0, &error))?;
+    // Parse the whole document first, because serde_json reports the line of an error in it.
+    let raw: &RawValue = serde_json::from_str(text).map_err(|error| json_error(text, 0, &error))?;
     from_json(text, raw.get(), 0)
 }
 
-/// A fault in `piece`, which begins at `start` in the document.
-fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> ParseError {
+/// An error in `piece`, which begins at `start` in the document.
+fn json_error(piece: &str, start: usize, error: &serde_json::Error) -> ParseError {
     let line_start = piece.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum::<usize>();
-    // The place stands behind the message, and is counted from the piece.
+    // The message ends with the position, which is relative to the piece.
     let message = error.to_string();
     let message = message.rsplit_once(" at line ").map_or(message.as_str(), |(message, _)| message);
     let mut offset = (line_start + error.column().saturating_sub(1)).min(piece.len());
@@ -152,13 +154,13 @@ fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> ParseErro
 }
 
 fn from_json(text: &str, piece: &str, depth: usize) -> Result<Located, ParseError> {
-    // Each piece is a slice of the text, so the addresses say where it lies.
+    // Each piece is a slice of the text, so the difference of their addresses is its offset.
     let offset = (piece.as_ptr() as usize).saturating_sub(text.as_ptr() as usize);
-    let fault = |error| json_fault(piece, offset, &error);
+    let parse_error = |error| json_error(piece, offset, &error);
     let value = match piece.as_bytes().first() {
         Some(b'{' | b'[') if depth >= MAX_DEPTH => return Err(too_deep(offset)),
         Some(b'{') => {
-            let fields: JsonFields<'_> = serde_json::from_str(piece).map_err(fault)?;
+            let fields: JsonFields<'_> = serde_json::from_str(piece).map_err(parse_error)?;
             let mut seen = HashSet::with_capacity(fields.0.len());
             let mut entries = Vec::with_capacity(fields.0.len());
             for (name, raw) in fields.0 {
@@ -166,23 +168,23 @@ fn from_json(text: &str, piece: &str, depth: usize) -> Result<Located, ParseErro
                 if !seen.insert(name.clone()) {
                     return Err(given_twice(&name, at));
                 }
-                let node = from_json(text, raw.get(), depth + 1).map_err(|fault| fault.within(name.as_ref()))?;
-                // Where the name begins is not told, so it is looked for before its value.
+                let node = from_json(text, raw.get(), depth + 1).map_err(|error| error.within(name.as_ref()))?;
+                // serde_json does not report the offset of the name, so search for it before the value.
                 let before = text[..at].trim_end().trim_end_matches(':').trim_end();
                 let quoted = before.len().saturating_sub(name.len() + 2);
-                let is_it = before.get(quoted..).is_some_and(|quoted| quoted.trim_matches('"') == name);
-                let at = if is_it { quoted } else { at };
+                let is_name = before.get(quoted..).is_some_and(|quoted| quoted.trim_matches('"') == name);
+                let at = if is_name { quoted } else { at };
                 entries.push(Entry { name: name.into_owned(), offset: at, node });
             }
             Value::Table(entries)
         }
         Some(b'[') => {
-            let items: Vec<&RawValue> = serde_json::from_str(piece).map_err(fault)?;
+            let items: Vec<&RawValue> = serde_json::from_str(piece).map_err(parse_error)?;
             let node =
-                |(i, raw): (usize, &RawValue)| from_json(text, raw.get(), depth + 1).map_err(|fault| fault.within(i));
+                |(i, raw): (usize, &RawValue)| from_json(text, raw.get(), depth + 1).map_err(|error| error.within(i));
             Value::List(items.into_iter().enumerate().map(node).collect::<Result<_, _>>()?)
         }
-        Some(b'"') => Value::Text(serde_json::from_str(piece).map_err(fault)?),
+        Some(b'"') => Value::Text(serde_json::from_str(piece).map_err(parse_error)?),
         Some(b't') => Value::Bool(true),
         Some(b'f') => Value::Bool(false),
         Some(b'n') => Value::Null,
@@ -195,7 +197,7 @@ fn from_json(text: &str, piece: &str, depth: usize) -> Result<Located, ParseErro
     Ok(Located { offset, value })
 }
 
-/// All fields of an object as they stand there, also those that are there twice.
+/// All fields of an object in order, including duplicates.
 struct JsonFields<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
 
 impl<'de> Deserialize<'de> for JsonFields<'de> {
@@ -224,7 +226,7 @@ impl<'de> Deserialize<'de> for JsonFields<'de> {
 
 // YAML.
 
-/// How much all that stands for something else, by an alias, may amount to: each value counts as one, and so does each byte.
+/// The maximum size of the data that aliases expand to, and of the data that anchors hold. Each value and each byte of text counts as 1.
 const MAX_ALIASED: usize = 1 << 20;
 
 fn yaml(text: &str) -> Result<Located, ParseError> {
@@ -232,15 +234,15 @@ fn yaml(text: &str) -> Result<Located, ParseError> {
     for event in Parser::new_from_str(text) {
         let (event, span) = event.map_err(|error| {
             let marker = error.marker();
-            let fault = ParseError::new(error.info());
-            fault.at(marker.byte_offset().unwrap_or_else(|| offset_of(text, marker.line(), marker.col())))
+            let parse_error = ParseError::new(error.info());
+            parse_error.at(marker.byte_offset().unwrap_or_else(|| offset_of(text, marker.line(), marker.col())))
         })?;
         composer.event(event, span.start.byte_offset().unwrap_or_default())?;
     }
     composer.document.ok_or_else(|| ParseError::new("the document is empty"))
 }
 
-/// The byte of a line counted from 1 and a column counted from 0.
+/// The byte offset of a line, counted from 1, and a column, counted from 0.
 fn offset_of(text: &str, line: usize, column: usize) -> usize {
     let start: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
     start + text[start..].chars().take(column).map(char::len_utf8).sum::<usize>()
@@ -254,11 +256,11 @@ struct Composer {
     aliased: usize,
 }
 
-/// A list or table whose end has not been seen.
+/// A list or table whose end has not been parsed.
 struct Open {
     offset: usize,
     anchor: usize,
-    /// How many values and bytes are in it.
+    /// The number of values and bytes in it.
     size: usize,
     kind: OpenKind,
 }
@@ -272,11 +274,11 @@ impl Composer {
     fn event(&mut self, event: Event<'_>, offset: usize) -> Result<(), ParseError> {
         match event {
             Event::DocumentStart(..) if self.document.is_some() => {
-                Err(ParseError::new("there is more than one document").at(offset))
+                Err(ParseError::new("the file has more than one document").at(offset))
             }
             Event::Scalar(_, _, _, Some(_))
             | Event::SequenceStart(_, _, Some(_))
-            | Event::MappingStart(_, _, Some(_)) => Err(ParseError::new("tags have no meaning here").at(offset)),
+            | Event::MappingStart(_, _, Some(_)) => Err(ParseError::new("tags are not supported").at(offset)),
             Event::Scalar(text, style, anchor, None) => {
                 let size = 1 + text.len();
                 let value = if style == ScalarStyle::Plain { plain(&text) } else { Value::Text(text.into_owned()) };
@@ -297,11 +299,11 @@ impl Composer {
             }
             Event::Alias(anchor) => {
                 let Some((node, size)) = self.anchors.get(&anchor) else {
-                    return Err(ParseError::new("an alias stands for something that contains it").at(offset));
+                    return Err(ParseError::new("an alias refers to a value that contains it").at(offset));
                 };
                 self.aliased = self.aliased.saturating_add(*size);
                 if self.aliased > MAX_ALIASED || self.open.len() + depth(node) > MAX_DEPTH {
-                    return Err(ParseError::new("aliases stand for too much").at(offset));
+                    return Err(ParseError::new("aliases expand to too much data").at(offset));
                 }
                 let (node, size) = (Located { offset, value: node.value.clone() }, *size);
                 self.complete(node, 0, size)
@@ -318,13 +320,13 @@ impl Composer {
         Ok(())
     }
 
-    /// A value is there: it goes to where it belongs.
+    /// Adds a complete value to its parent.
     fn complete(&mut self, node: Located, anchor: usize, size: usize) -> Result<(), ParseError> {
         if anchor != 0 {
-            // Within a value that has an anchor too, each value would be copied once for each level.
+            // Nested anchors copy a value once for each level, so limit their total size.
             self.aliased = self.aliased.saturating_add(size);
             if self.aliased > MAX_ALIASED {
-                return Err(ParseError::new("anchors name too much").at(node.offset));
+                return Err(ParseError::new("anchors hold too much data").at(node.offset));
             }
             self.anchors.insert(anchor, (node.clone(), size));
         }
@@ -344,7 +346,7 @@ impl Composer {
                         Value::Text(text) => text,
                         Value::Integer(number) => number.to_string(),
                         Value::Bool(value) => value.to_string(),
-                        _ => return Err(ParseError::new("a field has to have a name of text").at(node.offset)),
+                        _ => return Err(ParseError::new("a field name must be text").at(node.offset)),
                     };
                     if !names.insert(text.clone()) {
                         return Err(given_twice(&text, node.offset));
@@ -357,7 +359,7 @@ impl Composer {
     }
 }
 
-/// How many levels of lists and tables a value has.
+/// The number of nested levels of lists and tables in a value.
 fn depth(node: &Located) -> usize {
     match &node.value {
         Value::List(nodes) => 1 + nodes.iter().map(depth).max().unwrap_or(0),
@@ -366,7 +368,7 @@ fn depth(node: &Located) -> usize {
     }
 }
 
-/// What text without quotes means, by the core schema of YAML 1.2: `no` is text.
+/// Parses unquoted text by the core schema of YAML 1.2, in which `no` is text.
 fn plain(text: &str) -> Value {
     match text {
         "" | "~" | "null" | "Null" | "NULL" => return Value::Null,

@@ -18,8 +18,8 @@ type Limited<S, ReqBody, B, A, R> =
     rate_limit::ResponseFuture<PreparedService<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, R, ExtraLimits>;
 
 pin_project! {
-    /// The answer of a service behind rules. Dropping it does what dropping the answer of a
-    /// [rate-limited](crate::rate_limit#cancellation) service does.
+    /// The response future of [`RulesService`](super::RulesService). It is cancelled like that of a
+    /// [rate-limited](crate::rate_limit#cancellation) service.
     #[must_use = "futures do nothing unless polled"]
     pub struct ResponseFuture<S, ReqBody, B, A>
     where
@@ -36,12 +36,12 @@ pin_project! {
     where
         S: Service<Request<ReqBody>>,
     {
-        // A rule matches, and its limit is at work.
+        // The limit of a rule applies.
         Limited { #[pin] future: Limited<S, ReqBody, B, A, ChargeAlways> },
-        // The same for a rule that charges by the answer.
+        // The limit of a rule applies, and the charge depends on the response.
         Settled { #[pin] future: Limited<S, ReqBody, B, A, RuleCharge> },
-        // No rule matches, or one that lets all pass.
-        PassedThrough { #[pin] future: S::Future, answer: A },
+        // No rule matches, or the rule is unlimited.
+        PassedThrough { #[pin] future: S::Future, responder: A },
     }
 }
 
@@ -54,8 +54,8 @@ impl<S: Service<Request<ReqBody>>, ReqBody, B, A> ResponseFuture<S, ReqBody, B, 
         Self { state: State::Settled { future } }
     }
 
-    pub(super) fn passed_through(future: S::Future, answer: A) -> Self {
-        Self { state: State::PassedThrough { future, answer } }
+    pub(super) fn passed_through(future: S::Future, responder: A) -> Self {
+        Self { state: State::PassedThrough { future, responder } }
     }
 }
 
@@ -72,9 +72,9 @@ where
         match self.project().state.project() {
             StateProj::Limited { future } => future.poll(cx),
             StateProj::Settled { future } => future.poll(cx),
-            StateProj::PassedThrough { future, answer } => Poll::Ready(match ready!(future.poll(cx)) {
-                Ok(response) => Ok(answer.response(response)),
-                Err(error) => Err(answer.error(error)),
+            StateProj::PassedThrough { future, responder } => Poll::Ready(match ready!(future.poll(cx)) {
+                Ok(response) => Ok(responder.response(response)),
+                Err(error) => Err(responder.error(error)),
             }),
         }
     }

@@ -9,11 +9,11 @@ use super::error::RulesError;
 use super::rules::{CompiledRules, Rules, read};
 use super::watch::RulesWatch;
 
-/// Holds the rules that layers enforce, to change them while they do.
+/// Holds the rules that layers enforce, and changes them at runtime.
 ///
-/// All layers that were made of a handle, or of a clone of it, follow it. A request is judged by the rules that hold when it arrives, and by no
-/// others; the next one sees the new rules. What has been counted stays counted for policies that keep their
-/// name and the algorithms and windows of their limits; what becomes of it when the numbers change, `on_quota_change` says.
+/// All layers with this handle or a clone of it enforce its rules. A request is subject to the rules at its arrival, and later requests to the
+/// new rules. A policy keeps its counts if its name and the algorithms and windows of its limits stay the same. If its quotas change,
+/// `on_quota_change` decides.
 ///
 /// ```
 /// use tollgate::MemoryBackend;
@@ -47,13 +47,13 @@ struct State {
 }
 
 impl RulesHandle {
-    /// Holds `rules`; so does [`Rules::handle`].
+    /// Creates a handle with `rules`, like [`Rules::handle`].
     #[must_use]
     pub fn new(rules: Rules) -> Self {
         Self { state: Arc::new(State { rules: ArcSwap::new(rules.inner), last_error: Mutex::default() }) }
     }
 
-    /// The rules that hold now.
+    /// The current rules.
     #[must_use]
     pub fn rules(&self) -> Rules {
         Rules { inner: self.state.rules.load_full() }
@@ -63,7 +63,7 @@ impl RulesHandle {
         self.state.rules.load()
     }
 
-    /// Enforces `rules` from now on.
+    /// Replaces the rules. Later requests are subject to `rules`.
     pub fn reload(&self, rules: Rules) {
         *self.error() = None;
         if self.rules() != rules {
@@ -73,57 +73,57 @@ impl RulesHandle {
         }
     }
 
-    /// Reads a file as [`Rules::from_path`] does, and enforces what it says from now on. Blocks no thread of the runtime.
+    /// Reads a file like [`Rules::from_path`] and replaces the rules. Does not block a runtime thread.
     ///
     /// # Errors
     ///
-    /// As with [`Rules::from_path`]. The rules stay as they are then, and the error is the [last](Self::last_error) one.
+    /// As with [`Rules::from_path`]. Then the rules stay unchanged, and [`last_error`](Self::last_error) returns the error.
     ///
     /// # Panics
     ///
-    /// Outside a tokio runtime.
+    /// If called outside a tokio runtime.
     pub async fn reload_path(&self, path: impl Into<PathBuf>) -> Result<(), RulesError> {
         let path = path.into();
         let rules = blocking(&path, |path| Rules::from_path(path)).await;
-        rules.map(|rules| self.reload(rules)).inspect_err(|error| self.refuse(error))
+        rules.map(|rules| self.reload(rules)).inspect_err(|error| self.set_error(error))
     }
 
-    /// Follows a file from now on: looks at it once a second, and enforces what it says when that changes.
+    /// Watches a file: checks it once per second, and loads the rules when the file changes.
     ///
-    /// If there is something wrong with the file the rules stay as they are. The error is in the log, once for each version of the
-    /// file, and can be [asked for](Self::last_error).
+    /// If the file is invalid, the rules stay unchanged. The error is logged once for each version of the file, and
+    /// [`last_error`](Self::last_error) returns it.
     ///
-    /// A change counts once two looks, 100 ms apart, see the same, so that a file that is just being written is not taken for a whole one. To be sure
+    /// A change is loaded after two reads, 100 ms apart, return the same contents, because a file may still be written. For an atomic change,
     /// write another file and rename it.
     ///
     /// # Panics
     ///
-    /// Outside a tokio runtime.
+    /// If called outside a tokio runtime.
     ///
     /// # Cancellation
     ///
-    /// The file is followed until the guard that this returns is dropped.
+    /// Dropping the returned guard stops watching the file.
     pub fn watch(&self, path: impl Into<PathBuf>) -> RulesWatch {
         self.watch_every(Duration::from_secs(1), path)
     }
 
-    /// The same as [`watch`](Self::watch), looking at the file as often as this, but no more than once a millisecond. A change counts 100 ms after it
-    /// was seen, however often that is.
+    /// Like [`watch`](Self::watch), but checks the file at this interval, at most once per millisecond. The delay of 100 ms between two reads
+    /// stays the same.
     ///
     /// # Panics
     ///
-    /// Outside a tokio runtime.
+    /// If called outside a tokio runtime.
     pub fn watch_every(&self, interval: Duration, path: impl Into<PathBuf>) -> RulesWatch {
         RulesWatch::start(self.clone(), path.into(), interval)
     }
 
-    /// What was wrong with the file that was read last; `None` if it, or whatever was [loaded](Self::reload) since, is in force.
+    /// The error of the last attempt to load rules. `None` if the last attempt succeeded, including by [`reload`](Self::reload).
     #[must_use]
     pub fn last_error(&self) -> Option<RulesError> {
         self.error().clone()
     }
 
-    pub(super) fn refuse(&self, error: &RulesError) {
+    pub(super) fn set_error(&self, error: &RulesError) {
         *self.error() = Some(error.clone());
     }
 
@@ -150,23 +150,22 @@ impl fmt::Debug for RulesHandle {
     }
 }
 
-/// Does something with a file where it may block.
+/// Runs `work` on a thread that may block.
 async fn blocking<T: Send + 'static>(
     path: &Path,
     work: impl FnOnce(&Path) -> Result<T, RulesError> + Send + 'static,
 ) -> Result<T, RulesError> {
     let owned = path.to_owned();
-    let done = tokio::task::spawn_blocking(move || work(&owned)).await;
-    // The runtime is being shut down, or the parser has panicked, which is a bug but not one to die of.
-    done.unwrap_or_else(|error| Err(RulesError::unreadable(error.into()).in_file(path)))
+    let result = tokio::task::spawn_blocking(move || work(&owned)).await;
+    // The runtime is shutting down, or the parser has panicked. Such a bug must not end the task that watches the file.
+    result.unwrap_or_else(|error| Err(RulesError::unreadable(error.into()).in_file(path)))
 }
 
-/// The bytes of a file.
-pub(super) async fn contents(path: &Path) -> Result<Vec<u8>, RulesError> {
+pub(super) async fn read_blocking(path: &Path) -> Result<Vec<u8>, RulesError> {
     blocking(path, read).await
 }
 
-/// The rules in bytes that were read from a file.
-pub(super) async fn parsed(bytes: Vec<u8>, path: &Path) -> Result<Rules, RulesError> {
+/// Parses the contents of a file.
+pub(super) async fn parse_blocking(bytes: Vec<u8>, path: &Path) -> Result<Rules, RulesError> {
     blocking(path, move |path| Rules::from_bytes(&bytes, path)).await
 }

@@ -4,7 +4,7 @@ use super::model::{Header, KeyDef, KeyPart};
 use crate::http::{BasicUserKey, BearerTokenKey, ClientIp, HeaderKey, PeerIp, basic_user, bearer_token, peer_ip};
 use crate::key::{ExtractKey, Key, Or, first_of};
 
-/// Whom a request counts for, as a file says it.
+/// The key of a policy in a rules file.
 #[derive(Clone, Debug)]
 pub(super) enum RuleKey {
     GlobalKey,

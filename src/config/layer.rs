@@ -22,41 +22,42 @@ use crate::responder::HttpResponder;
 
 /// Enforces [`Rules`](super::Rules) in front of an HTTP service. See the [module docs](crate::config) for examples.
 ///
-/// All clones of this layer, and all services that they make, count together and follow the same rules. Requests that no
-/// rule matches pass uncounted. Rules share one circuit to the backend, the counts of the time in which it fails, and the room for
-/// [corrections](crate::rate_limit::RateLimitHandle::MAX_PENDING) that are under way.
+/// All clones of this layer and all their services share the same rules and counts. Requests that no rule matches pass uncounted.
+///
+/// The rules share one circuit breaker for the backend, one local store for its outages, and the bound on
+/// [adjustments in flight](crate::rate_limit::RateLimitHandle::MAX_PENDING).
 #[must_use]
 pub struct RulesLayer<B, A = HttpResponder> {
     pub(super) shared: Arc<Shared<B, A>>,
 }
 
-/// What the clones of a layer and its services share.
+/// The state that the clones of a layer and its services share.
 pub(super) struct Shared<B, A> {
     backend: B,
     pub(super) handle: RulesHandle,
     common: SharedState,
-    pub(super) answer: A,
+    pub(super) responder: A,
     active: ArcSwapOption<Active<B, A>>,
 }
 
-/// The limits that a set of rules asks for.
+/// The limits of one version of the rules.
 struct Active<B, A> {
     rules: Arc<CompiledRules>,
-    /// By number of the rule; made when it is first needed.
+    /// By index of the rule, and created on first use.
     limits: Box<[OnceLock<RuleLimit<(), B, A>>]>,
 }
 
 /// The limit of one rule.
 pub(super) enum RuleLimit<S, B, A> {
     Always(Limit<S, B, A, ChargeAlways>),
-    /// Of its own, since to ask for answers takes a handle for each request.
-    ByAnswer(Limit<S, B, A, RuleCharge>),
+    /// A separate variant, because it needs a handle for each request.
+    ByResponse(Limit<S, B, A, RuleCharge>),
 }
 
 type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, ExtraLimits>;
 
 impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
-    /// Enforces a rule that counts somebody, by `policy` and `key` first of all.
+    /// Enforces a limited rule, whose first policy and key are `policy` and `key`.
     fn new(inner: S, shared: &Shared<B, A>, rule: &Rule, policy: &Policy, key: &RuleKey) -> Self {
         let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait, charge } = rule;
         let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
@@ -68,29 +69,29 @@ impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
             .replicas(*replicas)
             .wait(*wait)
             .having(&shared.common)
-            .responder(shared.answer.clone());
+            .responder(shared.responder.clone());
         let layer = match deadline {
             Some(deadline) => layer.deadline(*deadline),
             None => layer,
         };
         match RuleCharge::new(*charge) {
             None => Self::Always(RateLimit::new(inner, layer)),
-            Some(charge) => Self::ByAnswer(RateLimit::new(inner, layer.charge_on(charge))),
+            Some(charge) => Self::ByResponse(RateLimit::new(inner, layer.charge_on(charge))),
         }
     }
 }
 
 impl<B, A> RuleLimit<(), B, A> {
-    fn around<S>(&self, inner: S) -> RuleLimit<S, B, A> {
+    fn wrap<S>(&self, inner: S) -> RuleLimit<S, B, A> {
         match self {
             Self::Always(limit) => RuleLimit::Always(limit.around(inner)),
-            Self::ByAnswer(limit) => RuleLimit::ByAnswer(limit.around(inner)),
+            Self::ByResponse(limit) => RuleLimit::ByResponse(limit.around(inner)),
         }
     }
 }
 
 impl<B> RulesLayer<B> {
-    /// Enforces `rules`, or whatever rules a [`RulesHandle`] holds, on what `backend` counts.
+    /// Creates a layer that enforces `rules`, either [`Rules`](super::Rules) or a [`RulesHandle`], with the counts in `backend`.
     pub fn new(backend: B, rules: impl Into<RulesHandle>) -> Self {
         let common = SharedState::new(CircuitBreaker::new());
         Self::of(backend, rules.into(), common, Default::default())
@@ -98,15 +99,16 @@ impl<B> RulesLayer<B> {
 }
 
 impl<B, A> RulesLayer<B, A> {
-    fn of(backend: B, handle: RulesHandle, common: SharedState, answer: A) -> Self {
-        Self { shared: Arc::new(Shared { backend, handle, common, answer, active: ArcSwapOption::empty() }) }
+    fn of(backend: B, handle: RulesHandle, common: SharedState, responder: A) -> Self {
+        Self { shared: Arc::new(Shared { backend, handle, common, responder, active: ArcSwapOption::empty() }) }
     }
 
-    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    /// Checks that the backend shares its counts at least as widely as `scope`. This catches a memory backend where a distributed one is
+    /// needed.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if the backend's scope is smaller.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
@@ -115,43 +117,44 @@ impl<B, A> RulesLayer<B, A> {
         Ok(self)
     }
 
-    /// To change the rules.
+    /// The handle, which replaces the rules at runtime.
     #[must_use]
     pub fn handle(&self) -> RulesHandle {
         self.shared.handle.clone()
     }
 
-    /// Waits until no [correction](crate::rate_limit::RateLimitHandle) is under way any more, by whichever rules: for the end of a program, once it
-    /// takes no more requests. For all clones of this layer that were made after its [`circuit_breaker`](Self::circuit_breaker) was said. See
-    /// [`RateLimitLayer::wait_idle`].
+    /// Waits until no [adjustment](crate::rate_limit::RateLimitHandle) of any rule is in flight. See [`RateLimitLayer::wait_idle`].
+    ///
+    /// Call it before the program ends, after it has stopped accepting requests. It covers all clones of this layer that were made after
+    /// [`circuit_breaker`](Self::circuit_breaker) was set.
     pub async fn wait_idle(&self) {
         self.shared.common.wait_idle().await;
     }
 }
 
 impl<B: Clone, A> RulesLayer<B, A> {
-    /// What a rejection becomes. Defaults to [`HttpResponder`].
-    pub fn responder<A2>(self, answer: A2) -> RulesLayer<B, A2> {
+    /// Sets the responder, which turns rejections into responses. Defaults to [`HttpResponder`].
+    pub fn responder<A2>(self, responder: A2) -> RulesLayer<B, A2> {
         let Shared { backend, handle, common, .. } = &*self.shared;
-        RulesLayer::of(backend.clone(), handle.clone(), common.clone(), answer)
+        RulesLayer::of(backend.clone(), handle.clone(), common.clone(), responder)
     }
 }
 
 impl<B: Clone, A: Clone> RulesLayer<B, A> {
-    /// When the layer stops to ask a store that fails, for all rules together. Defaults to [`CircuitBreaker::new`].
+    /// Sets the circuit breaker, which stops calls to a failing store for all rules together. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
-        let Shared { backend, handle, answer, .. } = &*self.shared;
-        Self::of(backend.clone(), handle.clone(), SharedState::new(breaker), answer.clone())
+        let Shared { backend, handle, responder, .. } = &*self.shared;
+        Self::of(backend.clone(), handle.clone(), SharedState::new(breaker), responder.clone())
     }
 }
 
 impl<B: Clone, A: Clone> Shared<B, A> {
-    /// Puts `inner` behind the limit of the rule that matches, or of both if two do, or gives it back where there is none.
+    /// Wraps `inner` in the limit of the rule that matches, or of both if two match. Returns `inner` as an error if there is no limit.
     pub(super) fn limit<S>(&self, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
         self.limit_by(&self.handle.current(), method, path, inner)
     }
 
-    /// The same by rules that held when the request arrived.
+    /// Like [`limit`](Self::limit), with the rules at the arrival of the request.
     fn limit_by<S>(
         &self,
         rules: &Arc<CompiledRules>,
@@ -160,7 +163,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         inner: S,
     ) -> Result<RuleLimit<S, B, A>, S> {
         let matches = rules.find(method, path);
-        rules.note(&matches);
+        rules.record(&matches);
         let (index, other) = match matches.found {
             Found::Limited(index, other) => (index, other),
             Found::Unlimited => return Err(inner),
@@ -171,30 +174,28 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         };
         let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
         if let Some(other) = other {
-            // Made for the request: hardly anybody sends such a path by chance, and there may be many pairs of rules.
+            // Not cached: clients rarely send such a path by chance, and there may be many pairs of rules.
             return Ok(RuleLimit::new(inner, self, &rules.both(index, other), policy, key));
         }
         let active = self.active.load();
         match &*active {
-            Some(active) if Arc::ptr_eq(&active.rules, rules) => {
-                Ok(active.limit(self, index, policy, key).around(inner))
-            }
-            _ => Ok(self.renewed(rules).limit(self, index, policy, key).around(inner)),
+            Some(active) if Arc::ptr_eq(&active.rules, rules) => Ok(active.limit(self, index, policy, key).wrap(inner)),
+            _ => Ok(self.activate(rules).limit(self, index, policy, key).wrap(inner)),
         }
     }
 
-    /// The limits that these rules ask for, where others were active.
-    fn renewed(&self, rules: &Arc<CompiledRules>) -> Arc<Active<B, A>> {
+    /// The limits of these rules, which become the active ones unless newer rules are.
+    fn activate(&self, rules: &Arc<CompiledRules>) -> Arc<Active<B, A>> {
         let new = Arc::new(Active::new(Arc::clone(rules)));
-        let mut found = Arc::clone(&new);
-        // Nobody replaces limits of the same rules, or of rules that came later: those who wait in their lines would not be seen from then on.
+        let mut limits = Arc::clone(&new);
+        // Limits of the same rules or of newer rules are not replaced: later requests would not see the waiters in their wait queues.
         self.active.rcu(|active| {
             let same = active.as_ref().filter(|active| Arc::ptr_eq(&active.rules, rules));
-            found = Arc::clone(same.unwrap_or(&new));
-            let stays = same.is_some() || !Arc::ptr_eq(&self.handle.current(), rules);
-            if stays { active.clone() } else { Some(Arc::clone(&new)) }
+            limits = Arc::clone(same.unwrap_or(&new));
+            let keep = same.is_some() || !Arc::ptr_eq(&self.handle.current(), rules);
+            if keep { active.clone() } else { Some(Arc::clone(&new)) }
         });
-        found
+        limits
     }
 }
 
@@ -211,7 +212,7 @@ impl<B: Clone, A: Clone> Active<B, A> {
     }
 }
 
-/// The cost that a rule names.
+/// The cost of a rule.
 pub(super) struct RuleCost(u32);
 
 impl<Req> RequestCost<Req> for RuleCost {
@@ -220,7 +221,7 @@ impl<Req> RequestCost<Req> for RuleCost {
     }
 }
 
-/// All policies of a rule but the first.
+/// The policies of a rule after the first.
 pub(super) struct ExtraLimits(Vec<(Policy, RuleKey)>);
 
 impl<B> RequestFilter<Request<B>> for ExtraLimits {
@@ -240,7 +241,7 @@ impl<S, B, A> Layer<S> for RulesLayer<B, A> {
     }
 }
 
-// By hand: `derive` would ask for `B: Clone` and `A: Clone`.
+// By hand: `derive` would require `B: Clone` and `A: Clone`.
 impl<B, A> Clone for RulesLayer<B, A> {
     fn clone(&self) -> Self {
         Self { shared: Arc::clone(&self.shared) }
@@ -269,32 +270,32 @@ mod tests {
         Rules::from_toml(&text).unwrap()
     }
 
-    /// Each had limits of its own, with a line of its own, and the last one's were those of whoever came next.
+    /// Regression: concurrent requests each created limits with their own wait queues, and later requests saw only the last ones.
     #[test]
-    fn all_who_find_the_same_rules_new_have_the_same_limits() {
+    fn concurrent_activations_share_limits() {
         let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;
         let rules = shared.handle.current();
-        let first = shared.renewed(&rules);
-        assert!(Arc::ptr_eq(&first, &shared.renewed(&rules)));
+        let first = shared.activate(&rules);
+        assert!(Arc::ptr_eq(&first, &shared.activate(&rules)));
         assert!(shared.limit(&Method::GET, "/", ()).is_ok());
-        assert!(first.limits[0].get().is_some(), "a request is limited by these");
+        assert!(first.limits[0].get().is_some(), "a request uses these limits");
     }
 
-    /// It put the limits of the old rules in the place of the new ones, and the next request made these anew.
+    /// Regression: it replaced the limits of the new rules with those of the old ones, and the next request created them again.
     #[test]
-    fn a_request_that_arrived_before_the_rules_changed_leaves_those_of_the_new_rules_alone() {
+    fn request_under_old_rules_keeps_new_limits() {
         let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;
-        let ask = |rules: &Arc<CompiledRules>| assert!(shared.limit_by(rules, &Method::GET, "/", ()).is_ok());
+        let send = |rules: &Arc<CompiledRules>| assert!(shared.limit_by(rules, &Method::GET, "/", ()).is_ok());
         let old = shared.handle.rules().inner;
-        ask(&old);
-        let of_old = shared.active.load_full().unwrap();
+        send(&old);
+        let old_limits = shared.active.load_full().unwrap();
         shared.handle.reload(rules(2));
         let new = shared.handle.rules().inner;
-        ask(&new);
-        let of_new = shared.active.load_full().unwrap();
-        assert!(Arc::ptr_eq(&of_new.rules, &new) && !Arc::ptr_eq(&of_new, &of_old));
-        ask(&old);
-        ask(&new);
-        assert!(Arc::ptr_eq(&shared.active.load_full().unwrap(), &of_new));
+        send(&new);
+        let new_limits = shared.active.load_full().unwrap();
+        assert!(Arc::ptr_eq(&new_limits.rules, &new) && !Arc::ptr_eq(&new_limits, &old_limits));
+        send(&old);
+        send(&new);
+        assert!(Arc::ptr_eq(&shared.active.load_full().unwrap(), &new_limits));
     }
 }

@@ -1,4 +1,4 @@
-//! What a file says, before anybody asks whether it makes sense as a whole. The fields are described in the docs of the module.
+//! The data model of a rules file, before it is validated as a whole. The module docs describe the fields.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::http::{OnUnreadable, hold_everybody};
+use crate::http::{OnUnreadable, contain_every_address};
 use crate::rate_limit::{Mode, OnMissingKey, OnStoreError, QuotaChange};
 
 #[derive(Debug, PartialEq, Deserialize)]
@@ -76,20 +76,20 @@ pub(super) struct RuleDef {
 }
 
 impl RuleDef {
-    /// What the log calls a rule.
+    /// The name of a rule in the log.
     pub(super) fn name(&self) -> String {
         let methods: Vec<&str> = self.methods.iter().flatten().map(|method| method.0.as_str()).collect();
         if methods.is_empty() { self.path.clone() } else { format!("{} {}", methods.join("|"), self.path) }
     }
 
-    /// What counts the requests, and for whom.
+    /// The policies of the rule with their keys.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&String, &KeyDef)> {
         let one = self.policy.as_ref().zip(self.key.as_ref());
         one.into_iter().chain(self.policies.iter().flatten().map(|count| (&count.policy, &count.key)))
     }
 }
 
-/// Which answers are charged.
+/// Which responses are charged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum ChargeName {
@@ -117,7 +117,7 @@ pub(super) struct ClientIpDef {
     pub(super) ipv6_prefix: Option<u8>,
 }
 
-/// One way to find a key, or several, of which the first that finds one counts.
+/// Key extractors in order. The first that finds a key is used.
 #[derive(Debug, PartialEq)]
 pub(super) struct KeyDef(pub(super) Vec<KeyPart>);
 
@@ -163,15 +163,14 @@ impl<'de> Deserialize<'de> for KeyDef {
         if parts.is_empty() {
             return Err(D::Error::custom("a list of keys needs at least one"));
         }
-        // What comes behind would never be asked.
         if parts[..parts.len() - 1].contains(&KeyPart::Global) {
-            return Err(D::Error::custom("`global` is a key that every request has, so nothing can come behind it"));
+            return Err(D::Error::custom("every request has the key `global`, so no key can follow it"));
         }
         Ok(Self(parts))
     }
 }
 
-// Enums of the crate, as they are written in a file.
+// The spellings of the crate's enums in a file.
 
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -188,7 +187,7 @@ impl ModeDef {
             Self::Shadow => Mode::Shadow,
             Self::Percent(percent) => match u8::try_from(percent) {
                 Ok(percent @ 0..=100) => Mode::Percent(percent),
-                _ => return Err(D::Error::custom(format!("{percent} percent is more than all"))),
+                _ => return Err(D::Error::custom(format!("a percentage is 0 to 100, not {percent}"))),
             },
         })
     }
@@ -225,7 +224,7 @@ enum OnStoreErrorDef {
     Deny,
 }
 
-/// A field that may be missing, of a type that knows nothing of serde.
+/// Deserializes an optional field of a type without serde support.
 macro_rules! optional {
     ($module:ident: $type:ident as $def:literal) => {
         mod $module {
@@ -233,9 +232,9 @@ macro_rules! optional {
 
             pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<$type>, D::Error> {
                 #[derive(Deserialize)]
-                struct Written(#[serde(with = $def)] $type);
+                struct Wrapper(#[serde(with = $def)] $type);
 
-                Ok(Option::<Written>::deserialize(deserializer)?.map(|Written(value)| value))
+                Ok(Option::<Wrapper>::deserialize(deserializer)?.map(|Wrapper(value)| value))
             }
         }
     };
@@ -244,17 +243,17 @@ macro_rules! optional {
 optional!(on_missing_key: OnMissingKey as "OnMissingKeyDef");
 optional!(on_store_error: OnStoreError as "OnStoreErrorDef");
 
-/// What is written as text and read by `FromStr`.
+/// Types that are parsed from text.
 macro_rules! text {
-    ($($name:ident($type:ty): $read:expr;)*) => {$(
+    ($($name:ident($type:ty): $parse:expr;)*) => {$(
         #[derive(Clone, Debug, PartialEq)]
         pub(super) struct $name(pub(super) $type);
 
         impl<'de> Deserialize<'de> for $name {
             fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
                 let text = String::deserialize(deserializer)?;
-                let read: fn(&str) -> Result<$type, String> = $read;
-                read(&text).map(Self).map_err(D::Error::custom)
+                let parse: fn(&str) -> Result<$type, String> = $parse;
+                parse(&text).map(Self).map_err(D::Error::custom)
             }
         }
     )*};
@@ -263,7 +262,7 @@ macro_rules! text {
 text! {
     Net(IpNet): net;
     Header(HeaderName): |text| {
-        HeaderName::from_str(text).map_err(|_| format!("`{}` is not the name of a header", text.escape_debug()))
+        HeaderName::from_str(text).map_err(|_| format!("`{}` is not a header name", text.escape_debug()))
     };
     MethodName(Method): method;
     Name(String): |text| match name(text) {
@@ -272,15 +271,15 @@ text! {
     };
 }
 
-/// A length of time: `250ms`, `90s`, `1h30m`.
+/// A duration, such as `250ms`, `90s` or `1h30m`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Time(pub(super) Duration);
 
 impl<'de> Deserialize<'de> for Time {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Written;
+        struct TimeVisitor;
 
-        impl Visitor<'_> for Written {
+        impl Visitor<'_> for TimeVisitor {
             type Value = Duration;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -292,7 +291,7 @@ impl<'de> Deserialize<'de> for Time {
             }
         }
 
-        deserializer.deserialize_str(Written).map(Self)
+        deserializer.deserialize_str(TimeVisitor).map(Self)
     }
 }
 
@@ -302,13 +301,13 @@ fn time(text: &str) -> Option<Duration> {
     let mut allowed = units.as_slice();
     let (mut rest, mut total_ms) = (text, 0_u64);
     while !rest.is_empty() {
-        let digits = rest.find(|sign: char| !sign.is_ascii_digit())?;
+        let digits = rest.find(|char: char| !char.is_ascii_digit())?;
         let number: u64 = rest[..digits].parse().ok()?;
         rest = &rest[digits..];
-        let unit_len = rest.find(|sign: char| sign.is_ascii_digit()).unwrap_or(rest.len());
-        let at = allowed.iter().position(|(unit, _)| *unit == &rest[..unit_len])?;
-        total_ms = total_ms.checked_add(number.checked_mul(allowed[at].1)?)?;
-        (rest, allowed) = (&rest[unit_len..], &allowed[at + 1..]);
+        let unit_len = rest.find(|char: char| char.is_ascii_digit()).unwrap_or(rest.len());
+        let index = allowed.iter().position(|(unit, _)| *unit == &rest[..unit_len])?;
+        total_ms = total_ms.checked_add(number.checked_mul(allowed[index].1)?)?;
+        (rest, allowed) = (&rest[unit_len..], &allowed[index + 1..]);
     }
     (!text.is_empty()).then(|| Duration::from_millis(total_ms))
 }
@@ -323,21 +322,21 @@ fn net(text: &str) -> Result<IpNet, String> {
     if net != net.trunc() {
         return Err(format!("`{text}` is an address within a network; the network is `{}`", net.trunc()));
     }
-    if hold_everybody([net]) {
+    if contain_every_address([net]) {
         return Err(format!(
-            "`{text}` trusts every address, so each client would choose its own; name the networks of the proxies"
+            "`{text}` trusts every address, so each client could choose its own key; list only the networks of your proxies"
         ));
     }
     Ok(net)
 }
 
-/// Methods are case-sensitive, so `get` is one that nobody sends.
+/// Methods are case-sensitive, and no client sends `get`.
 fn method(text: &str) -> Result<Method, String> {
     let method = Method::from_str(text).ok().filter(|_| !text.bytes().any(|byte| byte.is_ascii_lowercase()));
     method.ok_or_else(|| format!("`{}` is not a method such as `GET` or `POST`", text.escape_debug()))
 }
 
-/// Whether a name can be read by clients and stand in stored keys as it is.
+/// Checks a name, which must be readable for clients and safe in stored keys without escaping.
 pub(super) fn name(text: &str) -> Result<(), String> {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if (1..=crate::Key::MAX_LEN).contains(&text.len()) && text.bytes().all(allowed) {

@@ -1,44 +1,47 @@
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// A path in the one spelling by which patterns and requests are compared, as RFC 3986, 6.2.2 has it: escapes have upper-case digits, what is
-/// not ASCII is escaped, and a sign that may stand in a segment is not. Nothing is allocated for a path that has no escapes and is ASCII.
-pub(super) fn normal(path: &str) -> Cow<'_, str> {
+/// Normalizes a path (RFC 3986, 6.2.2), to compare patterns and requests.
+///
+/// Escapes get upper-case digits, non-ASCII bytes are escaped, and characters that may occur in a segment are unescaped. An ASCII path without
+/// escapes is returned without allocation.
+pub(super) fn normalize(path: &str) -> Cow<'_, str> {
     if path.bytes().all(|byte| byte.is_ascii() && byte != b'%') {
         return Cow::Borrowed(path);
     }
-    let mut normal = String::with_capacity(path.len());
+    let mut normalized = String::with_capacity(path.len());
     let mut rest = path.as_bytes();
     while let Some((&byte, after)) = rest.split_first() {
         if byte == b'%'
-            && let [high, low, ref behind @ ..] = *after
-            && let Some(byte) = escaped(high, low)
+            && let [high, low, ref after_escape @ ..] = *after
+            && let Some(byte) = unescape(high, low)
         {
-            push(&mut normal, byte, stands_for_itself(byte));
-            rest = behind;
+            push(&mut normalized, byte, is_literal(byte));
+            rest = after_escape;
         } else {
-            push(&mut normal, byte, byte.is_ascii());
+            push(&mut normalized, byte, byte.is_ascii());
             rest = after;
         }
     }
-    Cow::Owned(normal)
+    Cow::Owned(normalized)
 }
 
-fn escaped(high: u8, low: u8) -> Option<u8> {
+fn unescape(high: u8, low: u8) -> Option<u8> {
     let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
     Some(digit(high)? << 4 | digit(low)?)
 }
 
-/// Whether routers take a sign for the same as its escape. Not `/`, which would be the end of a segment, nor what patterns are written with.
-fn stands_for_itself(byte: u8) -> bool {
+/// Whether routers treat a character like its escape. False for `/`, which would end the segment, and for `{` and `}`, which have a meaning in
+/// patterns.
+fn is_literal(byte: u8) -> bool {
     byte.is_ascii_graphic() && !b"/%{}".contains(&byte)
 }
 
-fn push(path: &mut String, byte: u8, as_it_is: bool) {
-    if as_it_is {
+fn push(path: &mut String, byte: u8, is_literal: bool) {
+    if is_literal {
         path.push(char::from(byte));
     } else {
-        write!(path, "%{byte:02X}").expect("a string takes all that is written");
+        write!(path, "%{byte:02X}").expect("writing to a string cannot fail");
     }
 }
 
@@ -48,7 +51,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_path_has_one_spelling() {
+    fn normalize_maps_spellings_to_one_path() {
         let cases = [
             ("/users/me", "/users/me"),
             ("/users/%6de", "/users/me"),
@@ -56,7 +59,7 @@ mod tests {
             ("/orders%3Acancel", "/orders:cancel"),
             ("/größe", "/gr%C3%B6%C3%9Fe"),
             ("/gr%c3%b6%C3%9fe", "/gr%C3%B6%C3%9Fe"),
-            // Another number of segments, and text that has an escape in it.
+            // Unescaping these would add a segment, or change an escaped `%` or brace.
             ("/a%2fb", "/a%2Fb"),
             ("/%256de", "/%256de"),
             ("/%7bid%7d", "/%7Bid%7D"),
@@ -68,20 +71,20 @@ mod tests {
             ("/%%6d", "/%m"),
         ];
         for (path, expected) in cases {
-            assert_eq!(normal(path), expected, "{path}");
+            assert_eq!(normalize(path), expected, "{path}");
         }
-        assert!(matches!(normal("/a-b/c.d~e_f:g@h!$&'()*+,;="), Cow::Borrowed(_)));
+        assert!(matches!(normalize("/a-b/c.d~e_f:g@h!$&'()*+,;="), Cow::Borrowed(_)));
     }
 
     proptest! {
         #[test]
-        fn escapes_change_nothing(path in "[/a-zA-Z0-9:.ö ]{0,20}", which in any::<u64>()) {
+        fn escapes_do_not_change_normalized_path(path in "[/a-zA-Z0-9:.ö ]{0,20}", which in any::<u64>()) {
             let mut escaped = String::new();
             for (i, byte) in path.bytes().enumerate() {
                 push(&mut escaped, byte, byte == b'/' || byte.is_ascii_graphic() && which >> i & 1 == 0);
             }
             let path = path.replace(' ', "%20");
-            prop_assert_eq!(normal(&escaped), normal(&path));
+            prop_assert_eq!(normalize(&escaped), normalize(&path));
         }
     }
 }

@@ -1,12 +1,12 @@
-//! Patterns of paths, before the router sees them.
+//! Checks path patterns before the router parses them.
 
-/// The longest pattern of a path.
+/// The maximum length of a pattern, in bytes.
 const MAX_PATH: usize = 1_024;
 
-/// How many parameters of a pattern the router has names for: it panics at one more. The rest of a path, `{*name}`, takes none.
+/// The maximum number of parameters in a pattern. The router has no more internal names and panics at one more. `{*name}` needs none.
 const MAX_PARAMETERS: usize = 25;
 
-/// What the router would take for a pattern that matches nothing.
+/// Refuses patterns that the router accepts but that match no request.
 pub(super) fn check_path(path: &str) -> Result<(), String> {
     if !path.starts_with('/') {
         return Err("a path begins with `/`".into());
@@ -20,56 +20,57 @@ pub(super) fn check_path(path: &str) -> Result<(), String> {
         return Err(format!("a path has at most {MAX_PARAMETERS} parameters"));
     }
     check_spelling(path)?;
-    match path.chars().find(|sign| "?#".contains(*sign) || sign.is_whitespace() || sign.is_control()) {
-        Some(sign) => Err(format!("no path of a request has {sign:?} in it")),
+    match path.chars().find(|char| "?#".contains(*char) || char.is_whitespace() || char.is_control()) {
+        Some(char) => Err(format!("the path of a request never contains {char:?}")),
         None => Ok(()),
     }
 }
 
-/// Refuses the patterns of other systems, regular expressions among them. They would be text here, which no request has, and the limit would be off without a word.
+/// Refuses patterns of other systems and regular expressions. Here they would be literal text that no request contains, so the limit would
+/// silently not apply.
 fn check_spelling(path: &str) -> Result<(), String> {
     let segments: Vec<&str> = path.split('/').skip(1).collect();
-    let mut spelled = String::with_capacity(path.len());
+    let mut suggestion = String::with_capacity(path.len());
     for (index, segment) in segments.iter().enumerate() {
         let is_last = index + 1 == segments.len();
-        // A pattern is of the whole path anyway.
+        // A pattern always matches the whole path, so `$` is redundant.
         let segment = segment.strip_suffix('$').filter(|_| is_last).unwrap_or(segment);
-        spelled.push('/');
+        suggestion.push('/');
         match Foreign::of(segment, is_last) {
-            None => spelled.push_str(segment),
-            Some(Foreign::Segment(name)) => spelled.extend(["{", &name, "}"]),
-            Some(Foreign::Rest(name)) => spelled.extend(["{*", &name, "}"]),
-            Some(Foreign::Unknown(sign)) => {
-                let what = "write `{name}` for a segment, `{*name}` for the rest of a path, and a rule for each of several paths";
-                return Err(format!("`{sign}` in `{segment}` would be text that no request has: {what}; {ESCAPES}"));
+            None => suggestion.push_str(segment),
+            Some(Foreign::Segment(name)) => suggestion.extend(["{", &name, "}"]),
+            Some(Foreign::Rest(name)) => suggestion.extend(["{*", &name, "}"]),
+            Some(Foreign::Unknown(char)) => {
+                let help = "write `{name}` for a segment, `{*name}` for the rest of a path, and a rule for each of several paths";
+                return Err(format!("`{char}` in `{segment}` would be literal text in no request: {help}; {ESCAPES}"));
             }
         }
     }
-    if spelled == path {
+    if suggestion == path {
         return Ok(());
     }
-    Err(format!("`{path}` would be text that no request has: write `{spelled}`; {ESCAPES}"))
+    Err(format!("`{path}` would be literal text in no request: write `{suggestion}`; {ESCAPES}"))
 }
 
-const ESCAPES: &str = "for a sign itself write `%2A` (*), `%3A` (:), `%3C` (<), `%2B` (+), `%24` ($), `%5B` ([), `%5D` (]), `%5C` (\\), `%5E` (^) or \
-     `%7C` (|)";
+const ESCAPES: &str = "to match the character itself, write `%2A` (*), `%3A` (:), `%3C` (<), `%2B` (+), `%24` ($), `%5B` ([), `%5D` (]), `%5C` (\\), \
+     `%5E` (^) or `%7C` (|)";
 
-/// What RFC 3986 has in no path, and `*`. Clients that send one as it is are matched by its escape.
-const SIGNS: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
+/// Characters that RFC 3986 allows in no path, and `*`. If a client sends one unescaped, the pattern with its escape matches.
+const RESERVED: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
 
-/// What a segment stands for in another system.
+/// The meaning of a segment in another system.
 enum Foreign {
-    /// One segment, by this name.
+    /// One segment with this name.
     Segment(String),
-    /// The rest of the path.
+    /// The rest of the path, with this name.
     Rest(String),
-    /// No telling, for this sign.
+    /// Not known, because of this character.
     Unknown(char),
 }
 
 impl Foreign {
     fn of(segment: &str, is_last: bool) -> Option<Self> {
-        // Of axum 0.7, Express and Rails; of Envoy, Kong, Traefik and nginx; of Flask and Rocket; of actix, gorilla and Spring.
+        // In this order: axum 0.7, Express and Rails; Envoy, Kong, Traefik and nginx; Flask and Rocket; actix, gorilla and Spring.
         let rest = |name: &str| {
             if is_last { Self::Rest(named(name, "rest")) } else { Self::Segment(named(name, "name")) }
         };
@@ -86,9 +87,9 @@ impl Foreign {
         }
         let text = segment.replace("{{", "").replace("}}", "");
         let (before, parameter) = text.split_once('{').unwrap_or((&text, ""));
-        let (parameter, behind) = parameter.split_once('}').unwrap_or((parameter, ""));
-        if let Some(sign) = before.chars().chain(behind.chars()).find(|sign| SIGNS.contains(sign)) {
-            return Some(Self::Unknown(sign));
+        let (parameter, after) = parameter.split_once('}').unwrap_or((parameter, ""));
+        if let Some(char) = before.chars().chain(after.chars()).find(|char| RESERVED.contains(char)) {
+            return Some(Self::Unknown(char));
         }
         let name = parameter.strip_prefix('*').unwrap_or(parameter);
         let end = name.find([':', '=', '*', '[', '(', '<', '|', '^', '\\', '+'])?;
@@ -98,10 +99,10 @@ impl Foreign {
     }
 }
 
-/// The letters, digits and `_` of a name, or `otherwise` if there are none.
-fn named(name: &str, otherwise: &str) -> String {
-    let name: String = name.chars().filter(|sign| sign.is_ascii_alphanumeric() || *sign == '_').collect();
-    if name.is_empty() { otherwise.to_owned() } else { name }
+/// The letters, digits and `_` of a name, or `default` if there are none.
+fn named(name: &str, default: &str) -> String {
+    let name: String = name.chars().filter(|char| char.is_ascii_alphanumeric() || *char == '_').collect();
+    if name.is_empty() { default.to_owned() } else { name }
 }
 
 #[cfg(test)]
@@ -109,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn foreign_patterns_are_refused_with_the_right_spelling() {
+    fn foreign_patterns_are_refused_with_a_suggestion() {
         let cases = [
             ("/api/*", "`/api/{*rest}`"),
             ("/*", "`/{*rest}`"),

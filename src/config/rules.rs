@@ -16,18 +16,18 @@ use super::format::Format;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
-use super::path::normal;
+use super::path::normalize;
 use super::pattern::check_path;
 use super::tree::{ParseError, PathSegment, path};
 use super::usage::Usage;
 use crate::error::ConfigError;
-use crate::http::{ClientIp, ForwardingHeader, hold_everybody};
+use crate::http::{ClientIp, ForwardingHeader, contain_every_address};
 use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
 
-/// Which requests are limited and how, as a file says it. See the [module docs](crate::config) for the format.
+/// The rules of a file: which requests are limited, and how. See the [module docs](crate::config) for the format.
 ///
-/// Parsed and checked as a whole, and never changed after that: what changes are the rules that a [`RulesHandle`] holds.
-/// Two are equal if they say the same, in whatever format. Cheap to clone.
+/// Rules are parsed and checked as a whole, and are immutable. A [`RulesHandle`] replaces them at runtime. Two values are equal if they have
+/// the same contents, in any format. Cheap to clone.
 #[derive(Clone)]
 pub struct Rules {
     pub(super) inner: Arc<CompiledRules>,
@@ -40,64 +40,64 @@ pub(super) struct CompiledRules {
     routers: Routers,
 }
 
-/// What a request finds.
+/// The result of the lookup for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// The rule that counts it, and another one if its path as it is spelled has another.
+    /// The rule for the request, and a second one if the path without normalization matches another rule.
     Limited(usize, Option<usize>),
-    /// A rule that lets it pass uncounted.
+    /// An unlimited rule.
     Unlimited,
-    /// No rule.
+    /// No rule matches.
     Nothing,
 }
 
-/// What a request finds, and all rules that match it.
+/// The result of the lookup, and all rules that match the request.
 pub(super) struct Matches {
     pub(super) found: Found,
     pub(super) matching: [Option<usize>; 2],
 }
 
-/// Find the number of a rule.
+/// Routers from paths to indices of rules.
 struct Routers {
-    /// For each method that a rule names, and for HEAD, among all rules that cover it.
+    /// The rules for each method that a rule lists, and for HEAD.
     by_method: HashMap<Method, Router<usize>>,
-    /// Among the rules that cover all other methods.
+    /// The rules for all other methods.
     others: Router<usize>,
 }
 
 /// One rule, ready to be enforced.
 #[derive(Debug)]
 pub(super) struct Rule {
-    /// Nobody if the requests pass uncounted.
+    /// Empty if the rule is unlimited.
     pub(super) counts: Vec<(Policy, RuleKey)>,
     pub(super) cost: u32,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) deadline: Option<Duration>,
-    /// Zero if nobody waits.
+    /// Zero if requests do not wait.
     pub(super) wait: Duration,
     pub(super) charge: ChargeName,
 }
 
 impl Rules {
-    /// The largest file that is read, in bytes: 1 MiB.
+    /// The maximum size of a file: 1 MiB.
     pub const MAX_LEN: usize = 1 << 20;
-    /// How many different methods rules may name.
+    /// The maximum number of different methods in the rules.
     pub const MAX_METHODS: usize = 32;
-    /// When rules are reported in the log that no request has matched, counted from the first request after the rules were loaded: one hour.
+    /// The time after which rules that no request has matched are logged, from the first request after the rules were loaded: one hour.
     pub const UNMATCHED_AFTER: Duration = Duration::from_secs(3_600);
 
     /// Reads rules in TOML.
     ///
     /// # Errors
     ///
-    /// A [`RulesError`] that names what is wrong and where; so do the other formats.
+    /// A [`RulesError`] with the reason and the position, if the rules are invalid.
     pub fn from_toml(text: &str) -> Result<Self, RulesError> {
         Self::parse(text, Format::Toml)
     }
 
-    /// Reads rules in YAML 1.2. Anchors and aliases may be used, tags may not.
+    /// Reads rules in YAML 1.2. Anchors and aliases are supported, tags are not.
     ///
     /// # Errors
     ///
@@ -115,21 +115,22 @@ impl Rules {
         Self::parse(text, Format::Json)
     }
 
-    /// Reads rules from a file that is called `.toml`, `.yaml`, `.yml` or `.json`.
+    /// Reads rules from a file with the extension `.toml`, `.yaml`, `.yml` or `.json`.
     ///
     /// Blocks the thread while it reads. [`RulesHandle::reload_path`] does not.
     ///
     /// # Errors
     ///
-    /// As with [`from_toml`](Self::from_toml), and if the file cannot be read or its name says nothing of its format.
+    /// As with [`from_toml`](Self::from_toml), and if the file cannot be read or has another extension.
     pub fn from_path(path: impl AsRef<Path>) -> Result<Self, RulesError> {
         let path = path.as_ref();
         Self::from_bytes(&read(path)?, path)
     }
 
     pub(super) fn from_bytes(bytes: &[u8], file: &Path) -> Result<Self, RulesError> {
-        let format = Format::of(file)
-            .ok_or_else(|| RulesError::new("the name of a file of rules ends in `.toml`, `.yaml`, `.yml` or `.json`"));
+        let format = Format::of(file).ok_or_else(|| {
+            RulesError::new("unknown format: the extension must be `.toml`, `.yaml`, `.yml` or `.json`")
+        });
         let text = |format| match std::str::from_utf8(bytes) {
             Ok(text) => Self::parse(text, format),
             Err(error) => {
@@ -142,54 +143,55 @@ impl Rules {
 
     fn parse(text: &str, format: Format) -> Result<Self, RulesError> {
         if text.len() > Self::MAX_LEN {
-            return Err(RulesError::new(format!("there are more than {} bytes of rules", Self::MAX_LEN)));
+            return Err(RulesError::new(format!("the rules have more than {} bytes", Self::MAX_LEN)));
         }
-        // Editors of another system put a mark before the text.
+        // Some editors on Windows write a byte order mark.
         let body = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let mark = text.len() - body.len();
+        let bom_len = text.len() - body.len();
         if body.trim().is_empty() {
-            return Err(RulesError::new("there is nothing in the file"));
+            return Err(RulesError::new("the file is empty"));
         }
-        let place = |fault: ParseError| {
-            let error = RulesError::new(&fault.what).of(path(&fault.steps()));
-            fault.offset.map_or(error.clone(), |offset| error.at(text, mark + offset))
+        let rules_error = |error: ParseError| {
+            let rules_error = RulesError::new(&error.message).in_field(path(&error.path()));
+            error.offset.map_or(rules_error.clone(), |offset| rules_error.at(text, bom_len + offset))
         };
-        let document = format.parse(body).map_err(place)?;
-        let file = File::deserialize(&document).map_err(place)?;
-        let inner = CompiledRules::new(file).map_err(|fault| {
-            let offset = document.locate(&fault.steps());
-            place(fault.at(offset))
+        let document = format.parse(body).map_err(rules_error)?;
+        let file = File::deserialize(&document).map_err(rules_error)?;
+        let inner = CompiledRules::new(file).map_err(|error| {
+            let offset = document.locate(&error.path());
+            rules_error(error.at(offset))
         })?;
         for unused in inner.unused() {
             tracing::warn!(policy = unused, "no rule uses the policy `{unused}`");
         }
         if inner.file.client_ip.is_some() && !inner.has_key(&KeyPart::ClientIp) {
-            tracing::warn!("no rule has the key `client_ip`, so nothing depends on the proxies that are named");
+            tracing::warn!("no rule has the key `client_ip`, so the table `client_ip` has no effect");
         }
         if inner.has_key(&KeyPart::Header(Header(AUTHORIZATION))) {
             tracing::warn!(
-                "a rule has the header `authorization` as a key: a client gets a quota for each spelling of the scheme and for each \
+                "a rule uses the header `authorization` as a key: a client gets a quota for each spelling of the scheme and for each \
                  password that it tries; use the key `bearer_token` or `basic_user`"
             );
         }
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// How many rules there are.
+    /// The number of rules.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.rules.len()
     }
 
-    /// Whether there are no rules: never, since a file without any is an error.
+    /// Always false, because a file without rules is an error.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.inner.rules.is_empty()
     }
 
-    /// The policies by which a request of this method and path is counted: none if no rule matches it, or if it passes
-    /// uncounted; those of [two rules](crate::config#which-rule-applies) if that depends on how the path is spelled. To try out a file, in a test for
-    /// instance.
+    /// The policies that apply to a request with this method and path, for example to test a rules file.
+    ///
+    /// Empty if no rule matches or the rule is unlimited. If the spelling of the path matters, the policies of
+    /// [two rules](crate::config#which-rule-applies).
     #[must_use]
     pub fn policies_for(&self, method: &Method, path: &str) -> Vec<&Policy> {
         let Found::Limited(index, other) = self.inner.find(method, path).found else { return Vec::new() };
@@ -203,7 +205,7 @@ impl Rules {
         found
     }
 
-    /// Holds the rules, so that they can be changed while layers use them.
+    /// Creates a handle, which can replace the rules while layers enforce them.
     #[must_use]
     pub fn handle(self) -> RulesHandle {
         RulesHandle::new(self)
@@ -226,12 +228,12 @@ impl fmt::Debug for Rules {
     }
 }
 
-/// The bytes of a file, unless there are too many of them.
+/// Reads a file of at most [`Rules::MAX_LEN`] bytes.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, RulesError> {
-    // Asked before the file is opened: opening a FIFO waits for a writer, and a device may have no end.
+    // Check before opening: opening a FIFO waits for a writer, and reading a device may never end.
     if std::fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
-        let what = "rules are read from a regular file, and this is a directory, a FIFO, a socket or a device";
-        return Err(RulesError::new(what).in_file(path));
+        let message = "not a regular file: rules cannot be read from a directory, a FIFO, a socket or a device";
+        return Err(RulesError::new(message).in_file(path));
     }
     let read = || {
         let mut bytes = Vec::new();
@@ -249,11 +251,11 @@ impl CompiledRules {
     fn new(file: File) -> Result<Self, ParseError> {
         let mut policies = BTreeMap::new();
         for (name, def) in &file.policies {
-            let policy = policy(name, def).map_err(|fault| fault.within(name.as_str()).within("policies"))?;
+            let policy = policy(name, def).map_err(|error| error.within(name.as_str()).within("policies"))?;
             policies.insert(name.as_str(), policy);
         }
         let client_ip = match &file.client_ip {
-            Some(def) => client_ip(def).map_err(|fault| fault.within("client_ip"))?,
+            Some(def) => client_ip(def).map_err(|error| error.within("client_ip"))?,
             None => ClientIp::peer(),
         };
         if file.rules.is_empty() {
@@ -262,22 +264,23 @@ impl CompiledRules {
         let mut rules = Vec::with_capacity(file.rules.len());
         for (index, def) in file.rules.iter().enumerate() {
             let rule = Rule::new(def, &policies, &client_ip);
-            rules.push(rule.map_err(|fault| fault.within(index).within("rules"))?);
+            rules.push(rule.map_err(|error| error.within(index).within("rules"))?);
         }
         let routers = routers(&file.rules)?;
-        Ok(Self { usage: Usage::of(rules.len()), rules, routers, file })
+        Ok(Self { usage: Usage::new(rules.len()), rules, routers, file })
     }
 
-    /// The rules that match a request: that of its path in the usual spelling, and that of its path as it is spelled. Some routers decode what
-    /// they match, others do not, and a spelling is not to choose the laxer rule.
+    /// The rules that match the normalized path of a request and the path as the client spells it.
+    ///
+    /// Some routers decode a path and others do not. A client must not get a laxer rule by another spelling.
     pub(super) fn find(&self, method: &Method, path: &str) -> Matches {
         let router = self.routers.by_method.get(method).unwrap_or(&self.routers.others);
         let at = |path: &str| router.at(path).ok().map(|found| *found.value);
-        let matching = match normal(path) {
+        let matching = match normalize(path) {
             Cow::Borrowed(path) => [at(path), None],
-            Cow::Owned(normal) => {
-                let usual = at(&normal);
-                [usual, at(path).filter(|as_spelled| usual != Some(*as_spelled))]
+            Cow::Owned(normalized) => {
+                let rule = at(&normalized);
+                [rule, at(path).filter(|as_spelled| rule != Some(*as_spelled))]
             }
         };
         let is_limited = |index: &usize| !self.rules[*index].counts.is_empty();
@@ -290,7 +293,7 @@ impl CompiledRules {
         Matches { found, matching }
     }
 
-    /// Logs the rules that no request has matched, once they had time for it.
+    /// Logs the rules that no request has matched.
     pub(super) fn report_unmatched(&self) {
         let unmatched: Vec<&RuleDef> = self.usage.unmatched().map(|index| &self.file.rules[index]).collect();
         if unmatched.is_empty() {
@@ -299,39 +302,40 @@ impl CompiledRules {
         let names: Vec<String> = unmatched.iter().take(16).map(|rule| rule.name()).collect();
         tracing::warn!(
             count = unmatched.len(), rules = %names.join(", "),
-            "no request has matched these rules since they were loaded, so they limit nothing: check how their paths are spelled, and \
-             which path the layer sees; behind a nested router the prefix is missing"
+            "no request has matched these rules since they were loaded, so they limit nothing: check the spelling of their paths, and \
+             which path the layer sees; in a nested router the prefix is missing"
         );
     }
 
-    /// A rule that counts by two others, and is as strict as the stricter of them. Nobody waits, since a line would be that of one request.
+    /// Combines two rules: all policies of both, and the stricter settings. Requests do not wait, because each request would have its own
+    /// wait queue.
     pub(super) fn both(&self, index: usize, other: usize) -> Rule {
-        let (rule, more) = (&self.rules[index], &self.rules[other]);
-        let mut counts = rule.counts.clone();
+        let (first, second) = (&self.rules[index], &self.rules[other]);
+        let mut counts = first.counts.clone();
         let has = |count| self.file.rules[index].counts().any(|own| own == count);
-        let others = self.file.rules[other].counts().zip(&more.counts);
+        let others = self.file.rules[other].counts().zip(&second.counts);
         counts.extend(others.filter(|(def, _)| !has(*def)).map(|(_, count)| count.clone()));
         Rule {
             counts,
-            cost: rule.cost.max(more.cost),
-            on_missing_key: match (rule.on_missing_key, more.on_missing_key) {
+            cost: first.cost.max(second.cost),
+            on_missing_key: match (first.on_missing_key, second.on_missing_key) {
                 (OnMissingKey::Reject, _) | (_, OnMissingKey::Reject) => OnMissingKey::Reject,
                 (OnMissingKey::Shared, _) | (_, OnMissingKey::Shared) => OnMissingKey::Shared,
                 (OnMissingKey::Pass, OnMissingKey::Pass) => OnMissingKey::Pass,
             },
-            on_store_error: match (rule.on_store_error, more.on_store_error) {
+            on_store_error: match (first.on_store_error, second.on_store_error) {
                 (OnStoreError::Deny, _) | (_, OnStoreError::Deny) => OnStoreError::Deny,
                 (OnStoreError::Local, _) | (_, OnStoreError::Local) => OnStoreError::Local,
                 (OnStoreError::Allow, OnStoreError::Allow) => OnStoreError::Allow,
             },
-            replicas: rule.replicas.max(more.replicas),
-            deadline: rule.deadline,
+            replicas: first.replicas.max(second.replicas),
+            deadline: first.deadline,
             wait: Duration::ZERO,
-            charge: if rule.charge == more.charge { rule.charge } else { ChargeName::Always },
+            charge: if first.charge == second.charge { first.charge } else { ChargeName::Always },
         }
     }
 
-    /// Whether a rule counts by this key, be it for want of another one.
+    /// Whether a rule uses this key, also as a fallback.
     fn has_key(&self, part: &KeyPart) -> bool {
         self.file.rules.iter().flat_map(RuleDef::counts).any(|(_, key)| key.0.contains(part))
     }
@@ -345,32 +349,32 @@ impl CompiledRules {
 
 fn policy(name: &str, def: &PolicyDef) -> Result<Policy, ParseError> {
     model::name(name).map_err(ParseError::new)?;
-    let wrong = |what: &str| Err(ParseError::new(what).within("limits"));
-    let Some((first, others)) = def.limits.split_first() else { return wrong("a policy needs at least one limit") };
+    let invalid = |message: &str| Err(ParseError::new(message).within("limits"));
+    let Some((first, others)) = def.limits.split_first() else { return invalid("a policy needs at least one limit") };
     if def.limits.len() > Policy::MAX_LIMITS {
-        return wrong(&format!("a policy takes at most {} limits", Policy::MAX_LIMITS));
+        return invalid(&format!("a policy takes at most {} limits", Policy::MAX_LIMITS));
     }
-    let at = |index: usize| move |fault: ParseError| fault.within(index).within("limits");
+    let at = |index: usize| move |error: ParseError| error.within(index).within("limits");
     let mut policy = named(Policy::new(name, limit(first).map_err(at(0))?), first);
-    for (before, def_of_limit) in others.iter().enumerate() {
-        let index = before + 1;
-        let (limit, earlier) = (limit(def_of_limit).map_err(at(index))?, &def.limits[..index]);
+    for (position, limit_def) in others.iter().enumerate() {
+        let index = position + 1;
+        let (limit, earlier) = (limit(limit_def).map_err(at(index))?, &def.limits[..index]);
         let is_same = |other: &LimitDef| {
-            other.algorithm == def_of_limit.algorithm
-                && other.per == def_of_limit.per
-                && def_of_limit.algorithm != AlgorithmName::TokenBucket
+            other.algorithm == limit_def.algorithm
+                && other.per == limit_def.per
+                && limit_def.algorithm != AlgorithmName::TokenBucket
         };
         if let Some(other) = earlier.iter().position(is_same) {
-            let what =
-                format!("limits[{other}] counts the same window by the same algorithm, so one of the two says nothing");
-            return Err(at(index)(ParseError::new(what)));
+            let message =
+                format!("limits[{other}] has the same window and algorithm, so one of the two limits has no effect");
+            return Err(at(index)(ParseError::new(message)));
         }
-        if let Some(name) = &def_of_limit.name
+        if let Some(name) = &limit_def.name
             && let Some(other) = earlier.iter().position(|other| other.name.as_ref() == Some(name))
         {
             return Err(at(index)(ParseError::new(format!("limits[{other}] has this name already")).within("name")));
         }
-        policy = named(policy.limit(limit), def_of_limit);
+        policy = named(policy.limit(limit), limit_def);
     }
     Ok(policy.mode(def.mode).on_quota_change(def.on_quota_change))
 }
@@ -383,42 +387,43 @@ fn named(policy: Policy, def: &LimitDef) -> Policy {
 }
 
 fn limit(def: &LimitDef) -> Result<Limit, ParseError> {
-    let fault = |field: &'static str| move |error: ConfigError| ParseError::new(error.to_string()).within(field);
-    let quota = Quota::new(def.quota, def.per.0).map_err(fault("per"))?;
+    let invalid = |field: &'static str| move |error: ConfigError| ParseError::new(error.to_string()).within(field);
+    let quota = Quota::new(def.quota, def.per.0).map_err(invalid("per"))?;
     match (def.algorithm, def.burst) {
-        (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(fault("burst"))?.token_bucket()),
+        (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(invalid("burst"))?.token_bucket()),
         (_, Some(_)) => Err(ParseError::new("only a token bucket takes a burst").within("burst")),
         (AlgorithmName::TokenBucket, None) => Ok(quota.token_bucket()),
         (AlgorithmName::FixedWindow, None) => Ok(quota.fixed_window()),
         (AlgorithmName::SlidingWindow, None) => Ok(quota.sliding_window()),
-        (AlgorithmName::SlidingLog, None) => quota.sliding_log().map_err(fault("quota")),
+        (AlgorithmName::SlidingLog, None) => quota.sliding_log().map_err(invalid("quota")),
     }
 }
 
 fn client_ip(def: &ClientIpDef) -> Result<ClientIp, ParseError> {
     let trusted = || def.trusted.iter().flatten().map(|net| net.0);
-    if hold_everybody(trusted()) {
-        let what =
-            "the networks together hold every address, so each client would choose its own; name those of the proxies";
-        return Err(ParseError::new(what).within("trusted"));
+    if contain_every_address(trusted()) {
+        let message = "the networks together contain every address, so each client could choose its own key; list only the \
+                       networks of your proxies";
+        return Err(ParseError::new(message).within("trusted"));
     }
     let mut client_ip = match (&def.trusted, def.trusted_hops) {
         (Some(_), None) => ClientIp::trusting(trusted()),
         (None, Some(hops @ 1..=ClientIp::MAX_HOPS)) => ClientIp::trusting_hops(hops),
         (None, Some(_)) => {
-            let what = format!("the number of trusted hops is 1 to {}", ClientIp::MAX_HOPS);
-            return Err(ParseError::new(what).within("trusted_hops"));
+            let message = format!("the number of trusted hops is 1 to {}", ClientIp::MAX_HOPS);
+            return Err(ParseError::new(message).within("trusted_hops"));
         }
         (Some(_), Some(_)) => {
-            let what = "proxies are trusted either by their networks, `trusted`, or by their number";
-            return Err(ParseError::new(what).within("trusted_hops"));
+            let message = "use either `trusted`, with networks, or `trusted_hops`, with a number";
+            return Err(ParseError::new(message).within("trusted_hops"));
         }
         (None, None) => return Err(ParseError::new("missing field `trusted`, or `trusted_hops`")),
     };
     if let Some(header) = &def.header {
         if def.trusted.as_ref().is_some_and(Vec::is_empty) {
-            return Err(ParseError::new("a header is read only from proxies that are trusted, and there are none")
-                .within("header"));
+            return Err(
+                ParseError::new("a header is read only from trusted proxies, and `trusted` is empty").within("header")
+            );
         }
         client_ip = client_ip.header(match header.0.as_str() {
             "x-forwarded-for" => ForwardingHeader::XForwardedFor,
@@ -437,7 +442,7 @@ fn client_ip(def: &ClientIpDef) -> Result<ClientIp, ParseError> {
 
 impl Rule {
     fn new(def: &RuleDef, policies: &BTreeMap<&str, Policy>, client_ip: &ClientIp) -> Result<Self, ParseError> {
-        check_path(&def.path).map_err(|what| ParseError::new(what).within("path"))?;
+        check_path(&def.path).map_err(|message| ParseError::new(message).within("path"))?;
         check_methods(def)?;
         let find = |name: &str| {
             policies.get(name).cloned().ok_or_else(|| {
@@ -452,29 +457,31 @@ impl Rule {
             (Some(name), None, false) => {
                 let policy = find(name)?;
                 let Some(key) = &def.key else {
-                    return Err(ParseError::new("missing field `key`; `global` is one that all requests share"));
+                    return Err(ParseError::new(
+                        "missing field `key`; use `global` for one key that all requests share",
+                    ));
                 };
                 counts.push((policy, RuleKey::new(key, client_ip)));
             }
             (None, Some(_), false) if def.key.is_some() => {
-                return Err(ParseError::new("each of `policies` has a key of its own").within("key"));
+                return Err(ParseError::new("each of `policies` has its own key").within("key"));
             }
             (None, Some(defs), false) if defs.is_empty() => {
                 return Err(ParseError::new("a rule needs at least one policy").within("policies"));
             }
             (None, Some(defs), false) => {
                 for (index, count) in defs.iter().enumerate() {
-                    let at = |fault: ParseError| fault.within(index).within("policies");
+                    let at = |error: ParseError| error.within(index).within("policies");
                     let policy = find(&count.policy).map_err(at)?;
                     if defs[..index].iter().any(|other| other.policy == count.policy) {
-                        let what = format!("a rule counts by `{}` once only", count.policy);
-                        return Err(at(ParseError::new(what).within("policy")));
+                        let message = format!("the rule has the policy `{}` twice", count.policy);
+                        return Err(at(ParseError::new(message).within("policy")));
                     }
                     counts.push((policy, RuleKey::new(&count.key, client_ip)));
                 }
             }
             (None, None, true) => {
-                let unread = [
+                let unused = [
                     ("key", def.key.is_some()),
                     ("cost", def.cost.is_some()),
                     ("on_missing_key", def.on_missing_key.is_some()),
@@ -484,12 +491,12 @@ impl Rule {
                     ("wait", def.wait.is_some()),
                     ("charge", def.charge.is_some()),
                 ];
-                if let Some((field, _)) = unread.into_iter().find(|(_, given)| *given) {
-                    return Err(ParseError::new("has no meaning where requests are unlimited").within(field));
+                if let Some((field, _)) = unused.into_iter().find(|(_, is_set)| *is_set) {
+                    return Err(ParseError::new("has no effect in an unlimited rule").within(field));
                 }
             }
             (None, None, false) => {
-                return Err(ParseError::new("a rule has one of `policy`, `policies` and `unlimited = true`"));
+                return Err(ParseError::new("a rule needs one of `policy`, `policies` and `unlimited = true`"));
             }
             (Some(_), Some(_), _) => {
                 return Err(ParseError::new("a rule has either `policy` or `policies`").within("policies"));
@@ -500,24 +507,24 @@ impl Rule {
         }
         let cost = def.cost.unwrap_or(1);
         if cost == 0 {
-            return Err(ParseError::new("a cost of 0 is never counted; say `unlimited = true`").within("cost"));
+            return Err(ParseError::new("a cost of 0 is never counted; use `unlimited = true`").within("cost"));
         }
-        // A quota of 0 is meant to deny everything.
+        // A quota of 0 denies everything on purpose.
         let too_small = |(_, limit): &(&Policy, &Limit)| limit.capacity() > 0 && limit.capacity() < cost;
         let mut limits = counts.iter().flat_map(|(policy, _)| policy.limits().iter().map(move |limit| (policy, limit)));
         if let Some((policy, limit)) = limits.find(too_small) {
-            let what =
+            let message =
                 format!("a cost of {cost} never fits into the {} of policy `{}`", limit.capacity(), policy.name());
-            return Err(ParseError::new(what).within("cost"));
+            return Err(ParseError::new(message).within("cost"));
         }
         if def.replicas == Some(0) {
-            return Err(ParseError::new("there is at least one replica").within("replicas"));
+            return Err(ParseError::new("the number of replicas is at least 1").within("replicas"));
         }
         if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != OnStoreError::Local) {
-            return Err(ParseError::new("has no meaning where no process counts for itself").within("replicas"));
+            return Err(ParseError::new("has an effect only with `on_store_error = \"local\"`").within("replicas"));
         }
         if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Global)) {
-            return Err(ParseError::new("has no meaning where every request has a key").within("on_missing_key"));
+            return Err(ParseError::new("has no effect, because every request has a key").within("on_missing_key"));
         }
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
             return Err(
@@ -525,7 +532,7 @@ impl Rule {
             );
         }
         if def.wait.is_some_and(|wait| wait.0.is_zero()) {
-            return Err(ParseError::new("nobody waits for no time; leave `wait` out").within("wait"));
+            return Err(ParseError::new("a wait of 0 has no effect; leave `wait` out").within("wait"));
         }
         Ok(Self {
             counts,
@@ -543,25 +550,23 @@ impl Rule {
 fn check_methods(def: &RuleDef) -> Result<(), ParseError> {
     let Some(methods) = &def.methods else { return Ok(()) };
     if methods.is_empty() {
-        return Err(
-            ParseError::new("a rule for no method matches nothing; leave `methods` out for all").within("methods")
-        );
+        return Err(ParseError::new("an empty list matches no request; leave `methods` out for all").within("methods"));
     }
     for (index, method) in methods.iter().enumerate() {
         if methods[..index].contains(method) {
-            return Err(ParseError::new(format!("`{}` is named twice", method.0)).within(index).within("methods"));
+            return Err(ParseError::new(format!("`{}` is listed twice", method.0)).within(index).within("methods"));
         }
     }
     Ok(())
 }
 
-/// A router per method, so that the most specific rule is chosen among those that cover the method of a request.
+/// Builds a router per method, so that only rules for the method of a request compete for the most specific path.
 fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
-    let at = |index: usize, field: PathSegment, what: String| {
-        ParseError::new(what).within(field).within(index).within("rules")
+    let at = |index: usize, field: PathSegment, message: String| {
+        ParseError::new(message).within(field).within(index).within("rules")
     };
-    let paths: Vec<Cow<'_, str>> = rules.iter().map(|def| normal(&def.path)).collect();
-    // Which rule covers a method of a path; `None` is all methods that no other rule of the path names.
+    let paths: Vec<Cow<'_, str>> = rules.iter().map(|def| normalize(&def.path)).collect();
+    // The rule for a path and method. `None` stands for all methods that no other rule of the path lists.
     let mut covers: HashMap<(&str, Option<&Method>), usize> = HashMap::new();
     let mut named = BTreeSet::from(["HEAD"]);
     for (index, def) in rules.iter().enumerate() {
@@ -570,12 +575,12 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
         for (i, method) in methods.iter().enumerate() {
             named.insert(method.0.as_str());
             if named.len() > Rules::MAX_METHODS {
-                let what = format!("rules name more than {} different methods", Rules::MAX_METHODS);
-                return Err(at(index, "methods".into(), what));
+                let message = format!("the rules list more than {} different methods", Rules::MAX_METHODS);
+                return Err(at(index, "methods".into(), message));
             }
             if let Some(other) = covers.insert((path, Some(&method.0)), index) {
-                let what = format!("rules[{other}] has the same path and method");
-                return Err(ParseError::new(what).within(i).within("methods").within(index).within("rules"));
+                let message = format!("rules[{other}] has the same path and method");
+                return Err(ParseError::new(message).within(i).within("methods").within(index).within("rules"));
             }
         }
         if def.methods.is_none()
@@ -590,7 +595,7 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
     }
     let covering = |path: &str, method: &Method| {
         let by_name = |method| covers.get(&(path, Some(method))).copied();
-        // Servers answer HEAD as GET without the body, and it may cost as much.
+        // Servers handle HEAD like GET without the body, and it may cost as much.
         let as_get = || (method == Method::HEAD).then(|| by_name(&Method::GET)).flatten();
         by_name(method).or_else(as_get).or_else(|| covers.get(&(path, None)).copied())
     };
@@ -604,11 +609,11 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
         }
         Ok(router)
     };
-    // Every pattern is looked at even if no method is covered by it.
+    // This router also checks patterns that no method uses.
     let others = router(&|path| covers.get(&(path, None)).copied())?;
     let mut by_method = HashMap::new();
     for name in named {
-        // Named by a rule, so it is a method.
+        // The name comes from a parsed method, so this never continues.
         let Ok(method) = name.parse::<Method>() else { continue };
         let of_method = router(&|path| covering(path, &method))?;
         by_method.insert(method, of_method);
@@ -619,7 +624,7 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
 fn explain(error: &InsertError) -> String {
     match error {
         InsertError::Conflict { with } => {
-            format!("the path conflicts with `{with}`, which may match the same requests")
+            format!("the path conflicts with `{with}`, which can match the same requests")
         }
         InsertError::InvalidParamSegment => "a parameter is the last part of a segment, and the only one in it".into(),
         InsertError::InvalidParam => {

@@ -21,22 +21,22 @@ pub struct RulesService<S, B, A = HttpResponder> {
 }
 
 impl<S, B, A> RulesService<S, B, A> {
-    /// Puts `inner` behind the rules of `layer`, without a stack of layers.
+    /// Wraps `inner`, as [`RulesLayer`] does in a stack of layers.
     pub fn new(inner: S, layer: RulesLayer<B, A>) -> Self {
         Self { inner, shared: layer.shared }
     }
 
-    /// The service behind the rules.
+    /// The inner service.
     pub const fn get_ref(&self) -> &S {
         &self.inner
     }
 
-    /// The service behind the rules, to change.
+    /// The inner service, mutable.
     pub const fn get_mut(&mut self) -> &mut S {
         &mut self.inner
     }
 
-    /// Takes the service out from behind the rules.
+    /// Unwraps the inner service.
     pub fn into_inner(self) -> S {
         self.inner
     }
@@ -55,25 +55,25 @@ where
     type Future = ResponseFuture<S, ReqBody, B, A>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.inner.poll_ready(cx).map_err(|error| self.shared.answer.error(error))
+        self.inner.poll_ready(cx).map_err(|error| self.shared.responder.error(error))
     }
 
     fn call(&mut self, mut request: Request<ReqBody>) -> Self::Future {
-        // `self.inner` is the instance that reported ready. Use it here and leave a clone for next time.
-        let fresh = self.inner.clone();
-        let ready = PreparedService(Some(mem::replace(&mut self.inner, fresh)));
-        match self.shared.limit(request.method(), request.uri().path(), ready) {
+        // `self.inner` is the instance that reported ready, so call it and keep a clone.
+        let clone = self.inner.clone();
+        let prepared = PreparedService(Some(mem::replace(&mut self.inner, clone)));
+        match self.shared.limit(request.method(), request.uri().path(), prepared) {
             Ok(RuleLimit::Always(mut limited)) => ResponseFuture::limited(limited.call(request)),
-            Ok(RuleLimit::ByAnswer(mut limited)) => ResponseFuture::settled(limited.call(request)),
-            Err(mut ready) => {
-                self.shared.answer.pass(&mut request);
-                ResponseFuture::passed_through(ready.call(request), self.shared.answer.clone())
+            Ok(RuleLimit::ByResponse(mut limited)) => ResponseFuture::settled(limited.call(request)),
+            Err(mut prepared) => {
+                self.shared.responder.pass(&mut request);
+                ResponseFuture::passed_through(prepared.call(request), self.shared.responder.clone())
             }
         }
     }
 }
 
-/// A service that is ready, to be called once. Its clones are empty, since nobody is going to call them.
+/// A service that is ready, to be called once. Its clones are empty, because they are never called.
 pub(super) struct PreparedService<S>(Option<S>);
 
 impl<S> Clone for PreparedService<S> {
@@ -92,11 +92,11 @@ impl<S: Service<Req>, Req> Service<Req> for PreparedService<S> {
     }
 
     fn call(&mut self, request: Req) -> S::Future {
-        self.0.take().expect("a service that is ready is called once").call(request)
+        self.0.take().expect("a prepared service is called only once").call(request)
     }
 }
 
-// By hand: `derive` would ask for more than the inner service to be `Clone`.
+// By hand: `derive` would require `B: Clone` and `A: Clone`.
 impl<S: Clone, B, A> Clone for RulesService<S, B, A> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }

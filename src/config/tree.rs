@@ -1,4 +1,4 @@
-//! A document of any format: what it says, and where.
+//! A parsed document of any format, with the positions of its values.
 
 use std::fmt::{self, Write as _};
 
@@ -9,10 +9,10 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-/// How deep lists and tables may lie in each other. Rules need five.
+/// The maximum nesting of lists and tables. Rules need five levels.
 pub(super) const MAX_DEPTH: usize = 32;
 
-/// A value and the byte at which it begins.
+/// A value and its byte offset.
 #[derive(Clone, Debug)]
 pub(super) struct Located {
     pub(super) offset: usize,
@@ -26,7 +26,7 @@ pub(super) enum Value {
     Integer(i128),
     Float(f64),
     Text(String),
-    /// Something that only one format has.
+    /// A value that only one format has.
     Other(&'static str),
     List(Vec<Located>),
     Table(Vec<Entry>),
@@ -39,7 +39,7 @@ pub(super) struct Entry {
     pub(super) node: Located,
 }
 
-/// A step from a value to one that lies in it.
+/// A step from a value to a nested value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum PathSegment {
     Name(String),
@@ -58,30 +58,30 @@ impl From<usize> for PathSegment {
     }
 }
 
-/// Steps as people write them: `policies.api.limits[1]`.
-pub(super) fn path(steps: &[PathSegment]) -> String {
+/// Formats a path, such as `policies.api.limits[1]`.
+pub(super) fn path(segments: &[PathSegment]) -> String {
     let mut path = String::new();
-    for step in steps {
+    for segment in segments {
         let bare = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte));
         let dot = if path.is_empty() { "" } else { "." };
-        let written = match step {
+        let written = match segment {
             PathSegment::Name(name) if bare(name) && !name.is_empty() => write!(path, "{dot}{name}"),
             PathSegment::Name(name) => write!(path, "{dot}{name:?}"),
             PathSegment::Index(index) => write!(path, "[{index}]"),
         };
-        written.expect("a string takes all that is written");
+        written.expect("writing to a string cannot fail");
     }
     path
 }
 
 impl Located {
-    /// Where the value lies to which these steps lead, or the last of them that leads anywhere.
-    pub(super) fn locate(&self, steps: &[PathSegment]) -> usize {
-        let Some((step, rest)) = steps.split_first() else { return self.offset };
-        match (step, &self.value) {
+    /// The offset of the value at this path, or of its deepest parent that exists.
+    pub(super) fn locate(&self, path: &[PathSegment]) -> usize {
+        let Some((segment, rest)) = path.split_first() else { return self.offset };
+        match (segment, &self.value) {
             (PathSegment::Name(name), Value::Table(entries)) => {
                 match entries.iter().find(|entry| entry.name == *name) {
-                    // Of a table that is spread over the document, as TOML's may be, the name says more.
+                    // In TOML a table may be spread over the document, so its name is the better position.
                     Some(entry) if rest.is_empty() && matches!(entry.node.value, Value::Table(_)) => entry.offset,
                     Some(entry) => entry.node.locate(rest),
                     None => self.offset,
@@ -95,18 +95,17 @@ impl Located {
     }
 }
 
-/// What is wrong with a document.
 #[derive(Clone, Debug)]
 pub(super) struct ParseError {
-    pub(super) what: String,
-    /// The way to the value, the last step first.
-    back: Vec<PathSegment>,
+    pub(super) message: String,
+    /// The path of the value, with the last segment first.
+    reversed_path: Vec<PathSegment>,
     pub(super) offset: Option<usize>,
 }
 
 impl ParseError {
-    pub(super) fn new(what: impl Into<String>) -> Self {
-        Self { what: what.into(), back: Vec::new(), offset: None }
+    pub(super) fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), reversed_path: Vec::new(), offset: None }
     }
 
     pub(super) fn at(mut self, offset: usize) -> Self {
@@ -114,27 +113,27 @@ impl ParseError {
         self
     }
 
-    pub(super) fn within(mut self, step: impl Into<PathSegment>) -> Self {
-        self.back.push(step.into());
+    pub(super) fn within(mut self, segment: impl Into<PathSegment>) -> Self {
+        self.reversed_path.push(segment.into());
         self
     }
 
-    pub(super) fn steps(&self) -> Vec<PathSegment> {
-        self.back.iter().rev().cloned().collect()
+    pub(super) fn path(&self) -> Vec<PathSegment> {
+        self.reversed_path.iter().rev().cloned().collect()
     }
 }
 
 impl fmt::Display for ParseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.what)
+        f.write_str(&self.message)
     }
 }
 
 impl std::error::Error for ParseError {}
 
 impl serde::de::Error for ParseError {
-    fn custom<T: fmt::Display>(what: T) -> Self {
-        Self::new(what.to_string())
+    fn custom<T: fmt::Display>(message: T) -> Self {
+        Self::new(message.to_string())
     }
 }
 
@@ -152,26 +151,26 @@ impl<'de> Deserializer<'de> for &'de Located {
             },
             Value::Float(value) => visitor.visit_f64(*value),
             Value::Text(text) => visitor.visit_borrowed_str(text),
-            Value::Other(what) => Err(ParseError::invalid_type(Unexpected::Other(what), &visitor)),
-            Value::List(nodes) => visitor.visit_seq(Items { nodes, next: 0 }),
+            Value::Other(kind) => Err(ParseError::invalid_type(Unexpected::Other(kind), &visitor)),
+            Value::List(nodes) => visitor.visit_seq(ListAccess { nodes, next: 0 }),
             Value::Table(entries) => {
-                let mut fields = HeaderConfig { entries, value: None };
+                let mut fields = TableAccess { entries, value: None };
                 visitor.visit_map(&mut fields).and_then(|value| fields.end().map(|()| value))
             }
         };
-        visited.map_err(|fault| fault.at(self.offset))
+        visited.map_err(|error| error.at(self.offset))
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, ParseError> {
         match self.value {
-            // It may be what is left of something that was taken out by mistake, and what is left out may mean more: all methods, say.
-            Value::Null => Err(ParseError::new("there is no value: leave the field out").at(self.offset)),
+            // The value may be missing by mistake, and the default of the field may be wide, such as all methods.
+            Value::Null => Err(ParseError::new("missing value: leave the field out for its default").at(self.offset)),
             _ => visitor.visit_some(self),
         }
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, ParseError> {
-        visitor.visit_newtype_struct(self).map_err(|fault| fault.at(self.offset))
+        visitor.visit_newtype_struct(self).map_err(|error| error.at(self.offset))
     }
 
     fn deserialize_enum<V: Visitor<'de>>(
@@ -184,13 +183,11 @@ impl<'de> Deserializer<'de> for &'de Located {
             Value::Text(name) => visitor.visit_enum(name.as_str().into_deserializer()),
             Value::Table(entries) => match entries.as_slice() {
                 [entry] => visitor.visit_enum(Variant { entry }),
-                _ => {
-                    Err(ParseError::new(format!("a table with one field is expected here, not with {}", entries.len())))
-                }
+                _ => Err(ParseError::new(format!("expected a table with one field, found {} fields", entries.len()))),
             },
             _ => return self.deserialize_any(visitor),
         };
-        visited.map_err(|fault| fault.at(self.offset))
+        visited.map_err(|error| error.at(self.offset))
     }
 
     forward_to_deserialize_any! {
@@ -199,49 +196,47 @@ impl<'de> Deserializer<'de> for &'de Located {
     }
 }
 
-struct Items<'de> {
+struct ListAccess<'de> {
     nodes: &'de [Located],
     next: usize,
 }
 
-impl<'de> SeqAccess<'de> for Items<'de> {
+impl<'de> SeqAccess<'de> for ListAccess<'de> {
     type Error = ParseError;
 
     fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, ParseError> {
         let index = self.next;
         let Some(node) = self.nodes.get(index) else { return Ok(None) };
         self.next += 1;
-        seed.deserialize(node).map(Some).map_err(|fault| fault.at(node.offset).within(index))
+        seed.deserialize(node).map(Some).map_err(|error| error.at(node.offset).within(index))
     }
 }
 
-struct HeaderConfig<'de> {
+struct TableAccess<'de> {
     entries: &'de [Entry],
     value: Option<&'de Entry>,
 }
 
-impl HeaderConfig<'_> {
-    /// Nothing may be left over.
+impl TableAccess<'_> {
+    /// Refuses fields that were not read.
     fn end(&self) -> Result<(), ParseError> {
         match self.entries.first() {
             None => Ok(()),
             Some(Entry { name, offset, .. }) => {
-                Err(ParseError::new(format!("no more fields are expected here, but there is `{name}`"))
-                    .at(*offset)
-                    .within(name.as_str()))
+                Err(ParseError::new(format!("unexpected field `{name}`")).at(*offset).within(name.as_str()))
             }
         }
     }
 }
 
-impl<'de> MapAccess<'de> for &mut HeaderConfig<'de> {
+impl<'de> MapAccess<'de> for &mut TableAccess<'de> {
     type Error = ParseError;
 
     fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, ParseError> {
         let Some((entry, rest)) = self.entries.split_first() else { return Ok(None) };
         (self.entries, self.value) = (rest, Some(entry));
         let name: StrDeserializer<'_, ParseError> = entry.name.as_str().into_deserializer();
-        seed.deserialize(name).map(Some).map_err(|fault| fault.at(entry.offset).within(entry.name.as_str()))
+        seed.deserialize(name).map(Some).map_err(|error| error.at(entry.offset).within(entry.name.as_str()))
     }
 
     fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, ParseError> {
@@ -252,7 +247,7 @@ impl<'de> MapAccess<'de> for &mut HeaderConfig<'de> {
 
 impl Entry {
     fn deserialize<'de, T: DeserializeSeed<'de>>(&'de self, seed: T) -> Result<T::Value, ParseError> {
-        seed.deserialize(&self.node).map_err(|fault| fault.at(self.node.offset).within(self.name.as_str()))
+        seed.deserialize(&self.node).map_err(|error| error.at(self.node.offset).within(self.name.as_str()))
     }
 }
 
@@ -268,7 +263,7 @@ impl<'de> EnumAccess<'de> for Variant<'de> {
     fn variant_seed<V: DeserializeSeed<'de>>(self, seed: V) -> Result<(V::Value, Self), ParseError> {
         let Entry { name, offset, .. } = self.entry;
         let deserializer: StrDeserializer<'_, ParseError> = name.as_str().into_deserializer();
-        let variant = seed.deserialize(deserializer).map_err(|fault| fault.at(*offset).within(name.as_str()))?;
+        let variant = seed.deserialize(deserializer).map_err(|error| error.at(*offset).within(name.as_str()))?;
         Ok((variant, self))
     }
 }
@@ -278,7 +273,7 @@ impl<'de> VariantAccess<'de> for Variant<'de> {
 
     fn unit_variant(self) -> Result<(), ParseError> {
         let Entry { name, offset, .. } = self.entry;
-        Err(ParseError::new(format!("`{name}` takes no value, write it as text")).at(*offset).within(name.as_str()))
+        Err(ParseError::new(format!("`{name}` takes no value: write it as text")).at(*offset).within(name.as_str()))
     }
 
     fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, ParseError> {

@@ -13,22 +13,22 @@ pub(super) struct Usage {
     reported: AtomicBool,
 }
 
-/// One of how many requests of a thread looks at the clock.
-const ONE_OF: u8 = 64;
+/// Each thread checks the clock on one request of this many.
+const CHECK_EVERY: u8 = 64;
 
 impl Usage {
-    pub(super) fn of(rules: usize) -> Self {
+    pub(super) fn new(rules: usize) -> Self {
         let matched = (0..rules).map(|_| AtomicBool::new(false)).collect();
         Self { matched, first_request: OnceLock::new(), reported: AtomicBool::new(false) }
     }
 
-    /// The numbers of the rules that have matched nothing.
+    /// The indices of rules that have matched no request.
     pub(super) fn unmatched(&self) -> impl Iterator<Item = usize> {
         let matched = self.matched.iter().enumerate();
         matched.filter(|(_, matched)| !matched.load(Ordering::Relaxed)).map(|(index, _)| index)
     }
 
-    /// Whether it is time for the report, which is so once.
+    /// Whether to report now. True once.
     fn is_due(&self) -> bool {
         let first = *self.first_request.get_or_init(Instant::now);
         first.elapsed() >= Rules::UNMATCHED_AFTER && !self.reported.swap(true, Ordering::Relaxed)
@@ -36,29 +36,29 @@ impl Usage {
 }
 
 impl CompiledRules {
-    /// Notes what a request has found. Rules that match nothing are reported by a request, since no task outlives the rules this way.
-    pub(super) fn note(&self, matches: &Matches) {
+    /// Records the rules that a request matches. A request also logs the report of unmatched rules, because a task could outlive the rules.
+    pub(super) fn record(&self, matches: &Matches) {
         for index in matches.matching.into_iter().flatten() {
             let matched = &self.usage.matched[index];
-            // Written once: processors that write to the same place wait for each other.
+            // Store only once, to avoid contention on the cache line.
             if !matched.load(Ordering::Relaxed) {
                 matched.store(true, Ordering::Relaxed);
             }
         }
-        if !self.usage.reported.load(Ordering::Relaxed) && looks_at_the_clock() && self.usage.is_due() {
+        if !self.usage.reported.load(Ordering::Relaxed) && checks_clock() && self.usage.is_due() {
             self.report_unmatched();
         }
     }
 }
 
-/// The first request of a thread does, and one of some after that: to read the clock takes as long as to find the rule.
-fn looks_at_the_clock() -> bool {
+/// Whether this request checks the clock. Reading the clock takes as long as finding the rule, so most requests skip it.
+fn checks_clock() -> bool {
     thread_local! {
-        static SEEN: Cell<u8> = const { Cell::new(0) };
+        static REQUESTS: Cell<u8> = const { Cell::new(0) };
     }
-    let number = SEEN.get();
-    SEEN.set(number.wrapping_add(1));
-    number.is_multiple_of(ONE_OF)
+    let number = REQUESTS.get();
+    REQUESTS.set(number.wrapping_add(1));
+    number.is_multiple_of(CHECK_EVERY)
 }
 
 /// Counts a request that no rule matches.

@@ -5,22 +5,22 @@ use sha2::{Digest, Sha256};
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
-use super::handle::{RulesHandle, contents, parsed};
+use super::handle::{RulesHandle, parse_blocking, read_blocking};
 
-/// Follows a file of rules until it is dropped: see [`RulesHandle::watch`].
+/// Watches a rules file until it is dropped: see [`RulesHandle::watch`].
 #[derive(Debug)]
-#[must_use = "the file is followed no longer than this lives"]
+#[must_use = "dropping this stops watching the file"]
 pub struct RulesWatch {
     task: JoinHandle<()>,
 }
 
-/// How long a change has to last.
-const SETTLED: Duration = Duration::from_millis(100);
+/// How long a changed file must stay the same before it is read, because it may still be written.
+const SETTLE_TIME: Duration = Duration::from_millis(100);
 
 impl RulesWatch {
-    pub(super) fn start(handle: RulesHandle, path: PathBuf, every: Duration) -> Self {
-        let every = every.max(Duration::from_millis(1));
-        Self { task: tokio::spawn(follow(handle, path, every)) }
+    pub(super) fn start(handle: RulesHandle, path: PathBuf, period: Duration) -> Self {
+        let period = period.max(Duration::from_millis(1));
+        Self { task: tokio::spawn(watch(handle, path, period)) }
     }
 }
 
@@ -30,48 +30,47 @@ impl Drop for RulesWatch {
     }
 }
 
-/// What was seen last, so that nothing is said or done about it twice.
+/// A version of the file, so that each version is loaded or logged only once.
 #[derive(PartialEq)]
 enum Version {
-    // By its contents: times are too coarse, and some tools keep them.
+    // A digest, because modification times are too coarse and some tools preserve them.
     Read([u8; 32]),
     Unreadable(String),
 }
 
-async fn follow(handle: RulesHandle, path: PathBuf, every: Duration) {
-    let mut ticks = interval(every);
+async fn watch(handle: RulesHandle, path: PathBuf, period: Duration) {
+    let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut seen = None;
+    let mut loaded = None;
     loop {
         ticks.tick().await;
-        let (version, _) = look(&path).await;
-        if seen.as_ref() == Some(&version) {
+        let (version, _) = read_version(&path).await;
+        if loaded.as_ref() == Some(&version) {
             continue;
         }
-        sleep(SETTLED).await;
-        let (settled, bytes) = look(&path).await;
+        sleep(SETTLE_TIME).await;
+        let (settled, bytes) = read_version(&path).await;
         if settled != version {
-            // Still being written.
             continue;
         }
-        seen = Some(settled);
+        loaded = Some(settled);
         let rules = match bytes {
-            Ok(bytes) => parsed(bytes, &path).await,
+            Ok(bytes) => parse_blocking(bytes, &path).await,
             Err(error) => Err(error),
         };
         match rules {
             Ok(rules) => handle.reload(rules),
             Err(error) => {
-                handle.refuse(&error);
+                handle.set_error(&error);
                 let cause = std::error::Error::source(&error).map(tracing::field::display);
-                tracing::error!(%error, cause, line = error.line(), "the rules stay as they are: {error}");
+                tracing::error!(%error, cause, line = error.line(), "the rules stay unchanged: {error}");
             }
         }
     }
 }
 
-async fn look(path: &Path) -> (Version, Result<Vec<u8>, super::RulesError>) {
-    let bytes = contents(path).await;
+async fn read_version(path: &Path) -> (Version, Result<Vec<u8>, super::RulesError>) {
+    let bytes = read_blocking(path).await;
     let version = match &bytes {
         Ok(bytes) => Version::Read(Sha256::digest(bytes).into()),
         Err(error) => {

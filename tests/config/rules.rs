@@ -252,8 +252,8 @@ const LIMIT: &str = r#"{ quota = 1, per = "1s", algorithm = "fixed_window" }"#;
 #[rustfmt::skip]
 const BAD: &[Bad] = &[
     // The document.
-    ("", "there is nothing in the file", "", 0),
-    (" \n\t\n", "there is nothing in the file", "", 0),
+    ("", "the file is empty", "", 0),
+    (" \n\t\n", "the file is empty", "", 0),
     ("# nothing\n", "there are no rules", "", 1),
     ("[policies.a]\nlimits = [LIMIT]\n", "there are no rules", "", 1),
     ("\nrules = [", "unclosed array", "", 2),
@@ -278,12 +278,12 @@ const BAD: &[Bad] = &[
     ("[policies.a]\nlimits = [{ quota = 1.5, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: floating point `1.5`, expected u32", "policies.a.limits[0].quota", 2),
     ("[policies.a]\nlimits = [{ quota = 1979-05-27, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: a date or time, expected u32", "policies.a.limits[0].quota", 2),
     ("[policies.a]\nlimits = [{ quota = 10001, per = \"1s\", algorithm = \"sliding_log\" }]\nRULE", "a sliding log remembers every request, so its quota is at most 10000", "policies.a.limits[0].quota", 2),
-    ("[policies.a]\nlimits = [LIMIT, LIMIT]\nRULE", "limits[0] counts the same window by the same algorithm", "policies.a.limits[1]", 2),
+    ("[policies.a]\nlimits = [LIMIT, LIMIT]\nRULE", "limits[0] has the same window and algorithm", "policies.a.limits[1]", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", name = \"n\" },\n{ quota = 1, per = \"2s\", algorithm = \"fixed_window\", name = \"n\" }]\nRULE", "limits[0] has this name already", "policies.a.limits[1].name", 3),
     ("[policies.a]\nlimits = [LIMIT]\nmode = \"off\"\nRULE", "unknown variant `off`, expected one of `enforce`, `shadow`, `percent`", "policies.a.mode", 3),
-    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 101 }\nRULE", "101 percent is more than all", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 101 }\nRULE", "a percentage is 0 to 100, not 101", "policies.a.mode", 3),
     ("[policies.a]\nlimits = [LIMIT]\nmode = \"percent\"\nRULE", "invalid type: unit variant, expected newtype variant", "policies.a.mode", 3),
-    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 1, shadow = true }\nRULE", "a table with one field is expected here, not with 2", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 1, shadow = true }\nRULE", "expected a table with one field, found 2 fields", "policies.a.mode", 3),
     ("[policies.a]\nlimits = [LIMIT]\non_quota_change = \"forget\"\nRULE", "unknown variant `forget`", "policies.a.on_quota_change", 3),
     ("[policies.\"a b\"]\nlimits = [LIMIT]\nRULE", "a name is 1 to 47 letters, digits", "policies.\"a b\"", 1),
     // Rules.
@@ -291,38 +291,38 @@ const BAD: &[Bad] = &[
     ("POLICY\n[[rules]]\npolicy = \"a\"\nkey = \"global\"", "missing field `path`", "rules[0]", 3),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"b\"\nkey = \"global\"", "there is no policy \"b\"; there are `a`", "rules[0].policy", 5),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"", "missing field `key`", "rules[0]", 3),
-    ("POLICY\n[[rules]]\npath = \"/\"", "a rule has one of `policy`, `policies` and `unlimited = true`", "rules[0]", 3),
+    ("POLICY\n[[rules]]\npath = \"/\"", "a rule needs one of `policy`, `policies` and `unlimited = true`", "rules[0]", 3),
     ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\npolicy = \"a\"", "a rule is either unlimited or has policies", "rules[0].unlimited", 5),
-    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncost = 2", "has no meaning where requests are unlimited", "rules[0].cost", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncost = 2", "has no effect in an unlimited rule", "rules[0].cost", 6),
     ("POLICY\nRULE\npolicies = []", "a rule has either `policy` or `policies`", "rules[0].policies", 7),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicies = []", "a rule needs at least one policy", "rules[0].policies", 5),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\" }]", "missing field `key`", "rules[0].policies[0]", 5),
-    ("POLICY\n[[rules]]\npath = \"/\"\nkey = \"global\"\npolicies = [{ policy = \"a\", key = \"global\" }]", "each of `policies` has a key of its own", "rules[0].key", 5),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = \"global\" },\n{ policy = \"a\", key = \"peer_ip\" }]", "a rule counts by `a` once only", "rules[0].policies[1].policy", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\nkey = \"global\"\npolicies = [{ policy = \"a\", key = \"global\" }]", "each of `policies` has its own key", "rules[0].key", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = \"global\" },\n{ policy = \"a\", key = \"peer_ip\" }]", "the rule has the policy `a` twice", "rules[0].policies[1].policy", 6),
     ("POLICY\nRULE\nRULE", "rules[0] has the same path and is for all methods too", "rules[1].path", 8),
     ("POLICY\nRULE\nmethods = [\"GET\"]\nRULE\nmethods = [\"PUT\",\n\"GET\"]", "rules[0] has the same path and method", "rules[1].methods[1]", 13),
-    ("POLICY\nRULE\nmethods = []", "a rule for no method matches nothing", "rules[0].methods", 7),
-    ("POLICY\nRULE\nmethods = [\"GET\", \"GET\"]", "`GET` is named twice", "rules[0].methods[1]", 7),
+    ("POLICY\nRULE\nmethods = []", "an empty list matches no request", "rules[0].methods", 7),
+    ("POLICY\nRULE\nmethods = [\"GET\", \"GET\"]", "`GET` is listed twice", "rules[0].methods[1]", 7),
     ("POLICY\nRULE\nmethods = [\"get\"]", "`get` is not a method such as `GET`", "rules[0].methods[0]", 7),
     ("POLICY\nRULE\nmethods = [\"G T\"]", "`G T` is not a method", "rules[0].methods[0]", 7),
     ("POLICY\nRULE\nmethods = \"GET\"", "invalid type: string \"GET\", expected a sequence", "rules[0].methods", 7),
     ("POLICY\n[[rules]]\npath = \"api\"\npolicy = \"a\"\nkey = \"global\"", "a path begins with `/`", "rules[0].path", 4),
-    ("POLICY\n[[rules]]\npath = \"/a?b=1\"\npolicy = \"a\"\nkey = \"global\"", "no path of a request has '?' in it", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/a?b=1\"\npolicy = \"a\"\nkey = \"global\"", "the path of a request never contains '?'", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{id\"\npolicy = \"a\"\nkey = \"global\"", "a parameter is written `{name}`", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{*rest}/x\"\npolicy = \"a\"\nkey = \"global\"", "`{*name}` is the last part of a path", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{id}\"\nunlimited = true\n[[rules]]\npath = \"/{name}\"\nunlimited = true", "the path conflicts with `/{id}`", "rules[1].path", 7),
     ("POLICY\n[[rules]]\npath = \"/users/{id}\"\nunlimited = true\n[[rules]]\npath = \"/users/{*rest}\"\nunlimited = true", "the path conflicts with `/users/{id}`", "rules[1].path", 7),
     ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
     ("POLICY\nRULE\ncost = 2", "a cost of 2 never fits into the 1 of policy `a`", "rules[0].cost", 7),
-    ("POLICY\nRULE\nreplicas = 0", "there is at least one replica", "rules[0].replicas", 7),
-    ("POLICY\nRULE\nreplicas = 2\non_store_error = \"deny\"", "has no meaning where no process counts for itself", "rules[0].replicas", 7),
-    ("POLICY\nRULE\non_store_error = \"allow\"\nreplicas = 1", "has no meaning where no process counts for itself", "rules[0].replicas", 8),
-    ("POLICY\nRULE\non_missing_key = \"pass\"", "has no meaning where every request has a key", "rules[0].on_missing_key", 7),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = [\"peer_ip\", \"global\"] }]\non_missing_key = \"reject\"", "has no meaning where every request has a key", "rules[0].on_missing_key", 6),
+    ("POLICY\nRULE\nreplicas = 0", "the number of replicas is at least 1", "rules[0].replicas", 7),
+    ("POLICY\nRULE\nreplicas = 2\non_store_error = \"deny\"", "has an effect only with `on_store_error = \"local\"`", "rules[0].replicas", 7),
+    ("POLICY\nRULE\non_store_error = \"allow\"\nreplicas = 1", "has an effect only with `on_store_error = \"local\"`", "rules[0].replicas", 8),
+    ("POLICY\nRULE\non_missing_key = \"pass\"", "has no effect, because every request has a key", "rules[0].on_missing_key", 7),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = [\"peer_ip\", \"global\"] }]\non_missing_key = \"reject\"", "has no effect, because every request has a key", "rules[0].on_missing_key", 6),
     ("POLICY\nRULE\ncharge = \"never\"", "unknown variant `never`, expected one of `always`, `failures`, `successes`", "rules[0].charge", 7),
-    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncharge = \"always\"", "has no meaning where requests are unlimited", "rules[0].charge", 6),
-    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\nwait = \"1s\"", "has no meaning where requests are unlimited", "rules[0].wait", 6),
-    ("POLICY\nRULE\nwait = \"0s\"", "nobody waits for no time", "rules[0].wait", 7),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncharge = \"always\"", "has no effect in an unlimited rule", "rules[0].charge", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\nwait = \"1s\"", "has no effect in an unlimited rule", "rules[0].wait", 6),
+    ("POLICY\nRULE\nwait = \"0s\"", "a wait of 0 has no effect", "rules[0].wait", 7),
     ("POLICY\nRULE\nwait = 2", "a time as text with its unit", "rules[0].wait", 7),
     ("POLICY\nRULE\ndeadline = \"0s\"", "a `deadline` of zero leaves no time", "rules[0].deadline", 7),
     ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
@@ -330,9 +330,9 @@ const BAD: &[Bad] = &[
     // Keys.
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `global`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, `header`", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = []", "a list of keys needs at least one", "rules[0].key", 6),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"global\", \"peer_ip\"]", "nothing can come behind it", "rules[0].key", 6),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x y\" }", "`x y` is not the name of a header", "rules[0].key.header", 6),
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x\", prefix = \"y\" }", "no more fields are expected here, but there is `prefix`", "rules[0].key.prefix", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"global\", \"peer_ip\"]", "no key can follow it", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x y\" }", "`x y` is not a header name", "rules[0].key.header", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x\", prefix = \"y\" }", "unexpected field `prefix`", "rules[0].key.prefix", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [{ cookie = \"y\" }]", "unknown variant `cookie`", "rules[0].key[0].cookie", 6),
     // Addresses.
     ("[client_ip]\ntrusted = [\"10.0.0.0/33\"]", "`10.0.0.0/33` is not a network", "client_ip.trusted[0]", 2),
@@ -340,16 +340,16 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted = [\"10.0.0.0/8\", \"0.0.0.0/0\"]", "`0.0.0.0/0` trusts every address", "client_ip.trusted[1]", 2),
     ("[client_ip]\ntrusted = [\"::/0\"]", "`::/0` trusts every address", "client_ip.trusted[0]", 2),
     ("[client_ip]\ntrusted = [\"::ffff:0.0.0.0/96\"]", "trusts every address", "client_ip.trusted[0]", 2),
-    ("[client_ip]\ntrusted = [\"0.0.0.0/1\", \"128.0.0.0/1\"]", "the networks together hold every address", "client_ip.trusted", 2),
-    ("[client_ip]\ntrusted = [\"10.0.0.0/8\", \"8000::/1\", \"::/2\", \"4000::/2\"]", "the networks together hold every address", "client_ip.trusted", 2),
-    ("[client_ip]\ntrusted = []\nheader = \"forwarded\"", "a header is read only from proxies that are trusted", "client_ip.header", 3),
-    ("[client_ip]\ntrusted = [\"10.0.0.1\"]\nheader = \"\"", "`` is not the name of a header", "client_ip.header", 3),
+    ("[client_ip]\ntrusted = [\"0.0.0.0/1\", \"128.0.0.0/1\"]", "the networks together contain every address", "client_ip.trusted", 2),
+    ("[client_ip]\ntrusted = [\"10.0.0.0/8\", \"8000::/1\", \"::/2\", \"4000::/2\"]", "the networks together contain every address", "client_ip.trusted", 2),
+    ("[client_ip]\ntrusted = []\nheader = \"forwarded\"", "a header is read only from trusted proxies", "client_ip.header", 3),
+    ("[client_ip]\ntrusted = [\"10.0.0.1\"]\nheader = \"\"", "`` is not a header name", "client_ip.header", 3),
     ("[client_ip]\ntrusted = []\nipv6_prefix = 8", "an IPv6 prefix of 8 bits is not between 32 and 128", "client_ip.ipv6_prefix", 3),
     ("[client_ip]\nheader = \"forwarded\"", "missing field `trusted`, or `trusted_hops`", "client_ip", 1),
     ("[client_ip]\ntrusted_hops = 0", "the number of trusted hops is 1 to 64", "client_ip.trusted_hops", 2),
     ("[client_ip]\ntrusted_hops = 65", "the number of trusted hops is 1 to 64", "client_ip.trusted_hops", 2),
     ("[client_ip]\ntrusted_hops = -1", "invalid value", "client_ip.trusted_hops", 2),
-    ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "either by their networks, `trusted`, or by their number", "client_ip.trusted_hops", 3),
+    ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "use either `trusted`, with networks, or `trusted_hops`", "client_ip.trusted_hops", 3),
     ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `peer` or `reject`", "client_ip.on_unreadable", 3),
     // Patterns of other systems.
     ("POLICY\n[[rules]]\npath = \"/api/*\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
@@ -403,19 +403,19 @@ fn the_place_is_known_in_every_format() {
         (Rules::from_json("{} x"), "trailing characters", (1, 4)),
         (Rules::from_json("{\"rules\": [], \"rules\": []}"), "`rules` is given twice", (1, 24)),
         (Rules::from_yaml("rules: []\nrules: []\n"), "`rules` is given twice", (2, 1)),
-        (Rules::from_yaml("rules: []\n---\nrules: []\n"), "there is more than one document", (2, 1)),
-        (Rules::from_yaml("rules: !secret []\n"), "tags have no meaning here", (1, 16)),
+        (Rules::from_yaml("rules: []\n---\nrules: []\n"), "the file has more than one document", (2, 1)),
+        (Rules::from_yaml("rules: !secret []\n"), "tags are not supported", (1, 16)),
         (Rules::from_yaml("a: &a [*a]\n"), "alias", (1, 8)),
-        (Rules::from_yaml("? [1]\n: 2\n"), "a field has to have a name of text", (1, 3)),
+        (Rules::from_yaml("? [1]\n: 2\n"), "a field name must be text", (1, 3)),
         (Rules::from_yaml("rules: *nothing\n"), "unknown anchor", (1, 8)),
         // What is left when the only method was taken out would be a rule for all of them.
-        (Rules::from_yaml("rules:\n  - path: /\n    methods:\n    unlimited: true\n"), "there is no value", (3, 12)),
+        (Rules::from_yaml("rules:\n  - path: /\n    methods:\n    unlimited: true\n"), "missing value", (3, 12)),
         (
             Rules::from_json("{\"rules\": [{\"path\": \"/\", \"methods\": null, \"unlimited\": true}]}"),
-            "there is no value",
+            "missing value",
             (1, 37),
         ),
-        (Rules::from_yaml("rules:\n  - path: /é\tx\n"), "no path of a request has '\\t' in it", (2, 11)),
+        (Rules::from_yaml("rules:\n  - path: /é\tx\n"), "the path of a request never contains '\\t'", (2, 11)),
         (Rules::from_toml("\u{feff}rules = [{ path = \"/\", é = 1 }]"), "", (1, 25)),
     ];
     for (result, what, expected) in cases {
@@ -437,7 +437,7 @@ fn a_file_that_is_none_is_refused() {
     };
     assert_eq!(
         error("rules.ini", b"").message(),
-        "the name of a file of rules ends in `.toml`, `.yaml`, `.yml` or `.json`"
+        "unknown format: the extension must be `.toml`, `.yaml`, `.yml` or `.json`"
     );
     assert_eq!(error("rules", b"").line(), None);
     let not_text = error("rules.toml", b"# a\n# \xff\n");
@@ -470,7 +470,7 @@ fn deep_tables_of_dotted_keys_are_refused_before_allocation() {
                     (format!("[{key}]\n{key} = 1\n{key}2 = [0, {inline}]"), parts * (tables + 2)),
                 ] {
                     let error = Rules::from_toml(&text).unwrap_err().to_string();
-                    let is_too_deep = error.contains("lists and tables lie more than 32 levels deep");
+                    let is_too_deep = error.contains("lists and tables are nested more than 32 levels deep");
                     assert_eq!(is_too_deep, depth > 32, "{depth} levels: {error}");
                 }
             }
