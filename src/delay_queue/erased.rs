@@ -16,62 +16,62 @@ use crate::store::deadline::Deadline;
 
 pub(crate) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
-/// A store of any type. Its calls own what they need, and end with their deadline, which is the last argument.
+/// An object-safe [`DelayQueueStore`]. The futures own their arguments. The last argument is the deadline of the call.
 pub(crate) trait DynStore: Send + Sync {
-    fn push(self: Arc<Self>, to: QueueKey, jobs: Vec<NewJob>, max: u64, limit: Duration) -> Call<Vec<Admission>>;
-    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Ack>, claim: Claim, limit: Duration) -> Call<Claimed>;
+    fn push(self: Arc<Self>, queue: QueueKey, jobs: Vec<NewJob>, max: u64, deadline: Duration) -> Call<Vec<Admission>>;
+    fn claim(self: Arc<Self>, queue: QueueKey, finished: Vec<Ack>, claim: Claim, deadline: Duration) -> Call<Claimed>;
     fn extend(
         self: Arc<Self>,
-        of: QueueKey,
+        queue: QueueKey,
         tickets: Vec<JobLease>,
         lease: Duration,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<Vec<Extended>>;
     fn watch(self: Arc<Self>, queue: QueueKey, worker: WorkerId)
     -> Pin<Box<dyn Future<Output = Notifications> + Send>>;
-    fn get(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Option<StoredJob>>;
-    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, limit: Duration) -> Call<Cancelled>;
-    fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, limit: Duration) -> Call<Changed>;
-    fn replace(self: Arc<Self>, queue: QueueKey, id: JobId, payload: Vec<u8>, limit: Duration) -> Call<Changed>;
-    fn counts(self: Arc<Self>, queue: QueueKey, limit: Duration) -> Call<Counts>;
+    fn get(self: Arc<Self>, queue: QueueKey, id: JobId, deadline: Duration) -> Call<Option<StoredJob>>;
+    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, deadline: Duration) -> Call<Cancelled>;
+    fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, deadline: Duration) -> Call<Changed>;
+    fn replace(self: Arc<Self>, queue: QueueKey, id: JobId, payload: Vec<u8>, deadline: Duration) -> Call<Changed>;
+    fn counts(self: Arc<Self>, queue: QueueKey, deadline: Duration) -> Call<Counts>;
     fn list(
         self: Arc<Self>,
         queue: QueueKey,
         state: State,
         skip: u64,
         count: usize,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<Vec<StoredJob>>;
-    fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, limit: Duration) -> Call<()>;
-    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize>;
-    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool>;
-    fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
-    fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
+    fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, deadline: Duration) -> Call<()>;
+    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, deadline: Duration) -> Call<usize>;
+    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, deadline: Duration) -> Call<bool>;
+    fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>>;
+    fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>>;
     fn scope(&self) -> Reach;
     fn identity(&self) -> Option<usize>;
 }
 
-fn bounded<T>(call: impl Future<Output = Result<T, StoreError>> + Send + 'static, limit: Duration) -> Call<T> {
-    Box::pin(Deadline::new(call, limit))
+fn with_deadline<T>(call: impl Future<Output = Result<T, StoreError>> + Send + 'static, deadline: Duration) -> Call<T> {
+    Box::pin(Deadline::new(call, deadline))
 }
 
 impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
-    fn push(self: Arc<Self>, to: QueueKey, jobs: Vec<NewJob>, max: u64, limit: Duration) -> Call<Vec<Admission>> {
-        bounded(async move { DelayQueueStore::push(&*self, &to, &jobs, max).await }, limit)
+    fn push(self: Arc<Self>, queue: QueueKey, jobs: Vec<NewJob>, max: u64, deadline: Duration) -> Call<Vec<Admission>> {
+        with_deadline(async move { DelayQueueStore::push(&*self, &queue, &jobs, max).await }, deadline)
     }
 
-    fn claim(self: Arc<Self>, from: QueueKey, finished: Vec<Ack>, claim: Claim, limit: Duration) -> Call<Claimed> {
-        bounded(async move { DelayQueueStore::claim(&*self, &from, &finished, &claim).await }, limit)
+    fn claim(self: Arc<Self>, queue: QueueKey, finished: Vec<Ack>, claim: Claim, deadline: Duration) -> Call<Claimed> {
+        with_deadline(async move { DelayQueueStore::claim(&*self, &queue, &finished, &claim).await }, deadline)
     }
 
     fn extend(
         self: Arc<Self>,
-        of: QueueKey,
+        queue: QueueKey,
         tickets: Vec<JobLease>,
         lease: Duration,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<Vec<Extended>> {
-        bounded(async move { DelayQueueStore::extend(&*self, &of, &tickets, lease).await }, limit)
+        with_deadline(async move { DelayQueueStore::extend(&*self, &queue, &tickets, lease).await }, deadline)
     }
 
     fn watch(
@@ -82,24 +82,24 @@ impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
         Box::pin(async move { DelayQueueStore::watch(&*self, &queue, worker).await })
     }
 
-    fn get(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Option<StoredJob>> {
-        bounded(async move { DelayQueueStore::get(&*self, &queue, &id).await }, limit)
+    fn get(self: Arc<Self>, queue: QueueKey, id: JobId, deadline: Duration) -> Call<Option<StoredJob>> {
+        with_deadline(async move { DelayQueueStore::get(&*self, &queue, &id).await }, deadline)
     }
 
-    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, limit: Duration) -> Call<Cancelled> {
-        bounded(async move { DelayQueueStore::cancel(&*self, &queue, &id, keeps).await }, limit)
+    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, deadline: Duration) -> Call<Cancelled> {
+        with_deadline(async move { DelayQueueStore::cancel(&*self, &queue, &id, keeps).await }, deadline)
     }
 
-    fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, limit: Duration) -> Call<Changed> {
-        bounded(async move { DelayQueueStore::reschedule(&*self, &queue, &id, due).await }, limit)
+    fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, deadline: Duration) -> Call<Changed> {
+        with_deadline(async move { DelayQueueStore::reschedule(&*self, &queue, &id, due).await }, deadline)
     }
 
-    fn replace(self: Arc<Self>, queue: QueueKey, id: JobId, payload: Vec<u8>, limit: Duration) -> Call<Changed> {
-        bounded(async move { DelayQueueStore::replace(&*self, &queue, &id, &payload).await }, limit)
+    fn replace(self: Arc<Self>, queue: QueueKey, id: JobId, payload: Vec<u8>, deadline: Duration) -> Call<Changed> {
+        with_deadline(async move { DelayQueueStore::replace(&*self, &queue, &id, &payload).await }, deadline)
     }
 
-    fn counts(self: Arc<Self>, queue: QueueKey, limit: Duration) -> Call<Counts> {
-        bounded(async move { DelayQueueStore::counts(&*self, &queue).await }, limit)
+    fn counts(self: Arc<Self>, queue: QueueKey, deadline: Duration) -> Call<Counts> {
+        with_deadline(async move { DelayQueueStore::counts(&*self, &queue).await }, deadline)
     }
 
     fn list(
@@ -108,29 +108,29 @@ impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
         state: State,
         skip: u64,
         count: usize,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<Vec<StoredJob>> {
-        bounded(async move { DelayQueueStore::list(&*self, &queue, state, skip, count).await }, limit)
+        with_deadline(async move { DelayQueueStore::list(&*self, &queue, state, skip, count).await }, deadline)
     }
 
-    fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, limit: Duration) -> Call<()> {
-        bounded(async move { DelayQueueStore::pause(&*self, &queue, is_paused).await }, limit)
+    fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, deadline: Duration) -> Call<()> {
+        with_deadline(async move { DelayQueueStore::pause(&*self, &queue, is_paused).await }, deadline)
     }
 
-    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize> {
-        bounded(async move { DelayQueueStore::purge(&*self, &queue, count, keeps).await }, limit)
+    fn purge(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, deadline: Duration) -> Call<usize> {
+        with_deadline(async move { DelayQueueStore::purge(&*self, &queue, count, keeps).await }, deadline)
     }
 
-    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool> {
-        bounded(async move { DelayQueueStore::release_unique(&*self, &queue, &key).await }, limit)
+    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, deadline: Duration) -> Call<bool> {
+        with_deadline(async move { DelayQueueStore::release_unique(&*self, &queue, &key).await }, deadline)
     }
 
-    fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>> {
-        bounded(async move { DelayQueueStore::replay(&*self, &queue, &ids).await }, limit)
+    fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>> {
+        with_deadline(async move { DelayQueueStore::replay(&*self, &queue, &ids).await }, deadline)
     }
 
-    fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>> {
-        bounded(async move { DelayQueueStore::forget(&*self, &queue, &ids).await }, limit)
+    fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>> {
+        with_deadline(async move { DelayQueueStore::forget(&*self, &queue, &ids).await }, deadline)
     }
 
     fn scope(&self) -> Reach {

@@ -10,129 +10,129 @@ use super::id::JobId;
 use super::record::{FailureInfo, Headers, Priority, StoredJob};
 use super::store::{ClaimedJob, JobLease};
 
-/// A job that was claimed, on its way through a service: what was pushed, and what there is to know about it.
+/// A claimed job, as a service receives it: the payload and the metadata.
 ///
 /// Dereferences to the payload.
 #[derive(Clone)]
 pub struct Job<T> {
     payload: T,
-    about: Arc<JobMeta>,
+    meta: Arc<JobMeta>,
     extensions: Extensions,
     cancellation: Cancellation,
 }
 
 struct JobMeta {
     token: u64,
-    // But for the payload.
+    // Without the payload.
     stored: StoredJob,
 }
 
 impl<T> Job<T> {
-    /// A job of a payload, and what cancels it.
+    /// Makes a job, and the canceller for it.
     pub(crate) fn new(claimed: ClaimedJob, payload: T) -> (Self, Canceller) {
         let ClaimedJob { token, job: mut stored } = claimed;
         stored.payload = Arc::default();
         let (sender, is_cancelled) = watch::channel(false);
         let job = Self {
             payload,
-            about: Arc::new(JobMeta { token, stored }),
+            meta: Arc::new(JobMeta { token, stored }),
             extensions: Extensions::default(),
             cancellation: Cancellation { is_cancelled },
         };
         (job, Canceller(sender))
     }
 
-    /// What it is called.
+    /// The id of the job.
     #[must_use]
     pub fn id(&self) -> &JobId {
-        &self.about.stored.id
+        &self.meta.stored.id
     }
 
-    /// Which attempt this is: 1 for the first.
+    /// The number of this attempt: 1 for the first.
     #[must_use]
     pub fn attempt(&self) -> u16 {
-        self.about.stored.attempt
+        self.meta.stored.attempt
     }
 
-    /// How many attempts it has.
+    /// The number of attempts that the job may have.
     #[must_use]
     pub fn max_attempts(&self) -> u16 {
-        self.about.stored.max_attempts
+        self.meta.stored.max_attempts
     }
 
-    /// Whether it is dead if this attempt fails.
+    /// Whether the job is dead if this attempt fails.
     #[must_use]
     pub fn is_last_attempt(&self) -> bool {
         self.attempt() >= self.max_attempts()
     }
 
-    /// Which jobs go first.
+    /// The priority of the job.
     #[must_use]
     pub fn priority(&self) -> Priority {
-        self.about.stored.priority
+        self.meta.stored.priority
     }
 
-    /// When it was pushed, by the store's clock.
+    /// When the job was pushed, by the store's clock.
     #[must_use]
     pub fn enqueued_at(&self) -> SystemTime {
-        self.about.stored.enqueued_at
+        self.meta.stored.enqueued_at
     }
 
-    /// When it was due, by the store's clock. Snoozing does not change that: a snoozed job keeps its place, and its lateness counts from here.
+    /// When the job was due, by the store's clock. Snoozing does not change it: the job keeps its position, and its lateness counts from here.
     #[must_use]
     pub fn due_at(&self) -> SystemTime {
-        self.about.stored.due_at
+        self.meta.stored.due_at
     }
 
-    /// What came with it.
+    /// The headers that were pushed with the job.
     #[must_use]
     pub fn headers(&self) -> &Headers {
-        &self.about.stored.headers
+        &self.meta.stored.headers
     }
 
-    /// Why the attempt before this one has failed.
+    /// Why the previous attempt failed.
     #[must_use]
     pub fn last_failure(&self) -> Option<&FailureInfo> {
-        self.about.stored.note.as_ref()
+        self.meta.stored.note.as_ref()
     }
 
-    /// The fencing token: larger than that of each attempt before. For what the service changes, to refuse a smaller one from a worker
-    /// that stood still for longer than its lease.
+    /// The fencing token: larger than the token of each earlier attempt. Store it with the data that the service changes, and reject smaller
+    /// tokens: they come from a worker that stalled for longer than its lease.
     ///
-    /// On one primary that remembers the last claim this holds whatever happens to processes, and if its clock is set back by up to ten minutes.
-    /// After a failover that lost the last claim the order is that of the clocks: the new primary's must not be behind by more than the time
-    /// since that claim.
+    /// This holds on one primary that remembers the last claim, whatever happens to processes, even if its clock is set back by up to ten
+    /// minutes. After a failover that lost the last claim, the order follows the clocks: the new primary's clock must not be behind by more
+    /// than the time since that claim.
     #[must_use]
     pub fn fence(&self) -> u64 {
-        self.about.token
+        self.meta.token
     }
 
-    /// The right to finish it.
+    /// The lease, which is needed to finish the job.
     #[must_use]
     pub fn ticket(&self) -> JobLease {
-        let JobMeta { token, stored } = &*self.about;
+        let JobMeta { token, stored } = &*self.meta;
         JobLease { id: stored.id, token: *token, unique: stored.unique }
     }
 
-    /// What layers tell each other and the service.
+    /// Values that layers pass to each other and to the service.
     #[must_use]
     pub const fn extensions(&self) -> &Extensions {
         &self.extensions
     }
 
-    /// What layers tell each other and the service, to be added to.
+    /// Values that layers pass to each other and to the service, for changes.
     #[must_use]
     pub const fn extensions_mut(&mut self) -> &mut Extensions {
         &mut self.extensions
     }
 
-    /// Tells when the job is to be given up.
+    /// A handle that reports the cancellation of the job.
     #[must_use]
     pub fn cancellation(&self) -> Cancellation {
         self.cancellation.clone()
     }
 
-    /// The payload by itself.
+    /// The payload, without the rest.
     #[must_use]
     pub fn into_payload(self) -> T {
         self.payload
@@ -140,8 +140,8 @@ impl<T> Job<T> {
 
     /// The same job with another payload.
     pub fn map<U>(self, change: impl FnOnce(T) -> U) -> Job<U> {
-        let Self { payload, about, extensions, cancellation } = self;
-        Job { payload: change(payload), about, extensions, cancellation }
+        let Self { payload, meta, extensions, cancellation } = self;
+        Job { payload: change(payload), meta, extensions, cancellation }
     }
 }
 
@@ -171,40 +171,40 @@ impl<T: fmt::Debug> fmt::Debug for Job<T> {
     }
 }
 
-/// Tells a service that its job is to be given up: somebody has cancelled it, its lease is lost, it has run for too long, or the worker ends and
-/// has no more time.
+/// Tells a service to give up its job: the job was cancelled, its lease is lost, it exceeded the maximum runtime, or the worker's shutdown is
+/// out of time.
 ///
-/// A service that gives up answers with an error: the job is given back where the worker ends, and tried again otherwise. `Ok` still
-/// says that it is done, and what an error [says of the job](super::DelayQueueWorker#what-becomes-of-a-job) counts as ever. What it answers
-/// changes nothing where the job was cancelled, or is somebody else's by now.
+/// A service that gives up returns an error. The job is then released if the worker is shutting down, and tried again otherwise. `Ok` still
+/// means that the job is done, and an error that [determines the outcome](super::DelayQueueWorker#what-becomes-of-a-job) still does so. The
+/// result has no effect if the job was cancelled, or if another worker has claimed it.
 #[derive(Clone, Debug)]
 pub struct Cancellation {
     is_cancelled: watch::Receiver<bool>,
 }
 
 impl Cancellation {
-    /// Whether the job is to be given up.
+    /// Whether the service should give up the job.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         *self.is_cancelled.borrow()
     }
 
-    /// Waits until the attempt is over, or the job is to be given up, which is `true`: for what runs beside the service and is to end with it.
+    /// Waits until the attempt ends, or the service should give up the job, which returns `true`. For tasks that run beside the service.
     pub async fn ended(&mut self) -> bool {
         self.is_cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_ok()
     }
 
-    /// Waits until the job is to be given up, if ever: not ready any more once the attempt is over. A task that waits for this alone is
-    /// never done; [`ended`](Self::ended) is for those.
+    /// Waits until the service should give up the job. If the attempt ends without that, the future stays pending. A task that waits only for
+    /// this never ends: use [`ended`](Self::ended) there.
     pub async fn cancelled(&mut self) {
         if !self.ended().await {
-            // Nobody is left who could cancel it.
+            // The canceller is gone, so no cancellation can follow.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Cancels one job.
+/// Cancels one job. If it is dropped, the attempt has ended.
 #[derive(Debug)]
 pub(crate) struct Canceller(watch::Sender<bool>);
 
@@ -214,20 +214,20 @@ impl Canceller {
     }
 }
 
-/// Values by type. Cheap to clone; clones have their own entries, of the same values.
+/// Values by type. Cheap to clone. Clones share the values, but not later changes.
 #[derive(Clone, Default)]
 pub struct Extensions {
     entries: Vec<(TypeId, Arc<dyn Any + Send + Sync>)>,
 }
 
 impl Extensions {
-    /// Keeps a value, in the place of the one of its type that was there.
+    /// Sets the value of its type, and replaces an earlier one.
     pub fn insert<V: Send + Sync + 'static>(&mut self, value: V) {
         self.remove::<V>();
         self.entries.push((TypeId::of::<V>(), Arc::new(value)));
     }
 
-    /// Drops the value of a type, if there is one.
+    /// Removes the value of a type.
     pub fn remove<V: Send + Sync + 'static>(&mut self) {
         self.entries.retain(|(id, _)| *id != TypeId::of::<V>());
     }

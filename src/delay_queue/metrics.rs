@@ -1,12 +1,12 @@
-//! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
+//! Counters and histograms of the `metrics` facade; empty without the feature `metrics`.
 //!
 //! Their labels are the queue and the outcome, never a job.
 
 use super::store::Admission;
 
-/// What came of an attempt.
+/// The outcome of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Result {
+pub(crate) enum OutcomeLabel {
     Done,
     Retried,
     Snoozed,
@@ -17,7 +17,7 @@ pub(crate) enum Result {
 }
 
 #[cfg(feature = "metrics")]
-impl Result {
+impl OutcomeLabel {
     const ALL: [(Self, &'static str); 7] = [
         (Self::Done, "done"),
         (Self::Retried, "retried"),
@@ -29,7 +29,7 @@ impl Result {
     ];
 }
 
-/// What came of pushing a job.
+/// The result of pushing a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PushResult {
     New,
@@ -52,7 +52,7 @@ impl PushResult {
     }
 }
 
-pub(crate) use self::imp::{CallMeters, Meters};
+pub(crate) use self::imp::{QueueMetrics, WorkerMetrics};
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -61,15 +61,15 @@ mod imp {
 
     use metrics::{Label, SharedString};
 
-    use super::{PushResult, Result};
+    use super::{OutcomeLabel, PushResult};
     use crate::delay_queue::store::Expired;
     use crate::meter::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-    /// The metrics of the workers of one queue, registered when the worker starts.
-    pub(crate) struct Meters {
-        results: [Counter; Result::ALL.len()],
-        late: Histogram,
-        took: Histogram,
+    /// The metrics of the workers of one queue, registered when a worker starts.
+    pub(crate) struct WorkerMetrics {
+        outcomes: [Counter; OutcomeLabel::ALL.len()],
+        lateness: Histogram,
+        duration: Histogram,
         running: Gauge,
         oldest_due: Gauge,
         store_errors: Counter,
@@ -77,16 +77,16 @@ mod imp {
         expired_dead: Counter,
     }
 
-    impl Meters {
+    impl WorkerMetrics {
         pub(crate) fn new(queue: &str) -> Self {
             let name = SharedString::from(Arc::<str>::from(queue));
             let queue = || Label::new("queue", name.clone());
-            let result = |value| vec![queue(), Label::from_static_parts("outcome", value)];
-            let expired = |value| counter!("tollgate_job_leases_expired_total", result(value));
+            let outcome = |value| vec![queue(), Label::from_static_parts("outcome", value)];
+            let expired = |value| counter!("tollgate_job_leases_expired_total", outcome(value));
             Self {
-                results: Result::ALL.map(|(_, name)| counter!("tollgate_jobs_total", result(name))),
-                late: histogram!("tollgate_job_lateness_seconds", vec![queue()]),
-                took: histogram!("tollgate_job_seconds", vec![queue()]),
+                outcomes: OutcomeLabel::ALL.map(|(_, name)| counter!("tollgate_jobs_total", outcome(name))),
+                lateness: histogram!("tollgate_job_lateness_seconds", vec![queue()]),
+                duration: histogram!("tollgate_job_seconds", vec![queue()]),
                 running: gauge!("tollgate_jobs_running", vec![queue()]),
                 oldest_due: gauge!("tollgate_jobs_oldest_due_seconds", vec![queue()]),
                 store_errors: counter!("tollgate_job_store_errors_total", vec![queue()]),
@@ -95,13 +95,13 @@ mod imp {
             }
         }
 
-        pub(crate) fn started(&self, late: Duration) {
-            self.late.record(late.as_secs_f64());
+        pub(crate) fn started(&self, lateness: Duration) {
+            self.lateness.record(lateness.as_secs_f64());
             self.running.increment(1.0);
         }
 
-        pub(crate) fn ended(&self, took: Duration) {
-            self.took.record(took.as_secs_f64());
+        pub(crate) fn ended(&self, duration: Duration) {
+            self.duration.record(duration.as_secs_f64());
             self.running.decrement(1.0);
         }
 
@@ -109,8 +109,8 @@ mod imp {
             self.oldest_due.set(since.as_secs_f64());
         }
 
-        pub(crate) fn finished(&self, result: Result) {
-            self.results[result as usize].increment(1);
+        pub(crate) fn finished(&self, outcome: OutcomeLabel) {
+            self.outcomes[outcome as usize].increment(1);
         }
 
         pub(crate) fn store_failed(&self) {
@@ -123,14 +123,14 @@ mod imp {
         }
     }
 
-    /// The metrics of pushes to one queue and of other calls about it, registered with the first call of the store.
-    pub(crate) struct CallMeters {
+    /// The metrics of pushes to one queue and of its other calls, registered at the first store call.
+    pub(crate) struct QueueMetrics {
         pushes: [Counter; PushResult::ALL.len()],
         store_errors: Counter,
         circuit: [Counter; 2],
     }
 
-    impl CallMeters {
+    impl QueueMetrics {
         pub(crate) fn new(queue: &str) -> Self {
             let name = SharedString::from(Arc::<str>::from(queue));
             let queue = || Label::new("queue", name.clone());
@@ -161,12 +161,12 @@ mod imp {
 mod imp {
     use std::time::Duration;
 
-    use super::{PushResult, Result};
+    use super::{OutcomeLabel, PushResult};
     use crate::delay_queue::store::Expired;
 
-    pub(crate) struct Meters;
+    pub(crate) struct WorkerMetrics;
 
-    impl Meters {
+    impl WorkerMetrics {
         pub(crate) const fn new(_: &str) -> Self {
             Self
         }
@@ -177,16 +177,16 @@ mod imp {
 
         pub(crate) fn oldest_due(&self, _: Duration) {}
 
-        pub(crate) fn finished(&self, _: Result) {}
+        pub(crate) fn finished(&self, _: OutcomeLabel) {}
 
         pub(crate) fn store_failed(&self) {}
 
         pub(crate) fn expired(&self, _: Expired) {}
     }
 
-    pub(crate) struct CallMeters;
+    pub(crate) struct QueueMetrics;
 
-    impl CallMeters {
+    impl QueueMetrics {
         pub(crate) const fn new(_: &str) -> Self {
             Self
         }

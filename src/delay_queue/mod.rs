@@ -1,20 +1,20 @@
-//! Jobs that run later, on time, and are never lost.
+//! Delayed jobs: persistent, on time, and never lost.
 //!
-//! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where any
-//! number of processes push and claim. There is nothing to run beside them: no scheduler, no leader, no reaper.
+//! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis,
+//! where any number of processes push and claim. Beside the workers you need no scheduler, leader or reaper.
 //!
-//! # What it promises, and what not
+//! # Guarantees
 //!
-//! * At least once, on one Redis primary: a job that was pushed stays until it is done, cancelled or dead, whoever dies meanwhile. What
-//!   Redis itself loses is lost: see [durability](#durability).
-//! * Never early: a delay counts by the store's clock, to the millisecond. The clock of whoever pushes or claims does not matter.
-//! * A job is in one state, and every change of it is one atomic step. Only the holder of the last lease can finish it, and each claim
-//!   of a job has a larger [fencing token](Job::fence) than all before it.
-//! * A job that kills its worker each time is dead when its attempts are over, since an attempt counts as soon as it is claimed.
-//! * Not exactly once: a worker that dies or stands still leaves a job that is done again. Let the [fence](Job::fence) or the id refuse
-//!   what was done already.
-//! * Not in time where the store's clock is set back: what is due, and what a worker that died had, comes later by as much.
-//! * Not in order, but for jobs of the same millisecond, which are taken by their ids.
+//! * At least once, on one Redis primary: a pushed job stays until it is done, cancelled or dead, even if processes die.
+//!   Data that Redis itself loses is lost: see [durability](#durability).
+//! * Never early: a delay counts by the store's clock, to the millisecond. The clocks of clients and workers do not matter.
+//! * A job is in one state, and every transition is one atomic step. Only the holder of the latest lease can finish a job, and each claim
+//!   of a job has a larger [fencing token](Job::fence) than all earlier ones.
+//! * A job that kills its worker each time ends up dead when its attempts are used up. An attempt counts as soon as it is claimed.
+//! * Not exactly once: if a worker dies or stalls, its job runs again. Use the [fence](Job::fence) or the id to reject effects that
+//!   happened already.
+//! * Not on time if the store's clock is set back. Due jobs, and the jobs of dead workers, are then late by that amount.
+//! * No ordering, except that jobs due in the same millisecond are claimed in the order of their ids.
 //!
 //! # Examples
 //!
@@ -41,7 +41,7 @@
 //! # }
 //! ```
 //!
-//! With everything said:
+//! All options:
 //!
 //! ```
 //! # #[cfg(feature = "json")] {
@@ -82,25 +82,25 @@
 //! # }
 //! ```
 //!
-//! [`push_all`](DelayQueue::push_all) pushes many at once.
+//! [`push_all`](DelayQueue::push_all) pushes many jobs in one call.
 //!
 //! # A job and its states
 //!
-//! A job waits until it is due, runs under a lease that is extended, and is gone when it is done. A failure lets it wait again, for as long as
-//! the worker says; the last of its attempts leaves it among the dead, which are kept for somebody to [look at](DelayQueue::dead),
-//! [replay](DelayQueue::replay) or [forget](DelayQueue::forget), by a filter or by their ids. Giving a job back spends no attempt.
+//! A job waits until it is due. It then runs under a lease, which the worker extends, and it is removed when it is done. After a failure
+//! the job waits again, for the worker's backoff. After its last attempt it is dead. You can [list](DelayQueue::dead) dead jobs,
+//! [replay](DelayQueue::replay) them or [forget](DelayQueue::forget) them, by a filter or by id. Releasing a job uses up no attempt.
 //!
-//! | | waiting | running | dead | done, or never there |
+//! | | waiting | running | dead | done, or unknown id |
 //! | --- | --- | --- | --- | --- |
-//! | push with its id | `Exists` | `Exists`; new if it is cancelled, and claimed when that run has ended | new again | new |
-//! | [`cancel`](DelayQueue::cancel) | removed | its worker is told; not tried again | `Dead` | `Missing` |
+//! | push with its id | `Exists` | `Exists`; new if the run is cancelled, and claimed after that run | new again | new |
+//! | [`cancel`](DelayQueue::cancel) | removed | its worker is notified; not tried again | `Dead` | `Missing` |
 //! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
 //! | [`replay_ids`](DelayQueue::replay_ids) | `false` | `false` | waits again, unless its unique key is taken | `false` |
 //! | [`forget_ids`](DelayQueue::forget_ids) | `false` | `false` | removed | `false` |
 //!
-//! # Working
+//! # Workers
 //!
-//! A [`DelayQueueWorker`] gives jobs to any tower service, from as many processes as there are:
+//! A [`DelayQueueWorker`] gives jobs to any tower service. Run workers in as many processes as you like:
 //!
 //! ```
 //! # #[cfg(feature = "json")] {
@@ -112,7 +112,7 @@
 //! async fn send(job: Job<String>) -> Result<(), BoxError> {
 //!     match job.split_once('@') {
 //!         Some(_) => Ok(()),
-//!         None => Err(Outcome::dead("that is no address").into()),
+//!         None => Err(Outcome::dead("invalid address").into()),
 //!     }
 //! }
 //!
@@ -122,12 +122,12 @@
 //! queue.push("alice@example.org".to_owned()).delay(Duration::from_secs(60)).await?;
 //!
 //! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
-//! let limit = RateLimitLayer::new(backend.clone(), mails).wait(Duration::from_secs(10)); // jobs wait for room in their order
+//! let limit = RateLimitLayer::new(backend.clone(), mails).wait(Duration::from_secs(10)); // jobs wait for capacity, in order
 //! let service = ServiceBuilder::new()
-//!     .layer(limit.responder(JobResponder)) // without room in that time: later, and no attempt
+//!     .layer(limit.responder(JobResponder)) // no capacity within 10 s: snoozed, and the attempt does not count
 //!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).responder(JobResponder)) // one at a time for each address
 //!     .concurrency_limit(16) // decides how many jobs are claimed
-//!     .timeout(Duration::from_secs(30)) // a failure, and tried again
+//!     .timeout(Duration::from_secs(30)) // a timeout is a failure: the job is tried again
 //!     .service(service_fn(send));
 //! let worker = DelayQueueWorker::new(queue.clone(), service)
 //!     .lease(Duration::from_secs(30))
@@ -141,98 +141,102 @@
 //! # }
 //! ```
 //!
-//! What those layers know of a job is in its extensions: see [`JobResponder`]. [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several
-//! jobs of a key run at a time, in all processes together: so many of each tenant, say.
+//! These layers put their handles into the job's extensions: see [`JobResponder`].
+//! [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several jobs of a key run at a time, across all processes.
+//! Use it to limit the concurrent jobs of each tenant, for example.
 //!
-//! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
+//! `Recurring` (feature `cron`) pushes periodic jobs: a cron pattern in a time zone. Any number of processes may run it, and each
+//! occurrence is pushed once.
 //!
-//! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
-//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the next job is
-//! due or the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
-//! a second late, and any other at most 5 s. Messages get lost, so each worker looks every five seconds in any
-//! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
-//! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
-//! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
+//! An idle worker sleeps until the next job is due. Its timer is set from the store's clock. When a job with an earlier due time is pushed,
+//! the store wakes one worker through a separate connection. A few other workers also check, 200 to 350 ms after the next job is due or
+//! the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
+//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each part
+//! of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes another one.
+//! Within a process no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks there: a job that
+//! [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
 //!
 //! # Rate limits
 //!
-//! Put a [`RateLimitLayer`](crate::RateLimitLayer) in front of the service, let jobs [wait](crate::RateLimitLayer::wait) in it, and keep the
-//! [concurrency](DelayQueueWorker::concurrency) small. The jobs then run at the full rate, by priority and then by when they are due. A job of high priority
-//! waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a concurrency of 2 that is about one
-//! second. Let jobs wait for longer than that, so that none is snoozed.
+//! Put a [`RateLimitLayer`](crate::RateLimitLayer) in front of the service, let jobs [wait](crate::RateLimitLayer::wait) in it, and keep
+//! the [concurrency](DelayQueueWorker::concurrency) small. The jobs then run at the full rate, by priority and then by due time. A job of
+//! high priority waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a
+//! concurrency of 2 that is about one second. Let jobs wait for longer than that, so that no job is snoozed.
 //!
-//! Without `wait`, or if the wait is over, [`JobResponder`] has the worker snooze each job over the limit. The order is not kept then:
+//! Without `wait`, or when the wait times out, [`JobResponder`] makes the worker snooze each job over the limit. The order is then lost:
 //!
-//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Until then it is not claimed, and newer
-//!   jobs take the room that comes free. With new jobs all the time a job may be snoozed any number of times.
-//! * Priority: a worker with a snoozed backlog runs whichever job returns when there is room. A job of high priority is snoozed like the others, and may
-//!   run after many jobs of normal priority.
+//! * Order: after its snooze, a job takes its position among the jobs of its priority, by when it was first due. Until then it is not
+//!   claimed, and newer jobs use the capacity that becomes free. If new jobs keep arriving, a job may be snoozed any number of times.
+//! * Priority: a worker with a snoozed backlog runs the next job that returns, whatever its priority. A job of high priority is snoozed
+//!   like the others, and may run after many jobs of normal priority.
 //! * Cost: each snooze is a claim and a finish. With a large backlog a worker claims and snoozes many jobs for each job that it runs.
 //!
 //! # When the store fails
 //!
-//! A call that the store fails, or that takes longer than the [deadline](DelayQueue::deadline), is a [`QueueError::Store`]. After some of them in a row the
-//! [circuit](DelayQueue::circuit_breaker) is open, and whoever pushes is told so at once, but for a probe now and then; each part of a [split](DelayQueue::split) queue has one. Workers are not behind it: they
-//! [ask](DelayQueueWorker#when-the-store-fails) until the store works. The log has a line for each time that an outage begins and ends.
+//! If a store call fails or exceeds the [deadline](DelayQueue::deadline), it returns [`QueueError::Store`]. After several failures in a row
+//! the [circuit](DelayQueue::circuit_breaker) opens: calls fail at once, and only periodic probes reach the store. Each part of a
+//! [split](DelayQueue::split) queue has its own circuit. Workers do not use it: they [retry](DelayQueueWorker#when-the-store-fails) until
+//! the store works. The log has a line for the beginning and the end of each outage.
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` queues and workers count with the `metrics` facade, all with the label `queue`. A metric that an
+//! With the feature `metrics`, queues and workers record metrics through the `metrics` facade, all with the label `queue`. A metric that an
 //! exporter has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used.
 //!
 //! | | |
 //! | --- | --- |
-//! | `tollgate_jobs_total` | attempts that are over, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
-//! | `tollgate_job_leases_expired_total` | attempts that ended without a word of their worker, as whoever claims next has found: by `outcome`, `returned` (the job waits again, or is gone if it was cancelled) or `dead`. A worker that comes back counts its own one as `lease_lost`, too |
-//! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed; of a snoozed job since it was first due |
+//! | `tollgate_jobs_total` | ended attempts, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
+//! | `tollgate_job_leases_expired_total` | attempts whose lease expired unfinished, as found by the next claim: by `outcome`, `returned` (the job waits again, or is removed if it was cancelled) or `dead`. If the first worker comes back, it also counts the attempt as `lease_lost` |
+//! | `tollgate_job_lateness_seconds` | a histogram: the time from due to claimed; for a snoozed job, from when it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
-//! | `tollgate_jobs_running` | jobs that run in this process |
-//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said to a worker of this process within five seconds, unless it fails. A snoozed job that has returned counts since it was first due. 0 if nothing is due, **and when a worker has ended**, until another one of this process has asked |
-//! | `tollgate_job_store_errors_total` | calls that the store has failed: of workers, of those who push, and of those who change or look at what is there |
-//! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked, or nobody waited for its answer). Not those of a [pipeline](PreparedPush) of one's own |
+//! | `tollgate_jobs_running` | jobs that are running in this process |
+//! | `tollgate_jobs_oldest_due_seconds` | the age of the oldest due job that is not claimed, as the store reported it to a worker of this process. At most five seconds old, unless the store fails. A snoozed job that has returned counts from when it was first due. 0 if no job is due, **and after a worker has ended**, until another worker of this process makes a call |
+//! | `tollgate_job_store_errors_total` | store calls that failed: of workers, of pushes, and of calls that read or change jobs |
+//! | `tollgate_job_pushes_total` | pushed jobs, by `outcome`: `new`, `exists`, `full`, `failed` (the store failed, the circuit was open, or the push was dropped). Pushes in your own [pipeline](PreparedPush) are not counted |
 //! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |
 //!
-//! How many wait is what [`DelayQueue::counts`] says, and in [`oldest_due`](Counts::oldest_due) for how long the oldest one that nobody has claimed is due,
-//! whether there are workers or not. An alert for jobs that nobody works off asks for that: a gauge that workers set cannot tell that there are none.
+//! [`DelayQueue::counts`] returns how many jobs wait. Its [`oldest_due`](Counts::oldest_due) is the age of the oldest due job that is not
+//! claimed, whether workers run or not. Use it for an alert on jobs without a worker: the gauge is set by workers, so it cannot show that
+//! there are none.
 //!
 //! # Traces
 //!
-//! Each attempt runs in a [span](DelayQueueWorker::span), which begins a trace of its own: whoever pushed the job has not waited for it.
-//! A header `traceparent`, as the W3C's [trace context](https://www.w3.org/TR/trace-context/) writes it, says where the job comes
-//! from, in the fields `link.trace_id` and `link.span_id`.
+//! Each attempt runs in a [span](DelayQueueWorker::span), which begins a new trace, since the client that pushed the job did not wait for
+//! it. The job's origin is in the header `traceparent`, in the W3C [trace context](https://www.w3.org/TR/trace-context/) format. The
+//! span has it in the fields `link.trace_id` and `link.span_id`.
 //!
-//! With the feature `otel` and a layer of `tracing-opentelemetry` 0.34, that is a span link of OpenTelemetry, too, and `Push::traced` writes the
-//! header for the current span. Nothing of that is exported by this crate: no SDK comes along.
+//! With the feature `otel` and a layer of `tracing-opentelemetry` 0.34, the span also has an OpenTelemetry span link, and `Push::traced`
+//! writes the header for the current span. This crate exports no spans itself and includes no SDK.
 //!
 //! # Payloads
 //!
-//! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the
-//! worker is dead at once, [undecodable](Reason::Undecodable), with its bytes kept, unless the worker is told to
-//! [try it again](DelayQueueWorker::on_undecodable).
+//! Payloads are JSON through serde with the feature `json`, or the format of your own [`Codec`]. The store does not parse them. If a worker
+//! cannot decode a payload, the job is dead at once, [undecodable](Reason::Undecodable), with its bytes kept. To retry such jobs, set
+//! [`on_undecodable`](DelayQueueWorker::on_undecodable).
 //!
 //! # Bounds
 //!
-//! A queue has at most [`max_jobs`](DelayQueue::max_jobs), a job at most [`max_size`](DelayQueue::max_size) bytes of payload and headers, and the
-//! dead are at most [so many for so long](DelayQueue::keep_dead), and half of all jobs. In a [split](DelayQueue::split) queue both are counted in each
-//! part. A delay is at most [`Due::MAX_DELAY`]. Every script is about
-//! [`MAX_BATCH`] jobs at the most, however many are due.
+//! A queue has at most [`max_jobs`](DelayQueue::max_jobs) jobs, and a job at most [`max_size`](DelayQueue::max_size) bytes of payload and
+//! headers. Dead jobs are limited in [number and age](DelayQueue::keep_dead), and to half of all jobs. In a [split](DelayQueue::split)
+//! queue the limits on jobs and dead jobs apply to each part. A delay is at most [`Due::MAX_DELAY`]. Each script handles about
+//! [`MAX_BATCH`] jobs at most, however many are due.
 //!
 //! # Durability
 //!
-//! Redis keeps what its own settings say: with `appendonly yes` and `appendfsync everysec` a crash of the server loses the last second, with
-//! `always` nothing; a failover loses what replication had not carried. Use `maxmemory-policy noeviction`. The keys of a queue last 180
-//! days beyond the last time at which something in them is due, and for as long as there are workers: a queue that nobody looks at
-//! for half a year is forgotten.
+//! Jobs in Redis are as durable as its settings make them. With `appendonly yes` and `appendfsync everysec` a crash of the server loses the
+//! last second; with `always` it loses nothing. A failover loses writes that were not replicated. Use `maxmemory-policy noeviction`. The
+//! keys of a queue expire 180 days after the last due time in it, and not while workers run. A queue that is unused for half a year
+//! is therefore lost.
 //!
 //! # Large queues
 //!
-//! All of a queue lies in one slot of a cluster. One that is too much for a node is [split](DelayQueue::split) by the ids of its jobs.
+//! All keys of a queue are in one slot of a cluster. If a queue is too much for one node, [split](DelayQueue::split) it by job id.
 //!
 //! # Cancellation
 //!
-//! Dropping the future of a push may or may not have pushed. Push a [clone](Push) of it again, or one with the same id: there is one while it
-//! waits or runs. One that is done by then runs a second time, unless a [unique key](Push::unique_for) is kept for longer than pushes
-//! are tried again: `.unique_for(key, UniqueFor::Time(..))`.
+//! If you drop the future of a push, the job may or may not have been pushed. Push a [clone](Push) of it, or a job with the same id: while
+//! the job waits or runs, no second one is added. If the job is done by then, it runs a second time, unless a
+//! [unique key](Push::unique_for) outlasts your retries: `.unique_for(key, UniqueFor::Time(..))`.
 
 mod backoff;
 mod codec;

@@ -6,18 +6,18 @@ use super::id::JobId;
 use super::record::Reason;
 use crate::key::Key;
 
-/// Logs each job that dies and each that a shutdown cuts off, up to a number of them a second.
+/// Logs each job that dies or that a shutdown cuts off, up to a limit per second.
 #[derive(Debug)]
 pub(crate) struct Notices {
     queue: Key,
-    // The second that is counted.
+    // The start of the current second.
     since: Instant,
     logged: u64,
     suppressed: u64,
 }
 
-/// How many jobs of a worker are logged in a second. Twice as many would not be read either.
-const MOST: u64 = 100;
+/// How many jobs a worker logs in a second. More would not be read.
+const MAX_PER_SECOND: u64 = 100;
 const SECOND: Duration = Duration::from_secs(1);
 
 impl Notices {
@@ -25,7 +25,7 @@ impl Notices {
         Self { queue, since: now, logged: 0, suppressed: 0 }
     }
 
-    /// Logs a job that is dead.
+    /// Logs a dead job.
     pub(crate) fn died(&mut self, job: &JobId, attempts: u16, reason: Reason, error: &str, now: Instant) {
         if self.admits(now) {
             let queue = &self.queue;
@@ -33,36 +33,36 @@ impl Notices {
         }
     }
 
-    /// Logs a job that still runs when the grace of a shutdown is over.
+    /// Logs a job that still runs after the grace period of a shutdown.
     pub(crate) fn cut_off(&mut self, job: &JobId, attempts: u16, now: Instant) {
         if self.admits(now) {
             let (queue, reason) = (&self.queue, "shutdown");
-            tracing::warn!(%queue, %job, attempts, reason, "a job is cut off: it did not end within the grace of a shutdown");
+            tracing::warn!(%queue, %job, attempts, reason, "a job is cut off: it did not end within the grace period of the shutdown");
         }
     }
 
     fn admits(&mut self, now: Instant) -> bool {
-        self.sum_up(now);
-        let is_logged = self.logged < MOST;
+        self.log_summary(now);
+        let is_logged = self.logged < MAX_PER_SECOND;
         let counted = if is_logged { &mut self.logged } else { &mut self.suppressed };
         *counted += 1;
         is_logged
     }
 
-    /// Begins another second if this one is over. Logs how many jobs were suppressed in it.
-    pub(crate) fn sum_up(&mut self, now: Instant) {
+    /// Logs how many jobs were suppressed in the current second, and begins another, if it is over.
+    pub(crate) fn log_summary(&mut self, now: Instant) {
         if now.saturating_duration_since(self.since) >= SECOND {
-            self.end();
+            self.log_suppressed();
             (self.since, self.logged, self.suppressed) = (now, 0, 0);
         }
     }
 
-    /// When to [sum up](Self::sum_up), if jobs were suppressed.
-    pub(crate) fn sum_up_at(&self) -> Option<Instant> {
+    /// When to [log the summary](Self::log_summary), if jobs were suppressed.
+    pub(crate) fn summary_at(&self) -> Option<Instant> {
         (self.suppressed > 0).then(|| self.since + SECOND)
     }
 
-    fn end(&self) {
+    fn log_suppressed(&self) {
         if self.suppressed > 0 {
             tracing::warn!(queue = %self.queue, jobs = self.suppressed, "more jobs died or were cut off than are logged in a second");
         }
@@ -71,6 +71,6 @@ impl Notices {
 
 impl Drop for Notices {
     fn drop(&mut self) {
-        self.end();
+        self.log_suppressed();
     }
 }

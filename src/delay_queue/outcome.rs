@@ -10,11 +10,12 @@ use crate::error::{BoxError, ContentionHint, causes};
 use crate::idempotency::OperationError;
 use crate::rate_limit::Denial;
 
-/// Says what becomes of a job, in the place of an error that says no more than that it has failed.
+/// An error that determines what becomes of a job. Any other error only says that the attempt has failed.
 ///
-/// A service answers with it as its error, or with an error that has it as its [source](Error::source), however deep, or that shows it as its own, as
-/// `anyhow` and `#[error(transparent)]` do. The outermost one counts. What is neither is tried again after the [backoff](super::DelayQueueWorker::backoff) of the worker, but for what the layers of this crate
-/// say: see [`DelayQueueWorker`](super::DelayQueueWorker#what-becomes-of-a-job).
+/// A service returns it as its error, or as any [source](Error::source) of its error, however deep. It is also found through wrappers that
+/// display an inner error as their own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts. A job with any other error is
+/// tried again after the [backoff](super::DelayQueueWorker::backoff) of the worker. Errors of this crate's layers have their own rules: see
+/// [`DelayQueueWorker`](super::DelayQueueWorker#what-becomes-of-a-job).
 ///
 /// ```
 /// use std::time::Duration;
@@ -23,7 +24,7 @@ use crate::rate_limit::Denial;
 ///
 /// async fn send(job: Job<String>) -> Result<(), BoxError> {
 ///     match job.as_str() {
-///         "" => Err(Outcome::dead("there is nobody to send it to").into()),
+///         "" => Err(Outcome::dead("no recipient").into()),
 ///         "later" => Err(Outcome::snooze(Duration::from_secs(60)).into()),
 ///         _ => Ok(()),
 ///     }
@@ -31,12 +32,12 @@ use crate::rate_limit::Denial;
 /// ```
 #[derive(Debug)]
 pub struct Outcome {
-    said: Said,
+    detail: Detail,
 }
 
-/// What an [`Outcome`] says, as an error of its own beneath it: whoever wraps that one and passes on its source hides it, but not this.
+/// The content of an [`Outcome`], as its source. A wrapper that passes on the source of an `Outcome` hides the `Outcome`, but not this.
 #[derive(Debug)]
-struct Said {
+struct Detail {
     kind: Kind,
     source: Option<BoxError>,
 }
@@ -51,71 +52,71 @@ enum Kind {
 
 impl Outcome {
     const fn new(kind: Kind) -> Self {
-        Self { said: Said { kind, source: None } }
+        Self { detail: Detail { kind, source: None } }
     }
 
-    /// The attempt has failed, and the next one is to be made after `delay`; the job is dead if this was the last one.
+    /// The attempt failed, and the next one follows after `delay`. The job is dead if this was the last attempt.
     #[must_use]
     pub const fn retry_after(delay: Duration) -> Self {
         Self::new(Kind::Retry(delay))
     }
 
-    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. Then it goes before jobs of its priority that are due later; until
-    /// then these may run.
+    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. After that it precedes jobs of its priority with a later due
+    /// time. Until then, those may run.
     #[must_use]
     pub const fn snooze(delay: Duration) -> Self {
         Self::new(Kind::Snooze(delay))
     }
 
-    /// The job will not be tried again, for this reason.
+    /// The job is dead, for the reason `why`: it is not tried again.
     #[must_use]
     pub fn dead(why: impl Into<Box<str>>) -> Self {
         Self::new(Kind::Dead(why.into()))
     }
 
-    /// The job is not to be done any more, and forgotten. Its unique key is free, as after [`cancel`](super::DelayQueue::cancel).
+    /// The job is cancelled: it is removed, and its unique key is free, as after [`cancel`](super::DelayQueue::cancel).
     #[must_use]
     pub const fn cancel() -> Self {
         Self::new(Kind::Cancel)
     }
 
-    /// What has led to it, which is noted with the job. Defaults to nothing.
+    /// The cause, which is stored with the job. Defaults to none.
     #[must_use]
     pub fn because(mut self, error: impl Into<BoxError>) -> Self {
-        self.said.source = Some(error.into());
+        self.detail.source = Some(error.into());
         self
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.said.kind {
-            Kind::Retry(delay) => write!(f, "to be tried again after {delay:?}"),
-            Kind::Snooze(delay) => write!(f, "put off for {delay:?}"),
+        match &self.detail.kind {
+            Kind::Retry(delay) => write!(f, "the job is tried again after {delay:?}"),
+            Kind::Snooze(delay) => write!(f, "the job is snoozed for {delay:?}"),
             Kind::Dead(why) => f.write_str(why),
-            Kind::Cancel => f.write_str("not to be done any more"),
+            Kind::Cancel => f.write_str("the job is not needed any more"),
         }
     }
 }
 
 impl Error for Outcome {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&self.said)
+        Some(&self.detail)
     }
 }
 
-impl fmt::Display for Said {
+impl fmt::Display for Detail {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match &self.kind {
-            Kind::Retry(_) => "the attempt has failed",
+            Kind::Retry(_) => "the attempt failed",
             Kind::Snooze(_) => "the attempt does not count",
             Kind::Dead(_) => "the job is dead",
-            Kind::Cancel => "the job is forgotten",
+            Kind::Cancel => "the job is cancelled",
         })
     }
 }
 
-impl Error for Said {
+impl Error for Detail {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.source.as_ref().map(|source| &**source as _)
     }
@@ -124,47 +125,47 @@ impl Error for Said {
 /// What a failure means for a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum FailureAction {
-    Ends(AckKind),
-    /// Over a limit that has room for the next one after this time.
+    Ack(AckKind),
+    /// Over a rate limit, which has capacity for one more job after this time.
     Limited(Duration),
-    /// Somebody else is at it for so long at the most, and may be done at any time.
+    /// Another job or client holds the lock or runs the operation for up to this time, and may end earlier.
     Busy(Duration),
-    /// Forgotten.
+    /// Cancelled by the service.
     Cancelled,
 }
 
-/// How long a job waits at the most for what somebody else has, if it is alone in that. It may be given back at any time.
-const LONGEST_FOR_LOCK: Duration = Duration::from_secs(1);
-/// No less, so that it is not claimed in a circle.
-const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
+/// How long a single job waits for a lock at most. The lock may be released at any time.
+const MAX_BUSY_WAIT: Duration = Duration::from_secs(1);
+/// Prevents claiming the same job in a busy loop.
+const MIN_SNOOZE: Duration = Duration::from_millis(10);
 
 impl FailureAction {
-    /// What follows from the failure of an attempt.
+    /// The action for a failed attempt: from the error, or else a retry after the backoff.
     pub(crate) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
-        Self::said(error)
-            .unwrap_or_else(|| Self::Ends(AckKind::Retry { delay: backoff.delay(attempt), error: note(error) }))
+        Self::from_error(error)
+            .unwrap_or_else(|| Self::Ack(AckKind::Retry { delay: backoff.delay(attempt), error: note(error) }))
     }
 
-    /// What an error says of the job, if it says more than that the attempt has failed.
-    pub(crate) fn said(error: &BoxError) -> Option<Self> {
-        causes(&**error).find_map(|cause| Self::of_one(cause, error))
+    /// The action that an error or one of its causes determines.
+    pub(crate) fn from_error(error: &BoxError) -> Option<Self> {
+        causes(&**error).find_map(|cause| Self::from_cause(cause, error))
     }
 
-    /// Looks for what lies beneath the errors that say something of a job, since those themselves may be hidden.
-    fn of_one(cause: &(dyn Error + 'static), whole: &BoxError) -> Option<Self> {
-        if let Some(said) = cause.downcast_ref::<Said>() {
-            return Some(match &said.kind {
-                Kind::Retry(delay) => Self::Ends(AckKind::Retry { delay: bounded(*delay), error: note(whole) }),
-                Kind::Snooze(delay) => Self::Ends(AckKind::Snooze { delay: bounded(*delay).max(SHORTEST_SNOOZE) }),
-                Kind::Dead(_) => Self::Ends(AckKind::Dead { reason: Reason::Refused, error: note(whole) }),
+    // Matches the sources of `Outcome` and of the rejections, since wrappers may hide those themselves.
+    fn from_cause(cause: &(dyn Error + 'static), error: &BoxError) -> Option<Self> {
+        if let Some(detail) = cause.downcast_ref::<Detail>() {
+            return Some(match &detail.kind {
+                Kind::Retry(delay) => Self::Ack(AckKind::Retry { delay: bounded(*delay), error: note(error) }),
+                Kind::Snooze(delay) => Self::Ack(AckKind::Snooze { delay: bounded(*delay).max(MIN_SNOOZE) }),
+                Kind::Dead(_) => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: note(error) }),
                 Kind::Cancel => Self::Cancelled,
             });
         }
         if let Some(denial) = cause.downcast_ref::<Denial>() {
             return Some(match denial.wait() {
-                Some(wait) => Self::Limited(bounded(wait).max(SHORTEST_SNOOZE)),
-                // It asks for more than there ever is.
-                None => Self::Ends(AckKind::Dead { reason: Reason::Refused, error: note(whole) }),
+                Some(wait) => Self::Limited(bounded(wait).max(MIN_SNOOZE)),
+                // The cost exceeds the limit, so it would never be allowed.
+                None => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: note(error) }),
             });
         }
         if let Some(OperationError::InFlight { remaining }) = cause.downcast_ref() {
@@ -174,8 +175,8 @@ impl FailureAction {
     }
 
     fn busy(wait: Duration) -> Self {
-        // Half of it is waited for at the least.
-        Self::Busy(wait.clamp(2 * SHORTEST_SNOOZE, LONGEST_FOR_LOCK))
+        // A contended job waits for at least half of this.
+        Self::Busy(wait.clamp(2 * MIN_SNOOZE, MAX_BUSY_WAIT))
     }
 }
 
@@ -183,13 +184,13 @@ fn bounded(delay: Duration) -> Duration {
     delay.min(Due::MAX_DELAY)
 }
 
-/// What there is to say about an error and its sources, up to as much as is kept.
+/// The text of an error and its causes, up to the length that is stored.
 pub(crate) fn note(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next.filter(|_| text.len() < MAX_NOTE) {
-        // What these say the error above them has said already.
-        if !(cause.is::<Said>() || cause.is::<Denial>() || cause.is::<ContentionHint>()) {
+        // The error above these has the same text.
+        if !(cause.is::<Detail>() || cause.is::<Denial>() || cause.is::<ContentionHint>()) {
             text.push_str(": ");
             text.push_str(&cause.to_string());
         }
@@ -223,7 +224,7 @@ mod tests {
         }
     }
 
-    /// Shows another error as its own, as `anyhow` and `#[error(transparent)]` do: its source is that of the other.
+    /// Displays another error as its own, as `anyhow` and `#[error(transparent)]` do: its source is that of the other error.
     #[derive(Debug)]
     struct Transparent(BoxError);
 
@@ -239,44 +240,44 @@ mod tests {
         }
     }
 
-    fn verdict(error: impl Into<BoxError>) -> FailureAction {
+    fn action(error: impl Into<BoxError>) -> FailureAction {
         FailureAction::of(&error.into(), 1, &Backoff::fixed(Duration::ZERO))
     }
 
     #[test]
-    fn what_is_about_to_be_free_is_not_asked_for_in_a_circle() {
+    fn contended_job_is_not_claimed_in_a_busy_loop() {
         let now = tokio::time::Instant::now();
-        let FailureAction::Busy(wait) = verdict(OperationError::InFlight { remaining: Duration::ZERO }) else {
-            panic!("it is")
+        let FailureAction::Busy(wait) = action(OperationError::InFlight { remaining: Duration::ZERO }) else {
+            panic!("expected `Busy`")
         };
         for _ in 0..100 {
-            let delay = crate::delay_queue::worker::running_job::RetryStagger::new(now).turn(wait, now);
-            assert!(delay >= SHORTEST_SNOOZE, "{delay:?}");
+            let delay = crate::delay_queue::worker::running_job::RetryStagger::new(now).contended_delay(wait, now);
+            assert!(delay >= MIN_SNOOZE, "{delay:?}");
         }
     }
 
     #[test]
-    fn an_outcome_is_found_however_deep_it_lies() {
+    fn outcome_is_found_at_any_depth() {
         let delay = Duration::from_secs(7);
         let deep = || Wrapped(Box::new(Wrapped(Outcome::snooze(delay).into())));
-        assert_eq!(verdict(Outcome::snooze(delay)), FailureAction::Ends(AckKind::Snooze { delay }));
-        assert_eq!(verdict(deep()), FailureAction::Ends(AckKind::Snooze { delay }));
-        assert_eq!(verdict(Wrapped(Outcome::cancel().into())), FailureAction::Cancelled);
+        assert_eq!(action(Outcome::snooze(delay)), FailureAction::Ack(AckKind::Snooze { delay }));
+        assert_eq!(action(deep()), FailureAction::Ack(AckKind::Snooze { delay }));
+        assert_eq!(action(Wrapped(Outcome::cancel().into())), FailureAction::Cancelled);
     }
 
     #[test]
-    fn snoozed_job_waits_for_a_moment_at_least() {
-        let snoozed = verdict(Outcome::snooze(Duration::ZERO));
-        assert_eq!(snoozed, FailureAction::Ends(AckKind::Snooze { delay: SHORTEST_SNOOZE }));
+    fn snooze_has_a_minimum() {
+        let snoozed = action(Outcome::snooze(Duration::ZERO));
+        assert_eq!(snoozed, FailureAction::Ack(AckKind::Snooze { delay: MIN_SNOOZE }));
     }
 
     fn limited(decision: Decision) -> RateLimited {
         RateLimited::new(Policy::new("mails", Quota::per_hour(5).fixed_window()), 1, decision)
     }
 
-    /// The story of jobs that ran twenty times, though the first attempt had said that they were dead: with `anyhow` what it had said was not seen.
+    /// Jobs ran twenty times although the first attempt had returned `Outcome::dead`: with `anyhow` the outcome was not found.
     #[test]
-    fn what_says_something_of_a_job_is_heard_through_what_shows_it_as_its_own() {
+    fn outcome_and_rejections_are_found_through_transparent_errors() {
         let wait = Duration::from_secs(7);
         let lock = LockKey::new("orders", "42");
         let full = LimitStatus::new(5, 0, wait, wait);
@@ -295,14 +296,14 @@ mod tests {
         ];
         for make in errors {
             let error = || make(lock, full, wait);
-            let bare = verdict(error());
-            assert!(!matches!(&bare, FailureAction::Ends(AckKind::Retry { delay: Duration::ZERO, .. })), "{bare:?}");
+            let bare = action(error());
+            assert!(!matches!(&bare, FailureAction::Ack(AckKind::Retry { delay: Duration::ZERO, .. })), "{bare:?}");
             let within = || Transparent(Box::new(Transparent(error())));
-            assert_eq!(verdict(within()), bare);
-            assert_eq!(verdict(io::Error::other(error())), bare);
-            assert_eq!(verdict(io::Error::other(within())), bare);
+            assert_eq!(action(within()), bare);
+            assert_eq!(action(io::Error::other(error())), bare);
+            assert_eq!(action(io::Error::other(within())), bare);
 
-            // And no text is there twice.
+            // Each text appears once.
             let mut texts: Vec<String> = causes(&*error()).map(ToString::to_string).collect();
             let count = texts.len();
             texts.sort_unstable();
@@ -312,22 +313,22 @@ mod tests {
     }
 
     #[test]
-    fn any_other_failure_is_tried_again_and_noted_with_its_causes() {
-        let error = "the mail was not sent: nobody listens".into();
+    fn other_failure_is_retried_and_noted_with_its_causes() {
+        let error = "the mail was not sent: connection refused".into();
         assert_eq!(
-            verdict(Wrapped("nobody listens".into())),
-            FailureAction::Ends(AckKind::Retry { delay: Duration::ZERO, error })
+            action(Wrapped("connection refused".into())),
+            FailureAction::Ack(AckKind::Retry { delay: Duration::ZERO, error })
         );
-        let FailureAction::Ends(AckKind::Dead { reason: Reason::Refused, error }) =
-            verdict(Outcome::dead("no such customer").because("404"))
+        let FailureAction::Ack(AckKind::Dead { reason: Reason::Refused, error }) =
+            action(Outcome::dead("no such customer").because("404"))
         else {
-            panic!("it is dead");
+            panic!("expected `Dead`");
         };
         assert_eq!(&*error, "no such customer: 404");
     }
 
     #[test]
-    fn what_is_noted_ends_between_two_letters() {
+    fn note_is_cut_at_a_character_boundary() {
         let text = note(&"\u{e4}".repeat(MAX_NOTE).into());
         assert_eq!(text.len(), MAX_NOTE);
         let text = note(&format!("x{}", "\u{e4}".repeat(MAX_NOTE)).into());

@@ -19,29 +19,29 @@ use super::store::{
     Ack, AckKind, Admission, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Extended,
     JobLease, MAX_BATCH, QueueKey, State, WorkerId, batch_len,
 };
-use super::worker::store_client::{Patience, StoreClient};
+use super::worker::store_client::{CircuitWait, StoreClient};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::{Notifications, Reach};
 use crate::store::circuit::CircuitBreaker;
 use crate::store::deadline::require_nonzero_deadline;
 
-/// How many ids a push of many tries until others have their turn.
-const TRIES: u32 = 1_024;
+/// How many ids a bulk push generates before it yields to other tasks.
+const IDS_PER_YIELD: u32 = 1_024;
 
-/// Jobs that run later.
+/// A queue of delayed jobs.
 ///
-/// Cheap to clone; clones are the same queue, and so are all queues with the same name on the same backend.
+/// Cheap to clone. Clones, and all queues with the same name on the same backend, are the same queue.
 pub struct DelayQueue<T, C = Json> {
-    terms: Terms,
+    handle: QueueHandle,
     dead: DeadLimits,
     codec: Arc<C>,
     payload: PhantomData<fn() -> T>,
 }
 
-/// Where a queue is, and what its jobs may be.
+/// The store of a queue, and the limits of its jobs.
 #[derive(Clone)]
-pub(crate) struct Terms {
+pub(crate) struct QueueHandle {
     store: Arc<dyn DynStore>,
     name: Key,
     pub(crate) parts: u16,
@@ -49,48 +49,49 @@ pub(crate) struct Terms {
     pub(crate) max_size: usize,
     pub(crate) max_attempts: u16,
     deadline: Duration,
-    calls: Arc<StoreClient>,
+    client: Arc<StoreClient>,
 }
 
-impl Terms {
-    /// Asks the store, if the circuit lets us, for as long as it may take.
-    pub(crate) async fn ask<A>(
+impl QueueHandle {
+    /// Calls the store if the circuit allows it, with the deadline of the queue.
+    pub(crate) async fn call<A>(
         &self,
         queue: QueueKey,
-        call: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
+        operation: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
     ) -> Result<A, StoreError> {
-        self.ask_later(queue, &mut Patience::none(), call).await
+        self.call_when_admitted(queue, &mut CircuitWait::none(), operation).await
     }
 
-    /// The same as soon as the circuit lets us, if we may wait for it.
-    async fn ask_later<A>(
+    /// Calls the store, after waiting for an open circuit if `wait` allows it.
+    async fn call_when_admitted<A>(
         &self,
         queue: QueueKey,
-        patience: &mut Patience,
-        call: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
+        wait: &mut CircuitWait,
+        operation: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
     ) -> Result<A, StoreError> {
         require_nonzero_deadline(self.deadline)?;
-        self.calls.admit(&queue, patience).await?;
-        let answer = call(Arc::clone(&self.store), self.deadline).await;
-        self.calls.ended(&queue, &answer);
-        answer
+        self.client.admit(&queue, wait).await?;
+        let reply = operation(Arc::clone(&self.store), self.deadline).await;
+        self.client.ended(&queue, &reply);
+        reply
     }
 
-    /// Pushes jobs that lie in one part of the queue.
+    /// Pushes jobs to one part of the queue.
     pub(crate) async fn push(
         &self,
         queue: QueueKey,
         jobs: Vec<NewJob>,
-        patience: &mut Patience,
+        wait: &mut CircuitWait,
     ) -> Result<Vec<Admission>, StoreError> {
-        let (pushing, max) = (self.calls.pushing(jobs.len()), self.max_jobs);
-        let answer = self.ask_later(queue, patience, |store, limit| store.push(queue, jobs, max, limit)).await;
-        pushing.answered(&answer);
-        answer
+        let (pushing, max) = (self.client.pushing(jobs.len()), self.max_jobs);
+        let reply =
+            self.call_when_admitted(queue, wait, |store, deadline| store.push(queue, jobs, max, deadline)).await;
+        pushing.answered(&reply);
+        reply
     }
 
-    /// The part of the queue that a job lies in.
-    pub(crate) fn home(&self, id: &JobId) -> QueueKey {
+    /// The part of the queue that holds a job.
+    pub(crate) fn part_of(&self, id: &JobId) -> QueueKey {
         self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
     }
 
@@ -98,16 +99,15 @@ impl Terms {
         QueueKey::new(self.name).with_part(part)
     }
 
-    /// Whether jobs lie at the same place by either.
-    fn is_same_place(&self, other: &Self) -> bool {
+    /// Whether both have the same store, name and parts.
+    fn is_same_queue(&self, other: &Self) -> bool {
         let is_same_store = Arc::ptr_eq(&self.store, &other.store)
             || self.store.identity().is_some_and(|identity| other.store.identity() == Some(identity));
         is_same_store && self.name == other.name && self.parts == other.parts
     }
 
-    /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
-    /// meet.
-    pub(crate) fn fresh_id(
+    /// An id made by `make`. For a unique job the id falls into the part of its key, so that all jobs of the key share that part.
+    pub(crate) fn generate_id(
         &self,
         unique: Option<&Unique>,
         make: impl FnOnce() -> Result<JobId, StoreError>,
@@ -115,7 +115,7 @@ impl Terms {
         let mut id = make()?;
         if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
             let (part, mut ids) = (key.spread(self.parts), UniqueIds::default());
-            // About one of as many ids as there are parts lies there. The bound is for a mistake, and not for bad luck.
+            // On average one of `parts` ids falls into the part. The bound guards against a bug, not against bad luck.
             for _ in 0..100 * u32::from(self.parts) {
                 if id.as_key().spread(self.parts) == part {
                     break;
@@ -129,17 +129,17 @@ impl Terms {
 
 #[cfg(feature = "json")]
 impl<T> DelayQueue<T> {
-    /// The queue `name` that `store` keeps, which is a backend: see [`backend`](crate::backend). Payloads are kept as JSON.
+    /// The queue `name` of `store`, which is a [backend](crate::backend). Payloads are stored as JSON.
     pub fn new(store: impl DelayQueueStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
         Self::with_codec(store, name, Json)
     }
 }
 
 impl<T, C> DelayQueue<T, C> {
-    /// The same with payloads that are kept as `codec` says.
+    /// The queue `name` of `store`, with payloads encoded by `codec`.
     pub fn with_codec(store: impl DelayQueueStore + Send + Sync + 'static, name: impl Into<Key>, codec: C) -> Self {
         let name = name.into();
-        let terms = Terms {
+        let handle = QueueHandle {
             store: Arc::new(store),
             name,
             parts: 1,
@@ -147,104 +147,107 @@ impl<T, C> DelayQueue<T, C> {
             max_size: 64 * 1_024,
             max_attempts: NewJob::DEFAULT_ATTEMPTS,
             deadline: Duration::from_millis(100),
-            calls: Arc::new(StoreClient::new(name, CircuitBreaker::new(), 1)),
+            client: Arc::new(StoreClient::new(name, CircuitBreaker::new(), 1)),
         };
-        Self { terms, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
+        Self { handle, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
     }
 
-    /// What the queue is called.
+    /// The name of the queue.
     #[must_use]
     pub const fn name(&self) -> &Key {
-        &self.terms.name
+        &self.handle.name
     }
 
-    /// Among whom the queue is one and the same.
+    /// Which processes share the queue.
     #[must_use]
     pub fn scope(&self) -> Reach {
-        self.terms.store.scope()
+        self.handle.store.scope()
     }
 
-    /// Makes sure that the queue is the same as far as it is meant to be, so that the memory backend, whose jobs end with the process, is not
-    /// taken for one that keeps them.
+    /// Checks that the queue is shared as widely as you need, so that the memory backend, whose jobs end with the process, is not
+    /// used by mistake.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if it is the same among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if the store's scope is smaller than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.scope().require(scope)?;
         Ok(self)
     }
 
-    /// How many jobs the queue may have, in each of its parts where it is [split](Self::split): waiting, running and dead ones. One more is
-    /// [full](QueueError::Full). Dead ones may be half of them at the most, whatever [`keep_dead`](Self::keep_dead) says: the queue of a
-    /// [worker](super::DelayQueueWorker) has to know of it, too. Defaults to 1,000,000. A [`MemoryBackend`](crate::MemoryBackend) has room for no more than its capacity, 100,000 unless
-    /// told otherwise, in all queues together, and beyond that answers [`QueueError::Store`].
+    /// The largest number of jobs in the queue, or in each part of a [split](Self::split) queue: waiting, running and dead ones. Defaults
+    /// to 1,000,000. A push beyond that is [full](QueueError::Full).
+    ///
+    /// Dead jobs take up at most half of it, whatever [`keep_dead`](Self::keep_dead) says. Set the same value on the queue of a
+    /// [worker](super::DelayQueueWorker), which enforces that. A [`MemoryBackend`](crate::MemoryBackend) holds no more jobs than its
+    /// capacity, which is shared by all queues and defaults to 100,000. Beyond that it returns [`QueueError::Store`].
     #[must_use]
     pub fn max_jobs(mut self, jobs: u64) -> Self {
-        self.terms.max_jobs = jobs;
+        self.handle.max_jobs = jobs;
         self
     }
 
-    /// How many bytes the payload of a job may have, encoded, together with its headers. More are [too large](QueueError::TooLarge). Defaults
-    /// to 64 KiB.
+    /// The largest size of a job in bytes: its encoded payload and its headers. Defaults to 64 KiB. A larger job is
+    /// [too large](QueueError::TooLarge).
     ///
-    /// A claim takes no more jobs than make about 1 MiB, and a worker that has room for more asks again; a push of many gives Redis no more than
-    /// that in one step. Redis does nothing else meanwhile, nor
-    /// while it notes what has become of jobs that are tried again: up to 64 at a time, each of which it reads and writes. Much larger jobs are better kept
-    /// elsewhere, and named by the payload.
+    /// A claim takes about 1 MiB of jobs at most, and a worker with more capacity claims again. A bulk push sends Redis at most that much
+    /// in one step. Redis does nothing else during a step, nor while it records jobs that are tried again: up to 64 at a time, each of
+    /// which it reads and writes. Store much larger data elsewhere, and put a reference into the payload.
     #[must_use]
     pub fn max_size(mut self, bytes: usize) -> Self {
-        self.terms.max_size = bytes;
+        self.handle.max_size = bytes;
         self
     }
 
-    /// How many times a job is tried that is not told otherwise. Defaults to 20.
+    /// The number of attempts of a job, unless [`Push::max_attempts`] sets another. Defaults to 20.
     #[must_use]
     pub fn max_attempts(mut self, attempts: u16) -> Self {
-        self.terms.max_attempts = attempts.max(1);
+        self.handle.max_attempts = attempts.max(1);
         self
     }
 
-    /// How many dead jobs are kept, in each part of the queue where it is [split](Self::split), and for how long. Defaults to 10,000 for 90 days. The
-    /// oldest make room for others.
+    /// How many dead jobs the queue keeps, in each part of a [split](Self::split) queue, and for how long. Defaults to 10,000 for 90 days.
+    /// Beyond that the oldest are removed.
     ///
-    /// No more than half of [`max_jobs`](Self::max_jobs), so that they do not keep others out, and no longer than 90 days
-    /// ([`DeadLimits::MAX_AGE`]), whatever is said. What counts is the queue of a [worker](super::DelayQueueWorker): whichever claims
-    /// next removes what is more than its own queue says, without a word. Say the same wherever there is a worker of this queue. In a
-    /// [`MemoryBackend`](crate::MemoryBackend) that is full fewer may be left: what dead jobs have beyond half of the room of all queues is for new ones.
+    /// At most half of [`max_jobs`](Self::max_jobs) may be dead, so that dead jobs do not block new ones. The age is at most 90 days
+    /// ([`DeadLimits::MAX_AGE`]). The limits of a [worker's](super::DelayQueueWorker) queue count: each claim removes what exceeds the limits
+    /// of the claiming worker, without a log line. Set the same limits for all workers of this queue. A full
+    /// [`MemoryBackend`](crate::MemoryBackend) may keep fewer: new jobs replace dead ones beyond half of the capacity of all queues.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
         self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms. A [worker](super::DelayQueueWorker) gives its own calls more: a third of
-    /// its lease, from 100 ms to 5 s, and no more than a second once it ends. With zero nothing is asked of the store: the error has a
-    /// [`ConfigError::ZeroTimeout`] as its source.
+    /// The deadline of a store call. Defaults to 100 ms. A [worker](super::DelayQueueWorker) has longer deadlines for its own calls: a third
+    /// of its lease, from 100 ms to 5 s, and at most a second during its shutdown. With zero no call is made, and each returns an error
+    /// with [`ConfigError::ZeroTimeout`] as its source.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.terms.deadline = deadline;
+        self.handle.deadline = deadline;
         self
     }
 
-    /// When the queue and its clones stop to ask a store that fails, and how soon they try again. Defaults to [`CircuitBreaker::new`]. Meanwhile
-    /// pushes and all else that the queue is asked fail at once, as [`QueueError::Store`]; only [`push_all`](Self::push_all) waits for a while. Each part
-    /// of a [split](Self::split) queue has a circuit of its own. A [worker](super::DelayQueueWorker) is not told: it asks by itself until the store works.
+    /// When the queue and its clones stop calling a failing store, and how soon they probe it. Defaults to [`CircuitBreaker::new`]. While
+    /// the circuit is open, pushes and all other calls fail at once with [`QueueError::Store`]; only [`push_all`](Self::push_all) waits for a
+    /// while. Each part of a [split](Self::split) queue has its own circuit. A [worker](super::DelayQueueWorker) ignores it, and retries until
+    /// the store works.
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.terms.calls = Arc::new(StoreClient::new(self.terms.name, breaker, self.terms.parts));
+        self.handle.client = Arc::new(StoreClient::new(self.handle.name, breaker, self.handle.parts));
         self
     }
 
-    /// Spreads the queue over so many parts by the ids of the jobs, for one that is too much for a single node of a cluster. Defaults to 1,
-    /// and at most 1,024. Has to be the same wherever this queue is used; what is in the queue already stays where it is.
+    /// Splits the queue by job id into `parts`, for a queue that is too much for one node of a cluster. Defaults to 1, and at most 1,024.
+    /// Use the same value wherever you use this queue. Jobs that are in the queue already stay where they are.
     ///
-    /// A [unique key](super::Push::unique) is one of the part that its job lies in. Jobs without an id of their own lie where their key says, so
-    /// that they meet; those with one lie where that says, and jobs of one key that lie apart do not keep each other out.
+    /// A [unique key](super::Push::unique) is unique within the part of its job. A job without an id of its own goes to the part of its
+    /// key, so all such jobs of a key share a part. A job with an id goes to the part of that id. Jobs of one key in different parts do
+    /// not exclude each other.
     #[must_use]
     pub fn split(mut self, parts: u16) -> Self {
-        self.terms.parts = parts.clamp(1, 1_024);
-        self.terms.calls = Arc::new(self.terms.calls.split(self.terms.parts));
+        self.handle.parts = parts.clamp(1, 1_024);
+        self.handle.client = Arc::new(self.handle.client.split(self.handle.parts));
         self
     }
 
@@ -254,50 +257,50 @@ impl<T, C> DelayQueue<T, C> {
         C: Codec<T>,
     {
         let payload = self.codec.encode(payload.borrow()).map_err(Arc::from);
-        Push::new(self.terms.clone(), payload)
+        Push::new(self.handle.clone(), payload)
     }
 
-    /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store, or fewer where those make more than about 1 MiB. Answers for each, in order.
     ///
-    /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
-    /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
+    /// Jobs of [normal](super::Priority::Normal) priority without an [id](Push::id) and with the same due time are cheaper while they wait.
+    /// They take about half the memory of others in Redis, and two thirds of the work, unless the queue is [split](Self::split).
     ///
-    /// Each has to be a push of this queue: by this value, a clone of it, or another one of the same name and split on the same backend or a
-    /// clone of that. Another one is [not of this queue](ConfigError::OtherQueue), and pushed nowhere. Backends that were opened by
-    /// themselves are not the same, even to one server.
+    /// Each has to be a push of this queue: of this value, of a clone, or of a queue with the same name and split on the same backend. Clones
+    /// of a backend are the same backend. Any other push fails with [another queue](ConfigError::OtherQueue). Two backends that
+    /// clone of that backend. Any other push fails with [another queue](ConfigError::OtherQueue), and is pushed nowhere. Two backends that
+    /// were opened separately are not the same, even if they use the same server.
     ///
-    /// Each call of the store has the [deadline](Self::deadline), and those of one that fails have failed; the others go on. Where the
-    /// [circuit](Self::circuit_breaker) is open they wait until the store may be asked again, for up to a second, and only what is left after that
-    /// fails at once.
+    /// Each store call has the [deadline](Self::deadline). If a call fails, its jobs fail, and the other calls go on. If the
+    /// [circuit](Self::circuit_breaker) is open, the call waits for up to a second until the store may be probed. Jobs that are left after
+    /// that fail at once.
     ///
     /// # Cancellation
     ///
-    /// Dropping the future leaves what has not been pushed.
+    /// If you drop the future, the remaining jobs are not pushed.
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
         let mut ids = UniqueIds::default();
-        let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
-        let mut patience = Patience::of_many();
-        // What makes them is not kept while others have their turn, since it may not be one for several threads.
+        let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.handle.parts.into()];
+        let mut wait = CircuitWait::bulk();
+        // Collected, since the iterator may not be `Send` and must not be held across an await.
         let pushes: Vec<_> = pushes.into_iter().collect();
-        let mut tries = 0;
+        let mut ids_tried = 0;
         for push in pushes {
-            tries += push.tries();
-            if tries > TRIES {
-                tries = 0;
+            ids_tried += push.ids_to_try();
+            if ids_tried > IDS_PER_YIELD {
+                ids_tried = 0;
                 yield_now().await;
             }
-            if !push.terms().is_same_place(&self.terms) {
+            if !push.handle().is_same_queue(&self.handle) {
                 let error = ConfigError::OtherQueue {
-                    queue: self.terms.name.to_string(),
-                    other: push.terms().name.to_string(),
+                    queue: self.handle.name.to_string(),
+                    other: push.handle().name.to_string(),
                 };
                 results.push(Some(Err(error.into())));
                 continue;
             }
             match push.into_job(|| ids.next()) {
                 Ok(job) => {
-                    let part = usize::from(self.terms.home(&job.id).part());
+                    let part = usize::from(self.handle.part_of(&job.id).part());
                     parts[part].push((results.len(), job));
                     results.push(None);
                 }
@@ -305,19 +308,20 @@ impl<T, C> DelayQueue<T, C> {
             }
         }
         for (part, jobs) in parts.into_iter().enumerate() {
-            let queue = self.terms.part(part as u16);
+            let queue = self.handle.part(part as u16);
             let mut jobs = jobs.into_iter();
             while jobs.len() > 0 {
                 let len = batch_len(jobs.as_slice().iter().map(|(_, job)| job.size()));
                 let batch = jobs.by_ref().take(len);
-                let (places, batch): (Vec<_>, Vec<_>) = batch.map(|(place, job)| ((place, job.id), job)).unzip();
-                let answer = self.terms.push(queue, batch, &mut patience).await;
-                if answer.is_ok() {
-                    patience.is_rewarded();
+                let (positions, batch): (Vec<_>, Vec<_>) =
+                    batch.map(|(position, job)| ((position, job.id), job)).unzip();
+                let reply = self.handle.push(queue, batch, &mut wait).await;
+                if reply.is_ok() {
+                    wait.reset();
                 }
-                for (i, (place, id)) in places.into_iter().enumerate() {
-                    results[place] = Some(match &answer {
-                        Ok(admissions) => Pushed::of(id, admissions.get(i).copied(), &self.terms),
+                for (i, (position, id)) in positions.into_iter().enumerate() {
+                    results[position] = Some(match &reply {
+                        Ok(admissions) => Pushed::of(id, admissions.get(i).copied(), &self.handle),
                         Err(error) => Err(error.clone().into()),
                     });
                 }
@@ -326,18 +330,18 @@ impl<T, C> DelayQueue<T, C> {
         results.into_iter().flatten().collect()
     }
 
-    /// A job in whatever state it is; `None` if there is none of this id, or it is done.
+    /// The job with this id, in any state; `None` if there is none, or it is done.
     ///
     /// # Errors
     ///
     /// [`QueueError::Store`].
     pub async fn get(&self, id: impl Into<JobId>) -> Result<Option<StoredJob>, QueueError> {
         let id = id.into();
-        let queue = self.terms.home(&id);
-        Ok(self.terms.ask(queue, |store, limit| store.get(queue, id, limit)).await?)
+        let queue = self.handle.part_of(&id);
+        Ok(self.handle.call(queue, |store, deadline| store.get(queue, id, deadline)).await?)
     }
 
-    /// The payload of a job that was looked at.
+    /// Decodes the payload of a stored job.
     ///
     /// # Errors
     ///
@@ -349,14 +353,14 @@ impl<T, C> DelayQueue<T, C> {
         self.codec.decode(&job.payload)
     }
 
-    /// Removes a job that is waiting. The worker of a running job is told, and the job is not tried again. A dead job stays: see
+    /// Cancels a job: removes it if it waits. If it is running, its worker is notified, and the job is not tried again. A dead job stays: see
     /// [`forget_ids`](Self::forget_ids).
     ///
-    /// The id and the unique key are free at once, also for the time that [`UniqueFor::Time`](super::UniqueFor::Time) says, unless you
+    /// The id and the unique key are free at once, even a key that is held for [`UniqueFor::Time`](super::UniqueFor::Time), unless you
     /// [keep](Cancel::keep_unique) that key. The key of a `Recurring` job [stays](super::UniqueFor::Occurrence).
     ///
-    /// A job that you push under the same id or key while the cancelled one still runs is kept. Workers claim it
-    /// when that run has ended, or its lease has. Until then [`get`](Self::get) answers the new job, and [`list`](Self::list) has both.
+    /// You can push a job under the same id or key while the cancelled one still runs. Workers claim the new job after
+    /// that run, or its lease, has ended. Until then [`get`](Self::get) returns the new job, and [`list`](Self::list) returns both.
     ///
     /// ```
     /// # #[cfg(feature = "json")] {
@@ -382,44 +386,45 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// [`QueueError::Store`].
     pub fn cancel(&self, id: impl Into<JobId>) -> Cancel {
-        Cancel::new(self.terms.clone(), id.into())
+        Cancel::new(self.handle.clone(), id.into())
     }
 
-    /// Releases a unique key, whichever job holds it and for however long, so that another job with this key can be pushed. Answers whether a job held it.
+    /// Releases a unique key, whichever job holds it and for however long, so that you can push another job with this key. Returns
+    /// whether a job held it.
     ///
-    /// The job that held the key stays as it is, if it is there: a job that is pushed with the key after this may run at the same time.
-    /// [`cancel`](Self::cancel) and [`purge`](Self::purge) release the keys of the jobs that they remove.
+    /// The job that held the key does not change. A job that you push with the key after this may run at the same
+    /// time. [`cancel`](Self::cancel) and [`purge`](Self::purge) release the keys of the jobs that they remove.
     ///
-    /// Each part of a [split](Self::split) queue is asked, one after the other, since a job with an id lies where its id says.
+    /// This calls each part of a [split](Self::split) queue in turn, since a job with an id is in the part of that id.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`], of the first part that has failed: the key may be released in some parts then.
+    /// [`QueueError::Store`] of the first part that failed. The key may then be released in some parts.
     pub async fn release_unique(&self, key: impl Into<Key>) -> Result<bool, QueueError> {
         let key = key.into();
         let mut result: Result<_, StoreError> = Ok(false);
         for queue in self.parts() {
-            let answer = self.terms.ask(queue, |store, limit| store.release_unique(queue, key, limit)).await;
-            result = result.and_then(|was_held| Ok(was_held | answer?));
+            let reply = self.handle.call(queue, |store, deadline| store.release_unique(queue, key, deadline)).await;
+            result = result.and_then(|was_held| Ok(was_held | reply?));
         }
         Ok(result?)
     }
 
-    /// Changes when a job that is waiting is due: after a `Duration` from now, or at a `SystemTime`.
+    /// Changes the due time of a waiting job: to a `Duration` from now, or to a `SystemTime`.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`], or [`QueueError::Config`] for a delay that is longer than [`Due::MAX_DELAY`].
+    /// [`QueueError::Store`], or [`QueueError::Config`] for a delay longer than [`Due::MAX_DELAY`].
     pub async fn reschedule(&self, id: impl Into<JobId>, due: impl Into<Due>) -> Result<Changed, QueueError> {
         let (id, due) = (id.into(), due.into());
         if let Due::In(delay) = due {
             check_delay(delay)?;
         }
-        let queue = self.terms.home(&id);
-        Ok(self.terms.ask(queue, |store, limit| store.reschedule(queue, id, due, limit)).await?)
+        let queue = self.handle.part_of(&id);
+        Ok(self.handle.call(queue, |store, deadline| store.reschedule(queue, id, due, deadline)).await?)
     }
 
-    /// Makes a job that is waiting due at once.
+    /// Makes a waiting job due at once.
     ///
     /// # Errors
     ///
@@ -428,7 +433,7 @@ impl<T, C> DelayQueue<T, C> {
         self.reschedule(id, Duration::ZERO).await
     }
 
-    /// Changes the payload of a job that is waiting. Its headers stay, and count for [how large](Self::max_size) it may be.
+    /// Replaces the payload of a waiting job. Its headers stay, and count for its [size](Self::max_size).
     ///
     /// # Errors
     ///
@@ -439,16 +444,16 @@ impl<T, C> DelayQueue<T, C> {
     {
         let id = id.into();
         let payload = self.codec.encode(payload.borrow()).map_err(|error| QueueError::Encode(error.into()))?;
-        let (queue, max) = (self.terms.home(&id), self.terms.max_size);
-        let stored = self.terms.ask(queue, |store, limit| store.get(queue, id, limit)).await?;
+        let (queue, max) = (self.handle.part_of(&id), self.handle.max_size);
+        let stored = self.handle.call(queue, |store, deadline| store.get(queue, id, deadline)).await?;
         let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
         if bytes > max {
             return Err(QueueError::TooLarge { bytes, max });
         }
-        Ok(self.terms.ask(queue, |store, limit| store.replace(queue, id, payload, limit)).await?)
+        Ok(self.handle.call(queue, |store, deadline| store.replace(queue, id, payload, deadline)).await?)
     }
 
-    /// How many jobs there are, in all parts of the queue.
+    /// The number of jobs, in all parts of the queue.
     ///
     /// # Errors
     ///
@@ -456,7 +461,7 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn counts(&self) -> Result<Counts, QueueError> {
         let mut total = Counts::default();
         for queue in self.parts() {
-            let counts = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?;
+            let counts = self.handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?;
             total.waiting += counts.waiting;
             total.due += counts.due;
             total.running += counts.running;
@@ -467,23 +472,23 @@ impl<T, C> DelayQueue<T, C> {
         Ok(total)
     }
 
-    /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
-    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first and snoozed jobs
-    /// last, and of each part of a [split](Self::split) queue by itself. At most `limit`, no more than [`MAX_BATCH`], and fewer where they are large: the
-    /// next call skips as many more as this one has answered, and no more follow where there is none. What cannot be read is left out.
+    /// Lists jobs in one state, after skipping the first `skip`: waiting jobs by due time, running jobs by when their lease ends, dead jobs
+    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The parts of a [split](Self::split)
+    /// queue follow one another. Jobs that cannot be read are left out.
     ///
-    /// Others may come and go between two calls, so that a job can be seen twice or not at all.
+    /// Returns at most `limit` jobs, no more than [`MAX_BATCH`], and fewer if they are large. For the next page, add the number of returned
+    /// jobs to `skip`. An empty page is the last one. Since jobs may come and go between two calls, a job can appear twice or not at all.
     ///
     /// # Errors
     ///
     /// [`QueueError::Store`].
     pub async fn list(&self, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
         let limit = limit.min(MAX_BATCH);
-        if self.terms.parts == 1 {
-            let queue = self.terms.part(0);
+        if self.handle.parts == 1 {
+            let queue = self.handle.part(0);
             return Ok(self
-                .terms
-                .ask(queue, |store, deadline| store.list(queue, state, skip, limit, deadline))
+                .handle
+                .call(queue, |store, deadline| store.list(queue, state, skip, limit, deadline))
                 .await?);
         }
         let (mut jobs, mut skip) = (Vec::new(), skip);
@@ -492,13 +497,14 @@ impl<T, C> DelayQueue<T, C> {
             if room == 0 {
                 break;
             }
-            let all = self.terms.ask(queue, |store, deadline| store.counts(queue, deadline)).await?.of(state);
+            let all = self.handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?.of(state);
             if skip >= all {
                 skip -= all;
                 continue;
             }
-            let page = self.terms.ask(queue, |store, deadline| store.list(queue, state, skip, room, deadline)).await?;
-            // Where large jobs made it short, those of the next part are not the next ones.
+            let page =
+                self.handle.call(queue, |store, deadline| store.list(queue, state, skip, room, deadline)).await?;
+            // If large jobs cut the page short, the next jobs are not those of the next part.
             let is_cut = !page.is_empty() && (page.len() as u64) < all - skip;
             jobs.extend(page);
             if is_cut {
@@ -509,27 +515,27 @@ impl<T, C> DelayQueue<T, C> {
         Ok(jobs)
     }
 
-    /// Lets nobody claim anything from now on, wherever they are. What is running goes on, and jobs can be pushed.
+    /// Stops all workers from claiming, in all processes. Running jobs go on, and you can still push jobs.
     ///
-    /// Each part of a [split](Self::split) queue is asked, one after the other, also behind one that fails: those that do not answer take up to a
-    /// [deadline](Self::deadline) each.
+    /// This calls each part of a [split](Self::split) queue in turn, and goes on after a failure. A part that does not answer takes up to a
+    /// [deadline](Self::deadline).
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`], of the first part that has failed: some are paused then.
+    /// [`QueueError::Store`] of the first part that failed. Other parts may be paused.
     ///
     /// # Cancellation
     ///
-    /// Dropping the future leaves the parts that were not asked as they are.
+    /// If you drop the future, the remaining parts do not change.
     pub async fn pause(&self) -> Result<(), QueueError> {
         self.set_paused(true).await
     }
 
-    /// Ends a [pause](Self::pause), in each part as that begins it.
+    /// Ends a [pause](Self::pause), in each part of the queue.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`], of the first part that has failed: some are paused still.
+    /// [`QueueError::Store`] of the first part that failed. Some parts may still be paused.
     pub async fn resume(&self) -> Result<(), QueueError> {
         self.set_paused(false).await
     }
@@ -537,28 +543,28 @@ impl<T, C> DelayQueue<T, C> {
     async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
         let mut result = Ok(());
         for queue in self.parts() {
-            let answer = self.terms.ask(queue, |store, limit| store.pause(queue, is_paused, limit)).await;
-            result = result.and(answer);
+            let reply = self.handle.call(queue, |store, deadline| store.pause(queue, is_paused, deadline)).await;
+            result = result.and(reply);
         }
         Ok(result?)
     }
 
-    /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. Their unique keys are released, unless you
-    /// [keep](Purge::keep_unique) those that are held for a time. What is running goes on. To let workers come to
-    /// an end, see [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
+    /// Removes all waiting jobs, due or not, without running them. Returns how many. Their unique keys are released, unless you
+    /// [keep](Purge::keep_unique) the keys held for a time. Running jobs go on. To let workers finish their jobs, see
+    /// [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
-    /// As many as are waiting when it begins, in each part of the queue: it has an end however fast jobs are pushed meanwhile. Those may be among
-    /// what is removed, and leave others that were there before.
+    /// In each part of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile. New
+    /// jobs may be among the removed ones, and older jobs may then stay.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`]; some are removed then.
+    /// [`QueueError::Store`]. Some jobs may then be removed.
     ///
     /// # Cancellation
     ///
-    /// Removes a batch at a time, so that dropping the future leaves the rest.
+    /// Jobs are removed in batches. If you drop the future, the rest stays.
     pub fn purge(&self) -> Purge {
-        Purge::new(self.terms.clone())
+        Purge::new(self.handle.clone())
     }
 
     /// Dead jobs, the oldest first: see [`list`](Self::list).
@@ -570,34 +576,35 @@ impl<T, C> DelayQueue<T, C> {
         self.list(State::Dead, skip, limit).await
     }
 
-    /// Lets dead jobs wait again, due at once and with all of their attempts: those that `filter` wants, the oldest first, and no more
-    /// than `limit`. Answers how many those were. Looks at as many as are dead when it begins, so that one that dies again is for the next call.
-    /// One that is unique while it is [there](super::UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that.
-    /// For some of which the ids are known there is [`replay_ids`](Self::replay_ids).
+    /// Lets dead jobs wait again, due at once and with all of their attempts: jobs that match `filter`, the oldest first, at most `limit`.
+    /// Returns how many. Visits as many jobs as were dead when it began, so a job that dies again meanwhile is left for the next call.
+    ///
+    /// A job that is unique while it [waits or runs](super::UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job
+    /// holds the key. If you know the ids, use [`replay_ids`](Self::replay_ids).
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`]; some are waiting then.
+    /// [`QueueError::Store`]. Some jobs may then wait again.
     pub async fn replay(&self, limit: usize, filter: impl FnMut(&StoredJob) -> bool) -> Result<usize, QueueError> {
-        self.each_dead(limit, filter, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
+        self.change_matching(limit, filter, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
     }
 
-    /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were. Looks at
-    /// as many as are dead when it begins. For some of which the ids are known there is [`forget_ids`](Self::forget_ids).
+    /// Removes dead jobs that match `filter`, the oldest first, at most `limit`. Returns how many. Visits as many jobs as were dead when
+    /// it began. If you know the ids, use [`forget_ids`](Self::forget_ids).
     ///
-    /// A key that a removed job holds for a [time](super::UniqueFor::Time) is released. That of a `Recurring` job
+    /// A key that a removed job holds for a [time](super::UniqueFor::Time) is released. The key of a `Recurring` job
     /// [stays](super::UniqueFor::Occurrence).
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`]; some are removed then.
+    /// [`QueueError::Store`]. Some jobs may then be removed.
     pub async fn forget(&self, limit: usize, filter: impl FnMut(&StoredJob) -> bool) -> Result<usize, QueueError> {
-        self.each_dead(limit, filter, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
+        self.change_matching(limit, filter, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
     }
 
-    /// Lets the dead jobs of these ids wait again, as [`replay`](Self::replay) does with those that a filter wants. Answers for each, in order,
-    /// whether it waits again: not if it is not dead, or not there, or another job has its unique key. Whatever else is dead is not looked at: one call
-    /// of the store for each part of the queue and [`MAX_BATCH`] ids, or fewer where those make more than about 1 MiB.
+    /// Lets the dead jobs with these ids wait again, as [`replay`](Self::replay) does. Returns for each, in order, whether it waits again:
+    /// `false` if it is not dead, does not exist, or another job holds its unique key. Reads no other dead jobs: it makes one store call for
+    /// each part of the queue and [`MAX_BATCH`] ids, or fewer ids if the jobs exceed about 1 MiB.
     ///
     /// ```
     /// # #[cfg(feature = "json")] {
@@ -614,96 +621,99 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`]; some are waiting then.
+    /// [`QueueError::Store`]. Some jobs may then wait again.
     pub async fn replay_ids(&self, ids: impl IntoIterator<Item: Into<JobId>>) -> Result<Vec<bool>, QueueError> {
-        self.dead_by_id(ids, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
+        self.change_dead_ids(ids, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
     }
 
-    /// Removes the dead jobs of these ids, as [`forget`](Self::forget) does, and looks at no others. Answers for each, in order, whether it was dead.
-    /// What waits or runs stays: see [`cancel`](Self::cancel).
+    /// Removes the dead jobs with these ids, as [`forget`](Self::forget) does, and reads no others. Returns for each, in order, whether it was
+    /// dead. Waiting and running jobs stay: see [`cancel`](Self::cancel).
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`]; some are removed then.
+    /// [`QueueError::Store`]. Some jobs may then be removed.
     pub async fn forget_ids(&self, ids: impl IntoIterator<Item: Into<JobId>>) -> Result<Vec<bool>, QueueError> {
-        self.dead_by_id(ids, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
+        self.change_dead_ids(ids, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
     }
 
-    async fn dead_by_id(
+    async fn change_dead_ids(
         &self,
         ids: impl IntoIterator<Item: Into<JobId>>,
-        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        operation: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<Vec<bool>, QueueError> {
-        let mut parts: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.terms.parts.into()];
+        let mut parts: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.handle.parts.into()];
         let mut answers = Vec::new();
         for id in ids {
             let id = id.into();
-            parts[usize::from(self.terms.home(&id).part())].push((answers.len(), id));
+            parts[usize::from(self.handle.part_of(&id).part())].push((answers.len(), id));
             answers.push(false);
         }
         for (queue, jobs) in self.parts().zip(parts) {
-            let (places, ids): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
-            for (place, is_changed) in places.into_iter().zip(self.change_each(queue, &ids, &verb).await?) {
-                answers[place] = is_changed;
+            let (positions, ids): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
+            for (position, is_changed) in positions.into_iter().zip(self.change_batches(queue, &ids, &operation).await?)
+            {
+                answers[position] = is_changed;
             }
         }
         Ok(answers)
     }
 
-    /// Asks until the store has answered for each of these ids: it answers for fewer at a time where they are large.
-    async fn change_each(
+    /// Calls the store until it has answered for each of these ids: if the jobs are large, it answers for a part of them.
+    async fn change_batches(
         &self,
         queue: QueueKey,
         ids: &[JobId],
-        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        operation: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<Vec<bool>, StoreError> {
         let mut answers = Vec::with_capacity(ids.len());
         while answers.len() < ids.len() {
             let batch: Vec<_> = ids.iter().skip(answers.len()).take(MAX_BATCH).copied().collect();
             let size = batch.len();
-            let changed = self.terms.ask(queue, |store, limit| verb(store, queue, batch, limit)).await?;
+            let changed = self.handle.call(queue, |store, deadline| operation(store, queue, batch, deadline)).await?;
             if changed.is_empty() {
-                return Err(StoreError::other("the store answers for none of the jobs that it was asked to change"));
+                return Err(StoreError::other("the store returned no result for the jobs to change"));
             }
             answers.extend(changed.into_iter().take(size));
         }
         Ok(answers)
     }
 
-    async fn each_dead(
+    async fn change_matching(
         &self,
         limit: usize,
         mut filter: impl FnMut(&StoredJob) -> bool,
-        verb: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+        operation: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<usize, QueueError> {
         let mut changed = 0;
         for queue in self.parts() {
             if changed >= limit {
                 break;
             }
-            // Those that die meanwhile come last, those among them that were replayed by this call. As many as were there before are looked
-            // at, so that there is an end however fast they die.
-            let mut unseen = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.dead;
-            // Those that the filter does not want stay, as those do that cannot be changed, and are not looked at again.
+            // Jobs that die meanwhile are listed last, also jobs that this call replayed. Visiting only as many as were there before bounds
+            // the loop, however fast jobs die.
+            let mut unseen = self.handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?.dead;
+            // Jobs that do not match or cannot be changed stay in the list, and are not visited again.
             let mut skip = 0;
             while changed < limit && unseen > 0 {
                 let size = usize::try_from(unseen).unwrap_or(usize::MAX).min(MAX_BATCH);
-                let page =
-                    self.terms.ask(queue, |store, limit| store.list(queue, State::Dead, skip, size, limit)).await?;
+                let page = self
+                    .handle
+                    .call(queue, |store, deadline| store.list(queue, State::Dead, skip, size, deadline))
+                    .await?;
                 unseen = unseen.saturating_sub(page.len() as u64);
                 let (mut rest, mut left) = (page.iter(), page.len());
-                // No more are tried at a time than may be changed, and those that cannot be leave room for the next ones.
+                // Try no more at a time than may be changed, since a job that cannot be changed leaves room for the next one.
                 while changed < limit && rest.len() > 0 {
                     let wanted = rest.by_ref().filter(|job| filter(job)).map(|job| job.id);
                     let ids: Vec<_> = wanted.take(limit - changed).collect();
                     if !ids.is_empty() {
-                        let answers = self.change_each(queue, &ids, &verb).await?;
+                        let answers = self.change_batches(queue, &ids, &operation).await?;
                         let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
                         (changed, left) = (changed + gone, left.saturating_sub(gone));
                     }
                 }
                 skip += left as u64;
-                // A short page is one of large jobs.
+                // A short page means large jobs. Only an empty one is the end.
                 if page.is_empty() {
                     break;
                 }
@@ -712,18 +722,18 @@ impl<T, C> DelayQueue<T, C> {
         Ok(changed)
     }
 
-    /// The parts of the queue, each a queue of its own for the store.
+    /// The parts of the queue, each of which is a queue to the store.
     pub(crate) fn parts(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
-        let name = self.terms.name;
-        (0..self.terms.parts).map(move |part| QueueKey::new(name).with_part(part))
+        let name = self.handle.name;
+        (0..self.handle.parts).map(move |part| QueueKey::new(name).with_part(part))
     }
 }
 
-/// What a worker needs.
+/// Calls of the worker.
 impl<T, C> DelayQueue<T, C> {
-    /// How many dead jobs are kept: they leave room for others.
+    /// How many dead jobs are kept: at most half of all, so that they do not block new ones.
     pub(crate) fn dead_limits(&self) -> DeadLimits {
-        DeadLimits { count: self.dead.count.min(self.terms.max_jobs / 2), ..self.dead }
+        DeadLimits { count: self.dead.count.min(self.handle.max_jobs / 2), ..self.dead }
     }
 
     /// See [`DelayQueueStore::claim`].
@@ -732,9 +742,9 @@ impl<T, C> DelayQueue<T, C> {
         queue: QueueKey,
         finished: Vec<Ack>,
         claim: Claim,
-        limit: Duration,
+        deadline: Duration,
     ) -> Result<Claimed, StoreError> {
-        Arc::clone(&self.terms.store).claim(queue, finished, claim, limit).await
+        Arc::clone(&self.handle.store).claim(queue, finished, claim, deadline).await
     }
 
     /// See [`DelayQueueStore::extend`].
@@ -743,18 +753,18 @@ impl<T, C> DelayQueue<T, C> {
         queue: QueueKey,
         tickets: Vec<JobLease>,
         lease: Duration,
-        limit: Duration,
+        deadline: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
-        Arc::clone(&self.terms.store).extend(queue, tickets, lease, limit).await
+        Arc::clone(&self.handle.store).extend(queue, tickets, lease, deadline).await
     }
 
     /// See [`DelayQueueStore::watch`].
     pub(crate) async fn watch(&self, queue: QueueKey, worker: WorkerId) -> Notifications {
-        Arc::clone(&self.terms.store).watch(queue, worker).await
+        Arc::clone(&self.handle.store).watch(queue, worker).await
     }
 
-    /// Makes a job of what was claimed, and what cancels it. If its payload cannot be read, the error is what puts it among the dead.
-    pub(crate) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), AckKind>
+    /// Decodes a claimed job, and makes its canceller. If the payload cannot be decoded, the error makes the job dead.
+    pub(crate) fn decode_claimed(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), AckKind>
     where
         C: Codec<T>,
     {
@@ -765,17 +775,17 @@ impl<T, C> DelayQueue<T, C> {
     }
 }
 
-// By hand: a clone does not need a payload that can be cloned.
+// By hand: a derived `Clone` would require `T: Clone`.
 impl<T, C> Clone for DelayQueue<T, C> {
     fn clone(&self) -> Self {
-        let Self { terms, dead, codec, .. } = self;
-        Self { terms: terms.clone(), dead: *dead, codec: Arc::clone(codec), payload: PhantomData }
+        let Self { handle, dead, codec, .. } = self;
+        Self { handle: handle.clone(), dead: *dead, codec: Arc::clone(codec), payload: PhantomData }
     }
 }
 
 impl<T, C> fmt::Debug for DelayQueue<T, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DelayQueue").field("name", &self.terms.name).finish_non_exhaustive()
+        f.debug_struct("DelayQueue").field("name", &self.handle.name).finish_non_exhaustive()
     }
 }
 
@@ -796,7 +806,7 @@ mod tests {
         let second = Duration::from_secs(1);
         let claimed = numbers.claim(queue, Vec::new(), claim, second).await.unwrap().jobs.remove(0);
         let ticket = claimed.ticket();
-        let ending = numbers.open(claimed).unwrap_err();
+        let ending = numbers.decode_claimed(claimed).unwrap_err();
         assert!(matches!(ending, AckKind::Dead { reason: Reason::Undecodable, .. }), "{ending:?}");
         numbers.claim(queue, vec![Ack { ticket, ending }], claim, second).await.unwrap();
         let dead = texts.get("a").await.unwrap().unwrap();

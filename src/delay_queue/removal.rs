@@ -4,27 +4,27 @@ use std::pin::Pin;
 
 use super::error::QueueError;
 use super::id::JobId;
-use super::queue::Terms;
+use super::queue::QueueHandle;
 #[cfg(doc)]
 use super::record::UniqueFor;
 use super::store::{Cancelled, MAX_BATCH};
 
-type Answer<T> = Pin<Box<dyn Future<Output = Result<T, QueueError>> + Send>>;
+type ResultFuture<T> = Pin<Box<dyn Future<Output = Result<T, QueueError>> + Send>>;
 
-/// A job that is about to be cancelled: `.await` it. See [`DelayQueue::cancel`](super::DelayQueue::cancel).
+/// A cancellation to make: `.await` it. See [`DelayQueue::cancel`](super::DelayQueue::cancel).
 #[must_use = "nothing is cancelled until this is awaited"]
 pub struct Cancel {
-    terms: Terms,
+    handle: QueueHandle,
     id: JobId,
     keeps_unique: bool,
 }
 
 impl Cancel {
-    pub(crate) const fn new(terms: Terms, id: JobId) -> Self {
-        Self { terms, id, keeps_unique: false }
+    pub(crate) const fn new(handle: QueueHandle, id: JobId) -> Self {
+        Self { handle, id, keeps_unique: false }
     }
 
-    /// Keeps a unique key that the job holds for a [time](UniqueFor::Time), so that a push with that key changes nothing before the time is over.
+    /// Keeps a unique key that the job holds for a [time](UniqueFor::Time), so that a push with that key changes nothing until the time is over.
     /// By default the key is released.
     pub fn keep_unique(mut self) -> Self {
         self.keeps_unique = true;
@@ -34,13 +34,13 @@ impl Cancel {
 
 impl IntoFuture for Cancel {
     type Output = Result<Cancelled, QueueError>;
-    type IntoFuture = Answer<Cancelled>;
+    type IntoFuture = ResultFuture<Cancelled>;
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
-            let Self { terms, id, keeps_unique } = self;
-            let queue = terms.home(&id);
-            Ok(terms.ask(queue, |store, limit| store.cancel(queue, id, keeps_unique, limit)).await?)
+            let Self { handle, id, keeps_unique } = self;
+            let queue = handle.part_of(&id);
+            Ok(handle.call(queue, |store, deadline| store.cancel(queue, id, keeps_unique, deadline)).await?)
         })
     }
 }
@@ -52,19 +52,19 @@ impl fmt::Debug for Cancel {
     }
 }
 
-/// A queue that is about to be purged: `.await` it. See [`DelayQueue::purge`](super::DelayQueue::purge).
+/// A purge to make: `.await` it. See [`DelayQueue::purge`](super::DelayQueue::purge).
 #[must_use = "nothing is removed until this is awaited"]
 pub struct Purge {
-    terms: Terms,
+    handle: QueueHandle,
     keeps_unique: bool,
 }
 
 impl Purge {
-    pub(crate) const fn new(terms: Terms) -> Self {
-        Self { terms, keeps_unique: false }
+    pub(crate) const fn new(handle: QueueHandle) -> Self {
+        Self { handle, keeps_unique: false }
     }
 
-    /// Keeps the unique keys that jobs hold for a [time](UniqueFor::Time), so that a push with such a key changes nothing before the time is over.
+    /// Keeps the unique keys that jobs hold for a [time](UniqueFor::Time), so that a push with such a key changes nothing until the time is over.
     /// By default the keys are released.
     pub fn keep_unique(mut self) -> Self {
         self.keeps_unique = true;
@@ -74,17 +74,18 @@ impl Purge {
 
 impl IntoFuture for Purge {
     type Output = Result<u64, QueueError>;
-    type IntoFuture = Answer<u64>;
+    type IntoFuture = ResultFuture<u64>;
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
-            let Self { terms, keeps_unique } = self;
+            let Self { handle, keeps_unique } = self;
             let mut removed = 0;
-            for queue in (0..terms.parts).map(|part| terms.part(part)) {
-                let mut left = terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.waiting;
+            for queue in (0..handle.parts).map(|part| handle.part(part)) {
+                let mut left = handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?.waiting;
                 while left > 0 {
                     let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);
-                    let purged = terms.ask(queue, |store, limit| store.purge(queue, size, keeps_unique, limit)).await?;
+                    let purged =
+                        handle.call(queue, |store, deadline| store.purge(queue, size, keeps_unique, deadline)).await?;
                     let batch = purged as u64;
                     (removed, left) = (removed + batch, left.saturating_sub(batch));
                     if batch == 0 {

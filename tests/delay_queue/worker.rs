@@ -744,7 +744,7 @@ async fn blocking_service_gets_its_job_again_afterwards() {
     assert_eq!(most.load(Ordering::SeqCst), 1, "one at a time");
     let job = job.unwrap();
     assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that was not made does not count");
-    assert_eq!(&*job.note.unwrap().error, "it ran for longer than it may");
+    assert_eq!(&*job.note.unwrap().error, "the job exceeded its maximum runtime");
     until_empty(&queue).await.unwrap();
     worker.stop().await;
     assert_eq!(told(all).await, ["started", "retried", "snoozed", "started", "done"]);

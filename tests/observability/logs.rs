@@ -1317,8 +1317,8 @@ async fn ending_worker_logs_unacknowledged_jobs() {
     };
     worker.run_until(shut_down).await.unwrap();
     let expected = [
-        "WARN the store fails: the worker asks again until it works",
-        "WARN what jobs have come to could not be noted",
+        "WARN the store fails: the worker retries until it works",
+        "WARN job results could not be recorded: the jobs may run again",
     ];
     assert_eq!(log.lines(), expected);
 }
@@ -1365,9 +1365,10 @@ async fn job_that_dies_is_one_warning() {
     timeout(second / 2, doomed.run()).await.unwrap_err();
     sleep(second).await;
     failing(queue).await;
-    let ended = "WARN leases have ended without a word of their workers queue=mail jobs=1";
-    let expected =
-        format!(r#"{dead} queue=mail job=d attempts=1 reason=LeaseExpired error="its last lease has ended""#);
+    let ended = "WARN leases expired unfinished: their workers died, stalled or lost the network queue=mail jobs=1";
+    let expected = format!(
+        r#"{dead} queue=mail job=d attempts=1 reason=LeaseExpired error="the lease of its last attempt expired""#
+    );
     assert_eq!(log.lines(), [ended.to_owned(), expected]);
 }
 
@@ -1399,7 +1400,7 @@ async fn job_that_a_shutdown_cuts_off_is_one_warning() {
     });
     let worker = DelayQueueWorker::new(queue, service).grace(Duration::from_secs(5));
     worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
-    let line = "WARN a job is cut off: it did not end within the grace of a shutdown";
+    let line = "WARN a job is cut off: it did not end within the grace period of the shutdown";
     assert_eq!(log.lines(), [format!(r#"{line} queue=mail job=long attempts=1 reason="shutdown""#)]);
 }
 

@@ -13,10 +13,10 @@ use crate::delay_queue::id::JobId;
 use crate::delay_queue::record::Reason;
 use crate::error::StoreError;
 
-/// How many events wait for whoever listens, before the oldest are missed.
-const WAITING: usize = 1_024;
+/// How many events are buffered for a receiver. Beyond that the oldest are missed.
+const BUFFER: usize = 1_024;
 
-/// What a worker tells. What becomes of a job is told when the store has noted it.
+/// What happens in a worker. Results of jobs are reported after the store has recorded them.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
@@ -26,7 +26,7 @@ pub enum Event {
         id: JobId,
         /// Which attempt this is, from 1.
         attempt: u16,
-        /// How long after it was due it was claimed.
+        /// How long after its due time the job was claimed.
         late: Duration,
     },
     /// The job is done.
@@ -34,66 +34,67 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// The attempt has failed, and there will be another one.
+    /// The attempt failed, and another one follows.
     Retried {
         /// Which job.
         id: JobId,
-        /// After how long.
+        /// The delay before it.
         delay: Duration,
-        /// Why it has failed.
+        /// Why the attempt failed.
         error: Arc<str>,
     },
     /// The job waits, and the attempt does not count.
     Snoozed {
         /// Which job.
         id: JobId,
-        /// For how long.
+        /// How long it waits.
         delay: Duration,
     },
-    /// The job will not be tried again.
+    /// The job is dead: it is not tried again.
     Dead {
         /// Which job.
         id: JobId,
-        /// What kind of end this is.
+        /// The kind of failure.
         reason: Reason,
-        /// Why.
+        /// The error text.
         error: Arc<str>,
     },
-    /// The service has said that the job is not to be done any more, or somebody has cancelled it.
+    /// The job was cancelled, by its service or through the queue.
     Cancelled {
         /// Which job.
         id: JobId,
     },
-    /// The job waits as before, since the worker ends, or since its lease had ended before it could begin.
+    /// The worker released the job, which waits as before: the worker is shutting down, or the lease ended before the job could start.
     Released {
         /// Which job.
         id: JobId,
     },
-    /// Somebody else has the job, or will have it, since its lease could not be extended in time, or the store has forgotten it.
+    /// The lease of the job is lost: it could not be renewed in time, or the store has lost the job. Another worker has the job, or will.
     LeaseLost {
         /// Which job.
         id: JobId,
     },
-    /// So many leases had ended without a word when this worker claimed: those who held them have died, stood still or were cut off. The
-    /// jobs wait again, or are gone if somebody has cancelled them, but for those whose last attempt it was.
+    /// When this worker claimed, it found leases that had ended unfinished: their workers have died, stalled or lost the network. Jobs with
+    /// attempts left wait again, except that cancelled jobs are removed.
     LeasesExpired {
-        /// How many.
+        /// How many leases.
         jobs: usize,
-        /// How many of these are dead.
+        /// How many of their jobs are dead.
         dead: usize,
     },
-    /// The store begins to fail, in the first part of the queue where it is [split](crate::delay_queue::DelayQueue::split). It is asked again until it works.
+    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one part. The worker retries until it works.
     StoreFailed {
         /// How.
         error: StoreError,
     },
-    /// The store works again, in all parts of the queue.
+    /// The store works again, for all parts of the queue.
     StoreWorks,
-    /// So many events were not picked up in time.
+    /// This many events were dropped, since they were not received in time.
     Missed(u64),
 }
 
-/// What a worker [tells](crate::delay_queue::DelayQueueWorker::events), one by one or as a [`Stream`]. The oldest are missed when 1,024 wait.
+/// The [events](crate::delay_queue::DelayQueueWorker::events) of a worker, one by one or as a [`Stream`]. It buffers 1,024 events, and drops
+/// the oldest beyond that.
 ///
 /// ```
 /// use tollgate::delay_queue::{DelayQueueWorker, Event};
@@ -117,10 +118,10 @@ pub enum Event {
 /// # Ok(())
 /// # }
 /// ```
-pub struct Events(Receiving);
+pub struct Events(NextEvent);
 
-/// Waits for an event, and gives the receiver back with it.
-type Receiving = Pin<Box<dyn Future<Output = (Option<Event>, Receiver<Event>)> + Send + Sync>>;
+/// Waits for the next event, and returns the receiver with it.
+type NextEvent = Pin<Box<dyn Future<Output = (Option<Event>, Receiver<Event>)> + Send + Sync>>;
 
 impl Events {
     fn new(receiver: Receiver<Event>) -> Self {
@@ -162,23 +163,23 @@ async fn receive(mut receiver: Receiver<Event>) -> (Option<Event>, Receiver<Even
     (event, receiver)
 }
 
-/// Where a worker tells what happens.
+/// Sends the events of a worker.
 #[derive(Debug)]
 pub(crate) struct EventSender(Sender<Event>);
 
 impl EventSender {
     pub(crate) fn new() -> Self {
-        Self(Sender::new(WAITING))
+        Self(Sender::new(BUFFER))
     }
 
-    pub(crate) fn listen(&self) -> Events {
+    pub(crate) fn subscribe(&self) -> Events {
         Events::new(self.0.subscribe())
     }
 
-    /// Tells it to those who listen, if anybody does.
-    pub(crate) fn tell(&self, event: impl FnOnce() -> Event) {
+    /// Sends an event if there are receivers.
+    pub(crate) fn send(&self, event: impl FnOnce() -> Event) {
         if self.0.receiver_count() > 0 {
-            // Whoever listened may have left meanwhile.
+            // The last receiver may have gone meanwhile.
             let _ = self.0.send(event());
         }
     }

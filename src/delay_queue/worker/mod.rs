@@ -24,7 +24,7 @@ use super::store::Claim;
 use super::trace;
 use crate::error::{BoxError, ConfigError, StoreError};
 
-/// Gives the jobs of a [`DelayQueue`] to a tower service when they are due.
+/// Runs the due jobs of a [`DelayQueue`] with a tower service.
 ///
 /// ```
 /// use std::time::Duration;
@@ -51,59 +51,64 @@ use crate::error::{BoxError, ConfigError, StoreError};
 ///
 /// # What becomes of a job
 ///
-/// | the service answers | the job |
+/// | the service returns | the job |
 /// | --- | --- |
-/// | `Ok` | is done, and forgotten |
-/// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
-/// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
-/// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | is snoozed until there is room, and the attempt does not count; dead if there never is. See [rate limits](crate::delay_queue#rate-limits) |
-/// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), of a `LockLayer` | waits for up to a second, or up to eleven where many wait, and the attempt does not count: one job of a key at a time, in no order |
-/// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), of [`Idempotent`](crate::idempotency::Idempotent) | likewise, until it is known what came of it |
-/// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), of `Idempotent` | as with any error, although the operation was done: only the service knows whether the job is done with that, and [answers `Ok`](crate::idempotency::OperationError::NotKept) then |
-/// | an error of the store that a layer asks | as with any error, so the attempt counts; a layer may be told to let jobs pass then |
-/// | by panicking, or with an error whose text panics | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
+/// | `Ok` | is done, and removed |
+/// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last attempt |
+/// | [`Outcome`](super::Outcome), as the error or one of its sources | as the outcome says |
+/// | [`RateLimited`](crate::rate_limit::RateLimited), from a `RateLimitLayer` | is snoozed until the limit has capacity, and the attempt does not count; dead if the limit can never allow it. See [rate limits](crate::delay_queue#rate-limits) |
+/// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), from a `LockLayer` | waits for up to a second, or up to eleven if many jobs wait, and the attempt does not count. One job of a key runs at a time, in no particular order |
+/// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), from [`Idempotent`](crate::idempotency::Idempotent) | as with `Busy`, until the outcome of the operation is known |
+/// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), from `Idempotent` | as with any error, although the operation was done. If the job is then done, let the service [return `Ok`](crate::idempotency::OperationError::NotKept) |
+/// | a store error of a layer | as with any error, so the attempt counts; you can configure a layer to let jobs pass instead |
+/// | by panicking, or an error whose text panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
 ///
-/// What is named there is heard as one of the sources of the error, too, and where `anyhow`, `#[error(transparent)]` or [`io::Error::other`](std::io::Error::other)
-/// is around it. The outermost one counts.
+/// These errors are also found as a source of the error, and inside `anyhow`, `#[error(transparent)]` or
+/// [`io::Error::other`](std::io::Error::other). The outermost one counts.
 ///
-/// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.
+/// The worker records the result in the store, outside the service. A layer that retries in the process (`tower::retry`) is therefore
+/// within one attempt.
 ///
-/// # How many
+/// # Concurrency
 ///
-/// As many jobs are claimed as instances of the service are [ready](Service::poll_ready), up to [`concurrency`](Self::concurrency). Each job
-/// runs in a task of its own. A service that fails or panics when it is asked whether it is ready [ends](WorkerError::Service) the worker. While nothing is due no instance is kept ready, so that a worker does not keep permits from others.
+/// The worker claims as many jobs as instances of the service are [ready](Service::poll_ready), up to [`concurrency`](Self::concurrency).
+/// Each job runs in a task of its own. If `poll_ready` fails or panics, the worker [ends](WorkerError::Service). While no job is due,
+/// the worker keeps no instance ready, so that it does not hold permits that others need.
 ///
 /// # Leases
 ///
-/// A job is the worker's for the time of a [lease](Self::lease), which is extended after a third of it for as long as the job runs. A worker that dies or
-/// stands still leaves its jobs to others then, and what it answers later changes nothing. A service is [told](Job::cancellation) when its
-/// job is to be given up, and dropped when it does not end [soon](Self::abort_after): the lease is lost, somebody has cancelled the job, or it
-/// runs for [too long](Self::max_runtime).
+/// A worker holds a job for the duration of a [lease](Self::lease), and renews it after a third of that for as long as the job runs. If the
+/// worker dies or stalls, other workers take over its jobs, and its late results have no effect. When its job should be given up, the
+/// service is [notified](Job::cancellation), and dropped if it does not end [in time](Self::abort_after). That happens if the lease is
+/// lost, the job was cancelled, or it exceeds the [maximum runtime](Self::max_runtime).
 ///
-/// Work that blocks its thread belongs into [`spawn_blocking`](tokio::task::spawn_blocking), where it goes on when its service is dropped, unless it looks whether
-/// the job is to be [given up](super::Cancellation::is_cancelled). Elsewhere it holds up what else its thread has to do, and a service that never yields cannot be
-/// dropped: a second after it should have been the attempt is over all the same, with a line in the log, and the next one comes after the
-/// [backoff](Self::backoff), in another worker, or in this one when the thread is back. Until then it counts as one that
-/// [runs](Self::concurrency), and if this worker gets the job again it is put off, which is no attempt.
+/// Run blocking work in [`spawn_blocking`](tokio::task::spawn_blocking). It goes on there when its service is dropped, unless it checks
+/// [`is_cancelled`](super::Cancellation::is_cancelled). Blocking work elsewhere delays the other tasks of its thread, and a service that
+/// never yields cannot be dropped. A second after the drop was due, the worker abandons such a job: it logs a warning, and the attempt
+/// has failed. The next attempt comes after the [backoff](Self::backoff), in another worker, or in this one when the thread is free again.
+/// Until then the abandoned job counts for the [concurrency](Self::concurrency). If this worker claims the same job again, it snoozes the
+/// job, and that attempt does not count.
 ///
 /// # Logs
 ///
-/// The log has a WARN for each job that dies, and for each that a shutdown cuts off when its [grace](Self::grace) is over. They have the fields
-/// `queue`, `job` (the id), `attempts` and `reason`; a dead job has its `error`, too. A worker logs up to 100 of them a second, and then how many more there were.
+/// The log has a WARN for each job that dies, and for each job that a shutdown cuts off after its [grace](Self::grace) period. They have the
+/// fields `queue`, `job` (the id), `attempts` and `reason`; a dead job also has its `error`. A worker logs up to 100 of them a second, and
+/// then the number of further ones.
 ///
 /// # When the store fails
 ///
-/// The worker asks again, first after 50 ms and then up to once a second, until it works; what jobs have come to is kept and noted then. Meanwhile
-/// it keeps no more than one instance of the service ready, and none between two calls: others may have a use for its permits.
+/// The worker retries its calls, first after 50 ms and then up to once a second, until the store works. It keeps the results of jobs and
+/// records them then. Meanwhile it keeps at most one instance of the service ready, and none between two calls, since others may need the
+/// permits.
 ///
 /// # Cancellation
 ///
-/// Dropping the future of [`run`](Self::run) drops what the service is at, at once. Those jobs come back when their leases have ended,
-/// and the attempt counts. [`run_until`](Self::run_until) ends without that.
+/// If you drop the future of [`run`](Self::run), the running services are dropped at once. Their jobs return when their leases have ended,
+/// and the attempt counts. [`run_until`](Self::run_until) shuts down gracefully.
 #[must_use = "a worker does nothing until it runs"]
 pub struct DelayQueueWorker<T, S, C = Json> {
     queue: DelayQueue<T, C>,
-    slots: ReadyServices<S>,
+    services: ReadyServices<S>,
     settings: Settings<T>,
 }
 
@@ -116,13 +121,13 @@ pub(crate) struct Settings<T> {
     pub(crate) backoff: Backoff,
     pub(crate) on_undecodable: OnUndecodable,
     pub(crate) span: Option<Arc<MakeSpan<T>>>,
-    pub(crate) teller: EventSender,
+    pub(crate) events: EventSender,
 }
 
 type MakeSpan<T> = dyn Fn(&Job<T>) -> Span + Send + Sync;
 
 impl<T> Settings<T> {
-    /// The span of an attempt.
+    /// Creates the span of an attempt.
     pub(crate) fn span(&self, queue: &str, job: &Job<T>) -> Span {
         let span = self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job));
         #[cfg(feature = "otel")]
@@ -132,20 +137,20 @@ impl<T> Settings<T> {
 }
 
 impl<T, S: Clone, C> DelayQueueWorker<T, S, C> {
-    /// Gives the jobs of `queue` to clones of `service`.
+    /// Runs the jobs of `queue` with clones of `service`.
     pub fn new(queue: DelayQueue<T, C>, service: S) -> Self {
-        Self::with_slots(queue, ReadyServices::many(service, S::clone))
+        Self::with_services(queue, ReadyServices::many(service, S::clone))
     }
 }
 
 impl<T, S, C> DelayQueueWorker<T, S, C> {
-    /// The same for a service that cannot be cloned: jobs are claimed one by one, each when the service is ready for another one. Several of
-    /// them run at a time, if the service is ready while it is at one.
+    /// A worker for a service that cannot be cloned. It claims jobs one at a time, each when the service is ready for another one. Several
+    /// jobs run concurrently if the service is ready while it runs one.
     pub fn one_by_one(queue: DelayQueue<T, C>, service: S) -> Self {
-        Self::with_slots(queue, ReadyServices::single(service))
+        Self::with_services(queue, ReadyServices::single(service))
     }
 
-    fn with_slots(queue: DelayQueue<T, C>, slots: ReadyServices<S>) -> Self {
+    fn with_services(queue: DelayQueue<T, C>, services: ReadyServices<S>) -> Self {
         let settings = Settings {
             concurrency: 64,
             lease: Duration::from_secs(30),
@@ -155,69 +160,73 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
             backoff: Backoff::default(),
             on_undecodable: OnUndecodable::default(),
             span: None,
-            teller: EventSender::new(),
+            events: EventSender::new(),
         };
-        Self { queue, slots, settings }
+        Self { queue, services, settings }
     }
 
-    /// How many jobs run at a time at the most; fewer if the service is ready for fewer. Defaults to 64; 0 counts as 1. However many it is, no
-    /// more than 512 for each part of the queue are claimed at a time, and the service is not cloned more often than that for them.
+    /// The largest number of concurrent jobs. The service may be ready for fewer. Defaults to 64; 0 counts as 1. At most 512 jobs for each
+    /// part of the queue are claimed at a time, and the service is cloned at most that often for them.
     pub fn concurrency(mut self, jobs: usize) -> Self {
         self.settings.concurrency = jobs.max(1);
         self
     }
 
-    /// How long a job stays the worker's when nothing is heard of it: from 10 ms to a day. If the worker dies, an idle worker takes the job within half
-    /// a second after that for leases of at least 5 s. It has to
-    /// be longer than the store takes to answer: a job whose lease has ended by then is not begun, and given back with its attempt. Defaults to 30 s.
+    /// How long a job is reserved for the worker without a renewal: from 10 ms to a day. Defaults to 30 s. If the worker dies, an idle worker
+    /// takes the job within half a second after that, for leases of at least 5 s.
+    ///
+    /// Choose a lease longer than a store call takes. If the lease of a job has ended when the claim returns, the job is not started, and the
+    /// worker releases it; that attempt does not count.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
         self
     }
 
-    /// For how long one attempt may run. After that the job is told to [give up](Job::cancellation), and the attempt has failed unless the
-    /// service answers that it is done. Defaults to an hour; `None` lets a job that hangs run for as long as the worker does.
+    /// The maximum runtime of one attempt. After that the service is told to [give up](Job::cancellation) the job, and the attempt has failed
+    /// unless the service returns `Ok`. Defaults to an hour. With `None` a job that hangs runs for as long as the worker does.
     pub fn max_runtime(mut self, time: impl Into<Option<Duration>>) -> Self {
         self.settings.max_runtime = time.into();
         self
     }
 
-    /// How long a service that is told to give up its job may take before its future is dropped. Defaults to 5 s.
-    pub fn abort_after(mut self, patience: Duration) -> Self {
-        self.settings.abort_after = patience;
+    /// How long a service may take to give up its job before its future is dropped. Defaults to 5 s.
+    pub fn abort_after(mut self, timeout: Duration) -> Self {
+        self.settings.abort_after = timeout;
         self
     }
 
-    /// How long [`run_until`](Self::run_until) waits for jobs that run before they are told to give up. Defaults to 20 s.
+    /// How long [`run_until`](Self::run_until) waits for running jobs before it tells them to give up. Defaults to 20 s.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.settings.grace = grace;
         self
     }
 
-    /// How long a job that has failed waits. Defaults to [`Backoff::default`].
+    /// How long a failed job waits for its next attempt. Defaults to [`Backoff::default`].
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.settings.backoff = backoff;
         self
     }
 
-    /// What becomes of a job whose payload cannot be read. Defaults to [`OnUndecodable::Dead`].
-    pub fn on_undecodable(mut self, then: OnUndecodable) -> Self {
-        self.settings.on_undecodable = then;
+    /// How to handle a job whose payload cannot be decoded. Defaults to [`OnUndecodable::Dead`].
+    pub fn on_undecodable(mut self, action: OnUndecodable) -> Self {
+        self.settings.on_undecodable = action;
         self
     }
 
-    /// The span in which a job runs. Defaults to one called `job` with the fields `queue`, `id` and `attempt`, and `link.trace_id` and
-    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. With the feature `otel` either has a link to
-    /// who pushed the job: see [traces](crate::delay_queue#traces). Where `make` panics the attempt has failed, as it has where the service does.
+    /// The span of each attempt. Defaults to one named `job` with the fields `queue`, `id` and `attempt`. If the job has a
+    /// [`traceparent`](https://www.w3.org/TR/trace-context/) header, the span also has `link.trace_id` and `link.span_id`.
+    ///
+    /// With the feature `otel` the default span and your own link to the span of the push: see [traces](crate::delay_queue#traces). If `make`
+    /// panics, the attempt has failed, as it has if the service panics.
     pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
         self.settings.span = Some(Arc::new(make));
         self
     }
 
-    /// What happens from now on, for whoever picks it up.
+    /// The events of this worker from now on.
     #[must_use]
     pub fn events(&self) -> Events {
-        self.settings.teller.listen()
+        self.settings.events.subscribe()
     }
 }
 
@@ -227,7 +236,7 @@ where
     C: Codec<T> + Send + Sync + 'static,
     T: Send + 'static,
 {
-    /// Works until the service says that it will never be ready again.
+    /// Runs until the service fails to become ready.
     ///
     /// # Errors
     ///
@@ -236,12 +245,13 @@ where
         self.run_until(pending()).await
     }
 
-    /// Works until `shutdown` is ready. Nothing is claimed after that; jobs that run have the time of [`grace`](Self::grace) to come to
-    /// their end. The others are told to give up, and wait as before: the attempt does not count. Only where the service still answers that
-    /// its job is done, or with an error that [says](Self#what-becomes-of-a-job) what becomes of it, such as an [`Outcome`](super::Outcome), that counts.
+    /// Runs until `shutdown` completes. The worker then claims no more jobs, and waits for running jobs for the [`grace`](Self::grace) period.
+    /// It tells the remaining ones to give up, and releases them: they wait as before, and the attempt does not count. A service that still
+    /// returns `Ok`, or an error that [determines the outcome](Self#what-becomes-of-a-job), such as an [`Outcome`](super::Outcome), sets the
+    /// result as usual.
     ///
-    /// Ends when the store has noted all of that, or five seconds later when it fails. A service that never yields, since it blocks its thread, cannot
-    /// be dropped: a second after it should have been it is left behind, and its job comes back when the lease has ended.
+    /// Returns when the store has recorded all results, or five seconds later if the store fails. A service that never yields, since it blocks
+    /// its thread, cannot be dropped. It is abandoned a second after the drop was due, and its job returns when the lease has ended.
     ///
     /// # Errors
     ///
@@ -252,7 +262,7 @@ where
             let (ttl, min, max) = (lease, Claim::MIN_LEASE, Claim::MAX_LEASE);
             return Err(WorkerError::Config(ConfigError::TtlOutOfRange { ttl, min, max }));
         }
-        WorkerLoop::new(self.queue, self.slots, self.settings).map_err(WorkerError::Store)?.run(shutdown).await
+        WorkerLoop::new(self.queue, self.services, self.settings).map_err(WorkerError::Store)?.run(shutdown).await
     }
 }
 
@@ -266,28 +276,29 @@ impl<T, S, C> fmt::Debug for DelayQueueWorker<T, S, C> {
     }
 }
 
-/// What becomes of a job whose payload a worker cannot read.
+/// How a worker handles a job whose payload it cannot decode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUndecodable {
-    /// It is dead at once, [undecodable](super::Reason::Undecodable).
+    /// The job is dead at once, [undecodable](super::Reason::Undecodable).
     #[default]
     Dead,
-    /// As after an error of the service: it is tried again after the [backoff](DelayQueueWorker::backoff), and dead after the last attempt,
-    /// [undecodable](super::Reason::Undecodable) if that one could not read it either. For jobs of a new release that workers of the old one may meet.
+    /// As after an error of the service: the job is tried again after the [backoff](DelayQueueWorker::backoff). After the last attempt it is dead:
+    /// [undecodable](super::Reason::Undecodable) if the last attempt could not decode it either. Use this during a rolling update, while
+    /// workers of the old release may claim jobs of the new one.
     Retry,
 }
 
-/// A worker cannot go on.
+/// Why a worker ended early.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
-    /// The service will never be ready again: it has failed when it was asked, or panicked. What ran has been given the time that a
-    /// shutdown gives.
+    /// `poll_ready` of the service failed or panicked, so the service will never be ready again. Running jobs had the grace period of a
+    /// shutdown.
     Service(BoxError),
-    /// A setting cannot work; nothing was asked of the store.
+    /// A setting is invalid. No store call was made.
     Config(ConfigError),
-    /// The system has no random numbers for the name of the worker.
+    /// The system has no random numbers for the worker's id.
     Store(StoreError),
 }
 

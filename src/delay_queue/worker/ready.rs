@@ -7,86 +7,86 @@ use crate::delay_queue::job::Job;
 use crate::error::BoxError;
 use crate::panics::discard;
 
-/// Instances of a service, as many as jobs are about to be given to one.
+/// Instances of a service that are ready, one for each job that is about to be claimed.
 ///
-/// Each job is given to an instance that has said to be ready for it, before the job is claimed.
+/// An instance becomes ready for a job before the job is claimed.
 pub(crate) struct ReadyServices<S> {
-    // Where instances come from; `None` if there is one and no other.
+    // Makes new instances; `None` if there is only one instance.
     source: Option<Source<S>>,
     ready: Vec<S>,
-    // The one that is being waited for. Another one must not be asked before it: it may have a place in a line.
-    waiting: Option<S>,
-    unasked: Vec<S>,
+    // The instance whose `poll_ready` is pending. It is polled before any other, since it may have a position in a wait queue.
+    pending: Option<S>,
+    idle: Vec<S>,
 }
 
 struct Source<S> {
     service: S,
-    // So that nobody else has to know that it can be cloned.
+    // A function pointer, so that only the constructor requires `S: Clone`.
     clone: fn(&S) -> S,
 }
 
 impl<S> ReadyServices<S> {
     pub(crate) const fn many(service: S, clone: fn(&S) -> S) -> Self {
-        Self { source: Some(Source { service, clone }), ready: Vec::new(), waiting: None, unasked: Vec::new() }
+        Self { source: Some(Source { service, clone }), ready: Vec::new(), pending: None, idle: Vec::new() }
     }
 
     pub(crate) fn single(service: S) -> Self {
-        Self { source: None, ready: Vec::new(), waiting: None, unasked: vec![service] }
+        Self { source: None, ready: Vec::new(), pending: None, idle: vec![service] }
     }
 
-    /// How many instances are ready.
+    /// The number of ready instances.
     pub(crate) const fn ready(&self) -> usize {
         self.ready.len()
     }
 
-    /// Asks instances whether they are ready until so many are, or one is to be waited for.
+    /// Polls instances until `wanted` are ready, or one is pending.
     pub(crate) fn fill<T>(&mut self, wanted: usize, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>>
     where
         S: Service<Job<T>, Error: Into<BoxError>>,
     {
         while self.ready.len() < wanted {
-            let instance = self.waiting.take().or_else(|| self.unasked.pop());
+            let instance = self.pending.take().or_else(|| self.idle.pop());
             let instance = instance.or_else(|| self.source.as_ref().map(|source| (source.clone)(&source.service)));
-            // The only one there is has been asked already.
+            // There is only one instance, and it is in use or ready.
             let Some(mut instance) = instance else { break };
             match catch_unwind(AssertUnwindSafe(|| instance.poll_ready(cx))) {
                 Ok(Poll::Ready(Ok(()))) => self.ready.push(instance),
                 Ok(Poll::Ready(Err(error))) => return Poll::Ready(Err(error.into())),
                 Ok(Poll::Pending) => {
-                    self.waiting = Some(instance);
+                    self.pending = Some(instance);
                     return Poll::Pending;
                 }
                 Err(panic) => {
                     discard(panic);
-                    return Poll::Ready(Err("the service panicked when it was asked whether it is ready".into()));
+                    return Poll::Ready(Err("the service panicked in `poll_ready`".into()));
                 }
             }
         }
         Poll::Ready(Ok(()))
     }
 
-    /// An instance that is ready.
+    /// Takes a ready instance.
     pub(crate) fn take(&mut self) -> Option<S> {
         self.ready.pop()
     }
 
-    /// Takes back an instance that was given a job.
+    /// Returns an instance that was given a job.
     pub(crate) fn put(&mut self, instance: S) {
-        self.unasked.push(instance);
+        self.idle.push(instance);
     }
 
-    /// Takes back an instance that has panicked, where there is no other one.
-    pub(crate) fn put_damaged(&mut self, instance: S) {
+    /// Returns an instance that has panicked. It is dropped if new instances can be made.
+    pub(crate) fn put_panicked(&mut self, instance: S) {
         if self.source.is_none() {
-            self.unasked.push(instance);
+            self.idle.push(instance);
         }
     }
 
-    /// Lets go of what instances that are ready keep others from, such as permits.
-    pub(crate) fn rest(&mut self) {
+    /// Drops ready instances, since they may hold permits that others need.
+    pub(crate) fn release(&mut self) {
         if self.source.is_some() {
             self.ready.clear();
-            self.waiting = None;
+            self.pending = None;
         }
     }
 }

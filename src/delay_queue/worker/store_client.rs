@@ -4,32 +4,32 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use crate::delay_queue::metrics::{CallMeters, PushResult};
+use crate::delay_queue::metrics::{PushResult, QueueMetrics};
 use crate::delay_queue::store::{Admission, QueueKey};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
 
-/// How long those who push many jobs wait for a store that fails.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a bulk push waits for a failing store.
+const BULK_WAIT: Duration = Duration::from_secs(1);
 
-/// What all clones of a queue have in common for their calls of the store, those of workers aside: these ask until it works.
+/// State that the clones of a queue share for their store calls: circuits and metrics. Workers bypass it: they retry until the store works.
 pub(crate) struct StoreClient {
     queue: Key,
     breaker: CircuitBreaker,
-    // One for each part of the queue: they may lie on different nodes.
+    // One for each part of the queue, since parts may be on different nodes.
     circuits: Box<[Circuit]>,
-    // Made when the store is first asked: the recorder is installed by then.
-    meters: OnceLock<CallMeters>,
+    // Created at the first store call, when the metrics recorder is installed.
+    metrics: OnceLock<QueueMetrics>,
 }
 
 impl StoreClient {
     pub(crate) fn new(queue: Key, breaker: CircuitBreaker, parts: u16) -> Self {
         let circuits = (0..parts).map(|_| Circuit::new(breaker)).collect();
-        Self { queue, breaker, circuits, meters: OnceLock::new() }
+        Self { queue, breaker, circuits, metrics: OnceLock::new() }
     }
 
-    /// The same for a queue of so many parts.
+    /// A new client for a queue of `parts` parts.
     pub(crate) fn split(&self, parts: u16) -> Self {
         Self::new(self.queue, self.breaker, parts)
     }
@@ -38,50 +38,50 @@ impl StoreClient {
         &self.circuits[usize::from(queue.part())]
     }
 
-    /// Waits until the store may be asked, for no longer than there is patience.
-    pub(crate) async fn admit(&self, queue: &QueueKey, patience: &mut Patience) -> Result<(), StoreError> {
+    /// Waits until the circuit admits a call, for as long as `wait` allows.
+    pub(crate) async fn admit(&self, queue: &QueueKey, wait: &mut CircuitWait) -> Result<(), StoreError> {
         let circuit = self.circuit(queue);
         loop {
             let Err(error) = circuit.admit() else { return Ok(()) };
-            let ends = *patience.ends.get_or_insert_with(|| Instant::now() + patience.time);
-            match circuit.next_probe().filter(|probe| *probe <= ends) {
-                // Somebody else may be faster.
+            let ends_at = *wait.ends_at.get_or_insert_with(|| Instant::now() + wait.timeout);
+            match circuit.next_probe().filter(|probe| *probe <= ends_at) {
+                // Another call may take the probe, hence the loop.
                 Some(probe) => sleep_until(probe).await,
                 None => return Err(error),
             }
         }
     }
 
-    pub(crate) fn ended<T>(&self, queue: &QueueKey, answer: &Result<T, StoreError>) {
-        let (circuit, watch) = (self.circuit(queue), Part { calls: self, queue });
-        match answer {
-            Ok(_) => circuit.answered(&watch),
-            Err(error) => circuit.failed(&watch, error),
+    pub(crate) fn ended<T>(&self, queue: &QueueKey, reply: &Result<T, StoreError>) {
+        let (circuit, observer) = (self.circuit(queue), PartObserver { client: self, queue });
+        match reply {
+            Ok(_) => circuit.answered(&observer),
+            Err(error) => circuit.failed(&observer, error),
         }
     }
 
-    /// Counts what comes of pushing so many jobs.
+    /// Counts the result of a push of `jobs` jobs.
     pub(crate) const fn pushing(&self, jobs: usize) -> Pushing<'_> {
-        Pushing { calls: self, jobs }
+        Pushing { client: self, jobs }
     }
 
-    fn meters(&self) -> &CallMeters {
-        self.meters.get_or_init(|| CallMeters::new(self.queue.as_str()))
+    fn metrics(&self) -> &QueueMetrics {
+        self.metrics.get_or_init(|| QueueMetrics::new(self.queue.as_str()))
     }
 }
 
-/// A push that is not answered yet. They have failed if nobody waits for the answer: it is not known what has become of them.
+/// A push in flight. If it is dropped without a reply, its jobs count as failed, since the outcome is unknown.
 pub(crate) struct Pushing<'a> {
-    calls: &'a StoreClient,
+    client: &'a StoreClient,
     jobs: usize,
 }
 
 impl Pushing<'_> {
-    pub(crate) fn answered(mut self, answer: &Result<Vec<Admission>, StoreError>) {
-        if let Ok(admissions) = answer {
+    pub(crate) fn answered(mut self, reply: &Result<Vec<Admission>, StoreError>) {
+        if let Ok(admissions) = reply {
             self.jobs = 0;
-            let meters = self.calls.meters();
-            admissions.iter().for_each(|admission| meters.pushed(PushResult::of(admission), 1));
+            let metrics = self.client.metrics();
+            admissions.iter().for_each(|admission| metrics.pushed(PushResult::of(admission), 1));
         }
     }
 }
@@ -89,52 +89,52 @@ impl Pushing<'_> {
 impl Drop for Pushing<'_> {
     fn drop(&mut self) {
         if self.jobs > 0 {
-            self.calls.meters().pushed(PushResult::Failed, self.jobs);
+            self.client.metrics().pushed(PushResult::Failed, self.jobs);
         }
     }
 }
 
-/// How long to wait for a store that fails, from when it is first waited for.
-pub(crate) struct Patience {
-    time: Duration,
-    ends: Option<Instant>,
+/// How long to wait for a failing store, counted from the first wait.
+pub(crate) struct CircuitWait {
+    timeout: Duration,
+    ends_at: Option<Instant>,
 }
 
-impl Patience {
-    /// For those who would rather be told at once.
+impl CircuitWait {
+    /// Fails at once.
     pub(crate) const fn none() -> Self {
-        Self { time: Duration::ZERO, ends: None }
+        Self { timeout: Duration::ZERO, ends_at: None }
     }
 
-    /// For those who push many jobs, and of whom a moment would fail all the rest.
-    pub(crate) const fn of_many() -> Self {
-        Self { time: PATIENCE, ends: None }
+    /// For a bulk push: a short outage must not fail all remaining jobs.
+    pub(crate) const fn bulk() -> Self {
+        Self { timeout: BULK_WAIT, ends_at: None }
     }
 
-    /// The store has answered.
-    pub(crate) fn is_rewarded(&mut self) {
-        self.ends = None;
+    /// Restarts the wait, since the store has answered.
+    pub(crate) fn reset(&mut self) {
+        self.ends_at = None;
     }
 }
 
-/// One part of the queue.
-struct Part<'a> {
-    calls: &'a StoreClient,
+/// A part of the queue, as the observer of its circuit.
+struct PartObserver<'a> {
+    client: &'a StoreClient,
     queue: &'a QueueKey,
 }
 
-impl CircuitObserver for Part<'_> {
+impl CircuitObserver for PartObserver<'_> {
     fn failed(&self) {
-        self.calls.meters().store_failed();
+        self.client.metrics().store_failed();
     }
 
     fn opened(&self) {
-        self.calls.meters().circuit(true);
+        self.client.metrics().circuit(true);
         tracing::warn!(queue = %self.queue, "delay queue circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
-        self.calls.meters().circuit(false);
+        self.client.metrics().circuit(false);
         tracing::info!(queue = %self.queue, "delay queue circuit closes: the store is asked again");
     }
 
