@@ -1,6 +1,6 @@
 use crate::error::BoxError;
 
-/// How payloads become bytes and come back.
+/// Encodes and decodes payloads.
 ///
 /// ```
 /// use tollgate::BoxError;
@@ -20,22 +20,22 @@ use crate::error::BoxError;
 /// }
 /// ```
 pub trait Codec<T> {
-    /// The bytes that are kept.
+    /// Encodes a payload into the bytes to store.
     ///
     /// # Errors
     ///
-    /// If there are none for this payload; it is not pushed then.
+    /// If the payload cannot be encoded; the job is then not pushed.
     fn encode(&self, payload: &T) -> Result<Vec<u8>, BoxError>;
 
-    /// What [`encode`](Self::encode) was given.
+    /// Decodes the bytes from [`encode`](Self::encode).
     ///
     /// # Errors
     ///
-    /// If the bytes are not those of a payload; the job is dead then, with the bytes kept.
+    /// If the bytes are no valid payload; the job is then dead, with its bytes kept.
     fn decode(&self, bytes: &[u8]) -> Result<T, BoxError>;
 }
 
-/// Payloads as JSON, by serde. A [`Codec`] with the feature `json`.
+/// Encodes payloads as JSON with serde. A [`Codec`] with the feature `json`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 

@@ -4,41 +4,41 @@ use std::sync::Arc;
 
 use crate::error::{ConfigError, StoreError};
 
-/// Why a job was not pushed, or not found, changed or finished.
+/// Why an operation on a queue failed.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// The store failed. What was asked may still have happened; a [clone](super::Push) of a push that was kept can be pushed again, and
-    /// there is one while it waits or runs. One that is done by then runs a second time, unless it is
+    /// The store failed. The operation may still have taken effect. You can push a kept [clone](super::Push) of a push again: while the job
+    /// waits or runs, no second one is added. If the job is done by then, it runs a second time, unless it is
     /// [unique for a time](super::Push::unique_for): `.unique_for(key, UniqueFor::Time(..))`.
     Store(StoreError),
-    /// The queue has as many jobs as it may have, dead ones included. It is worth trying again later: when others are done, a worker has claimed
-    /// and let go of dead ones that are [too many](super::DelayQueue::keep_dead), or somebody [forgets](super::DelayQueue::forget) some.
+    /// The queue has its largest number of jobs, dead ones included. Try again later: jobs may be done, a worker may remove dead jobs beyond
+    /// the [limit](super::DelayQueue::keep_dead), or an operator may [forget](super::DelayQueue::forget) some.
     Full {
-        /// How many that is.
+        /// The largest number of jobs.
         max: u64,
     },
-    /// The payload and the headers are larger than a job of this queue may be.
+    /// The payload and the headers are larger than this queue allows.
     TooLarge {
-        /// How many bytes they have.
+        /// Their size in bytes.
         bytes: usize,
-        /// How many they may have.
+        /// The largest size in bytes.
         max: usize,
     },
-    /// The payload cannot be encoded: what the [codec](super::Codec) has failed with, which clones of the [push](super::Push) share.
+    /// The payload cannot be encoded: the error of the [codec](super::Codec), shared by clones of the [push](super::Push).
     Encode(Arc<dyn Error + Send + Sync>),
-    /// A setting cannot work; nothing was asked of the store.
+    /// A setting is invalid. No store call was made.
     Config(ConfigError),
 }
 
 impl QueueError {
-    /// Whether the queue has as many jobs as it may have.
+    /// Whether the queue has its largest number of jobs.
     #[must_use]
     pub const fn is_full(&self) -> bool {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether the job is larger than it may be.
+    /// Whether the job is too large.
     #[must_use]
     pub const fn is_too_large(&self) -> bool {
         matches!(self, Self::TooLarge { .. })
@@ -49,8 +49,10 @@ impl fmt::Display for QueueError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Store(error) => fmt::Display::fmt(error, f),
-            Self::Full { max } => write!(f, "the queue has {max} jobs, dead ones included, and no room for more"),
-            Self::TooLarge { bytes, max } => write!(f, "a job of {bytes} bytes is larger than {max}"),
+            Self::Full { max } => write!(f, "the queue is full: it has {max} jobs, dead ones included"),
+            Self::TooLarge { bytes, max } => {
+                write!(f, "the job is too large: {bytes} bytes, and the limit is {max} bytes")
+            }
             Self::Encode(_) => f.write_str("the payload cannot be encoded"),
             Self::Config(error) => fmt::Display::fmt(error, f),
         }

@@ -9,13 +9,13 @@ use super::store::MAX_BATCH;
 use crate::error::StoreError;
 use crate::key::{Key, ParseKeyError};
 
-/// What a job is called: a name of the caller's choice, or a [ULID](https://github.com/ulid/spec), which says when it was made.
+/// The id of a job: a name of your choice, or a generated [ULID](https://github.com/ulid/spec), which contains its time of creation.
 ///
-/// A name is escaped and bounded as every [`Key`] is. Jobs that are due in the same millisecond are taken in the order of their
-/// ids, so those that one process pushes one after the other without a name come in that order.
+/// A name is escaped and bounded like every [`Key`]. Jobs that are due in the same millisecond are claimed in the order of their ids, so
+/// generated ids of one process keep the order of its pushes.
 ///
-/// What it is shown as, in a log or a table of one's own, is made an id again by `parse`. A name is not: [`new`](Self::new) is for these, and
-/// would escape once more what was escaped.
+/// `parse` turns the displayed form, for example from a log or your own table, into the same id. Use [`new`](Self::new) only for names: it
+/// would escape the displayed form again.
 ///
 /// ```
 /// use tollgate::JobId;
@@ -29,24 +29,24 @@ use crate::key::{Key, ParseKeyError};
 pub struct JobId(Key);
 
 impl JobId {
-    /// The job that the caller calls `name`.
+    /// The id with this name.
     pub fn new(name: impl Into<Key>) -> Self {
         Self(name.into())
     }
 
-    /// An id that nobody else has, larger than all that this process has made before.
+    /// Generates a unique id, larger than all earlier ones of this process.
     ///
     /// # Errors
     ///
-    /// If the system has no random numbers to give.
+    /// If the system provides no random numbers.
     pub fn unique() -> Result<Self, StoreError> {
         Ok(Self(Ulid::reserve(1)?.to_key()))
     }
 
-    /// No id is less.
+    /// The smallest id.
     pub(crate) const LEAST: Self = Self(Key::EMPTY);
 
-    /// The id as it appears in a store, and as it is shown. `parse` makes the same id of it again.
+    /// The id as a store keeps it and as it is displayed. `parse` turns it into the same id.
     #[must_use]
     pub fn as_str(&self) -> &str {
         self.0.as_str()
@@ -62,7 +62,7 @@ impl JobId {
         self.0.as_bytes()
     }
 
-    /// What a ULID has before its last digit, and that one; `None` for what cannot be a ULID.
+    /// A ULID without its last digit, and that digit; `None` for other ids.
     #[cfg(feature = "redis")]
     pub(crate) fn digit(&self) -> Option<(&[u8], usize)> {
         let (last, stem) = self.as_bytes().split_last()?;
@@ -70,14 +70,14 @@ impl JobId {
         (stem.len() == Ulid::LEN - 1).then_some((stem, digit))
     }
 
-    /// What [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be an id.
+    /// The id with these [bytes](Self::as_bytes) from a store; `None` if they are no valid id.
     #[cfg(feature = "redis")]
     pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
         Key::stored(str::from_utf8(bytes).ok()?).map(Self)
     }
 }
 
-/// Ids as [`JobId::unique`] makes them, so many of which follow each other: a store may keep these with less.
+/// Generates consecutive ids, like those of [`JobId::unique`]. A store can keep runs of consecutive ids in less memory.
 #[derive(Default)]
 pub(crate) struct UniqueIds {
     next: Ulid,
@@ -87,7 +87,7 @@ pub(crate) struct UniqueIds {
 impl UniqueIds {
     /// # Errors
     ///
-    /// If the system has no random numbers to give.
+    /// If the system provides no random numbers.
     pub(crate) fn next(&mut self) -> Result<JobId, StoreError> {
         if self.left == 0 {
             (self.next, self.left) = (Ulid::reserve(MAX_BATCH)?, MAX_BATCH);
@@ -98,7 +98,7 @@ impl UniqueIds {
     }
 }
 
-/// 48 bits of time and 80 random bits. Within one millisecond the next is the last one and 1 more.
+/// 48 bits of time and 80 random bits. Within one millisecond each ULID is the previous one plus 1.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Ulid(u128);
 
@@ -107,10 +107,10 @@ const RANDOM_BITS: u32 = 80;
 impl Ulid {
     /// Crockford's base 32.
     const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
-    /// How many digits it has.
+    /// The number of digits.
     const LEN: usize = 26;
 
-    /// The first of so many that follow each other. Where those are several, the last digit of the first is 0.
+    /// The first of `count` consecutive ULIDs. If `count` is larger than 1, its last digit is 0.
     fn reserve(count: usize) -> Result<Self, StoreError> {
         static LAST: Mutex<Ulid> = Mutex::new(Ulid(0));
         let now_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
@@ -124,7 +124,7 @@ impl Ulid {
     }
 
     const fn next(self) -> Self {
-        // A carry into the time is a millisecond that has not begun yet, which does no harm.
+        // A carry into the time bits is a millisecond ahead, which does no harm.
         Self(self.0.wrapping_add(1))
     }
 
@@ -135,12 +135,12 @@ impl Ulid {
         }
         let mut random = [0; 16];
         getrandom::fill(&mut random[..10]).map_err(StoreError::other)?;
-        // The highest bit stays free, so that there is room to count.
+        // The highest random bit is 0, which leaves room for increments.
         let random = u128::from_le_bytes(random) >> 1;
         Ok(Self(u128::from(now_ms) << RANDOM_BITS | random))
     }
 
-    /// Digits that sort as the numbers do.
+    /// Digits that sort like the numbers.
     fn to_key(self) -> Key {
         let mut text = [0; Self::LEN];
         for (i, digit) in text.iter_mut().rev().enumerate() {
@@ -162,7 +162,7 @@ impl PartialOrd for JobId {
     }
 }
 
-// By hand: a key is an array of its longest length, and most are short.
+// By hand: hashes only the used bytes of a key, which is an array of the maximum length.
 impl Hash for JobId {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.as_bytes().hash(state);
@@ -181,11 +181,11 @@ impl From<&JobId> for JobId {
     }
 }
 
-/// The id that [`JobId::as_str`] answers this for.
+/// Parses the form that [`JobId::as_str`] returns.
 ///
 /// # Errors
 ///
-/// If it does so for none.
+/// If no id has this form.
 impl FromStr for JobId {
     type Err = ParseKeyError;
 
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_ulids_that_rise() {
+    fn unique_ids_are_increasing_ulids() {
         let ids: Vec<_> = (0..10_000).map(|_| JobId::unique().unwrap()).collect();
         assert!(ids.is_sorted());
         assert!(ids.windows(2).all(|pair| pair[0] != pair[1]));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_for_several_jobs_follow_each_other() {
+    fn batch_ids_are_consecutive() {
         let before = JobId::unique().unwrap();
         let mut ids = UniqueIds::default();
         let several: Vec<_> = (0..2 * MAX_BATCH).map(|_| ids.next().unwrap()).collect();
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_is_set_back_does_not_repeat_ids() {
+    fn clock_set_back_repeats_no_id() {
         let late = Ulid(0).after(2_000).unwrap();
         let early = late.after(1_000).unwrap();
         assert!(early > late && early.to_key().as_str() > late.to_key().as_str());
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_made_again_of_what_it_is_shown_as() {
+    fn id_round_trips_through_display() {
         for id in [JobId::unique().unwrap(), "a b".into(), "x".repeat(100).into(), ("welcome", 42).into()] {
             assert_eq!(id.to_string().parse(), Ok(id));
         }
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn any_name_is_an_id() {
+    fn any_name_is_a_valid_id() {
         assert_eq!(JobId::from("welcome:42").as_str(), "welcome:42");
         assert!(JobId::from("}{".repeat(1_000)).as_str().len() <= Key::MAX_LEN);
         assert_ne!(JobId::from("{a}"), JobId::from("a"));

@@ -10,18 +10,18 @@ use crate::key::Key;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Due {
-    /// So long from now, by the store's clock. At most [`Due::MAX_DELAY`].
+    /// After this delay, by the store's clock. At most [`Due::MAX_DELAY`].
     In(Duration),
-    /// At this instant, by the store's clock; at once if that is over.
+    /// At this instant, by the store's clock; at once if it is in the past.
     ///
-    /// The memory backend reads the date when it is made, and goes by what has passed since. Where the machine was suspended after that, or its clock was set, an
-    /// instant is what it is by the clock of the machine when the store is told. So what waits while that happens is late by as long as the machine
-    /// was suspended, or by as much as the clock was set forward, and early by as much as it was set back.
+    /// The memory backend reads the date when it is created, and then counts elapsed time. If the machine was suspended or its clock set
+    /// before a job is pushed, the instant still means the machine's clock at the push. If that happens while a job waits, the job is late by
+    /// the time of the suspension or the step forward, and early by a step back.
     At(SystemTime),
 }
 
 impl Due {
-    /// The longest delay there is: 3,660 days.
+    /// The longest delay: 3,660 days.
     pub const MAX_DELAY: Duration = Duration::from_secs(3_660 * 86_400);
     /// At once.
     pub const NOW: Due = Due::In(Duration::ZERO);
@@ -39,13 +39,13 @@ impl From<SystemTime> for Due {
     }
 }
 
-/// Which of the jobs that are due are taken first. As long as there is one of a higher priority, none of a lower one is taken.
+/// The priority of a job. While a job of a higher priority is due, none of a lower priority is claimed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Priority {
     /// Before all others.
     High,
-    /// What a job has that is not told otherwise.
+    /// The default.
     #[default]
     Normal,
     /// After all others.
@@ -53,35 +53,38 @@ pub enum Priority {
 }
 
 impl Priority {
-    /// All there are, the highest first.
+    /// All priorities, the highest first.
     pub const ALL: &[Self] = &[Self::High, Self::Normal, Self::Low];
 }
 
-/// What keeps a job from being pushed a second time, under whatever id.
+/// A unique key, which excludes other jobs with the same key, whatever their ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unique {
-    /// What is unique. Of one queue, or of one part of it where it is [split](super::DelayQueue::split).
+    /// The key. It is unique within a queue, or within one part of a [split](super::DelayQueue::split) queue.
     pub key: Key,
-    /// For how long.
+    /// How long it excludes other jobs.
     pub span: UniqueFor,
 }
 
-/// How long a job keeps others with the same unique key out. A dead one keeps nobody out, but for a time that was said.
+/// How long a job excludes others with the same unique key. A dead job excludes no others, except for a fixed time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UniqueFor {
-    /// Until it is done, [cancelled](super::DelayQueue::cancel), [purged](super::DelayQueue::purge) or dead; and again when it is [replayed](super::DelayQueue::replay).
+    /// Until the job is done, [cancelled](super::DelayQueue::cancel), [purged](super::DelayQueue::purge) or dead, and again after a
+    /// [replay](super::DelayQueue::replay).
     WaitingOrRunning,
-    /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
+    /// Until the job is claimed for the first time. Not again if it is snoozed, tried again or replayed.
     Waiting,
-    /// For so long after it was pushed, at most [`Due::MAX_DELAY`], also if it is done or dead before. [`cancel`](super::DelayQueue::cancel),
-    /// [`Outcome::cancel`](super::Outcome::cancel), [`purge`](super::DelayQueue::purge), [`forget`](super::DelayQueue::forget) and
-    /// [`release_unique`](super::DelayQueue::release_unique) end the time. A dead job that is removed for want of room, or for its age, does not end it.
-    /// A key whose time is over keeps nobody out, but takes room
-    /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
-    /// So do claims there.
+    /// For this time after the push, at most [`Due::MAX_DELAY`], even if the job is done or dead before. The time ends early with
+    /// [`cancel`](super::DelayQueue::cancel), [`Outcome::cancel`](super::Outcome::cancel), [`purge`](super::DelayQueue::purge),
+    /// [`forget`](super::DelayQueue::forget) or [`release_unique`](super::DelayQueue::release_unique). It does not end early if a dead job is
+    /// removed because of its age or the limit on dead jobs.
+    ///
+    /// An expired key excludes no jobs, but takes up space until it is removed. Each later push removes up to two expired keys. In memory,
+    /// where keys count for the capacity of all queues, a push removes more if there is no space left, and claims remove some as well.
     Time(Duration),
-    /// As [`Time`](Self::Time), but only [`release_unique`](super::DelayQueue::release_unique) ends the time. The jobs of `Recurring` use it, so that a cancelled occurrence is not pushed again.
+    /// Like [`Time`](Self::Time), but only [`release_unique`](super::DelayQueue::release_unique) ends it early. The jobs of `Recurring` use it,
+    /// so that a cancelled occurrence is not pushed again.
     Occurrence(Duration),
 }
 
@@ -89,24 +92,24 @@ pub enum UniqueFor {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NewJob {
-    /// What it is called.
+    /// The id.
     pub id: JobId,
     /// When it is due.
     pub due: Due,
-    /// Which jobs go first.
+    /// The priority.
     pub priority: Priority,
-    /// How many attempts it has, at least 1.
+    /// The number of attempts, at least 1.
     pub max_attempts: u16,
-    /// What keeps it from being pushed twice.
+    /// The unique key.
     pub unique: Option<Unique>,
-    /// What travels with it.
+    /// The headers.
     pub headers: Headers,
-    /// What it is about; the store does not look into it.
+    /// The encoded payload, which the store does not parse.
     pub payload: Arc<[u8]>,
 }
 
 impl NewJob {
-    /// A job that is due at once, of the usual priority, with 20 attempts.
+    /// A job that is due at once, with normal priority and 20 attempts.
     #[must_use]
     pub fn new(id: JobId, payload: impl Into<Arc<[u8]>>) -> Self {
         Self {
@@ -120,47 +123,47 @@ impl NewJob {
         }
     }
 
-    /// How many attempts a job has that is not told otherwise.
+    /// The default number of attempts.
     pub const DEFAULT_ATTEMPTS: u16 = 20;
 
-    /// How many bytes of it the caller decides on.
+    /// The size of the payload and the headers in bytes.
     #[must_use]
     pub fn size(&self) -> usize {
         self.payload.len() + self.headers.size()
     }
 }
 
-/// A job as a store keeps it.
+/// A job as stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoredJob {
-    /// What it is called.
+    /// The id.
     pub id: JobId,
-    /// Which state it is in.
+    /// The state.
     pub state: State,
-    /// How many attempts were made, the one that is running included.
+    /// The number of attempts so far, including the running one.
     pub attempt: u16,
-    /// How many attempts it has.
+    /// The largest number of attempts.
     pub max_attempts: u16,
-    /// Which jobs go first.
+    /// The priority.
     pub priority: Priority,
-    /// When it was pushed, by the store's clock.
+    /// When the job was pushed, by the store's clock.
     pub enqueued_at: SystemTime,
-    /// When it is due, or was before it was claimed, by the store's clock. While a job is snoozed: when the snooze ends. Snoozing does not change when
-    /// a job is due.
+    /// When the job is due, or was before it was claimed, by the store's clock. While the job is snoozed: when the snooze ends. Snoozing does
+    /// not change the due time.
     pub due_at: SystemTime,
-    /// What keeps it from being pushed twice.
+    /// The unique key.
     pub unique: Option<Unique>,
-    /// Why the last attempt has failed, and why it is dead.
+    /// Why the last attempt failed, and why the job is dead.
     pub note: Option<FailureInfo>,
-    /// What travels with it.
+    /// The headers.
     pub headers: Headers,
-    /// What it is about.
+    /// The encoded payload.
     pub payload: Arc<[u8]>,
 }
 
 impl StoredJob {
-    /// For stores: a job that was just pushed. It waits, and no attempt was made; the times are those of the store's clock.
+    /// For stores: a job that was just pushed. It waits, without attempts. Both times are by the store's clock.
     #[must_use]
     pub fn new(job: &NewJob, enqueued_at: SystemTime, due_at: SystemTime) -> Self {
         Self {
@@ -179,41 +182,41 @@ impl StoredJob {
     }
 }
 
-/// Why an attempt has failed.
+/// Why an attempt failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FailureInfo {
-    /// What kind of failure it was.
+    /// The kind of failure.
     pub reason: Reason,
-    /// The beginning of what there was to say.
+    /// The error text, up to [`MAX_NOTE`] bytes.
     pub error: Arc<str>,
 }
 
 impl FailureInfo {
-    /// For stores: why an attempt has failed, with the first [`MAX_NOTE`] bytes of `error`.
+    /// For stores: why an attempt failed, with the first [`MAX_NOTE`] bytes of `error`.
     #[must_use]
     pub fn new(reason: Reason, error: &str) -> Self {
         Self { reason, error: Self::cut(error).into() }
     }
 
-    /// The beginning of an error, as much as is kept.
+    /// The part of an error text that is stored.
     pub(crate) fn cut(error: &str) -> &str {
         let end = (0..=error.len().min(MAX_NOTE)).rev().find(|&end| error.is_char_boundary(end));
         &error[..end.unwrap_or_default()]
     }
 }
 
-/// What ended an attempt, or all of them.
+/// What ended an attempt, or the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reason {
-    /// The service failed.
+    /// The service returned an error or panicked.
     Failed,
-    /// The lease ended without a word: the worker has died, stood still, or was cut off. All attempts ending so is a crash loop.
+    /// The lease expired: the worker died, stalled or lost the network. If all attempts end like this, the job is in a crash loop.
     LeaseExpired,
-    /// The service said that it is not worth trying again.
+    /// The service refused the job: a retry is pointless.
     Refused,
-    /// The payload is not what the worker expects.
+    /// The worker cannot decode the payload.
     Undecodable,
 }
 
@@ -228,7 +231,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What travels with a job beside its payload, for instance the `traceparent` of who pushed it: a few names, each with a text.
+/// Headers of a job beside its payload, for example the `traceparent` of the push: a few names, each with a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Headers {
     entries: Vec<(Box<str>, Box<str>)>,
@@ -241,7 +244,7 @@ impl Headers {
         Self { entries: Vec::new() }
     }
 
-    /// Says what `name` stands for, in the place of what was said before. Names are told apart by case.
+    /// Sets the value of `name`, and replaces an earlier one. Names are case-sensitive.
     pub fn insert(&mut self, name: impl Into<Box<str>>, value: impl Into<Box<str>>) {
         let (name, value) = (name.into(), value.into());
         match self.entries.iter_mut().find(|(other, _)| *other == name) {
@@ -250,30 +253,30 @@ impl Headers {
         }
     }
 
-    /// What `name` stands for.
+    /// The value of `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&str> {
         self.entries.iter().find(|(other, _)| **other == *name).map(|(_, value)| &**value)
     }
 
-    /// All of them, in the order in which they were said.
+    /// All headers, in the order of their insertion.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.entries.iter().map(|(name, value)| (&**name, &**value))
     }
 
-    /// How many there are.
+    /// The number of headers.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no headers.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// How many bytes they take.
+    /// The size of the names and values in bytes.
     #[must_use]
     pub fn size(&self) -> usize {
         self.iter().map(|(name, value)| name.len() + value.len()).sum()

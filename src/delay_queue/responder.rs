@@ -4,11 +4,12 @@ use crate::lock::{BindLease, LeaseHandle};
 use crate::rate_limit::{AnnotateResponse, LimitInfo, RateLimitHandle};
 use crate::responder::{ErrorResponder, Responder};
 
-/// What the layers of this crate answer in front of a service of [jobs](Job): a rejection puts the job off, as with
-/// [`ErrorResponder`](crate::responder::ErrorResponder), and one that is let through has what the layer knows of it in its [extensions](Job::extensions).
+/// The responder of layers in front of a service of [jobs](Job). A rejection becomes an error, as with
+/// [`ErrorResponder`](crate::responder::ErrorResponder), for which the worker puts the job off.
 ///
-/// That is a [`RateLimitHandle`] of a [`RateLimitLayer`](crate::RateLimitLayer), by which the service says what the job has cost in the end, and a
-/// [`LeaseHandle`] of a [`LockLayer`](crate::LockLayer), which has the fence of its lock.
+/// A job that passes a layer carries its handle in the [extensions](Job::extensions). A [`RateLimitLayer`](crate::RateLimitLayer) adds a
+/// [`RateLimitHandle`], with which the service reports the final cost. A [`LockLayer`](crate::LockLayer) adds a [`LeaseHandle`], which has
+/// the fence of the lock.
 ///
 /// ```
 /// use tollgate::delay_queue::JobResponder;
@@ -77,7 +78,7 @@ impl<T, Res> AnnotateResponse<Job<T>, Res> for JobResponder {
         false
     }
 
-    /// Adds nothing: nobody reads what a job answers.
+    /// Adds nothing, since the worker discards the response of a job.
     fn announce(&self, _: &LimitInfo<'_>, _: &mut Res) {}
 }
 

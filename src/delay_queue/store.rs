@@ -11,30 +11,30 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::{Notifications, Reach};
 
-/// What a delay queue needs of a backend: jobs, each in one state at a time, every change of it one atomic step.
+/// The store of delay queues, which a backend implements. Each job is in one state at a time, and every transition is one atomic step.
 ///
 /// ```text
 ///   push            claim                 finish: done
 ///   -----> waiting -------> running ----------------------> gone
 ///             ^  |            |  |
-///             |  | cancel     |  | finish: dead, or no attempt left; or the lease has ended and no attempt is left
+///             |  | cancel     |  | finish: dead, or no attempt left; or the lease expired and no attempt is left
 ///             |  +--> gone    |  +--------------------------> dead
-///             |               | finish: retry, snooze, release; or the lease has ended     |
+///             |               | finish: retry, snooze, release; or the lease expired       |
 ///             +---------------+------------------------------------------------------------+ replay
 /// ```
 ///
-/// The backend keeps the time: delays are durations, and only [`Due::At`] is an instant. Whoever has claimed a job holds a
-/// [`JobLease`] for it, and only the holder of the last one can finish it. Every backend passes the same contract tests, which
-/// `tollgate::testing` (feature `testing`) has for others.
+/// The backend keeps the time: delays are durations, and only [`Due::At`] is an instant. A claim returns a [`JobLease`] for each job, and
+/// only the holder of the latest one can finish the job. Every backend passes the same contract tests. Your own backend can run them
+/// from `tollgate::testing` (feature `testing`).
 ///
 /// # Cancellation
 ///
-/// Dropping a returned future may or may not have done what was asked.
+/// If a returned future is dropped, the operation may or may not have taken effect.
 pub trait DelayQueueStore {
-    /// Keeps jobs until they are due. Answers for each, in order.
+    /// Adds jobs, which wait until they are due. Returns a result for each, in order.
     ///
-    /// A job whose id is waiting or running already is left alone; a dead or [cancelled](Self::cancel) one of the same id makes room for it. May be asked again:
-    /// what was kept the first time [exists](Admission::Exists) then.
+    /// If a job with the same id waits or runs, nothing changes. A dead or [cancelled](Self::cancel) job with the same id is replaced. The call
+    /// may be retried: a job that the first call added [exists](Admission::Exists) then.
     fn push(
         &self,
         queue: &QueueKey,
@@ -42,12 +42,12 @@ pub trait DelayQueueStore {
         max_jobs: u64,
     ) -> impl Future<Output = Result<Vec<Admission>, StoreError>> + Send;
 
-    /// Finishes jobs that were claimed, and then claims others that are due, in one step. With a [limit](Claim::limit) of 0, finishes
-    /// only: what a worker does that is full or about to end.
+    /// Finishes claimed jobs, and then claims due ones, in one step. With a [limit](Claim::limit) of 0 it only finishes jobs, for a worker
+    /// without capacity or one in shutdown.
     ///
-    /// Jobs whose lease has ended are waiting again before others are claimed, or dead if they have no attempt left. An attempt counts
-    /// as soon as it is claimed. Finishing may be asked again with the same tickets; what was claimed by a call whose answer was lost
-    /// comes back when its leases have ended.
+    /// Before the claim, jobs whose lease has ended wait again, or are dead if they have no attempt left. An attempt counts as soon as it is
+    /// claimed. Finishing may be retried with the same leases. Jobs that were claimed by a call with a lost reply return when their leases
+    /// have ended.
     fn claim(
         &self,
         queue: &QueueKey,
@@ -55,8 +55,8 @@ pub trait DelayQueueStore {
         claim: &Claim,
     ) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
 
-    /// Lets leases last for `lease` from now on, each if its ticket still holds it, and tells which jobs are to be cancelled. Answers
-    /// for each, in order. A lease that has ended comes back as long as nobody has seen its end.
+    /// Extends leases to `lease` from now on, each if it is still the latest one, and reports which jobs were cancelled. Returns a result for
+    /// each, in order. An expired lease can be extended until the store has handled its end.
     fn extend(
         &self,
         queue: &QueueKey,
@@ -64,19 +64,18 @@ pub trait DelayQueueStore {
         lease: Duration,
     ) -> impl Future<Output = Result<Vec<Extended>, StoreError>> + Send;
 
-    /// Wake-ups for a worker that waits for jobs, for when there are some earlier than it was told. The future is ready
-    /// once none can be missed any more: the worker claims again then, and after each wake-up. Where one can be lost on its way
-    /// [`Claimed::next`] has the worker look now and then in any case. A store that cannot tell answers [`Notifications::none`].
+    /// Notifications for an idle worker, for jobs that are due earlier than [`Claimed::next`]. The future completes when no notification can
+    /// be missed any more. The worker claims then, and after each notification. If notifications can get lost, the store bounds
+    /// [`Claimed::next`], so that the worker claims periodically. A store without notifications returns [`Notifications::none`].
     fn watch(&self, queue: &QueueKey, worker: WorkerId) -> impl Future<Output = Notifications> + Send;
 
-    /// A job in whatever state it is; `None` if there is none of this id.
+    /// The job with this id, in any state; `None` if there is none.
     fn get(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Option<StoredJob>, StoreError>> + Send;
 
-    /// Removes a job that is waiting. The worker of a running job is told, and the job is not tried again: its id is free at once. Its unique key is
-    /// free, too, unless `keeps_unique` says to keep one that is held for a [time](UniqueFor::Time).
+    /// Removes a waiting job. If the job is running, its worker is notified, and the job is not tried again: its id is free at once. Its unique
+    /// key is free, too, unless `keeps_unique` keeps a key that is held for a [time](UniqueFor::Time).
     ///
-    /// A job that is pushed under an id or a key that was freed by this is not claimed before the cancelled run has ended, by its finish or with its
-    /// lease.
+    /// A job that is pushed under a freed id or key is not claimed before the cancelled run has ended, by its finish or with its lease.
     fn cancel(
         &self,
         queue: &QueueKey,
@@ -84,7 +83,7 @@ pub trait DelayQueueStore {
         keeps_unique: bool,
     ) -> impl Future<Output = Result<Cancelled, StoreError>> + Send;
 
-    /// Changes when a job that is waiting is due.
+    /// Changes the due time of a waiting job.
     fn reschedule(
         &self,
         queue: &QueueKey,
@@ -92,7 +91,7 @@ pub trait DelayQueueStore {
         due: Due,
     ) -> impl Future<Output = Result<Changed, StoreError>> + Send;
 
-    /// Changes the payload of a job that is waiting.
+    /// Replaces the payload of a waiting job.
     fn replace(
         &self,
         queue: &QueueKey,
@@ -100,12 +99,12 @@ pub trait DelayQueueStore {
         payload: &[u8],
     ) -> impl Future<Output = Result<Changed, StoreError>> + Send;
 
-    /// How many jobs there are.
+    /// The number of jobs in each state.
     fn counts(&self, queue: &QueueKey) -> impl Future<Output = Result<Counts, StoreError>> + Send;
 
-    /// Some of the jobs that are in one state, at most [`MAX_BATCH`], without those that come first: those that are waiting by when they
-    /// are due, each priority by itself and snoozed jobs last, those that are running by when their lease ends, those that are dead by when they died. May be fewer
-    /// than there are; none says that no more follow.
+    /// Lists jobs in one state, at most [`MAX_BATCH`], after skipping the first `skip`. Waiting jobs are sorted by due time within each
+    /// priority, with snoozed jobs last; running jobs by when their lease ends; dead jobs by when they died. It may return fewer jobs than
+    /// there are. An empty result means that no more follow.
     fn list(
         &self,
         queue: &QueueKey,
@@ -114,11 +113,11 @@ pub trait DelayQueueStore {
         limit: usize,
     ) -> impl Future<Output = Result<Vec<StoredJob>, StoreError>> + Send;
 
-    /// Lets nobody claim anything, or lets them again. What is running goes on.
+    /// Stops or allows claims. Running jobs go on.
     fn pause(&self, queue: &QueueKey, is_paused: bool) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes jobs that are waiting, at most [`MAX_BATCH`] of them. Answers how many; 0 says that none is left. Their unique keys are free, unless
-    /// `keeps_unique` says to keep those that are held for a [time](UniqueFor::Time).
+    /// Removes waiting jobs, at most [`MAX_BATCH`] of them. Returns how many; 0 means that none is left. Their unique keys are free, unless
+    /// `keeps_unique` keeps the keys that are held for a [time](UniqueFor::Time).
     fn purge(
         &self,
         queue: &QueueKey,
@@ -126,34 +125,35 @@ pub trait DelayQueueStore {
         keeps_unique: bool,
     ) -> impl Future<Output = Result<usize, StoreError>> + Send;
 
-    /// Releases a unique key, whichever job holds it. Answers whether it was held.
+    /// Releases a unique key, whichever job holds it. Returns whether it was held.
     fn release_unique(&self, queue: &QueueKey, key: &Key) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Lets dead jobs wait again, due at once and with all of their attempts. One that is unique while it is
-    /// [there](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that. Answers for each whether it waits
-    /// again; where they are large or many for the first of them, at least one, and the rest are as they were.
+    /// Lets dead jobs wait again, due at once and with all of their attempts. A job that is unique while it
+    /// [waits or runs](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job holds the key. Returns for each whether it
+    /// waits again. If the jobs are large or many, it may handle only the first of them, at least one, and leave the rest as they were.
     fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// Removes dead jobs, and releases the unique keys that they hold for a [time](UniqueFor::Time). Answers for each whether it was dead, or for the first of them as [`replay`](Self::replay) does.
+    /// Removes dead jobs, and releases the unique keys that they hold for a [time](UniqueFor::Time). Returns for each whether it was dead. Like
+    /// [`replay`](Self::replay), it may handle only the first of them.
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// Among whom a queue is one and the same.
+    /// Which processes share a queue.
     fn scope(&self) -> Reach;
 
-    /// What clones of a store have in common and no other store that there is: an address. `None` is unknown.
+    /// An address that clones of a store share and no other live store has. `None` means unknown.
     #[doc(hidden)]
     fn identity(&self) -> Option<usize> {
         None
     }
 }
 
-/// How many jobs one call is about at the most; tickets, too.
+/// The largest number of jobs, or leases, in one call.
 pub const MAX_BATCH: usize = 256;
 
-/// About how many bytes of jobs one call carries at the most: a server does nothing else meanwhile.
+/// About the largest size of the jobs in one call, in bytes, since the server does nothing else during the call.
 const MAX_BATCH_BYTES: usize = 1_024 * 1_024;
 
-/// How many of the first of these jobs go in one call, given how large each is. One that is larger than that by itself goes alone.
+/// How many of the first jobs fit into one call, given their sizes. A job over the limit gets a call of its own.
 pub(crate) fn batch_len(sizes: impl IntoIterator<Item = usize>) -> usize {
     let mut bytes = 0_usize;
     let fits = |size: &usize| {
@@ -163,7 +163,7 @@ pub(crate) fn batch_len(sizes: impl IntoIterator<Item = usize>) -> usize {
     sizes.into_iter().take(MAX_BATCH).take_while(fits).count().max(1)
 }
 
-/// Which queue: a name, and which part of it where it is split.
+/// The key of a queue: its name, and the part of a split queue.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QueueKey {
     name: Key,
@@ -171,24 +171,24 @@ pub struct QueueKey {
 }
 
 impl QueueKey {
-    /// The queue that is called `name`.
+    /// The key of the queue `name`.
     pub fn new(name: impl Into<Key>) -> Self {
         Self { name: name.into(), part: 0 }
     }
 
-    /// One part of it. The first one, number 0, is all there is of a queue that is not split.
+    /// The key of one part. A queue that is not split has only the part 0.
     #[must_use]
     pub const fn with_part(self, part: u16) -> Self {
         Self { part, ..self }
     }
 
-    /// What the queue is called.
+    /// The name of the queue.
     #[must_use]
     pub const fn name(&self) -> &Key {
         &self.name
     }
 
-    /// Which part of it this is.
+    /// The number of the part.
     #[must_use]
     pub const fn part(&self) -> u16 {
         self.part
@@ -210,28 +210,28 @@ impl fmt::Display for QueueKey {
     }
 }
 
-/// What came of a push.
+/// The result of a push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Admission {
-    /// The job is waiting.
+    /// The job was added.
     New,
-    /// Nothing was changed: this job has the same id, or the same unique key.
+    /// Nothing changed: this job has the same id, or holds the same unique key.
     Exists(JobId),
-    /// The queue has as many jobs as it may have.
+    /// The queue has reached its largest number of jobs.
     Full,
 }
 
-/// Who claims. Each worker has an id of its own for as long as it lives.
+/// The id of a worker, unique to it for its lifetime.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WorkerId([u8; 16]);
 
 impl WorkerId {
-    /// An id that nobody else has.
+    /// Generates a unique id.
     ///
     /// # Errors
     ///
-    /// If the system has no random numbers to give.
+    /// If the system provides no random numbers.
     pub fn random() -> Result<Self, StoreError> {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).map_err(StoreError::other)?;
@@ -257,60 +257,60 @@ impl fmt::Display for WorkerId {
     }
 }
 
-/// What a claim asks for.
+/// The parameters of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// Who asks.
+    /// The worker that claims.
     pub worker: WorkerId,
-    /// How many jobs at the most, up to [`MAX_BATCH`]: as many as the worker has time for. One that gets as many is taken to wait for no
-    /// more until it claims again, and is not [woken](DelayQueueStore::watch); all others are. There may be fewer although
-    /// [more](Claimed::more) are due, where they are large.
+    /// The largest number of jobs, up to [`MAX_BATCH`]: the worker's free capacity. If a worker gets that many, the store assumes that it does
+    /// not wait for more, and does not [notify](DelayQueueStore::watch) it until its next claim. It notifies all other workers. A claim may
+    /// return fewer jobs although [more](Claimed::more) are due, if the jobs are large.
     pub limit: usize,
-    /// How long the jobs are the worker's without a word, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
+    /// How long the jobs are reserved for the worker without a renewal, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,
-    /// How many dead jobs are kept, and for how long.
+    /// The limits on dead jobs.
     pub dead: DeadLimits,
 }
 
 impl Claim {
-    /// A claim of up to `limit` jobs, which keeps as many dead ones as is usual.
+    /// A claim of up to `limit` jobs, with the default limits on dead jobs.
     #[must_use]
     pub fn new(worker: WorkerId, limit: usize, lease: Duration) -> Self {
         Self { worker, limit, lease, dead: DeadLimits::default() }
     }
 
-    /// The shortest lease there is.
+    /// The shortest lease.
     pub const MIN_LEASE: Duration = Duration::from_millis(10);
-    /// The longest lease there is. What takes longer is extended.
+    /// The longest lease. Longer jobs renew theirs.
     pub const MAX_LEASE: Duration = Duration::from_secs(86_400);
-    /// The longest that a store whose wake-ups can be lost lets a worker wait.
+    /// The longest wait between claims of an idle worker, if notifications can get lost.
     pub const MAX_WAIT: Duration = Duration::from_secs(5);
 
-    /// How long a worker waits for an answer: less than a part of the lease, so that there is time for another call.
+    /// The deadline of a worker's call: a fraction of the lease, so that there is time for another call.
     pub(crate) fn patience(lease: Duration) -> Duration {
         (lease / 3).min(Duration::from_secs(5)).max(Duration::from_millis(100))
     }
 }
 
-/// How many dead jobs are kept, and for how long. The oldest make room.
+/// The limits on dead jobs. The oldest are removed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeadLimits {
-    /// How many.
+    /// The largest number of dead jobs.
     pub count: u64,
-    /// For how long, up to [`DeadLimits::MAX_AGE`].
+    /// How long they are kept, up to [`DeadLimits::MAX_AGE`].
     pub age: Duration,
 }
 
 impl DeadLimits {
-    /// So many, for so long.
+    /// Limits on the number and the age.
     #[must_use]
     pub const fn new(count: u64, age: Duration) -> Self {
         Self { count, age }
     }
 
-    /// The longest that a dead job is kept.
+    /// The longest time for which dead jobs are kept.
     pub const MAX_AGE: Duration = Duration::from_secs(90 * 86_400);
 }
 
@@ -321,135 +321,135 @@ impl Default for DeadLimits {
     }
 }
 
-/// The right to finish one job, for as long as nobody has claimed it anew.
+/// A lease on a job: it allows to finish the job until another worker claims it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JobLease {
-    /// Which job.
+    /// The id of the job.
     pub id: JobId,
-    /// The fencing token: larger than that of each claim of this job before.
+    /// The fencing token: larger than that of each earlier claim of this job.
     pub token: u64,
-    /// What is not pushed again while the job is there.
+    /// The unique key that the job holds.
     pub unique: Option<Unique>,
 }
 
-/// What becomes of a job that was claimed.
+/// The result of an attempt, to be recorded by the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Ack {
-    /// Which one.
+    /// The lease of the job.
     pub ticket: JobLease,
-    /// What becomes of it.
+    /// How the attempt ended.
     pub ending: AckKind,
 }
 
 impl Ack {
-    /// What becomes of the job of this ticket.
+    /// The result of the attempt under the lease `ticket`.
     #[must_use]
     pub const fn new(ticket: JobLease, ending: AckKind) -> Self {
         Self { ticket, ending }
     }
 }
 
-/// What becomes of a job at the end of an attempt. Where it was to be [cancelled](DelayQueueStore::cancel) meanwhile, it is gone in any
+/// How an attempt ended. If the job was [cancelled](DelayQueueStore::cancel) meanwhile, it is removed in any
 /// case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AckKind {
-    /// It is done, and forgotten.
+    /// The job is done, and removed.
     Done,
-    /// It is not to be done any more, and forgotten. Its unique key is free, also one that is held for a [time](UniqueFor::Time).
+    /// The service cancelled the job, which is removed. Its unique key is free, even a key held for a [time](UniqueFor::Time).
     Cancelled,
-    /// It has failed and waits for its next attempt; it is dead if this was the last one.
+    /// The attempt failed, and the job waits for its next attempt. It is dead if this was the last one.
     Retry {
-        /// For how long it waits.
+        /// How long it waits.
         delay: Duration,
-        /// Why it has failed, of which the first [`MAX_NOTE`] bytes are kept.
+        /// Why the attempt failed. The first [`MAX_NOTE`] bytes are stored.
         error: Arc<str>,
     },
-    /// It waits, and the attempt does not count. It is due as before: once it may be claimed again it goes before jobs of its priority that are due
-    /// later.
+    /// The job waits, and the attempt does not count. Its due time does not change: after the snooze it precedes jobs of its priority that are
+    /// due later.
     Snooze {
-        /// For how long it waits.
+        /// How long it waits.
         delay: Duration,
     },
-    /// It waits, due as before, and the attempt does not count: its worker will not do it.
+    /// The job waits, due as before, and the attempt does not count: its worker does not run it.
     Release,
-    /// It will not be tried again.
+    /// The job is dead: it is not tried again.
     Dead {
-        /// What kind of end this is.
+        /// The kind of failure.
         reason: Reason,
-        /// Why, of which the first [`MAX_NOTE`] bytes are kept.
+        /// The error text. The first [`MAX_NOTE`] bytes are stored.
         error: Arc<str>,
     },
 }
 
 impl AckKind {
-    /// Whether the job is gone after it.
+    /// Whether the job is removed.
     pub(crate) const fn forgets(&self) -> bool {
         matches!(self, Self::Done | Self::Cancelled)
     }
 }
 
-/// How many bytes of an error are kept.
+/// How many bytes of an error text are stored.
 pub const MAX_NOTE: usize = 1_024;
 
-/// What came of finishing a job.
+/// The result of finishing a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finished {
-    /// As was asked for.
+    /// As requested.
     Done,
-    /// It has no attempt left, or none was to be made: it is among the dead now.
+    /// The job is dead: it has no attempt left, or was finished as [dead](AckKind::Dead).
     Dead,
-    /// It was not done, and is gone: somebody has [cancelled](DelayQueueStore::cancel) it meanwhile.
+    /// The job was not done, and is removed, since it was [cancelled](DelayQueueStore::cancel) meanwhile.
     Cancelled,
-    /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it. Of one that is
-    /// [done](AckKind::Done) or [cancelled](AckKind::Cancelled), also where a job of its id is there that was pushed after this one was claimed.
+    /// The job does not exist any more: an earlier call with this lease took effect, or another worker has finished the job. For
+    /// [`Done`](AckKind::Done) and [`Cancelled`](AckKind::Cancelled), also if a new job with its id was pushed after this one was claimed.
     Gone,
-    /// Somebody else has the job, or will have it: the lease had ended, or the store has forgotten it. Nothing was changed.
+    /// Another worker has the job, or will have it: the lease had ended, or the store has lost it. Nothing changed.
     Lost,
 }
 
-/// What came of extending a lease.
+/// The result of extending a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Extended {
-    /// It lasts.
+    /// The lease is extended.
     Held,
-    /// It lasts, and the job is to be cancelled.
+    /// The lease is extended, and the job was cancelled.
     Cancelled,
-    /// It is over: somebody else has the job, or will have it, or it is gone.
+    /// The lease is lost: another worker has the job, or will have it, or the job is gone.
     Lost,
 }
 
-/// What came of finishing and claiming.
+/// The result of finishing and claiming.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claimed {
-    /// What came of each job that was to be finished, in order.
+    /// The result for each job to finish, in order.
     pub finished: Vec<Finished>,
-    /// What was claimed: by priority, then by when it was due, then by id.
+    /// The claimed jobs: by priority, then by due time, then by id.
     pub jobs: Vec<ClaimedJob>,
-    /// Whether more is due.
+    /// Whether more jobs are due.
     pub more: bool,
-    /// After how long to claim again at the latest, unless [woken](DelayQueueStore::watch) before: when the next job is due, as far as this
-    /// worker has to see to that. Looking before does no harm.
+    /// When to claim again, unless [notified](DelayQueueStore::watch) earlier: the time until the next job is due, as far as this worker is
+    /// responsible for it. An earlier claim does no harm.
     ///
-    /// Never more than [`Claim::MAX_WAIT`] where a wake-up can be lost. `None` lets the worker sleep until it is woken.
+    /// At most [`Claim::MAX_WAIT`] if notifications can get lost. `None` lets the worker sleep until it is notified.
     pub next: Option<Duration>,
-    /// For how long the oldest job that is still due has been so, as in [`Counts::oldest_due`].
+    /// The age of the oldest job that is still due, as in [`Counts::oldest_due`].
     pub oldest_due: Option<Duration>,
-    /// What became of jobs whose lease had ended.
+    /// The jobs whose lease had ended.
     pub expired: Expired,
-    /// The jobs among those that are dead now, as far as the store names them.
+    /// The jobs that died because of that, as far as the store names them.
     pub died: Vec<Died>,
-    /// The store's clock.
+    /// The time of the store's clock.
     pub now: SystemTime,
 }
 
 impl Claimed {
-    /// For stores: nothing was finished and nothing claimed, and the worker looks again after [`Claim::MAX_WAIT`].
+    /// For stores: a result without finished and claimed jobs. The worker claims again after [`Claim::MAX_WAIT`].
     #[must_use]
     pub const fn new(now: SystemTime) -> Self {
         Self {
@@ -465,41 +465,41 @@ impl Claimed {
     }
 }
 
-/// How many leases had ended without a word when others were claimed: their workers have died, stood still or were cut off.
+/// How many leases had expired unfinished at a claim: their workers died, stalled or lost the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Expired {
-    /// How many. Their jobs wait again; those that were to be cancelled are gone.
+    /// The number of leases. Their jobs wait again, and cancelled jobs are removed.
     pub jobs: usize,
-    /// How many of these are dead instead, since it was their last attempt.
+    /// How many of these jobs are dead instead, since it was their last attempt.
     pub dead: usize,
 }
 
-/// A job that is dead since the lease of its last attempt has ended.
+/// A job that died because the lease of its last attempt expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Died {
-    /// Which job.
+    /// The id of the job.
     pub id: JobId,
-    /// How many attempts it has had.
+    /// The number of its attempts.
     pub attempts: u16,
 }
 
 impl Died {
-    /// For stores: a job, and how many attempts it has had.
+    /// For stores: a job, and the number of its attempts.
     #[must_use]
     pub const fn new(id: JobId, attempts: u16) -> Self {
         Self { id, attempts }
     }
 }
 
-/// A job, and the right to finish it.
+/// A claimed job, with the fencing token of its lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClaimedJob {
     /// The fencing token.
     pub token: u64,
-    /// What was pushed.
+    /// The job.
     pub job: StoredJob,
 }
 
@@ -510,68 +510,68 @@ impl ClaimedJob {
         Self { token, job }
     }
 
-    /// The right to finish it.
+    /// The lease, which is needed to finish the job.
     #[must_use]
     pub const fn ticket(&self) -> JobLease {
         JobLease { id: self.job.id, token: self.token, unique: self.job.unique }
     }
 }
 
-/// What came of a cancellation.
+/// The result of a cancellation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Cancelled {
-    /// It was waiting, and is gone.
+    /// The job was waiting, and is removed.
     Removed,
-    /// It is running: its worker is told with the next extension of its lease. It will not be tried again, and its id is free.
+    /// The job is running. Its worker is notified with the next renewal of its lease. The job is not tried again, and its id is free.
     Told,
-    /// It is dead already.
+    /// The job is dead already.
     Dead,
-    /// There is none of this id, or it is done.
+    /// There is no job with this id, or it is done.
     Missing,
 }
 
-/// What came of a change to a job that has to be waiting for that.
+/// The result of a change to a waiting job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Changed {
-    /// It is changed.
+    /// The job is changed.
     Done,
-    /// It is running, and as it was.
+    /// The job is running, and unchanged.
     Running,
-    /// It is dead, and as it was.
+    /// The job is dead, and unchanged.
     Dead,
-    /// There is none of this id, or it is done.
+    /// There is no job with this id, or it is done.
     Missing,
 }
 
-/// Which state a job is in.
+/// The state of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum State {
-    /// It waits until it is due and somebody has time for it.
+    /// The job waits until it is due and a worker has capacity.
     Waiting,
-    /// Somebody has claimed it.
+    /// A worker has claimed the job.
     Running,
-    /// It will not be tried again, and is kept for somebody to look at.
+    /// The job is not tried again, and is kept for inspection.
     Dead,
 }
 
-/// How many jobs a queue has.
+/// The number of jobs in a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counts {
-    /// Jobs that are waiting, those that are due included.
+    /// Waiting jobs, the due ones included.
     pub waiting: u64,
     /// Jobs that are due and not claimed.
     pub due: u64,
-    /// Jobs that are claimed.
+    /// Claimed jobs.
     pub running: u64,
-    /// Dead jobs that are kept.
+    /// Dead jobs.
     pub dead: u64,
-    /// For how long the oldest job that is due has been so.
+    /// The age of the oldest due job.
     pub oldest_due: Option<Duration>,
-    /// Whether nothing can be claimed.
+    /// Whether claims are paused.
     pub is_paused: bool,
 }
 

@@ -9,14 +9,14 @@ use super::job::Job;
 #[cfg(feature = "otel")]
 use super::record::Headers;
 
-/// The name of the header that carries where a job comes from, as the W3C's
-/// [trace context](https://www.w3.org/TR/trace-context/) writes it.
+/// The header with the trace context of the push, in the W3C
+/// [trace context](https://www.w3.org/TR/trace-context/) format.
 pub(crate) const TRACEPARENT: &str = "traceparent";
-/// What goes with it, of whoever traces.
+/// The header with the vendors' part of the trace context.
 #[cfg(feature = "otel")]
 const TRACESTATE: &str = "tracestate";
 
-/// A span around an attempt. It begins a trace of its own, whatever the worker runs in: whoever pushed the job has not waited for it.
+/// A span around an attempt. It begins a new trace, whatever the worker runs in, since the client that pushed the job did not wait for it.
 pub(crate) fn span<T>(queue: &str, job: &Job<T>) -> Span {
     let span = tracing::info_span!(
         parent: None,
@@ -35,7 +35,7 @@ pub(crate) fn span<T>(queue: &str, job: &Job<T>) -> Span {
     span
 }
 
-/// Links the span of an attempt to the one in which the job was pushed, for who exports spans with OpenTelemetry.
+/// Links the span of an attempt to the span in which the job was pushed, for an OpenTelemetry exporter.
 #[cfg(feature = "otel")]
 pub(crate) fn link(span: &Span, headers: &Headers) {
     let context = || {
@@ -51,7 +51,7 @@ pub(crate) fn link(span: &Span, headers: &Headers) {
     }
 }
 
-/// Says in `headers` where the current span is in its trace, if OpenTelemetry knows it.
+/// Adds the trace context of the current span to `headers`, if OpenTelemetry knows it.
 #[cfg(feature = "otel")]
 pub(crate) fn insert_current(headers: &mut Headers) {
     let context = Span::current().context();
@@ -67,17 +67,17 @@ pub(crate) fn insert_current(headers: &mut Headers) {
     }
 }
 
-/// The ids of the trace and of the span, and the flags; `None` if they cannot be what they should be.
+/// The trace id, the span id and the flags; `None` if the header is invalid.
 fn ids(traceparent: &str) -> Option<(&str, &str, &str)> {
     let mut fields = traceparent.split('-');
     let (version, trace, parent, flags) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
     let is_hex = |text: &str, len: usize| {
         text.len() == len && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
     };
-    let is_one = |id: &str| id.bytes().any(|byte| byte != b'0');
-    let is_known = is_hex(version, 2) && version != "ff" && (version != "00" || fields.next().is_none());
-    let is_whole = is_known && is_hex(trace, 32) && is_hex(parent, 16) && is_hex(flags, 2);
-    (is_whole && is_one(trace) && is_one(parent)).then_some((trace, parent, flags))
+    let is_nonzero = |id: &str| id.bytes().any(|byte| byte != b'0');
+    let is_supported = is_hex(version, 2) && version != "ff" && (version != "00" || fields.next().is_none());
+    let is_valid = is_supported && is_hex(trace, 32) && is_hex(parent, 16) && is_hex(flags, 2);
+    (is_valid && is_nonzero(trace) && is_nonzero(parent)).then_some((trace, parent, flags))
 }
 
 #[cfg(test)]
@@ -85,10 +85,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_traceparent_is_read_as_the_w3c_writes_it() {
+    fn traceparent_is_parsed_as_specified() {
         let (trace, parent) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
         assert_eq!(ids(&format!("00-{trace}-{parent}-01")), Some((trace, parent, "01")));
-        // A later version may say more.
+        // A later version may add fields.
         assert_eq!(ids(&format!("01-{trace}-{parent}-01-what")), Some((trace, parent, "01")));
         for wrong in [
             String::new(),

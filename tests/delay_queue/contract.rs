@@ -518,7 +518,7 @@ mod queue {
         // Two signs are the quotes.
         queue.push("a".repeat(48)).header("name", "x".repeat(46)).id("a").await.unwrap();
         let error = queue.replace("a", "b".repeat(49)).await.unwrap_err();
-        assert_eq!(error.to_string(), "a job of 101 bytes is larger than 100");
+        assert_eq!(error.to_string(), "the job is too large: 101 bytes, and the limit is 100 bytes");
         assert_eq!(queue.replace("a", "c".repeat(48)).await.unwrap(), Changed::Done);
 
         // All that a backend keeps is bounded, too.
@@ -693,7 +693,7 @@ mod queue {
         }
         for garbage in ["a b", "{a}", "%7b", "#digest", &"x".repeat(100)] {
             let error = garbage.parse::<JobId>().unwrap_err();
-            assert_eq!(error.to_string(), "the text is not one that a key is shown as");
+            assert_eq!(error.to_string(), "not the text of a key: parse accepts only text that `as_str` or `Display` returns");
         }
     }
 
@@ -704,7 +704,7 @@ mod queue {
             queue.push(i).await.unwrap();
         }
         let error = queue.push(10).await.unwrap_err();
-        assert_eq!(error.to_string(), "the queue has 10 jobs, dead ones included, and no room for more");
+        assert_eq!(error.to_string(), "the queue is full: it has 10 jobs, dead ones included");
         let service = service_fn(async |_: Job<u8>| Err::<(), _>("no"));
         DelayQueueWorker::new(queue.clone(), service).run_until(sleep(Duration::from_secs(1))).await.unwrap();
         assert_eq!(queue.counts().await.unwrap().dead, 5);
