@@ -1,8 +1,8 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, locks keys for one at a time, serves the same request
-//! once, and keeps jobs until they are due. The state lies in Redis, where any number of processes share it and every decision is one
-//! atomic script, or in this process, where nothing has to be installed. The API is the same.
+//! Tollgate adds rate limits, locks and idempotency to any [tower] service with one `.layer()`, and runs delayed jobs. The state is in Redis
+//! or in memory. In Redis, any number of processes share it, and every decision is one atomic script. In memory, you need no server. The API
+//! is the same.
 //!
 //! ```toml
 //! [dependencies]
@@ -29,63 +29,67 @@
 //! }
 //! ```
 //!
-//! Without the feature `axum` nobody finds the address that axum tells, and each request is answered by 400.
+//! Without the feature `axum`, `peer_ip()` cannot read `ConnectInfo`, and every request gets a response of 400.
 //!
-//! # Where things are
+//! # Modules
 //!
-//! | module | holds |
+//! | module | contents |
 //! | --- | --- |
-//! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
-//! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
-//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent) for what is no request, and what they ask of a store |
-//! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and what queues ask of a store |
+//! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and wrappers of a store |
+//! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
+//! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
+//! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with` |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
-//! | `config` (feature `config`) | rules in a file, changed while the program runs |
-//! | `metrics` (feature `metrics`) | texts and units of the metrics |
-//! | [`responder`] | what a rejection becomes |
-//! | `testing` (feature `testing`) | for tests: a store that fails when told to, the contract for backends of your own |
+//! | `config` (feature `config`) | rate limits from a file, which can be reloaded at runtime |
+//! | `metrics` (feature `metrics`) | descriptions and units of the metrics |
+//! | [`responder`] | responders, which turn rejections into responses |
+//! | `testing` (feature `testing`) | for tests: a store that injects failures, and the contract for your own backends |
 //!
-//! # Words
+//! # Terms
 //!
-//! A *store* is what a capability needs of a *backend*, which keeps the data. A *decision* is a normal outcome, whether it is
-//! yes or no. A *rejection* is a layer saying no. A *[store error](StoreError)* is the backend failing. These never share a
-//! type: "denied" and "Redis is down" cannot be confused.
+//! A *store* is the trait that a capability needs, and a *backend* is the type that keeps the data. A *decision* is the outcome of a check:
+//! allowed or denied. A *rejection* is the refusal by a layer. A *[store error](StoreError)* means that the backend failed or was late. These
+//! have separate types, so "denied" and "Redis is down" cannot be confused.
 //!
 //! # Guarantees
 //!
-//! * With one Redis primary at most the quota is admitted, whatever the number of processes and of requests in flight. Not
-//!   across a failover, where what replication had not carried is forgotten.
-//! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
-//! * Every key that is written to Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
-//! * A decision takes one round trip, two for a key that is blocked or was counted by other limits before, one more for each shadow beside an
-//!   enforced policy, and no longer than its deadline; then the named policy applies, [`OnStoreError`]. One for several subjects is one call as
-//!   well, but not on a cluster, where it is one for each, and what a denied one has charged is given back if that node answers.
-//! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
-//!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
-//! * The handler of an idempotency key runs to its end at most once while its record lives, unless its answer is one that
-//!   [`ResponsePolicy`](idempotency::ResponsePolicy) gives back or you chose [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) or
-//!   [`OnStoreError::Allow`](idempotency::OnStoreError::Allow), and nobody gets the answer of another scope. Not across a failover that forgets the record.
-//! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
-//!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
-//! * Nothing that is awaited blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
-//!   under way, which ends with its timeout, and for leases that are on their way back, which expire, and for
-//!   handlers whose client has gone, which an idempotency layer lets finish, and a lock layer if told so.
+//! * With one Redis primary, at most the quota is admitted, regardless of the number of processes and requests in flight. A failover may lose
+//!   counts that were not replicated.
+//! * A denied request costs nothing. If the reply to a decision is lost, the request may have been charged, and the call is not retried.
+//! * Every key in Redis has a time to live. Every client value, whatever its bytes, becomes a short [`Key`].
+//! * A decision usually takes one round trip. A key that is blocked, or that was counted under other limits before, takes two. Each shadow policy
+//!   beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`OnStoreError`] applies.
+//! * A decision for several keys is one call. On a cluster it is one call for each key. If one of these is denied, the charges of the others
+//!   are refunded if their nodes reply.
+//! * A lock has one live lease, and its holder learns of a loss before the lock can be granted again. A failover, or a process that is
+//!   suspended, can break this. So each grant has a larger [fencing token](Lease::fence) than all earlier grants, and the storage can refuse a
+//!   late holder.
+//! * The handler of an idempotency key runs to its end at most once while its record lives, and no client gets the response of another scope.
+//!   Exceptions are responses that [`ResponsePolicy`](idempotency::ResponsePolicy) does not store, the settings
+//!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`](idempotency::OnStoreError::Allow), and a failover that
+//!   loses the record.
+//! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder of
+//!   its last lease can finish it. It may run more than once, and a failover may lose it.
+//! * No future blocks a thread. No task outlives the backend that it serves, with three exceptions. A connection attempt ends with its timeout.
+//!   A lease that is being released ends when it expires. A detached handler runs to its end: an idempotency layer detaches handlers whose
+//!   client has disconnected, and a lock layer does so if you configure it.
 //!
 //! # Features
 //!
 //! * `redis` (default): `RedisBackend`, with bb8, redis, crc16 and futures-util.
 //! * `tls`: encrypted connections to Redis, with rustls.
-//! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
+//! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
-//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for, without which
-//!   two nested routes may be one to it; the key `matched_path`; handlers take what layers know as arguments.
+//! * `axum`: the keys `peer_ip` and `ClientIp` read axum's `ConnectInfo`, the key `matched_path` exists, and handlers can extract the handles of
+//!   layers. Idempotency reads the full path in a nested router. Without it, two nested routes may count as the same operation.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade, with metrics and arc-swap: see [`rate_limit`](rate_limit#metrics),
-//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` tells the recorder what they are.
-//! * `cron`: jobs that come back by cron patterns, in time zones, with croner and jiff: see `delay_queue::Recurring`.
-//! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
+//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` registers their
+//!   descriptions.
+//! * `cron`: recurring jobs with cron patterns and time zones, with croner and jiff: see `delay_queue::Recurring`.
+//! * `otel`: OpenTelemetry links from the span of a job to the span that pushed it: see [`delay_queue`](delay_queue#traces).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, toml_parser, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!

@@ -1,7 +1,6 @@
-//! Handles of the `metrics` facade that outlast an exporter's idle timeout.
+//! Handles of the `metrics` facade that survive the idle timeout of an exporter.
 //!
-//! Such an exporter drops a metric that is idle for long, and ignores the handles of that metric from then on. So a handle that is used is looked up
-//! anew once a second.
+//! Some exporters drop a metric after an idle timeout, and then ignore its handles. So a handle in use is registered again once per second.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -10,7 +9,7 @@ use arc_swap::ArcSwap;
 use metrics::{Key, Label, Level, Metadata, with_recorder};
 use tokio::time::Instant;
 
-/// Made in the form in which the macros of the facade make handles.
+/// These macros have the form of the facade's macros.
 macro_rules! counter {
     ($name:literal, $labels:expr) => {
         $crate::meter::Counter::new($name, $labels)
@@ -33,83 +32,82 @@ pub(crate) use {counter, gauge, histogram};
 
 static METADATA: Metadata<'static> = Metadata::new("tollgate", Level::INFO, Some("tollgate"));
 
-/// The second in which handles are used that were looked up in it.
+/// The current second, counted from 1. A handle is valid in the second in which it was registered.
 #[inline]
 fn second() -> u64 {
-    static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
-    // Not 0, which is before any look.
-    1 + Instant::now().saturating_duration_since(*BEGIN).as_secs()
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    1 + Instant::now().saturating_duration_since(*START).as_secs()
 }
 
-/// A handle, and when it was looked up.
-struct Lasting<H> {
+/// A handle, and the second in which it was registered.
+struct Renewed<H> {
     key: Key,
     handle: ArcSwap<H>,
     second: AtomicU64,
 }
 
-impl<H> Lasting<H> {
-    fn new(name: &'static str, labels: Vec<Label>, look_up: fn(&Key) -> H) -> Self {
+impl<H> Renewed<H> {
+    fn new(name: &'static str, labels: Vec<Label>, register: fn(&Key) -> H) -> Self {
         let key = Key::from_parts(name, labels);
-        Self { handle: ArcSwap::from_pointee(look_up(&key)), key, second: AtomicU64::new(second()) }
+        Self { handle: ArcSwap::from_pointee(register(&key)), key, second: AtomicU64::new(second()) }
     }
 
     #[inline]
-    fn with(&self, look_up: fn(&Key) -> H, act: impl FnOnce(&H)) {
+    fn with(&self, register: fn(&Key) -> H, update: impl FnOnce(&H)) {
         let now = second();
         if self.second.load(Ordering::Relaxed) != now {
-            self.look_up(look_up, now);
+            self.renew(register, now);
         }
-        act(&self.handle.load());
+        update(&self.handle.load());
     }
 
     #[cold]
-    fn look_up(&self, look_up: fn(&Key) -> H, now: u64) {
-        self.handle.store(Arc::new(look_up(&self.key)));
+    fn renew(&self, register: fn(&Key) -> H, now: u64) {
+        self.handle.store(Arc::new(register(&self.key)));
         self.second.store(now, Ordering::Relaxed);
     }
 }
 
-pub(crate) struct Counter(Lasting<metrics::Counter>);
+pub(crate) struct Counter(Renewed<metrics::Counter>);
 
 impl Counter {
     pub(crate) fn new(name: &'static str, labels: Vec<Label>) -> Self {
-        Self(Lasting::new(name, labels, Self::look_up))
+        Self(Renewed::new(name, labels, Self::register))
     }
 
-    fn look_up(key: &Key) -> metrics::Counter {
+    fn register(key: &Key) -> metrics::Counter {
         with_recorder(|recorder| recorder.register_counter(key, &METADATA))
     }
 
     #[inline]
     pub(crate) fn increment(&self, by: u64) {
-        self.0.with(Self::look_up, |counter| counter.increment(by));
+        self.0.with(Self::register, |counter| counter.increment(by));
     }
 }
 
-pub(crate) struct Histogram(Lasting<metrics::Histogram>);
+pub(crate) struct Histogram(Renewed<metrics::Histogram>);
 
 impl Histogram {
     pub(crate) fn new(name: &'static str, labels: Vec<Label>) -> Self {
-        Self(Lasting::new(name, labels, Self::look_up))
+        Self(Renewed::new(name, labels, Self::register))
     }
 
-    fn look_up(key: &Key) -> metrics::Histogram {
+    fn register(key: &Key) -> metrics::Histogram {
         with_recorder(|recorder| recorder.register_histogram(key, &METADATA))
     }
 
     pub(crate) fn record(&self, value: f64) {
-        self.0.with(Self::look_up, |histogram| histogram.record(value));
+        self.0.with(Self::register, |histogram| histogram.record(value));
     }
 }
 
-/// Several may add to one gauge, so each knows its own part.
+/// Several values may add to one gauge, so each keeps the sum that it has added.
 pub(crate) struct Gauge {
     key: Key,
-    state: Mutex<Part>,
+    state: Mutex<GaugeState>,
 }
 
-struct Part {
+struct GaugeState {
     handle: metrics::Gauge,
     second: u64,
     // The sum of all increments and decrements by this value.
@@ -119,44 +117,44 @@ struct Part {
 impl Gauge {
     pub(crate) fn new(name: &'static str, labels: Vec<Label>) -> Self {
         let key = Key::from_parts(name, labels);
-        let state = Mutex::new(Part { handle: Self::look_up(&key), second: second(), added: 0.0 });
+        let state = Mutex::new(GaugeState { handle: Self::register(&key), second: second(), added: 0.0 });
         Self { key, state }
     }
 
-    fn look_up(key: &Key) -> metrics::Gauge {
+    fn register(key: &Key) -> metrics::Gauge {
         with_recorder(|recorder| recorder.register_gauge(key, &METADATA))
     }
 
-    fn with(&self, act: impl FnOnce(&mut Part)) {
-        let mut part = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+    fn with(&self, update: impl FnOnce(&mut GaugeState)) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let now = second();
-        if part.second != now {
-            let handle = Self::look_up(&self.key);
-            // This changes nothing where both are handles of one gauge. Where the gauge was dropped, the new one has the part that is ours.
-            if part.added != 0.0 {
-                handle.increment(part.added);
-                part.handle.decrement(part.added);
+        if state.second != now {
+            let handle = Self::register(&self.key);
+            // If both handles belong to one gauge, the sum stays the same. If the exporter has dropped the gauge, the new one gets our sum.
+            if state.added != 0.0 {
+                handle.increment(state.added);
+                state.handle.decrement(state.added);
             }
-            (part.handle, part.second) = (handle, now);
+            (state.handle, state.second) = (handle, now);
         }
-        act(&mut part);
+        update(&mut state);
     }
 
     pub(crate) fn increment(&self, by: f64) {
-        self.with(|part| {
-            part.added += by;
-            part.handle.increment(by);
+        self.with(|state| {
+            state.added += by;
+            state.handle.increment(by);
         });
     }
 
     pub(crate) fn decrement(&self, by: f64) {
-        self.with(|part| {
-            part.added -= by;
-            part.handle.decrement(by);
+        self.with(|state| {
+            state.added -= by;
+            state.handle.decrement(by);
         });
     }
 
     pub(crate) fn set(&self, value: f64) {
-        self.with(|part| part.handle.set(value));
+        self.with(|state| state.handle.set(value));
     }
 }

@@ -1,13 +1,13 @@
-//! What the metrics are: texts and units for whoever shows them.
+//! Descriptions and units of the metrics.
 //!
-//! Which labels they have is in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
+//! Their labels are listed in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
 //! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics) and `backend::redis`.
 
 use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
-/// Tells the recorder what each metric of this crate says, and in which unit: the `HELP` lines of Prometheus, say.
+/// Registers the description and unit of each metric with the recorder. Prometheus shows the descriptions as `HELP` lines.
 ///
-/// Once, after the recorder was installed, which goes by what it was told last. Without it everything is counted all the same.
+/// Call it once, after you have installed the recorder. Metrics are recorded without it, too.
 ///
 /// ```
 /// // PrometheusBuilder::new().install()?; or another recorder
@@ -26,69 +26,63 @@ pub fn describe() {
 }
 
 const COUNTERS: [(&str, &str); 27] = [
-    (
-        "tollgate_decisions_total",
-        "Decisions of rate limits, one for each subject of a request or question of a limiter",
-    ),
+    ("tollgate_decisions_total", "Decisions of rate limits, one for each policy and key of a request or limiter call"),
     ("tollgate_near_limit_total", "Admitted requests that left less than a fifth of a limit"),
-    ("tollgate_store_errors_total", "Calls about rate limits that failed or were late"),
-    ("tollgate_resolver_errors_total", "Requests that a resolver of policies failed or was too late for"),
-    ("tollgate_circuit_transitions_total", "Circuits of rate limits that opened and closed"),
-    ("tollgate_settlements_total", "Corrections of charges"),
-    ("tollgate_leased_units_total", "Units of a quota that were drawn ahead, given back or lost"),
-    ("tollgate_deny_cache_total", "What a cache of denials has answered itself, and what it has asked its store"),
+    ("tollgate_store_errors_total", "Store calls of rate limits that failed or were late"),
+    ("tollgate_resolver_errors_total", "Requests for which a policy resolver failed or was late"),
+    ("tollgate_circuit_transitions_total", "Openings and closings of the circuits of rate limits"),
+    ("tollgate_settlements_total", "Adjustments of charges"),
+    ("tollgate_leased_units_total", "Prefetched units of a quota: drawn, returned and lost"),
+    ("tollgate_deny_cache_total", "Lookups in a cache of denials: hits, and misses that called the store"),
     (
         "tollgate_unreadable_client_addresses_total",
-        "Requests in which a trusted proxy wrote no readable address of the client",
+        "Requests in which a trusted proxy wrote no readable client address",
     ),
-    ("tollgate_rules_unmatched_requests_total", "Requests that no rule of a file matches, which pass uncounted"),
-    ("tollgate_lock_requests_total", "What became of asking for locks"),
-    ("tollgate_lock_fallback_polls_total", "Looks at a lock without having been told that it is free"),
-    (
-        "tollgate_lock_failed_renewals_total",
-        "Renewals of locks that failed, and were tried again while the lease lasted",
-    ),
-    ("tollgate_lock_lost_total", "Leases of locks that were lost"),
+    ("tollgate_rules_unmatched_requests_total", "Requests that match no rule of a file and pass uncounted"),
+    ("tollgate_lock_requests_total", "Requests for locks by outcome"),
+    ("tollgate_lock_fallback_polls_total", "Polls of a lock without a notification"),
+    ("tollgate_lock_failed_renewals_total", "Lock renewals that failed and were retried while the lease lasted"),
+    ("tollgate_lock_lost_total", "Lost leases of locks"),
     ("tollgate_lock_unprotected_total", "Requests that passed without their lock because the store failed"),
-    ("tollgate_lock_store_errors_total", "Calls for locks that failed or were late"),
-    ("tollgate_lock_circuit_transitions_total", "Circuits of locks that opened and closed"),
-    ("tollgate_idempotency_requests_total", "Requests with an idempotency key, or turned away for the lack of one"),
-    ("tollgate_idempotency_attempts_total", "Attempts at operations that ended"),
-    ("tollgate_idempotency_store_errors_total", "Calls about operations that failed or were late"),
-    ("tollgate_idempotency_circuit_transitions_total", "Circuits of idempotency that opened and closed"),
-    ("tollgate_jobs_total", "Attempts at jobs that are over"),
-    ("tollgate_job_leases_expired_total", "Attempts at jobs that ended without a word of their worker"),
-    ("tollgate_job_store_errors_total", "Calls about jobs that failed or were late"),
-    ("tollgate_job_pushes_total", "Jobs that were pushed"),
-    ("tollgate_job_circuit_transitions_total", "Circuits of delay queues that opened and closed"),
+    ("tollgate_lock_store_errors_total", "Store calls of locks that failed or were late"),
+    ("tollgate_lock_circuit_transitions_total", "Openings and closings of the circuits of locks"),
+    ("tollgate_idempotency_requests_total", "Requests with an idempotency key, or rejected because they have none"),
+    ("tollgate_idempotency_attempts_total", "Finished attempts at operations"),
+    ("tollgate_idempotency_store_errors_total", "Store calls of idempotency that failed or were late"),
+    ("tollgate_idempotency_circuit_transitions_total", "Openings and closings of the circuits of idempotency"),
+    ("tollgate_jobs_total", "Finished attempts at jobs"),
+    ("tollgate_job_leases_expired_total", "Attempts at jobs whose lease expired without a report of the worker"),
+    ("tollgate_job_store_errors_total", "Store calls of delay queues that failed or were late"),
+    ("tollgate_job_pushes_total", "Pushed jobs"),
+    ("tollgate_job_circuit_transitions_total", "Openings and closings of the circuits of delay queues"),
     (
         "tollgate_redis_subscription_failures_total",
-        "Attempts to subscribe to messages of Redis that failed, so that waiters and workers poll",
+        "Failed subscriptions to messages of Redis, without which waiters and workers poll",
     ),
 ];
 
 const HISTOGRAMS: [(&str, &str); 9] = [
-    ("tollgate_store_seconds", "The time of each call about rate limits that has to be waited for"),
+    ("tollgate_store_seconds", "Duration of store calls of rate limits that did not return at once"),
     ("tollgate_wait_seconds", "How long requests over a limit waited for room"),
-    ("tollgate_lock_wait_seconds", "The time until a lock was granted"),
-    ("tollgate_lock_hold_seconds", "The time until a lock was given back"),
-    ("tollgate_lock_handover_seconds", "The time from one holder of a lock to the next"),
+    ("tollgate_lock_wait_seconds", "Time until a lock was granted"),
+    ("tollgate_lock_hold_seconds", "Time from the grant to the release of a lock"),
+    ("tollgate_lock_handover_seconds", "Time from one holder of a lock to the next"),
     (
         "tollgate_idempotency_handler_seconds",
-        "The time from the claim of an operation to the end of its answer, or to where its handler was cut off",
+        "Time from the claim of an operation to the end of its response, or until its handler was aborted",
     ),
-    ("tollgate_idempotency_wait_seconds", "How long requests waited for the same request"),
-    ("tollgate_job_lateness_seconds", "How long after it was due a job was claimed"),
-    ("tollgate_job_seconds", "How long attempts at jobs ran"),
+    ("tollgate_idempotency_wait_seconds", "How long requests waited for another request with the same key"),
+    ("tollgate_job_lateness_seconds", "Time from the due time of a job to its claim"),
+    ("tollgate_job_seconds", "Duration of attempts at jobs"),
 ];
 
 const GAUGES: [(&str, Unit, &str); 3] = [
-    ("tollgate_lock_handlers_running", Unit::Count, "Requests of detached layers that are at work under their locks"),
+    ("tollgate_lock_handlers_running", Unit::Count, "Requests of detached layers that run under their locks"),
     ("tollgate_jobs_running", Unit::Count, "Jobs that run in this process"),
     (
         "tollgate_jobs_oldest_due_seconds",
         Unit::Seconds,
-        "For how long the oldest job that nobody has claimed is due, as workers of this process know; 0 without them",
+        "How long the oldest unclaimed job has been due, as far as workers of this process know; 0 without workers",
     ),
 ];
 
@@ -98,7 +92,7 @@ mod tests {
 
     use super::*;
 
-    /// What is said of the metrics, and what records them.
+    /// The documentation of metrics, and the code that records them.
     const DOCS_AND_CODE: [(&str, &str); 7] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/metrics.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
@@ -110,12 +104,12 @@ mod tests {
     ];
 
     fn names<'a>(text: &'a str, before: &'static str) -> impl Iterator<Item = &'a str> {
-        let begins = text.match_indices(before).map(move |(at, _)| at + before.len());
-        begins.filter_map(|at| text[at..].split(['`', '"']).next()).filter(|name| name.starts_with("tollgate_"))
+        let starts = text.match_indices(before).map(move |(at, _)| at + before.len());
+        starts.filter_map(|at| text[at..].split(['`', '"']).next()).filter(|name| name.starts_with("tollgate_"))
     }
 
     #[test]
-    fn what_is_recorded_is_described_and_in_the_docs() {
+    fn recorded_metrics_are_described_and_documented() {
         let described: Vec<_> = COUNTERS.iter().chain(&HISTOGRAMS).map(|(name, _)| *name).collect();
         let described: BTreeSet<_> = GAUGES.iter().map(|(name, ..)| *name).chain(described).collect();
         let recorded: BTreeSet<_> = DOCS_AND_CODE.iter().flat_map(|(_, code)| names(code, "!(\"")).collect();

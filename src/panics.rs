@@ -3,17 +3,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::task::JoinError;
 
-/// Drops a value of the user's code, such as a panic payload or an error, whose `drop` may panic.
+/// Drops a value of user code, such as a panic payload or an error, whose `drop` may panic.
 pub(crate) fn discard<T>(value: T) {
-    if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
-        // Dropping this one might go on like that for ever.
-        mem::forget(second);
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
+        // Dropping this payload could panic again, and so on without end.
+        mem::forget(payload);
     }
 }
 
 /// Drops the output of a task, or its panic.
-pub(crate) fn discard_joined<T>(ended: Result<T, JoinError>) {
-    match ended.map_err(JoinError::try_into_panic) {
+pub(crate) fn discard_joined<T>(result: Result<T, JoinError>) {
+    match result.map_err(JoinError::try_into_panic) {
         Ok(output) => discard(output),
         Err(Ok(payload)) => discard(payload),
         Err(Err(_)) => {}

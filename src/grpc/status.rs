@@ -174,7 +174,7 @@ impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for GrpcRespond
     }
 
     fn announces(&self) -> bool {
-        self.fields.are_announced()
+        self.fields.annotates()
     }
 
     fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {

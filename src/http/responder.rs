@@ -82,7 +82,7 @@ impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for HttpRespond
 
     #[inline]
     fn announces(&self) -> bool {
-        self.fields.are_announced()
+        self.fields.annotates()
     }
 
     #[inline]

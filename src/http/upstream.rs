@@ -31,7 +31,7 @@ type Tightness = (u64, Reverse<u64>);
 
 /// Adds the fields of a layer to those of other layers. Keeps or removes the fields of an upstream, as `fields.upstream` says.
 pub(crate) fn annotate<B>(fields: &HeaderConfig, info: &LimitInfo<'_>, response: &mut Response<B>) {
-    if !fields.are_written() {
+    if !fields.writes_headers() {
         return;
     }
     // `Layers` is nearly always the result, so insert it first.

@@ -1,4 +1,4 @@
-//! What keys are made of, and who finds them in a request.
+//! Conversions into keys, and extractors of keys from requests.
 
 use std::borrow::Cow;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -61,20 +61,20 @@ tuples!(A, B);
 tuples!(A, B, C);
 tuples!(A, B, C, D);
 
-/// An empty key is no key.
+/// Treats an empty key as missing.
 fn present(key: Option<Key>) -> Option<Key> {
     key.filter(|key| !key.is_empty())
 }
 
-/// What a closure may answer as a key: text, bytes, numbers, addresses, a [`Key`], tuples of these, or an `Option` of one.
+/// The types that a closure may return as a key: text, bytes, numbers, addresses, a [`Key`], tuples of these, or an `Option` of one.
 ///
-/// `None` says that the request has no key; so does a tuple with a part that is missing or empty.
+/// `None` means that the request has no key. So does a tuple with a missing or empty part.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be used as a key",
-    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one; a `&str` borrowed from the request has to be made a `String` or a `Key`"
+    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one. Convert a `&str` from the request to a `String` or a `Key`"
 )]
 pub trait IntoKey {
-    /// The key, where there is one.
+    /// The key, if there is one.
     fn into_key(self) -> Option<Key>;
 }
 
@@ -90,10 +90,10 @@ impl<T: IntoKey> IntoKey for Option<T> {
     }
 }
 
-/// Finds out who is asking.
+/// Extracts the key of a request.
 ///
-/// Closures are extractors, and so are tuples of extractors: a tuple counts per combination and has a key only where all
-/// of its parts have one. [`first_of`] names a fallback, and so does the method `or` of the extractors in `tollgate::http`.
+/// Closures are extractors, and so are tuples of extractors. A tuple counts each combination of its parts, and has a key only if all parts
+/// have one. Set a fallback with [`first_of`], or with the method `or` of the extractors in `tollgate::http`.
 ///
 /// ```
 /// use tollgate::{ExtractKey, Key};
@@ -115,11 +115,11 @@ impl<T: IntoKey> IntoKey for Option<T> {
     note = "use a closure `|request: &{Req}| ...`, one of the extractors in `tollgate::http`, or a tuple of them"
 )]
 pub trait ExtractKey<Req> {
-    /// The key of this request, or `None` where it has none.
+    /// The key of this request, or `None` if it has none.
     fn extract_key(&self, request: &Req) -> Option<Key>;
 }
 
-// Without this the compiler asks for a closure and hides the note above.
+// Without this attribute the compiler suggests a closure and hides the note above.
 #[diagnostic::do_not_recommend]
 impl<Req, F, K> ExtractKey<Req> for F
 where
@@ -131,10 +131,9 @@ where
     }
 }
 
-/// Asks `fallback` where `first` finds no key.
+/// Uses `fallback` for requests for which `first` finds no key.
 ///
-/// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a subject
-/// of the other kind.
+/// A key from the fallback has a mark, so a client cannot send a value for `first` that gives the same key.
 ///
 /// ```
 /// use tollgate::{ExtractKey, first_of};
@@ -143,14 +142,14 @@ where
 ///
 /// let key = first_of(|call: &Call| call.tenant.clone(), |call: &Call| call.address.clone());
 /// let honest = Call { tenant: None, address: "203.0.113.7".into() };
-/// let liar = Call { tenant: Some("203.0.113.7".into()), address: "198.51.100.1".into() };
-/// assert_ne!(key.extract_key(&honest), key.extract_key(&liar));
+/// let forged = Call { tenant: Some("203.0.113.7".into()), address: "198.51.100.1".into() };
+/// assert_ne!(key.extract_key(&honest), key.extract_key(&forged));
 /// ```
 pub const fn first_of<A, B>(first: A, fallback: B) -> Or<A, B> {
     Or { first, fallback }
 }
 
-/// Two extractors, the second asked where the first finds nothing: see [`first_of`].
+/// An extractor with a fallback: see [`first_of`].
 #[derive(Clone, Copy, Debug)]
 pub struct Or<A, B> {
     first: A,
@@ -158,7 +157,7 @@ pub struct Or<A, B> {
 }
 
 impl<A, B> Or<A, B> {
-    /// Asks `fallback` where none of those before finds a key: see [`first_of`].
+    /// Uses `fallback` for requests for which the other extractors find no key: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
@@ -172,7 +171,7 @@ impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
     }
 }
 
-/// Gives every request the same key, so that all share one quota. What a layer does until it is told a key.
+/// Gives every request the same key, so all requests share one quota. This is the default of a layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GlobalKey;
 

@@ -1,11 +1,11 @@
-//! What a layer answers when it turns a request away.
+//! Responders turn rejections into responses or errors.
 //!
-//! Two answers come with the crate, [`HttpResponder`] and [`ErrorResponder`], one more for [jobs](crate::delay_queue::JobResponder), and one with the feature `grpc`. What a client reads, and
-//! which of it can be chosen, is in the docs of the module `tollgate::http`.
+//! The crate has [`HttpResponder`], [`ErrorResponder`] and, for jobs, [`JobResponder`](crate::delay_queue::JobResponder). With the feature `grpc` it
+//! has `GrpcResponder`. The docs of the module `tollgate::http` describe the responses and their options.
 //!
 //! # Examples
 //!
-//! A service that does not speak HTTP gets an error to downcast:
+//! A service that is not an HTTP service returns an error, which you can downcast:
 //!
 //! ```
 //! use tollgate::rate_limit::RateLimited;
@@ -24,7 +24,7 @@
 //! # }
 //! ```
 //!
-//! One that does answers with a problem document and the newest header fields, unless told otherwise:
+//! An HTTP service by default responds with a problem document and the newest header fields. Here it uses older fields and plain text:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -34,10 +34,10 @@
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
-//! let as_ever = HttpResponder::new().headers([HeaderVersion::LegacyDelta]).body(RejectionBody::PlainText);
+//! let responder = HttpResponder::new().headers([HeaderVersion::LegacyDelta]).body(RejectionBody::PlainText);
 //! let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(as_ever))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).responder(responder))
 //!     .service(service_fn(async |_: Request<String>| Ok::<_, BoxError>(Response::new(String::new()))));
 //!
 //! let response = service.oneshot(Request::new(String::new())).await?;
@@ -49,9 +49,8 @@
 //! # }
 //! ```
 //!
-//! Any other answer is a type that implements [`Responder`] and, for a rate limit,
-//! [`AnnotateResponse`](crate::rate_limit::AnnotateResponse), or for a lock [`BindLease`](crate::lock::BindLease). With a body of one's own, for instance, in an axum
-//! router:
+//! For any other response, implement [`Responder`] and, for a rate limit, [`AnnotateResponse`](crate::rate_limit::AnnotateResponse). For a
+//! lock, implement [`BindLease`](crate::lock::BindLease). For example, with your own body, in an axum router:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -90,8 +89,8 @@
 //! }
 //!
 //! impl<Req> AnnotateResponse<http::Request<Req>, Response> for AsJson {
-//!     fn announce(&self, standing: &LimitInfo<'_>, response: &mut Response) {
-//!         AnnotateResponse::<http::Request<Req>, _>::announce(&HttpResponder::new(), standing, response); // the `RateLimit` fields
+//!     fn announce(&self, info: &LimitInfo<'_>, response: &mut Response) {
+//!         AnnotateResponse::<http::Request<Req>, _>::announce(&HttpResponder::new(), info, response); // the `RateLimit` fields
 //!     }
 //! }
 //!
@@ -102,8 +101,8 @@
 //! # }
 //! ```
 //!
-//! [`BindLease`](crate::lock::BindLease) says which requests need the lock and how long an answer keeps it, and a method that is left out changes what the lock protects. So
-//! this one passes them on to [`HttpResponder`], with whatever else it has nothing to say about:
+//! [`BindLease`](crate::lock::BindLease) decides which requests need the lock, and how long a response holds it. A missing method would change
+//! what the lock protects, so this responder delegates all of them to [`HttpResponder`]:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -117,7 +116,7 @@
 //! #[derive(Clone)]
 //! struct BusyAsJson(HttpResponder);
 //!
-//! /// Keeps the lock until its body has ended.
+//! /// Holds the lock until its body ends.
 //! type Locked = Response<LockedBody<Body>>;
 //!
 //! impl<E> Responder<Rejection, Response, E> for BusyAsJson {
@@ -156,8 +155,8 @@
 //!         BindLease::<_, Locked>::pass(&self.0, request);
 //!     }
 //!
-//!     fn occupy(&self, stay: LeaseGuard, response: &mut Locked) {
-//!         BindLease::<Request, _>::occupy(&self.0, stay, response);
+//!     fn occupy(&self, guard: LeaseGuard, response: &mut Locked) {
+//!         BindLease::<Request, _>::occupy(&self.0, guard, response);
 //!     }
 //! }
 //!
@@ -174,7 +173,7 @@
 //! let post = || Request::post("/").body(Body::empty());
 //! let paid = app.clone().oneshot(post()?).await?;
 //! assert_eq!(paid.status(), StatusCode::OK);
-//! // Until its body was read nobody else may pay, and all may look.
+//! // Until the body is read, other payments are rejected, and safe requests pass.
 //! assert_eq!(app.clone().oneshot(post()?).await?.status(), StatusCode::CONFLICT);
 //! assert_eq!(app.clone().oneshot(Request::get("/").body(Body::empty())?).await?.status(), StatusCode::OK);
 //! drop(paid);
@@ -199,33 +198,33 @@ use crate::error::BoxError;
 #[cfg(feature = "http")]
 pub use crate::http::same_body::SameBody;
 
-/// Turns a rejection into what the caller of the service gets, and passes on what the inner service answered.
+/// Turns rejections into responses or errors, and converts the results of the inner service.
 ///
-/// A layer has one of these as its last type parameter. Two come with the crate: [`HttpResponder`], which is the default and
-/// needs the feature `http`, and [`ErrorResponder`].
+/// A layer's type has its responder as a parameter. The crate has [`HttpResponder`], which is the default and needs the feature `http`, and
+/// [`ErrorResponder`].
 ///
-/// `R` is the rejection, `Res` and `E` are the response and the error of the inner service.
+/// `R` is the rejection. `Res` and `E` are the response and the error of the inner service.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot turn `{R}` into an answer of a service that answers `{Res}`",
-    note = "the default answers with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`"
+    message = "`{Self}` cannot turn `{R}` into a response of a service that responds with `{Res}`",
+    note = "the default responds with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`"
 )]
 pub trait Responder<R, Res, E> {
-    /// What the service answers behind the layer.
+    /// The response of the service with the layer.
     type Response;
-    /// What the service fails with behind the layer.
+    /// The error of the service with the layer.
     type Error;
 
-    /// The answer to a request that was turned away.
+    /// Turns a rejection into a response or an error.
     fn reject(&self, rejection: R) -> Result<Self::Response, Self::Error>;
 
-    /// What a response of the inner service is passed on as.
+    /// Converts a response of the inner service.
     fn response(&self, response: Res) -> Self::Response;
 
-    /// What a failure of the inner service is passed on as.
+    /// Converts an error of the inner service.
     fn error(&self, error: E) -> Self::Error;
 }
 
-/// A rejection becomes an error: a [`BoxError`] to downcast, beside the errors of the inner service.
+/// Turns rejections into errors of type [`BoxError`], which you can downcast. Errors of the inner service are boxed, too.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ErrorResponder;
 
@@ -250,14 +249,15 @@ where
     }
 }
 
-/// In the extensions of a response: the request was turned away, and nothing was done for it.
+/// An extension of a response: the request was rejected, and nothing was executed.
 ///
-/// [`HttpResponder`] and `GrpcResponder` put it there, other than in [`answer_to`](HttpResponder::answer_to), so that an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of the layer that has turned
-/// the request away keeps no such answer, whatever it is told to [keep](crate::idempotency::ResponsePolicy): the next request with the key is served. A
-/// [`Responder`] of your own, a layer or a handler that refuses can do the same.
+/// An outer [`IdempotencyLayer`](crate::http::IdempotencyLayer) does not store such a response, whatever its
+/// [`ResponsePolicy`](crate::idempotency::ResponsePolicy), so the next request with the same key is executed. [`HttpResponder`] and
+/// `GrpcResponder` insert the extension into rejections, but not into the responses of [`answer_to`](HttpResponder::answer_to). Your own
+/// responders, layers and handlers can insert it, too.
 ///
-/// Extensions do not pass a connection. The rejections of locks and idempotency that a client could take for an answer carry the field `Tollgate-Rejected: true`
-/// as well, which says the same to a layer in a gateway. A rejection of your own may carry it, too.
+/// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true` if
+/// their status could be that of a handler. A layer in a gateway reads this field. Your own rejections may have it, too.
 ///
 /// ```
 /// use axum::Extension;
@@ -274,12 +274,13 @@ where
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NotExecuted;
 
-/// In the extensions of a response: nobody knows what was done for the request.
+/// An extension of a response: the outcome of the request is unknown.
 ///
-/// For a handler that has asked somebody else and got no answer in time: an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of it
-/// neither keeps the response nor gives the operation back, whatever its status and whatever the layer is told to
-/// [keep](crate::idempotency::ResponsePolicy). The caller gets the response. The same request is in flight until the lease has ended, and of unknown outcome then, which is
-/// what [`OnUnknown`](crate::idempotency::OnUnknown) is for. With [`NotExecuted`] beside it, this one counts.
+/// A handler inserts it if it called another service and got no reply in time. Then an outer
+/// [`IdempotencyLayer`](crate::http::IdempotencyLayer) neither stores the response nor releases the operation, whatever the status and the
+/// [`ResponsePolicy`](crate::idempotency::ResponsePolicy). The client gets the response. The operation stays in flight until its lease expires.
+/// After that its outcome is unknown, and [`OnUnknown`](crate::idempotency::OnUnknown) applies. If a response also has [`NotExecuted`], this
+/// extension takes precedence.
 ///
 /// ```
 /// use axum::Extension;
@@ -293,33 +294,33 @@ pub struct NotExecuted;
 /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(pay));
 /// ```
 ///
-/// With gRPC it is the same. Where a handler answers with something that has no extensions, as the errors of tonic, a layer between puts it there:
+/// It works in the same way with gRPC. The errors of tonic have no extensions, so a layer between inserts it:
 ///
 /// ```
 /// use tollgate::responder::OutcomeUnknown;
 /// use tonic::{Code, Status};
 ///
-/// fn note<B>(mut response: http::Response<B>) -> http::Response<B> {
+/// fn mark_unknown<B>(mut response: http::Response<B>) -> http::Response<B> {
 ///     if response.extensions().get::<Status>().is_some_and(|status| status.code() == Code::DeadlineExceeded) {
 ///         response.extensions_mut().insert(OutcomeUnknown);
 ///     }
 ///     response
 /// }
 /// # type Body = tonic::body::Body;
-/// let layer = tower::util::MapResponseLayer::new(note::<Body>);
+/// let layer = tower::util::MapResponseLayer::new(mark_unknown::<Body>);
 /// # drop(layer);
 /// ```
 ///
-/// What is no request says it with [`Failed::outcome_unknown`](crate::idempotency::Failed::outcome_unknown).
+/// Operations that are not requests use [`Failed::outcome_unknown`](crate::idempotency::Failed::outcome_unknown).
 #[cfg(feature = "http")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutcomeUnknown;
 
-/// A rejection becomes an HTTP response, so the service fails only where the inner service does.
+/// Turns rejections into HTTP responses, so the service fails only if the inner service fails.
 ///
-/// Implemented with the feature `http`; see the module `tollgate::http` for the responses. Cheap to clone.
+/// Needs the feature `http`. See the module `tollgate::http` for the responses. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings that only the feature http reads"))]
 pub struct HttpResponder {
     pub(crate) fields: HeaderConfig,
     // In seconds.
@@ -329,21 +330,21 @@ pub struct HttpResponder {
 }
 
 impl HttpResponder {
-    /// With the newest header fields, an exact `Retry-After` and a problem document.
+    /// Creates a responder with the newest header fields, an exact `Retry-After` and a problem document.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Which header fields tell the client how its limits stand; `[]` for none. Defaults to
-    /// [`[HeaderVersion::Draft10]`](HeaderVersion::Draft10).
+    /// Sets the versions of the rate-limit header fields; `[]` for none. Defaults to [`[HeaderVersion::Draft10]`](HeaderVersion::Draft10).
     #[must_use]
     pub fn headers(mut self, versions: impl IntoIterator<Item = HeaderVersion>) -> Self {
         self.fields.versions = versions.into_iter().collect();
         self
     }
 
-    /// Whose rate-limit fields a response has if the inner service, a proxy for instance, has sent some. Defaults to [`UpstreamFields::Replace`].
+    /// Sets the source of the rate-limit fields if the response of the inner service, such as a proxy, already has some. Defaults to
+    /// [`UpstreamFields::Replace`].
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -353,7 +354,7 @@ impl HttpResponder {
     /// use tower::{Layer, ServiceExt, service_fn};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
-    /// // The upstream has less left than the layer.
+    /// // The upstream has fewer remaining units than the layer.
     /// let proxy = service_fn(async |_: Request<String>| {
     ///     let response = Response::builder().header("x-ratelimit-remaining", "7").header("x-ratelimit-reset", "30");
     ///     Ok::<_, BoxError>(response.body(String::new())?)
@@ -378,11 +379,11 @@ impl HttpResponder {
         self
     }
 
-    /// Tells the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to not telling it.
+    /// Sends the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to no partition key.
     ///
-    /// The partition key says which of its requests count together. It is the first half of the HMAC-SHA-256 of the
-    /// [`Key`](crate::Key) under `secret`: the same in all replicas that are given the same secret, and nothing that the
-    /// key could be guessed from without it. A plain digest of an IP address could be turned back by trying them all.
+    /// Requests with the same partition key share a quota. It is the first half of the HMAC-SHA-256 of the [`Key`](crate::Key) under `secret`.
+    /// So it is the same in all replicas with the same secret, and the key cannot be guessed without the secret. A plain digest of an IP
+    /// address could be reversed by trying all addresses.
     ///
     /// # Panics
     ///
@@ -394,43 +395,44 @@ impl HttpResponder {
         self
     }
 
-    /// Whether requests carry a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) in their extensions, which knows the
-    /// [`Decision`](crate::rate_limit::Decision), and responses the decision itself: of several policies and layers the one that restricts most.
-    /// Of which policy that is it does not say: those who need to know find all of them, each with its name, in the `RateLimit` field of
-    /// [draft 10](HeaderVersion::Draft10). Defaults to true; without it a request costs some allocations less. A [`LockLayer`](crate::LockLayer) that is told not to does not leave its
-    /// [`LeaseHandle`](crate::lock::LeaseHandle) in them either.
+    /// Whether layers insert extensions into requests and responses. Defaults to true. Without extensions a request needs fewer allocations.
+    ///
+    /// A rate limit inserts a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) with the [`Decision`](crate::rate_limit::Decision) into
+    /// the request, and the decision into the response. With several policies or layers, the response has the strictest decision, without the
+    /// name of its policy. The `RateLimit` field of [draft 10](HeaderVersion::Draft10) has all limits with their names. A
+    /// [`LockLayer`](crate::LockLayer) inserts its [`LeaseHandle`](crate::lock::LeaseHandle) into the request.
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {
         self.fields.no_extensions = !extensions;
         self
     }
 
-    /// Adds a random number of whole seconds to `Retry-After`, up to this many, so that clients who were turned away
-    /// together do not come back together. Defaults to zero.
+    /// Adds a random number of whole seconds of up to `max` to `Retry-After`, so that clients that were rejected together do not retry
+    /// together. Defaults to zero.
     ///
-    /// What is told is never less than the true wait. Less than a second changes nothing.
+    /// `Retry-After` is never shorter than the wait. A `max` of less than a second has no effect.
     #[must_use]
-    pub const fn retry_jitter(mut self, most: Duration) -> Self {
-        let seconds = most.as_secs();
+    pub const fn retry_jitter(mut self, max: Duration) -> Self {
+        let seconds = max.as_secs();
         self.retry_jitter = if seconds > u32::MAX as u64 { u32::MAX } else { seconds as u32 };
         self
     }
 
-    /// What is in the body of a rejection. Defaults to [`RejectionBody::Problem`].
+    /// Sets the format of the body of a rejection. Defaults to [`RejectionBody::Problem`].
     #[must_use]
     pub const fn body(mut self, body: RejectionBody) -> Self {
         self.body = body;
         self
     }
 
-    /// The status of a request whose lock somebody else holds. Defaults to [`BusyStatus::Conflict`].
+    /// Sets the status of a request whose lock is held by another request. Defaults to [`BusyStatus::Conflict`].
     #[must_use]
     pub const fn busy(mut self, status: BusyStatus) -> Self {
         self.busy = status;
         self
     }
 
-    /// The same answers with a body of the type that the inner service has: see [`SameBody`].
+    /// Keeps the body type of the inner service: see [`SameBody`].
     #[must_use]
     #[cfg(feature = "http")]
     pub const fn same_body(self) -> SameBody<Self> {
@@ -438,20 +440,20 @@ impl HttpResponder {
     }
 }
 
-/// The status of a request whose lock somebody else holds. Defaults to [`Conflict`](Self::Conflict).
+/// The status of a request whose lock is held by another request. Defaults to [`Conflict`](Self::Conflict).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BusyStatus {
-    /// 409: what is asked for is in conflict with what is being done.
+    /// 409: the request conflicts with a request in progress.
     #[default]
     Conflict,
-    /// 423: the status of WebDAV and of resumable uploads.
+    /// 423: used by WebDAV and resumable uploads.
     Locked,
-    /// 429: what the clients of some payment services know to try again.
+    /// 429: clients of some payment services retry this status.
     TooManyRequests,
 }
 
-/// What is in the body of a rejection. Defaults to [`Problem`](Self::Problem).
+/// The format of the body of a rejection. Defaults to [`Problem`](Self::Problem).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RejectionBody {
@@ -462,10 +464,10 @@ pub enum RejectionBody {
     PlainText,
 }
 
-/// The header fields that tell a client how its limits stand. There have been several in the course of time.
+/// The versions of the rate-limit header fields.
 ///
-/// Several of them can be sent at once, so that clients can move from one to the next. Where two want a field of the same
-/// name with different contents, [`Draft10`](Self::Draft10) has it; `Draft10` and `Draft7` together are therefore `Draft10`.
+/// A responder can send several versions at once, so that clients can migrate. If two versions use the same field with different contents,
+/// [`Draft10`](Self::Draft10) takes precedence. So `Draft10` and `Draft7` together are `Draft10`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HeaderVersion {
@@ -473,38 +475,38 @@ pub enum HeaderVersion {
     /// draft-ietf-httpapi-ratelimit-headers-10.
     Draft10,
     /// `RateLimit-Policy: 100;w=60` and `RateLimit: limit=100, remaining=42, reset=18`:
-    /// draft-ietf-httpapi-ratelimit-headers-07. Of several limits the second one tells the tightest.
+    /// draft-ietf-httpapi-ratelimit-headers-07. With several limits, `RateLimit` has the tightest.
     Draft7,
     /// `RateLimit-Policy: 100;w=60` and `RateLimit-Limit: 100`, `RateLimit-Remaining: 42`, `RateLimit-Reset: 18`:
-    /// draft-ietf-httpapi-ratelimit-headers-06. Of several limits the last three tell the tightest.
+    /// draft-ietf-httpapi-ratelimit-headers-06. With several limits, the last three fields have the tightest.
     Draft6,
-    /// `X-RateLimit-Limit: 100`, `X-RateLimit-Remaining: 42` and `X-RateLimit-Reset: 1767225618`, as seconds since 1970 by the
-    /// clock of this machine: the habit of GitHub and others. Of several limits the tightest.
+    /// `X-RateLimit-Limit: 100`, `X-RateLimit-Remaining: 42` and `X-RateLimit-Reset: 1767225618`, in seconds since 1970 by the clock of this
+    /// machine. GitHub and other services use these fields. With several limits, they have the tightest.
     LegacyEpoch,
-    /// The same, but `X-RateLimit-Reset: 18`, as seconds from now. Of the two the one that is named last.
+    /// Like `LegacyEpoch`, but `X-RateLimit-Reset: 18`, in seconds from now. If you set both, the last one is used.
     LegacyDelta,
 }
 
-/// Whose rate-limit fields a response has that the inner service has sent with some already. Defaults to [`Replace`](Self::Replace).
+/// The source of the rate-limit fields if the response of the inner service already has some. Defaults to [`Replace`](Self::Replace).
 ///
-/// All fields of a response come from one source, so that a client can read them together. Fields that other layers of this process have added are not
-/// those of an upstream.
+/// All fields of a response come from one source, so that a client can read them together. Fields of other layers in this process are not
+/// upstream fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum UpstreamFields {
     /// The layer removes the fields of the upstream and sends its own.
     #[default]
     Replace,
-    /// The response has the fields of the source with fewer units left. Where the fields of the upstream cannot be read, or the layer has made no
-    /// decision, the layer replaces them.
+    /// The response has the fields of the source with fewer remaining units. The layer replaces the fields of the upstream if they cannot be
+    /// parsed, or if there is no decision.
     KeepTighter,
-    /// The layer adds nothing to a response that has such fields.
+    /// The layer adds no fields if the upstream has sent any.
     Keep,
 }
 
-/// Which fields are written, and with what.
+/// The settings of the rate-limit header fields and extensions.
 #[derive(Clone, Debug, Default)]
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings that only the feature http reads"))]
 pub(crate) struct HeaderConfig {
     pub(crate) no_extensions: bool,
     pub(crate) versions: HeaderVersions,
@@ -514,22 +516,22 @@ pub(crate) struct HeaderConfig {
 }
 
 impl HeaderConfig {
-    /// Whether a response is told anything, be it in its extensions.
+    /// Whether responses get header fields or extensions.
     #[cfg(feature = "http")]
     #[inline]
-    pub(crate) const fn are_announced(&self) -> bool {
-        !self.no_extensions || self.are_written()
+    pub(crate) const fn annotates(&self) -> bool {
+        !self.no_extensions || self.writes_headers()
     }
 
-    /// Whether a response is told anything in its header.
+    /// Whether responses get header fields.
     #[cfg(feature = "http")]
     #[inline]
-    pub(crate) const fn are_written(&self) -> bool {
+    pub(crate) const fn writes_headers(&self) -> bool {
         self.versions.0 != 0
     }
 }
 
-/// A set of versions, a bit for each.
+/// A set of versions, with one bit for each.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HeaderVersions(u8);
 
@@ -552,7 +554,7 @@ impl Default for HeaderVersions {
 impl FromIterator<HeaderVersion> for HeaderVersions {
     fn from_iter<I: IntoIterator<Item = HeaderVersion>>(versions: I) -> Self {
         versions.into_iter().fold(Self(0), |Self(bits), version| {
-            // These write the same fields, so only one of them can be meant.
+            // These two write the same fields, so the last one replaces the other.
             let replaced = match version {
                 HeaderVersion::LegacyEpoch => Self::bit(HeaderVersion::LegacyDelta),
                 HeaderVersion::LegacyDelta => Self::bit(HeaderVersion::LegacyEpoch),
@@ -571,7 +573,7 @@ impl fmt::Debug for HeaderVersions {
     }
 }
 
-/// What partition keys are made with. The secret itself is not kept, and nothing of it printed.
+/// Computes partition keys. It does not keep the secret itself, and `Debug` prints nothing of it.
 #[cfg(feature = "http")]
 #[derive(Clone)]
 pub(crate) struct PartitionKeyMac(Arc<Hmac<Sha256>>);
@@ -579,11 +581,11 @@ pub(crate) struct PartitionKeyMac(Arc<Hmac<Sha256>>);
 #[cfg(feature = "http")]
 impl PartitionKeyMac {
     pub(crate) fn new(secret: &[u8]) -> Self {
-        assert!(secret.len() >= 16, "a secret for partition keys has at least 16 bytes");
-        Self(Arc::new(Hmac::new_from_slice(secret).expect("a key of any length will do")))
+        assert!(secret.len() >= 16, "a secret for partition keys must have at least 16 bytes");
+        Self(Arc::new(Hmac::new_from_slice(secret).expect("HMAC accepts a key of any length")))
     }
 
-    /// The first half of the code that authenticates `text`.
+    /// The first half of the HMAC of `text`.
     pub(crate) fn mac(&self, text: &[u8]) -> [u8; 16] {
         let mut mac = Hmac::clone(&self.0);
         mac.update(text);

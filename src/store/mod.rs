@@ -1,4 +1,4 @@
-//! What every capability needs around its calls of a store.
+//! Helpers for calls to a store, which all capabilities use.
 
 pub(crate) mod circuit;
 pub(crate) mod deadline;

@@ -3,21 +3,22 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
-/// On larger machines some threads share a copy.
-const MAX_LANES: usize = 64;
-/// Threads take lanes in turn, also those that ask only once: with a few to spare two that work at the same time seldom have the same one.
-const LANES_OF_A_PROCESSOR: usize = 4;
+/// The maximum number of slots. On larger machines more threads share a slot.
+const MAX_SLOTS: usize = 64;
+/// Threads are assigned to slots in turn. Spare slots make it unlikely that two busy threads share one, because short-lived threads take slots,
+/// too.
+const SLOTS_PER_PROCESSOR: usize = 4;
 
-/// A copy for each lane of threads, made when one of them first asks.
+/// A copy of a value for each slot of threads, created on first use.
 ///
-/// For what is cloned with every request and counts references: processors that count in the same place wait for each other.
+/// For reference-counted values that are cloned with every request, to avoid contention on one reference count.
 pub(crate) struct ShardedRefs<T> {
-    // Of most things there is no other: they are made for a request, or on a thread that serves with them.
+    // Separate from `others`, because most values are used by one slot only.
     first: OnceLock<(usize, T)>,
     others: OnceLock<Box<[OnceLock<T>]>>,
 }
 
-// By hand: `derive` would ask for `T: Default`.
+// By hand: `derive` would require `T: Default`.
 impl<T> Default for ShardedRefs<T> {
     fn default() -> Self {
         Self { first: OnceLock::new(), others: OnceLock::new() }
@@ -25,40 +26,40 @@ impl<T> Default for ShardedRefs<T> {
 }
 
 impl<T> ShardedRefs<T> {
-    /// The copy of the lane of this thread.
+    /// The copy for the slot of this thread.
     #[inline]
     pub(crate) fn get(&self, make: impl Fn() -> T) -> &T {
-        let thread_slot = thread_slot();
-        let (owner, first) = self.first.get_or_init(|| (thread_slot, make()));
-        if *owner == thread_slot {
+        let slot = thread_slot();
+        let (owner, first) = self.first.get_or_init(|| (slot, make()));
+        if *owner == slot {
             return first;
         }
-        let others = self.others.get_or_init(|| (0..lanes()).map(|_| OnceLock::new()).collect());
-        others[thread_slot].get_or_init(make)
+        let others = self.others.get_or_init(|| (0..slot_count()).map(|_| OnceLock::new()).collect());
+        others[slot].get_or_init(make)
     }
 }
 
-/// The lane of this thread, less than [`lanes`].
+/// The slot of this thread, less than [`slot_count`].
 #[inline]
 pub(crate) fn thread_slot() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        static LANE: Cell<Option<usize>> = const { Cell::new(None) };
+        static SLOT: Cell<Option<usize>> = const { Cell::new(None) };
     }
-    LANE.with(|thread_slot| {
-        thread_slot.get().unwrap_or_else(|| {
-            let next = NEXT.fetch_add(1, Ordering::Relaxed) % lanes();
-            thread_slot.set(Some(next));
+    SLOT.with(|slot| {
+        slot.get().unwrap_or_else(|| {
+            let next = NEXT.fetch_add(1, Ordering::Relaxed) % slot_count();
+            slot.set(Some(next));
             next
         })
     })
 }
 
-fn lanes() -> usize {
-    static LANES: OnceLock<usize> = OnceLock::new();
-    *LANES.get_or_init(|| {
+fn slot_count() -> usize {
+    static SLOTS: OnceLock<usize> = OnceLock::new();
+    *SLOTS.get_or_init(|| {
         let processors = available_parallelism().map_or(1, usize::from);
-        processors.saturating_mul(LANES_OF_A_PROCESSOR).min(MAX_LANES)
+        processors.saturating_mul(SLOTS_PER_PROCESSOR).min(MAX_SLOTS)
     })
 }
 
@@ -70,22 +71,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_keeps_its_copy_and_there_are_as_many_as_lanes() {
+    fn thread_keeps_its_copy_and_each_slot_has_one() {
         let (copies, made) = (ShardedRefs::default(), AtomicUsize::new(0));
-        let mine = || *copies.get(|| made.fetch_add(1, Ordering::Relaxed));
+        let get = || *copies.get(|| made.fetch_add(1, Ordering::Relaxed));
         let seen: HashSet<_> = thread::scope(|scope| {
-            let threads: Vec<_> = (0..3 * MAX_LANES)
+            let threads: Vec<_> = (0..3 * MAX_SLOTS)
                 .map(|_| {
                     scope.spawn(|| {
-                        let copy = mine();
-                        assert_eq!(mine(), copy);
+                        let copy = get();
+                        assert_eq!(get(), copy);
                         copy
                     })
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        // So many threads in a row are in all lanes.
-        assert_eq!((seen.len(), made.into_inner()), (lanes(), lanes()));
+        // There are more threads than slots, so every slot is used.
+        assert_eq!((seen.len(), made.into_inner()), (slot_count(), slot_count()));
     }
 }

@@ -942,7 +942,7 @@ async fn several_leases_are_given_back_at_the_same_time() {
     let begun = tokio::time::Instant::now();
     let error = leases.release().await.unwrap_err();
     assert!(error.is_timeout());
-    assert_eq!(error.source().unwrap().to_string(), "no answer within the deadline of 100ms");
+    assert_eq!(error.source().unwrap().to_string(), "no reply within the deadline of 100ms");
     assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
     faults.heal();
     drop(locks.lock_all(0..20_u64).await.unwrap());

@@ -169,7 +169,7 @@ async fn a_server_that_answers_late() {
     let backend = RedisBackend::connect(server.url()).await.unwrap();
     assert!(limiter(&backend).check("alice").await.unwrap().is_allowed());
     server.pause();
-    for (deadline, expected) in [(100, "no answer within the deadline of 100ms"), (5_000, "no reply within 500ms")] {
+    for (deadline, expected) in [(100, "no reply within the deadline of 100ms"), (5_000, "no reply within 500ms")] {
         let error = limiter(&backend).deadline(Duration::from_millis(deadline)).check("alice").await.unwrap_err();
         assert!(error.is_timeout(), "{error:?}");
         assert_eq!(root(&error), expected);
