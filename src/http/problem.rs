@@ -29,7 +29,7 @@ pub(super) enum Kind {
     LockQueueFull,
     LockLost,
     LockUnavailable,
-    /// The status says everything.
+    /// No information beyond the status.
     Blank,
 }
 
