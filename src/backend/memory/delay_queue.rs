@@ -1,4 +1,4 @@
-//! All delay queues of this process, and what there is room for.
+//! All delay queues of this process, and their shared capacity.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::MemoryBackend;
-use super::queue::{CallTime, JobState, Queue, Start};
+use super::queue::{CallTime, ClockOrigin, JobState, Queue};
 use super::shares;
 use crate::delay_queue::{
     Ack, Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease,
@@ -18,15 +18,15 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::{Notifications, Reach};
 
-/// How many bytes there is room for with each job, on the average.
+/// How many bytes each job of the capacity provides, on average.
 const JOB_SHARE: usize = 1_024;
 
-/// The queues of this process. A queue is in here as long as it has jobs, holds unique keys, is paused, or somebody waits for it.
+/// The queues of this process. A queue is in the table while it has jobs, holds unique keys, is paused, or has an idle worker.
 pub(super) struct QueueTable {
     queues: Mutex<Queues>,
-    start: Start,
+    origin: ClockOrigin,
     len: AtomicUsize,
-    // Unique keys that are held for a time.
+    // The number of unique keys that are held for a time.
     held: AtomicUsize,
     bytes: AtomicUsize,
     capacity: usize,
@@ -35,13 +35,12 @@ pub(super) struct QueueTable {
 #[derive(Default)]
 struct Queues {
     all: HashMap<QueueKey, Queue>,
-    // When the first of the unique keys that a queue holds for a time is over, and the name and the part of the queue. A queue that nobody
-    // uses any more is found by it.
+    // When the first unique key that is held for a time expires, with the name and the part of its queue. Used to find unused queues.
     ends: BTreeSet<(u64, Box<str>, u16)>,
-    // Dead jobs, and the bytes of those.
+    // The number and the bytes of dead jobs.
     dead: usize,
     dead_bytes: usize,
-    // The last one. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
+    // The latest token of all queues: a queue that is removed and created again must not repeat a token.
     token: u64,
 }
 
@@ -49,7 +48,7 @@ impl QueueTable {
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             queues: Mutex::default(),
-            start: Start::now(),
+            origin: ClockOrigin::now(),
             len: AtomicUsize::new(0),
             held: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
@@ -57,25 +56,25 @@ impl QueueTable {
         }
     }
 
-    /// The queues are changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    /// Changes to the queues do not panic halfway, so the data behind a poisoned lock is still consistent.
     fn queues(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does something with a queue, and forgets it if there is nothing left to know of it.
-    fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
-        self.change(&mut self.queues(), key, verb)
+    /// Runs an operation on a queue, and removes the queue if it is unused afterwards.
+    fn with<T>(&self, key: &QueueKey, operation: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
+        self.change(&mut self.queues(), key, operation)
     }
 
-    fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
-        // Whoever has the lock is no earlier than who had it before.
-        let us = self.start.us();
+    fn change<T>(&self, queues: &mut Queues, key: &QueueKey, operation: impl FnOnce(&mut Queue, CallTime) -> T) -> T {
+        // Read under the lock, so that time does not go back between calls.
+        let us = self.origin.us();
         let token = us.max(queues.token + 1);
-        let now = CallTime { us, ms: us / 1_000, later: us.div_ceil(1_000), token, start: self.start };
+        let now = CallTime { us, ms: us / 1_000, next_ms: us.div_ceil(1_000), token, origin: self.origin };
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
-        let answer = verb(queue, now);
+        let answer = operation(queue, now);
         queues.token = queues.token.max(queue.token);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
         self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
@@ -87,23 +86,23 @@ impl QueueTable {
             queues.all.remove(key);
         }
         if new_end != end {
-            let line = |end| (end, Box::from(key.name().as_str()), key.part());
-            end.map(|end| queues.ends.remove(&line(end)));
-            queues.ends.extend(new_end.map(line));
+            let entry = |end| (end, Box::from(key.name().as_str()), key.part());
+            end.map(|end| queues.ends.remove(&entry(end)));
+            queues.ends.extend(new_end.map(entry));
         }
         answer
     }
 
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut queues = self.queues();
-        // Besides those that take the room of these jobs, a few unique keys whose time is over go with each that comes.
-        let now_ms = self.start.us() / 1_000;
-        let wanted = |queues: &Queues| queues.wants(key, jobs, max_jobs, now_ms);
-        let (new, _) = wanted(&queues);
+        // Each push also removes a few expired unique keys, beside those whose space its jobs take.
+        let now_ms = self.origin.us() / 1_000;
+        let demand = |queues: &Queues| queues.demand(key, jobs, max_jobs, now_ms);
+        let (new, _) = demand(&queues);
         let excess = self.excess(queues.used(key), new);
         self.sweep(&mut queues, excess + 2 * jobs.len());
-        // A dead job that is forgotten may be one that is pushed again, which takes room then.
-        self.make_room(&mut queues, key, wanted)?;
+        // The demand is computed again after a removal: if a pushed job was to replace the removed dead job, it now takes space.
+        self.make_room(&mut queues, key, demand)?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
             for &priority in Priority::ALL {
@@ -115,13 +114,12 @@ impl QueueTable {
         }))
     }
 
-    /// Forgets some unique keys whose time is over, those that ended first, of whichever queues: there may be nobody else who ever asks for
-    /// those.
-    fn sweep(&self, queues: &mut Queues, most: usize) {
-        let mut left = most;
+    /// Removes up to `max` expired unique keys of all queues, oldest first. Unused queues make no call that would remove theirs.
+    fn sweep(&self, queues: &mut Queues, max: usize) {
+        let mut left = max;
         while left > 0
             && let Some((until, name, part)) = queues.ends.first()
-            && *until <= self.start.us() / 1_000
+            && *until <= self.origin.us() / 1_000
         {
             let Some(name) = Key::stored(name) else {
                 queues.ends.pop_first();
@@ -132,14 +130,14 @@ impl QueueTable {
         }
     }
 
-    /// How many jobs and unique keys there are.
-    fn kept(&self) -> usize {
+    /// The number of jobs and unique keys.
+    fn used_slots(&self) -> usize {
         self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed)
     }
 
-    /// How many jobs and unique keys of others have to go, so that a queue that has so many of them may have so many jobs more.
+    /// How many jobs and unique keys of other queues must go, so that a queue with `own` of them may add `new` jobs.
     fn excess(&self, (own, _): (usize, usize), new: usize) -> usize {
-        shares::excess(own, self.kept(), new, self.capacity)
+        shares::excess(own, self.used_slots(), new, self.capacity)
     }
 
     /// The same for bytes.
@@ -148,16 +146,16 @@ impl QueueTable {
         shares::excess(own, all, bytes, room)
     }
 
-    /// Makes sure that a queue has room for so many jobs and bytes as are wanted. As long as dead jobs have more than half of it some are forgotten:
-    /// the oldest of the queue that has the most of them.
+    /// Makes room for the jobs and bytes that a queue demands. While dead jobs take up more than half of the capacity, it removes the oldest
+    /// ones of the queue with the most of them.
     fn make_room(
         &self,
         queues: &mut Queues,
         key: &QueueKey,
-        wanted: impl Fn(&Queues) -> (usize, usize),
+        demand: impl Fn(&Queues) -> (usize, usize),
     ) -> Result<(), StoreError> {
         loop {
-            let (new, bytes) = wanted(queues);
+            let (new, bytes) = demand(queues);
             let used = queues.used(key);
             let (excess, excess_bytes) = (self.excess(used, new), self.excess_bytes(used, bytes));
             if excess == 0 && excess_bytes == 0 {
@@ -167,11 +165,11 @@ impl QueueTable {
             let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
                 return Err(no_room());
             };
-            // What a queue gives up itself makes its own part smaller, and the room that is left larger.
-            let worth = if largest == *key { 2 } else { 1 };
-            let (excess, excess_bytes) = (excess.div_ceil(worth), excess_bytes.div_ceil(worth));
+            // What a queue gives up itself also lowers its own share, so it counts twice.
+            let factor = if largest == *key { 2 } else { 1 };
+            let (excess, excess_bytes) = (excess.div_ceil(factor), excess_bytes.div_ceil(factor));
             let half_of_bytes = self.capacity.saturating_mul(JOB_SHARE) / 2;
-            // Nothing is forgotten for what has no room all the same.
+            // Remove nothing if that would not make enough room.
             if excess > queues.dead.saturating_sub(self.capacity / 2)
                 || excess_bytes > queues.dead_bytes.saturating_sub(half_of_bytes)
             {
@@ -184,7 +182,7 @@ impl QueueTable {
     fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
         let mut queues = self.queues();
         let record = queues.all.get(key).and_then(|queue| queue.jobs.get(id));
-        let record = record.filter(|record| matches!(record.place, JobState::Waiting));
+        let record = record.filter(|record| matches!(record.state, JobState::Waiting));
         let larger = record.map_or(0, |record| payload.len().saturating_sub(record.job.payload.len()));
         self.make_room(&mut queues, key, |_| (0, larger))?;
         Ok(self.change(&mut queues, key, |queue, _| {
@@ -199,34 +197,33 @@ impl QueueTable {
 }
 
 fn no_room() -> StoreError {
-    StoreError::out_of_memory("more jobs are kept than the memory backend has room for")
+    StoreError::out_of_memory("the memory backend has no capacity for more jobs")
 }
 
 impl Queues {
-    /// How many jobs and unique keys a queue has, and how many bytes.
+    /// The number of jobs and unique keys of a queue, and its bytes.
     fn used(&self, key: &QueueKey) -> (usize, usize) {
         self.all.get(key).map_or((0, 0), |queue| (queue.jobs.len() + queue.unique_ends.len(), queue.bytes))
     }
 
-    /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already, has a unique
-    /// key that is held or comes to a queue that is full takes no room, be it for those before it, and what takes the place of a dead job takes no
-    /// more than it is larger.
-    fn wants(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
+    /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the queue is
+    /// full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
+    fn demand(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let known = self.all.get(key);
         let mut room = max_jobs.saturating_sub(known.map_or(0, |queue| queue.jobs.len() as u64));
         let is_held = |key: &Key| known.is_some_and(|queue| queue.holder(key, now_ms).is_some());
-        // What comes before others in this push.
+        // Ids and keys of earlier jobs of this push.
         let (mut ids, mut keys) = (HashSet::new(), HashSet::new());
         let (mut new, mut bytes) = (0, 0);
         for job in jobs {
             let record = known.and_then(|queue| queue.jobs.get(&job.id));
-            let is_there = record.is_some_and(|record| !matches!(record.place, JobState::Dead { .. }));
-            let is_refused = is_there || ids.contains(&job.id) || (record.is_none() && room == 0);
+            let exists = record.is_some_and(|record| !matches!(record.state, JobState::Dead { .. }));
+            let is_refused = exists || ids.contains(&job.id) || (record.is_none() && room == 0);
             let key = job.unique.map(|unique| unique.key);
             if is_refused || key.is_some_and(|key| is_held(&key) || keys.contains(&key)) {
                 continue;
             }
-            // One alone is before nobody.
+            // A single job has no successors to compare with.
             if jobs.len() > 1 {
                 ids.insert(job.id);
                 keys.extend(key);
@@ -262,7 +259,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Notifications {
-        // All who wait are woken, which costs a process little: who comes first gets the job.
+        // All idle workers are woken, which is cheap within a process. The first one gets the job.
         let mut queues = self.inner.queues.queues();
         let wake = queues.all.entry(*queue).or_default().wake.get_or_insert_with(|| watch::Sender::new(()));
         let watcher = Watcher { backend: self.clone(), queue: *queue };
@@ -280,7 +277,7 @@ impl DelayQueueStore for MemoryBackend {
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
         Ok(self.inner.queues.with(queue, |queue, now| {
             queue.change(id, |queue| {
-                queue.lift(id);
+                queue.unlink(id);
                 queue.wait(id, now.due(due));
             })
         }))
@@ -337,7 +334,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 }
 
-/// Cleans up behind somebody who has waited.
+/// Removes an unused queue after its last idle worker.
 struct Watcher {
     backend: MemoryBackend,
     queue: QueueKey,
@@ -350,7 +347,7 @@ impl Drop for Watcher {
 }
 
 impl MemoryBackend {
-    /// How many jobs are kept at the moment, in all queues.
+    /// The number of jobs in all queues.
     #[must_use]
     pub fn jobs(&self) -> usize {
         self.inner.queues.len.load(Ordering::Relaxed)
@@ -361,16 +358,16 @@ impl MemoryBackend {
 mod tests {
     use std::time::{SystemTime, UNIX_EPOCH};
 
-    use super::super::queue::RECLAIMED;
+    use super::super::queue::RECLAIM_BATCH;
     use super::*;
     use crate::delay_queue::{AckKind, DeadLimits, Headers, MAX_BATCH, Reason, Unique, UniqueFor};
 
     const MINUTE: Duration = Duration::from_secs(60);
 
     impl MemoryBackend {
-        /// From when the times of queues count.
+        /// The date from which the times of queues count.
         pub(crate) fn started_at(&self) -> SystemTime {
-            UNIX_EPOCH + self.inner.queues.start.date
+            UNIX_EPOCH + self.inner.queues.origin.date
         }
     }
 
@@ -390,7 +387,7 @@ mod tests {
         Some(Unique { key: Key::from(key), span: UniqueFor::Time(MINUTE) })
     }
 
-    /// Claims a job and is done with it. Answers its token.
+    /// Claims a job and finishes it. Returns its token.
     async fn run(backend: &MemoryBackend, queue: &QueueKey) -> u64 {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: 1, lease: MINUTE, dead: DeadLimits::default() };
@@ -400,16 +397,16 @@ mod tests {
         ticket.token
     }
 
-    /// How many jobs and unique keys there are, queues, and queues whose unique keys end.
+    /// The number of jobs and unique keys, of queues, and of queues with keys that expire.
     fn sizes(backend: &MemoryBackend) -> (usize, usize, usize) {
         let table = &backend.inner.queues;
         let queues = table.queues();
-        (table.kept(), queues.all.len(), queues.ends.len())
+        (table.used_slots(), queues.all.len(), queues.ends.len())
     }
 
-    /// All of them were refused, for want of room that only some would have taken.
+    /// All jobs of a push were refused if there was no room for some of them.
     #[tokio::test(start_paused = true)]
-    async fn what_is_refused_of_several_takes_no_room() {
+    async fn refused_job_of_a_batch_takes_no_room() {
         let queue = QueueKey::new("q");
         let admitted = async |capacity, max_jobs, jobs: &[NewJob]| {
             MemoryBackend::with_capacity(capacity).push(&queue, jobs, max_jobs).await.map_err(|error| error.to_string())
@@ -427,7 +424,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unique_keys_of_queues_that_nobody_uses_any_more_make_room_when_they_are_over() {
+    async fn expired_keys_of_unused_queues_make_room() {
         let backend = MemoryBackend::with_capacity(10);
         let queue = |name: u32| QueueKey::new(name).with_part(3);
         for name in 0..19 {
@@ -437,7 +434,7 @@ mod tests {
         }
         let other = QueueKey::new("other");
         assert!(backend.push(&other, &[job(1, None)], 100).await.unwrap_err().is_out_of_memory());
-        // The first of them is over.
+        // The first key has expired.
         tokio::time::advance(Duration::from_millis(41_500)).await;
         assert_eq!(backend.push(&other, &[job(1, None)], 100).await.unwrap(), [Admission::New]);
         assert!(backend.push(&other, &[job(2, None)], 100).await.unwrap_err().is_out_of_memory());
@@ -447,7 +444,7 @@ mod tests {
         assert_eq!(sizes(&backend), (10, 1, 0));
     }
 
-    /// Claims all jobs that are due, and gives them up.
+    /// Claims all due jobs, and finishes them as dead.
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: MAX_BATCH, lease: MINUTE, dead: DeadLimits::default() };
@@ -458,7 +455,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn dead_jobs_keep_no_other_queue_out() {
+    async fn dead_jobs_do_not_block_other_queues() {
         let backend = MemoryBackend::with_capacity(10);
         let [poison, unlucky, other] = ["poison", "unlucky", "other"].map(QueueKey::new);
         let dead = async || {
@@ -472,7 +469,7 @@ mod tests {
         backend.push(&poison, &jobs, 100).await.unwrap();
         kill(&backend, &poison).await;
         assert_eq!(dead().await, [8, 2]);
-        // Nothing is forgotten for what would have no room all the same.
+        // No dead job is removed for a push that would not fit anyway.
         assert!(backend.push(&other, &jobs, 100).await.unwrap_err().is_out_of_memory());
         assert_eq!(dead().await, [8, 2]);
         for id in 0..7 {
@@ -483,9 +480,9 @@ mod tests {
         assert_eq!(sizes(&backend).0, 13);
     }
 
-    /// It took the place of dead jobs, or there was no room for it.
+    /// It replaced dead jobs, or there was no room for it.
     #[tokio::test(start_paused = true)]
-    async fn what_is_not_added_needs_no_room() {
+    async fn push_that_adds_nothing_needs_no_room() {
         let backend = MemoryBackend::with_capacity(5);
         let [poison, other] = ["poison", "other"].map(QueueKey::new);
         let dead = async || backend.counts(&poison).await.unwrap().dead;
@@ -500,7 +497,7 @@ mod tests {
         assert_eq!(dead().await, 5);
         assert_eq!(backend.push(&other, &[job(2, held), job(3, None)], 100).await.unwrap(), [exists, Admission::New]);
         assert_eq!(dead().await, 4);
-        // Nor where there is none.
+        // Nor does it in a full backend.
         let backend = MemoryBackend::with_capacity(2);
         backend.push(&other, &[job(0, held), job(1, None)], 100).await.unwrap();
         assert_eq!(backend.push(&other, &[job(2, held)], 100).await.unwrap(), [exists]);
@@ -509,7 +506,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_queue_that_is_full_refuses_no_push_of_others() {
+    async fn full_queue_does_not_block_pushes_to_others() {
         let backend = MemoryBackend::with_capacity(100);
         let push = async |queue: &str, id: u32| backend.push(&QueueKey::new(queue), &[job(id, None)], 1_000).await;
         for id in 0..100 {
@@ -521,7 +518,7 @@ mod tests {
         }
         assert!(push("other", 50).await.unwrap_err().is_out_of_memory());
         assert_eq!(push("third", 0).await.unwrap(), [Admission::New]);
-        // Nor do large jobs.
+        // Nor with large jobs.
         let large = |id| NewJob { payload: vec![0; 1_000].into(), ..job(id, None) };
         let backend = MemoryBackend::with_capacity(10);
         let jobs: Vec<_> = (0..10).map(large).collect();
@@ -530,7 +527,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_dead_job_that_makes_room_for_others_may_be_one_of_those_that_are_pushed() {
+    async fn removed_dead_job_may_be_pushed_in_the_same_batch() {
         let backend = MemoryBackend::with_capacity(4);
         let queue = QueueKey::new("test");
         let jobs: Vec<_> = (0..4).map(|id| job(id, None)).collect();
@@ -543,7 +540,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_bytes_of_dead_jobs_keep_no_other_queue_out() {
+    async fn bytes_of_dead_jobs_do_not_block_other_queues() {
         let backend = MemoryBackend::with_capacity(4);
         let [poison, other] = ["poison", "other"].map(QueueKey::new);
         let large = |id, len: usize| NewJob { payload: vec![0; len].into(), ..job(id, None) };
@@ -552,10 +549,10 @@ mod tests {
         kill(&backend, &poison).await;
         assert_eq!(backend.push(&other, &[large(0, 2_590)], 100).await.unwrap(), [Admission::New]);
         assert_eq!(dead().await, 3);
-        // What becomes larger needs room as well.
+        // A payload that grows needs room, too.
         assert_eq!(backend.replace(&other, &large(0, 0).id, &[0; 2_600]).await.unwrap(), Changed::Done);
         assert_eq!(dead().await, 2);
-        // They have less than half of the room.
+        // Dead jobs have less than half of the room.
         assert_eq!(backend.push(&other, &[large(1, 490)], 100).await.unwrap(), [Admission::New]);
         assert!(backend.push(&other, &[large(2, 10)], 100).await.unwrap_err().is_out_of_memory());
         assert!(backend.replace(&other, &large(1, 0).id, &[0; 1_000]).await.unwrap_err().is_out_of_memory());
@@ -565,9 +562,9 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_key_that_is_held_anew_before_the_old_time_is_swept_is_not_counted_for_ever() {
+    async fn key_held_again_before_its_sweep_is_counted_once() {
         // One more than a push and a claim sweep, so that the last one is left.
-        const KEYS: u32 = 2 + RECLAIMED as u32 + 1;
+        const KEYS: u32 = 2 + RECLAIM_BATCH as u32 + 1;
         let backend = MemoryBackend::new();
         let queue = QueueKey::new("test");
         for id in 0..KEYS {
@@ -584,14 +581,14 @@ mod tests {
         assert_eq!(sizes(&backend), (0, 0, 0));
     }
 
-    /// As one that was suspended, or whose clock was wrong when the backend was made.
+    /// The machine was suspended, or its clock was wrong when the backend was created.
     #[tokio::test(start_paused = true)]
-    async fn an_instant_is_one_of_the_clock_of_the_machine_wherever_that_was_set_to() {
+    async fn instant_follows_the_current_clock_of_the_machine() {
         let queue = QueueKey::new("test");
         let at = |id, after| NewJob { due: Due::At(SystemTime::now() + after), ..job(id, None) };
         for is_ahead in [true, false] {
             let mut backend = MemoryBackend::new();
-            let date = &mut Arc::get_mut(&mut backend.inner).unwrap().queues.start.date;
+            let date = &mut Arc::get_mut(&mut backend.inner).unwrap().queues.origin.date;
             *date = if is_ahead { *date - 60 * MINUTE } else { *date + 60 * MINUTE };
             let due = async || backend.counts(&queue).await.unwrap().due;
             backend.push(&queue, &[at(1, Duration::ZERO), at(2, MINUTE), job(3, None)], 100).await.unwrap();
@@ -605,7 +602,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_queue_that_comes_again_gives_out_larger_tokens() {
+    async fn recreated_queue_grants_larger_tokens() {
         let backend = MemoryBackend::new();
         let queue = QueueKey::new("test");
         let mut tokens = Vec::new();

@@ -1,4 +1,4 @@
-//! One delay queue: its jobs, where each of them is, and who holds which unique key.
+//! One delay queue: its jobs, their states, and the holders of unique keys.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,24 +13,24 @@ use crate::delay_queue::{
 };
 use crate::key::Key;
 
-/// As in Redis: how many leases that have ended come back in one call, and how many dead jobs go.
-pub(super) const RECLAIMED: usize = 64;
-const FORGOTTEN: u64 = 320;
-/// By how much the clock of the system is somewhere else than expected once it was set, or stood still: more than reading two clocks takes.
+/// As in Redis: how many expired leases one call reclaims, and how many dead jobs it removes.
+pub(super) const RECLAIM_BATCH: usize = 64;
+const MAX_TRIMMED: u64 = 320;
+/// If the system clock differs by this from its expected value, it was set, or the machine was suspended. More than two clock reads take.
 const CLOCK_STEP: Duration = Duration::from_secs(1);
-/// How many bytes are claimed in one call, or a few jobs more.
+/// About how many bytes of jobs one call claims. The last job may exceed it.
 const CLAIMED_BYTES: usize = 1 << 20;
 
-/// The date at some instant, from which all others are counted.
+/// The date at an instant, from which all times count.
 #[derive(Clone, Copy)]
-pub(super) struct Start {
+pub(super) struct ClockOrigin {
     pub(super) date: Duration,
     instant: Instant,
-    // By the clock of the system, which no test pauses.
+    // By the system clock, which tests cannot pause.
     system: SystemInstant,
 }
 
-/// A time in ms since 1970, and an id: jobs of the same time are in the order of their ids.
+/// A time in ms since 1970, and a job. Jobs with the same time are in the order of their ids.
 type DueEntry = (u64, JobId);
 
 #[derive(Default)]
@@ -38,38 +38,38 @@ pub(super) struct Queue {
     pub(super) jobs: HashMap<JobId, Record>,
     // By priority, the highest first.
     due: [BTreeSet<DueEntry>; 3],
-    // By when they end, then by token.
+    // By end, then by token.
     leases: BTreeSet<(u64, u64, JobId)>,
     pub(super) dead: BTreeSet<DueEntry>,
-    // By when they return to where they are due.
+    // By the end of the snooze.
     snoozed: BTreeSet<DueEntry>,
-    // Jobs that were cancelled and still run, and the unique keys that these held. A job of the same id or key is not claimed meanwhile.
+    // Cancelled jobs that still run, and the unique keys that they held. Jobs with the same id or key are not claimed meanwhile.
     cancelled: HashMap<JobId, Record>,
     cancelled_keys: HashMap<Key, JobId>,
     unique: HashMap<Key, Holder>,
     // Unique keys that are held for a time, by its end.
     pub(super) unique_ends: BTreeSet<(u64, Box<str>)>,
-    // Of all payloads and headers, and of those of dead jobs.
+    // The size of all payloads and headers, and of those of dead jobs.
     pub(super) bytes: usize,
     pub(super) dead_bytes: usize,
     pub(super) is_paused: bool,
-    // The last one.
+    // The latest fencing token.
     pub(super) token: u64,
     pub(super) wake: Option<watch::Sender<()>>,
 }
 
-/// Who has a unique key, and until when it is held whatever becomes of the job.
+/// The job that holds a unique key, and the end of a hold for a time, which lasts whatever becomes of the job.
 pub(super) struct Holder {
     id: JobId,
     until: Option<u64>,
 }
 
 pub(super) struct Record {
-    // With the attempts that are over.
+    // Counts only ended attempts.
     pub(super) job: StoredJob,
-    pub(super) place: JobState,
+    pub(super) state: JobState,
     due: u64,
-    // Of one that waits: when it returns to where it is due.
+    // For a waiting job: the end of its snooze.
     snoozed: Option<u64>,
 }
 
@@ -80,18 +80,18 @@ pub(super) enum JobState {
     Dead { since: u64 },
 }
 
-/// The time of one call: the last whole millisecond, and the one from which delays and leases count.
+/// The time of one call: the last whole millisecond, and the next one, from which delays and leases count.
 #[derive(Clone, Copy)]
 pub(super) struct CallTime {
     pub(super) us: u64,
     pub(super) ms: u64,
-    pub(super) later: u64,
-    // Larger than any that was given out.
+    pub(super) next_ms: u64,
+    // Larger than all earlier tokens.
     pub(super) token: u64,
-    pub(super) start: Start,
+    pub(super) origin: ClockOrigin,
 }
 
-impl Start {
+impl ClockOrigin {
     pub(super) fn now() -> Self {
         let date = Duration::from_millis(since_1970(SystemTime::now()).as_millis() as u64);
         Self { date, instant: Instant::now(), system: SystemInstant::now() }
@@ -102,10 +102,10 @@ impl Start {
         (self.date + self.instant.elapsed()).as_micros() as u64
     }
 
-    /// What an instant is for the queues, since 1970. The date is not read anew for them: where the machine was suspended or its clock was set,
-    /// whoever names an instant means another one.
+    /// Converts an instant of the machine's clock to the time of the queues. The queues do not read the date again, so the two differ after a
+    /// suspension or a change of the clock.
     fn instant(&self, instant: SystemTime) -> Duration {
-        // In this order, so that a pause in between makes nothing early.
+        // The date is read first, so that a pause in between makes no job early.
         let (date, instant) = (since_1970(SystemTime::now()), since_1970(instant));
         let expected = self.date + self.system.elapsed();
         match date.abs_diff(expected) {
@@ -117,20 +117,20 @@ impl Start {
 }
 
 impl CallTime {
-    /// When something is due, never early.
+    /// When a job is due. Never early.
     pub(super) fn due(self, due: Due) -> u64 {
         match due {
             Due::In(delay) if delay.is_zero() => self.ms,
-            Due::In(delay) => self.later + millis(delay.min(Due::MAX_DELAY)),
-            Due::At(instant) => millis(self.start.instant(instant)).max(self.ms),
+            Due::In(delay) => self.next_ms + millis(delay.min(Due::MAX_DELAY)),
+            Due::At(instant) => millis(self.origin.instant(instant)).max(self.ms),
         }
     }
 }
 
 impl Record {
-    /// What there is to see of it.
+    /// The job as callers see it.
     pub(super) fn view(&self) -> StoredJob {
-        let (state, running) = match self.place {
+        let (state, running) = match self.state {
             JobState::Waiting => (State::Waiting, 0),
             JobState::Running { .. } => (State::Running, 1),
             JobState::Dead { .. } => (State::Dead, 0),
@@ -140,10 +140,10 @@ impl Record {
     }
 
     fn is_held_by(&self, ticket: &JobLease) -> bool {
-        matches!(self.place, JobState::Running { token, .. } if token == ticket.token)
+        matches!(self.state, JobState::Running { token, .. } if token == ticket.token)
     }
 
-    /// Whether it was pushed after this ticket was given out, so that it is another job than the one of that.
+    /// Whether the job was pushed after this lease was granted, and is therefore another job with the same id.
     fn is_newer(&self, ticket: &JobLease) -> bool {
         since_1970(self.job.enqueued_at).as_micros() > ticket.token.into()
     }
@@ -155,31 +155,31 @@ impl Record {
 
 impl Queue {
     pub(super) fn is_over(&self) -> bool {
-        let is_wanted = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
+        let is_watched = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
         let is_empty = self.jobs.is_empty() && self.cancelled.is_empty();
-        let is_free = self.unique.is_empty() && self.unique_ends.is_empty();
-        is_empty && is_free && !self.is_paused && !is_wanted
+        let has_no_keys = self.unique.is_empty() && self.unique_ends.is_empty();
+        is_empty && has_no_keys && !self.is_paused && !is_watched
     }
 
-    /// When the first of the unique keys that are held for a time is over.
+    /// When the first unique key that is held for a time expires.
     pub(super) fn first_end(&self) -> Option<u64> {
         self.unique_ends.first().map(|(until, _)| *until)
     }
 
-    /// Wakes those who wait.
+    /// Wakes idle workers.
     pub(super) fn wake(&self) {
         if let Some(wake) = &self.wake {
             wake.send_replace(());
         }
     }
 
-    /// Who keeps others out that have this unique key.
+    /// The job that holds a unique key.
     pub(super) fn holder(&self, key: &Key, now_ms: u64) -> Option<&Holder> {
         self.unique.get(key).filter(|holder| holder.until.is_none_or(|until| until > now_ms))
     }
 
     pub(super) fn push(&mut self, job: &NewJob, max_jobs: u64, now: CallTime) -> Admission {
-        let was_dead = match self.jobs.get(&job.id).map(|record| record.place) {
+        let was_dead = match self.jobs.get(&job.id).map(|record| record.state) {
             Some(JobState::Waiting | JobState::Running { .. }) => return Admission::Exists(job.id),
             Some(JobState::Dead { .. }) => true,
             None => false,
@@ -193,7 +193,7 @@ impl Queue {
             }
             let until = match unique.span {
                 UniqueFor::Time(time) | UniqueFor::Occurrence(time) => {
-                    Some(now.later + millis(time.min(Due::MAX_DELAY)).max(1))
+                    Some(now.next_ms + millis(time.min(Due::MAX_DELAY)).max(1))
                 }
                 UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
             };
@@ -206,14 +206,14 @@ impl Queue {
         let due = now.due(job.due);
         let stored = StoredJob::new(job, instant(now.ms), instant(due));
         self.bytes += job.size();
-        self.jobs.insert(job.id, Record { job: stored, place: JobState::Waiting, due, snoozed: None });
+        self.jobs.insert(job.id, Record { job: stored, state: JobState::Waiting, due, snoozed: None });
         self.wait(&job.id, due);
         Admission::New
     }
 
-    /// Forgets some unique keys whose time is over. Answers how many those were.
-    pub(super) fn sweep(&mut self, most: usize, now: CallTime) -> usize {
-        for swept in 0..most {
+    /// Removes up to `most` expired unique keys. Returns how many.
+    pub(super) fn sweep(&mut self, max: usize, now: CallTime) -> usize {
+        for swept in 0..max {
             let is_over = self.first_end().is_some_and(|until| until <= now.ms);
             let first = if is_over { self.unique_ends.pop_first() } else { None };
             let Some((until, text)) = first else { return swept };
@@ -223,39 +223,39 @@ impl Queue {
                 self.unique.remove(&key);
             }
         }
-        most
+        max
     }
 
-    /// Lets a job wait until it is due.
+    /// Makes a job wait until it is due.
     pub(super) fn wait(&mut self, id: &JobId, due: u64) {
-        let soonest = self.first_due();
+        let first_due = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.due, record.snoozed) = (JobState::Waiting, due, None);
+            (record.state, record.due, record.snoozed) = (JobState::Waiting, due, None);
             self.due[record.job.priority as usize].insert((due, *id));
-            if soonest.is_none_or(|soonest| due < soonest) {
+            if first_due.is_none_or(|first_due| due < first_due) {
                 self.wake();
             }
         }
     }
 
-    /// When the first of the jobs that wait is due, or returns to where it is.
+    /// When the next waiting job is due, or its snooze ends.
     fn first_due(&self) -> Option<u64> {
         self.due.iter().chain([&self.snoozed]).filter_map(|due| due.first()).map(|(due, _)| *due).min()
     }
 
-    /// Lets a job wait that is not claimed before then. It is due as before.
+    /// Makes a job wait until the end of its snooze, with its due time unchanged.
     fn snooze(&mut self, id: &JobId, until: u64) {
-        let soonest = self.first_due();
+        let first_due = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.snoozed) = (JobState::Waiting, Some(until));
+            (record.state, record.snoozed) = (JobState::Waiting, Some(until));
             self.snoozed.insert((until, *id));
-            if soonest.is_none_or(|soonest| until < soonest) {
+            if first_due.is_none_or(|first_due| until < first_due) {
                 self.wake();
             }
         }
     }
 
-    /// Returns a snoozed job to where it is due.
+    /// Ends the snooze of a job, which waits by its due time again.
     fn resume(&mut self, id: &JobId) {
         if let Some(record) = self.jobs.get_mut(id)
             && let Some(until) = record.snoozed.take()
@@ -265,10 +265,10 @@ impl Queue {
         }
     }
 
-    /// Takes a job out of where it waits, runs or is dead. It is in none of these then.
-    pub(super) fn lift(&mut self, id: &JobId) {
+    /// Removes a job from the index of its state. The caller sets a new state.
+    pub(super) fn unlink(&mut self, id: &JobId) {
         let Some(record) = self.jobs.get(id) else { return };
-        match record.place {
+        match record.state {
             JobState::Waiting => match record.snoozed {
                 Some(until) => self.snoozed.remove(&(until, *id)),
                 None => self.due[record.job.priority as usize].remove(&(record.due, *id)),
@@ -282,28 +282,28 @@ impl Queue {
     }
 
     fn remove(&mut self, id: &JobId) {
-        self.lift(id);
+        self.unlink(id);
         if let Some(record) = self.jobs.remove(id) {
             self.bytes -= record.size();
         }
     }
 
-    /// Lets others have the unique key of a job at the end of it, but for one that is held for a time.
-    fn free(&mut self, id: &JobId) {
+    /// Releases the unique key of a job that has ended, except a key that is held for a time.
+    fn release_at_end(&mut self, id: &JobId) {
         self.release(id, true);
     }
 
-    /// Lets others have the unique key of a job. One that is held for a time stays if the caller says so, or if a cancellation does not end it.
-    /// Answers which key that is, if the job held it.
+    /// Releases the unique key of a job. A key that is held for a time stays if the caller wants that, or if cancellation does not end the
+    /// hold. Returns the key if the job held it.
     fn release(&mut self, id: &JobId, keeps_time: bool) -> Option<Key> {
         let Unique { key, span } = self.jobs.get(id)?.job.unique?;
         let keeps_time = keeps_time || matches!(span, UniqueFor::Occurrence(_));
         let is_released = |holder: &Holder| holder.id == *id && !(keeps_time && holder.until.is_some());
         let is_released = self.unique.get(&key).is_some_and(is_released);
-        is_released.then(|| self.vacate(&key)).map(|()| key)
+        is_released.then(|| self.remove_unique(&key)).map(|()| key)
     }
 
-    fn vacate(&mut self, key: &Key) {
+    fn remove_unique(&mut self, key: &Key) {
         if let Some(Holder { until: Some(until), .. }) = self.unique.remove(key) {
             self.unique_ends.remove(&(until, key.as_str().into()));
         }
@@ -311,13 +311,13 @@ impl Queue {
 
     pub(super) fn release_unique(&mut self, key: &Key, now: CallTime) -> bool {
         let was_held = self.holder(key, now.ms).is_some();
-        self.vacate(key);
+        self.remove_unique(key);
         was_held
     }
 
-    /// Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether this ticket held it.
+    /// Ends the run of a cancelled job, so that a job with the same id or unique key can be claimed. Returns whether the token matched.
     fn end_cancelled(&mut self, id: &JobId, held: u64) -> bool {
-        let Some(&Record { place: JobState::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
+        let Some(&Record { state: JobState::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
             return false;
         };
         if token != held {
@@ -337,15 +337,15 @@ impl Queue {
         true
     }
 
-    /// Whether the run of a cancelled job keeps this job from being claimed.
-    fn is_held_up(&self, id: &JobId) -> bool {
+    /// Whether the run of a cancelled job prevents a claim of this job.
+    fn is_blocked(&self, id: &JobId) -> bool {
         let key = || self.jobs.get(id)?.job.unique.map(|unique| unique.key);
         !self.cancelled.is_empty()
             && (self.cancelled.contains_key(id) || key().is_some_and(|key| self.cancelled_keys.contains_key(&key)))
     }
 
-    /// Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
-    fn hold(&mut self, id: &JobId, now: CallTime) -> bool {
+    /// Lets a replayed job take its unique key again. Returns `false` if another job holds the key.
+    fn acquire_unique(&mut self, id: &JobId, now: CallTime) -> bool {
         let unique = self.jobs.get(id).and_then(|record| record.job.unique);
         let Some(Unique { key, span: UniqueFor::WaitingOrRunning }) = unique else { return true };
         let is_held = |holder: &Holder| match holder.until {
@@ -359,16 +359,16 @@ impl Queue {
         true
     }
 
-    fn bury(&mut self, id: &JobId, now: CallTime) {
-        self.free(id);
+    fn mark_dead(&mut self, id: &JobId, now: CallTime) {
+        self.release_at_end(id);
         if let Some(record) = self.jobs.get_mut(id) {
-            record.place = JobState::Dead { since: now.ms };
+            record.state = JobState::Dead { since: now.ms };
             self.dead_bytes += record.size();
             self.dead.insert((now.ms, *id));
         }
     }
 
-    /// Forgets so many dead jobs, and as many more as have so many bytes.
+    /// Removes the oldest dead jobs: at least `count` jobs and at least `bytes` bytes.
     pub(super) fn forget_oldest(&mut self, count: usize, bytes: usize) {
         let (dead, dead_bytes) = (self.dead.len(), self.dead_bytes);
         while (dead - self.dead.len() < count || dead_bytes - self.dead_bytes < bytes)
@@ -378,9 +378,9 @@ impl Queue {
         }
     }
 
-    /// What becomes of a job at the end of an attempt, that of a lease that has ended included.
+    /// Handles the end of an attempt, or of its lease.
     fn settle(&mut self, id: &JobId, ending: &AckKind, is_expired: bool, now: CallTime) -> Finished {
-        self.lift(id);
+        self.unlink(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
         if ending.forgets() {
             self.release(id, *ending == AckKind::Done);
@@ -410,7 +410,7 @@ impl Queue {
         };
         record.due = due;
         if is_dead {
-            self.bury(id, now);
+            self.mark_dead(id, now);
             return Finished::Dead;
         }
         match ending {
@@ -421,7 +421,7 @@ impl Queue {
     }
 
     pub(super) fn claim(&mut self, finished: &[Ack], claim: &Claim, now: CallTime) -> Claimed {
-        // What is lost is told apart from what is gone when everything is finished.
+        // `Lost` and `Gone` can be distinguished only after all results are handled.
         let settled: Vec<_> = finished
             .iter()
             .map(|Ack { ticket, ending }| {
@@ -444,7 +444,7 @@ impl Queue {
             expired = self.reclaim(now);
             self.resume_due(limit, now);
             self.trim(claim.dead, now);
-            self.sweep(RECLAIMED, now);
+            self.sweep(RECLAIM_BATCH, now);
         }
         let jobs = if self.is_paused { Vec::new() } else { self.take(limit, claim.lease, now) };
         let due = self.first_due().filter(|_| !self.is_paused);
@@ -454,7 +454,7 @@ impl Queue {
             finished,
             jobs,
             more: next == Some(0),
-            // No wake-up is lost within a process.
+            // No notification gets lost within a process.
             next: next.map(Duration::from_millis),
             oldest_due: self.oldest_due(now),
             expired: expired.0,
@@ -463,9 +463,9 @@ impl Queue {
         }
     }
 
-    /// Lets jobs whose lease has ended wait again. Also answers which of them are dead.
+    /// Makes jobs whose lease has ended wait again. Also returns the jobs that are now dead.
     fn reclaim(&mut self, now: CallTime) -> (Expired, Vec<Died>) {
-        let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
+        let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIM_BATCH);
         let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
         let ending = AckKind::Retry { delay: Duration::ZERO, error: Arc::default() };
         let (jobs, mut died) = (over.len(), Vec::new());
@@ -480,22 +480,22 @@ impl Queue {
         (Expired { jobs, dead: died.len() }, died)
     }
 
-    /// Returns jobs to where they are due that were snoozed until now.
+    /// Ends the snoozes that are over.
     fn resume_due(&mut self, limit: usize, now: CallTime) {
         // At least as many as may be claimed.
-        let over = self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIMED.max(limit));
+        let over = self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIM_BATCH.max(limit));
         let over: Vec<_> = over.map(|(_, id)| *id).collect();
         for id in over {
             self.resume(&id);
         }
     }
 
-    /// Forgets dead jobs that are too old or too many.
+    /// Removes dead jobs that are too old or too many.
     fn trim(&mut self, limits: DeadLimits, now: CallTime) {
         let oldest = now.ms.saturating_sub(millis(limits.age));
-        let rotten = self.dead.range(..(oldest + 1, JobId::LEAST)).take(RECLAIMED).count();
-        let excess = (self.dead.len() as u64 - rotten as u64).saturating_sub(limits.count).min(FORGOTTEN);
-        for _ in 0..rotten as u64 + excess {
+        let too_old = self.dead.range(..(oldest + 1, JobId::LEAST)).take(RECLAIM_BATCH).count();
+        let excess = (self.dead.len() as u64 - too_old as u64).saturating_sub(limits.count).min(MAX_TRIMMED);
+        for _ in 0..too_old as u64 + excess {
             if let Some(&(_, id)) = self.dead.first() {
                 self.remove(&id);
             }
@@ -509,7 +509,7 @@ impl Queue {
             while ids.len() < limit && bytes < CLAIMED_BYTES {
                 let Some(&(due, id)) = self.due[priority].first().filter(|(due, _)| *due <= now.ms) else { break };
                 self.due[priority].remove(&(due, id));
-                if self.is_held_up(&id) {
+                if self.is_blocked(&id) {
                     self.snooze(&id, now.ms + millis(Claim::MAX_WAIT));
                     continue;
                 }
@@ -517,19 +517,19 @@ impl Queue {
                 ids.push(id);
             }
         }
-        let (token, ends) = (now.token, now.later + millis(lease));
+        let (token, ends) = (now.token, now.next_ms + millis(lease));
         if !ids.is_empty() {
             self.token = token;
         }
         let mut jobs = Vec::with_capacity(ids.len());
         for id in ids {
             if let Some(record) = self.jobs.get_mut(&id) {
-                record.place = JobState::Running { token, ends };
+                record.state = JobState::Running { token, ends };
                 jobs.push(ClaimedJob { token, job: record.view() });
                 let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
                 if is_free {
-                    self.free(&id);
+                    self.release_at_end(&id);
                 }
             }
         }
@@ -542,20 +542,20 @@ impl Queue {
         let Some(record) = jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
             return Extended::Lost;
         };
-        let JobState::Running { token, ends } = &mut record.place else { return Extended::Lost };
+        let JobState::Running { token, ends } = &mut record.state else { return Extended::Lost };
         self.leases.remove(&(*ends, *token, ticket.id));
-        let is_shorter = now.later + millis(lease) < *ends;
-        *ends = now.later + millis(lease);
+        let is_shorter = now.next_ms + millis(lease) < *ends;
+        *ends = now.next_ms + millis(lease);
         self.leases.insert((*ends, *token, ticket.id));
         if is_shorter {
-            // Who waits has been told of a later end.
+            // Idle workers have timers for the later end.
             self.wake();
         }
         if is_cancelled { Extended::Cancelled } else { Extended::Held }
     }
 
     pub(super) fn cancel(&mut self, id: &JobId, keeps_unique: bool) -> Cancelled {
-        match self.jobs.get(id).map(|record| record.place) {
+        match self.jobs.get(id).map(|record| record.state) {
             None if self.cancelled.contains_key(id) => Cancelled::Told,
             None => Cancelled::Missing,
             Some(JobState::Dead { .. }) => Cancelled::Dead,
@@ -576,9 +576,9 @@ impl Queue {
         }
     }
 
-    /// Changes a job that is waiting.
+    /// Changes a waiting job.
     pub(super) fn change(&mut self, id: &JobId, change: impl FnOnce(&mut Self)) -> Changed {
-        match self.jobs.get(id).map(|record| record.place) {
+        match self.jobs.get(id).map(|record| record.state) {
             None if self.cancelled.contains_key(id) => Changed::Running,
             None => Changed::Missing,
             Some(JobState::Dead { .. }) => Changed::Dead,
@@ -631,20 +631,20 @@ impl Queue {
         ids.len()
     }
 
-    /// A job of this id, or the run of one that was cancelled.
+    /// The job with this id, or its cancelled run.
     pub(super) fn get(&self, id: &JobId) -> Option<StoredJob> {
         self.jobs.get(id).or_else(|| self.cancelled.get(id)).map(Record::view)
     }
 
     fn is_dead(&self, id: &JobId) -> bool {
-        self.jobs.get(id).is_some_and(|record| matches!(record.place, JobState::Dead { .. }))
+        self.jobs.get(id).is_some_and(|record| matches!(record.state, JobState::Dead { .. }))
     }
 
     pub(super) fn replay(&mut self, id: &JobId, now: CallTime) -> bool {
-        if !self.is_dead(id) || !self.hold(id, now) {
+        if !self.is_dead(id) || !self.acquire_unique(id, now) {
             return false;
         }
-        self.lift(id);
+        self.unlink(id);
         if let Some(record) = self.jobs.get_mut(id) {
             (record.job.attempt, record.job.note) = (0, None);
         }
@@ -662,21 +662,21 @@ impl Queue {
     }
 }
 
-/// How many of these are due. Looks at no more than twice as many as are, or as are not: a backlog is not walked over while all queues wait.
-fn count_due<'a>(mut lines: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
-    let len = lines.len();
-    for looked in 0..len {
-        if lines.next().is_none_or(|(due, _)| *due > now_ms) {
-            return looked;
+/// How many entries are due. It visits at most twice the smaller of due and not due entries, so that a long backlog does not hold the lock.
+fn count_due<'a>(mut entries: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
+    let len = entries.len();
+    for visited in 0..len {
+        if entries.next().is_none_or(|(due, _)| *due > now_ms) {
+            return visited;
         }
-        if lines.next_back().is_none_or(|(due, _)| *due <= now_ms) {
-            return len - looked;
+        if entries.next_back().is_none_or(|(due, _)| *due <= now_ms) {
+            return len - visited;
         }
     }
     len
 }
 
-/// Rounded up: never early.
+/// Rounds up, so that no job is early.
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX)
 }
@@ -694,14 +694,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_due_is_counted_from_the_end_where_it_ends_sooner() {
+    fn count_due_searches_from_both_ends() {
         for len in [0, 1, 2, 3, 10, 101] {
-            let lines: BTreeSet<DueEntry> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
+            let entries: BTreeSet<DueEntry> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
             for now_ms in 99..=100 + len {
-                let due = lines.iter().filter(|(due, _)| *due <= now_ms).count();
-                let mut looked = 0;
-                assert_eq!(count_due(lines.iter().inspect(|_| looked += 1), now_ms), due, "{len} {now_ms}");
-                assert!(looked <= 2 * due.min(lines.len() - due) + 2, "{looked} for {due} of {len}");
+                let due = entries.iter().filter(|(due, _)| *due <= now_ms).count();
+                let mut visited = 0;
+                assert_eq!(count_due(entries.iter().inspect(|_| visited += 1), now_ms), due, "{len} {now_ms}");
+                assert!(visited <= 2 * due.min(entries.len() - due) + 2, "{visited} for {due} of {len}");
             }
         }
     }

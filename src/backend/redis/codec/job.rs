@@ -1,4 +1,4 @@
-//! How jobs lie in Redis: see the heads of `lua/delay_queue_push.lua` and `lua/delay_queue_claim.lua`.
+//! The encoding of jobs in Redis: see the headers of `lua/delay_queue_push.lua` and `lua/delay_queue_claim.lua`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,18 +12,18 @@ use crate::delay_queue::{
 };
 use crate::key::Key;
 
-/// What a record has before the unique key.
-const HEAD: usize = 26;
+/// The bytes of a record before its unique key.
+const HEADER_LEN: usize = 26;
 
 /// How many jobs a run has: see `lua/delay_queue_push.lua`.
 const RUN: usize = 16;
 
-/// Jobs of one priority as `delay_queue_push` takes them.
+/// Jobs of one priority, as arguments of `delay_queue_push`.
 pub(crate) struct PackedJobs<'a>(pub(crate) &'a [&'a NewJob]);
 
 impl PackedJobs<'_> {
-    /// How many jobs after each other are due alike, with its sign turned where they are runs, and when.
-    fn alike(&self) -> impl Iterator<Item = (i64, i64)> {
+    /// Groups of consecutive jobs with the same due time: the number of jobs, negative for runs, and the due time.
+    fn due_groups(&self) -> impl Iterator<Item = (i64, i64)> {
         let mut rest = self.0;
         std::iter::from_fn(move || {
             let due = rest.first()?.due;
@@ -35,7 +35,7 @@ impl PackedJobs<'_> {
         })
     }
 
-    /// Which of them are unique, from 1.
+    /// The unique jobs, with their positions from 1.
     fn unique(&self) -> impl Iterator<Item = (usize, &Unique)> {
         self.0.iter().enumerate().filter_map(|(i, job)| Some((i + 1, job.unique.as_ref()?)))
     }
@@ -51,12 +51,12 @@ impl ToRedisArgs for PackedJobs<'_> {
             pack_record(job, &mut packed);
             out.write_arg(&packed);
         }
-        for (len, when) in self.alike() {
+        for (len, when) in self.due_groups() {
             len.write_redis_args(out);
             when.write_redis_args(out);
         }
-        for (place, unique) in self.unique() {
-            place.write_redis_args(out);
+        for (position, unique) in self.unique() {
+            position.write_redis_args(out);
             packed.clear();
             packed.extend_from_slice(&pack_span(unique.span).1);
             packed.extend_from_slice(unique.key.as_bytes());
@@ -65,11 +65,11 @@ impl ToRedisArgs for PackedJobs<'_> {
     }
 
     fn num_of_args(&self) -> usize {
-        1 + 2 * (self.0.len() + self.alike().count() + self.unique().count())
+        1 + 2 * (self.0.len() + self.due_groups().count() + self.unique().count())
     }
 }
 
-/// Whether jobs can wait as a run.
+/// Whether these jobs can be stored as a run.
 fn is_run(jobs: &[&NewJob]) -> bool {
     let Some((stem, begin)) = jobs[0].id.digit().filter(|(_, digit)| digit % RUN == 0) else { return false };
     let (due, priority) = (jobs[0].due, Priority::Normal);
@@ -79,17 +79,17 @@ fn is_run(jobs: &[&NewJob]) -> bool {
     jobs.iter().enumerate().all(follows)
 }
 
-/// What a record has behind its times.
+/// Appends the part of a record after its times.
 fn pack_record(job: &NewJob, out: &mut Vec<u8>) {
     let NewJob { priority, max_attempts, unique, headers, payload, .. } = job;
     let (kind, span) = unique.map_or((0, [0; 6]), |unique| pack_span(unique.span));
     let span = if kind & 3 == 3 { &span[..] } else { &[] };
     let key = unique.as_ref().map(|unique| unique.key.as_bytes()).unwrap_or_default();
     let headers_len = span.len() + headers.iter().map(|(name, value)| 8 + name.len() + value.len()).sum::<usize>();
-    out.reserve(HEAD + key.len() + headers_len + payload.len());
+    out.reserve(HEADER_LEN + key.len() + headers_len + payload.len());
     out.push(*priority as u8 | kind << 2);
     out.extend_from_slice(&max_attempts.to_be_bytes());
-    // No attempt is over, and none has failed.
+    // No attempt has ended, and there is no failure.
     out.extend_from_slice(&[0; 5]);
     out.push(key.len() as u8);
     out.extend_from_slice(&(headers_len as u32).to_be_bytes());
@@ -102,7 +102,7 @@ fn pack_record(job: &NewJob, out: &mut Vec<u8>) {
     out.extend_from_slice(payload);
 }
 
-/// How long a job is unique, as a number, and for how many ms where that is a time.
+/// The kind of a unique key, and its time in ms if it has one.
 fn pack_span(span: UniqueFor) -> (u8, [u8; 6]) {
     let (kind, ms) = match span {
         UniqueFor::WaitingOrRunning => (1, 0),
@@ -114,34 +114,34 @@ fn pack_span(span: UniqueFor) -> (u8, [u8; 6]) {
     (kind, bytes)
 }
 
-/// When a job is due as scripts take it: a delay in ms, or an instant in ms with its sign turned. Rounded up: never early.
+/// The due time as an argument of scripts: a delay in ms, or a negated instant in ms. Rounded up, so that no job is early.
 pub(crate) fn when(due: Due) -> i64 {
     match due {
         Due::In(delay) => millis(delay.min(Due::MAX_DELAY)) as i64,
         Due::At(instant) => {
             let since = instant.duration_since(UNIX_EPOCH).unwrap_or_default();
-            // Some time in the year 10,680 is as far as anything can be from what is served.
+            // The bound is in the year 10,680, which is beyond any instant in use.
             -(millis(since.min(Duration::from_secs(1 << 38))) as i64).max(1)
         }
     }
 }
 
-/// The ticket as a member of the leases.
+/// The lease as a member of the sorted set of leases.
 pub(crate) fn ticket(ticket: &JobLease) -> Vec<u8> {
     [&ticket.token.to_be_bytes()[1..], ticket.id.as_bytes()].concat()
 }
 
-/// What `delay_queue_claim` is told of jobs that are finished, and where their answers are in what it says.
+/// Finished jobs as arguments of `delay_queue_claim`, and the positions of their results in its reply.
 pub(crate) struct PackedFinishes {
     done: Vec<Vec<u8>>,
-    others: Vec<Other>,
-    // Which of those that are done have a unique key, from 1; less than 0 if that ends the time that it is held for.
+    others: Vec<OtherResult>,
+    // The positions of done jobs with a unique key, from 1; negative if the finish ends a hold for a time.
     unique: Vec<(isize, Key)>,
-    // Where the answer of each is, in the order in which they were given.
+    // The position of each result in the reply, in the order of the finished jobs.
     pub(crate) places: Vec<usize>,
 }
 
-struct Other {
+struct OtherResult {
     ticket: Vec<u8>,
     kind: u8,
     delay: u64,
@@ -152,15 +152,15 @@ impl PackedFinishes {
     pub(crate) fn new(finishes: &[Ack]) -> Self {
         let all_done = finishes.iter().filter(|finish| finish.ending.forgets()).count();
         let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), places: Vec::new() };
-        for Ack { ticket: mine, ending } in finishes {
+        for Ack { ticket: lease, ending } in finishes {
             let (kind, delay, error) = match ending {
                 AckKind::Done | AckKind::Cancelled => {
                     packed.places.push(packed.done.len());
-                    packed.done.push(ticket(mine));
-                    if let Some(Unique { key, span }) = mine.unique {
+                    packed.done.push(ticket(lease));
+                    if let Some(Unique { key, span }) = lease.unique {
                         let ends_time = *ending == AckKind::Cancelled && !matches!(span, UniqueFor::Occurrence(_));
-                        let place = packed.done.len() as isize;
-                        packed.unique.push((if ends_time { -place } else { place }, key));
+                        let position = packed.done.len() as isize;
+                        packed.unique.push((if ends_time { -position } else { position }, key));
                     }
                     continue;
                 }
@@ -171,7 +171,7 @@ impl PackedFinishes {
             };
             let delay = delay.min(millis(Due::MAX_DELAY));
             packed.places.push(all_done + packed.others.len());
-            packed.others.push(Other { ticket: ticket(mine), kind, delay, error });
+            packed.others.push(OtherResult { ticket: ticket(lease), kind, delay, error });
         }
         packed
     }
@@ -184,15 +184,15 @@ impl ToRedisArgs for PackedFinishes {
         for ticket in &self.done {
             out.write_arg(ticket);
         }
-        for Other { ticket, kind, delay, error } in &self.others {
+        for OtherResult { ticket, kind, delay, error } in &self.others {
             out.write_arg(ticket);
             kind.write_redis_args(out);
             delay.write_redis_args(out);
             out.write_arg(FailureInfo::cut(error).as_bytes());
         }
         self.unique.len().write_redis_args(out);
-        for (place, key) in &self.unique {
-            place.write_redis_args(out);
+        for (position, key) in &self.unique {
+            position.write_redis_args(out);
             out.write_arg(key.as_bytes());
         }
     }
@@ -211,7 +211,7 @@ const fn reason_code(reason: Reason) -> u8 {
     }
 }
 
-/// What lies under an id; `None` if it is not a job.
+/// Decodes a stored record; `None` if it is not a job.
 pub(crate) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<StoredJob> {
     let mut rest = Reader(record);
     let [1] = rest.array()? else { return None };
@@ -297,7 +297,7 @@ mod tests {
     use super::*;
     use crate::delay_queue::UniqueIds;
 
-    /// As the script completes it.
+    /// The record as the script completes it.
     fn record(job: &NewJob) -> Vec<u8> {
         let mut record = [&[1], &7_u64.to_be_bytes()[2..], &9_u64.to_be_bytes()[2..]].concat();
         pack_record(job, &mut record);
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_comes_back_as_it_was() {
+    fn job_round_trips_through_its_record() {
         let time = Duration::from_secs(7);
         let held = [UniqueFor::Time(time), UniqueFor::Occurrence(time)];
         for span in [UniqueFor::WaitingOrRunning, UniqueFor::Waiting].into_iter().chain(held) {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_short_is_no_job() {
+    fn truncated_record_is_rejected() {
         let mut job = NewJob::new(JobId::from("a"), *b"");
         job.headers.insert("name", "value");
         let whole = record(&job);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_that_are_due_alike_share_when_that_is() {
+    fn jobs_with_equal_due_times_are_grouped() {
         let mut jobs = [1, 1, 2, 1].map(|delay| {
             let due = Due::In(Duration::from_millis(delay));
             NewJob { due, ..NewJob::new(JobId::from("a"), *b"") }
@@ -352,27 +352,27 @@ mod tests {
     }
 
     #[test]
-    fn jobs_whose_ids_follow_each_other_are_runs() {
+    fn consecutive_ids_form_runs() {
         let mut ids = UniqueIds::default();
         let mut jobs: Vec<_> = (0..64).map(|_| NewJob::new(ids.next().unwrap(), *b"")).collect();
-        let alike = |jobs: &[NewJob]| {
+        let due_groups = |jobs: &[NewJob]| {
             let jobs: Vec<_> = jobs.iter().collect();
-            PackedJobs(&jobs).alike().map(|(len, _)| len).collect::<Vec<_>>()
+            PackedJobs(&jobs).due_groups().map(|(len, _)| len).collect::<Vec<_>>()
         };
-        assert_eq!(alike(&jobs), [-64]);
-        assert_eq!(alike(&jobs[15..]), [1, -48]);
-        assert_eq!(alike(&jobs[..40]), [-32, 8]);
+        assert_eq!(due_groups(&jobs), [-64]);
+        assert_eq!(due_groups(&jobs[15..]), [1, -48]);
+        assert_eq!(due_groups(&jobs[..40]), [-32, 8]);
         jobs[20].due = Due::In(Duration::from_millis(1));
-        assert_eq!(alike(&jobs), [-16, 4, 1, 11, -32]);
+        assert_eq!(due_groups(&jobs), [-16, 4, 1, 11, -32]);
         jobs[40].priority = Priority::Low;
-        assert_eq!(alike(&jobs), [-16, 4, 1, 27, -16]);
+        assert_eq!(due_groups(&jobs), [-16, 4, 1, 27, -16]);
         jobs.swap(0, 1);
-        assert_eq!(alike(&jobs), [20, 1, 27, -16]);
-        assert!(alike(&jobs[..0]).is_empty());
+        assert_eq!(due_groups(&jobs), [20, 1, 27, -16]);
+        assert!(due_groups(&jobs[..0]).is_empty());
     }
 
     #[test]
-    fn answers_are_found_again() {
+    fn results_are_found_at_their_positions() {
         let finish =
             |name: &str, ending| Ack { ticket: JobLease { id: JobId::from(name), token: 1, unique: None }, ending };
         let packed = PackedFinishes::new(&[
