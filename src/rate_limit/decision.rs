@@ -9,12 +9,12 @@ use super::policy::Policy;
 use super::quota::Limit;
 use crate::key::lack;
 
-/// What a store found out about one request: a normal outcome, never a failure.
+/// The result of a check by a store: a normal outcome, never a failure.
 ///
-/// A policy of several limits makes one decision; [`limits`](Self::limits) says how each of them stands, and the other
-/// methods speak of the one that binds most.
+/// A policy of several limits gives one decision. [`limits`](Self::limits) returns the state of each limit, and the other methods describe
+/// the most restrictive one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "says whether the request may pass"]
+#[must_use = "a decision says whether the request may pass"]
 pub struct Decision {
     outcome: Outcome,
     receipt: Option<Receipt>,
@@ -22,7 +22,7 @@ pub struct Decision {
     limits: Limits,
 }
 
-/// How the limits of a policy stand. Nearly always it is one, and a decision about one owns no memory.
+/// The states of the limits of a policy. Usually there is one limit, and then no allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Limits {
     One(LimitStatus),
@@ -55,52 +55,52 @@ impl FromIterator<LimitStatus> for Limits {
 }
 
 /// Whether a request may pass.
-// A word: decisions are moved about a lot, and the bytes behind a smaller one were moved in pieces that the processor has to wait for.
+// One word: decisions are moved often, and the bytes behind a smaller enum were moved in pieces that stalled the processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It may, and was charged; or it was not, because a limit that it is over is not [enforced](super::Mode) for its key by a
-    /// [`Limiter`](super::Limiter).
+    /// It may, and was charged. With a [`Limiter`](super::Limiter) also: the request is over a limit that is not [enforced](super::Mode)
+    /// for its key, and nothing was charged.
     Allowed,
-    /// It may not yet; nothing was charged.
+    /// It may not now. Nothing was charged.
     Limited,
-    /// It may not, because its key was [blocked](super::Limiter::block) for a while; nothing was charged.
+    /// It may not, because its key is [blocked](super::Limiter::block) for a while. Nothing was charged.
     Blocked,
-    /// It never may: it costs more than can be had at once, or the quota is 0. Nothing was charged and no store was asked.
+    /// It never may: it costs more than can be used at once, or the quota is 0. Nothing was charged, and no store was called.
     Never,
 }
 
-/// How one limit of a policy stands.
+/// The state of one limit of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LimitStatus {
     capacity: u32,
     remaining: u32,
-    // In whole microseconds, which is what stores count in.
+    // In whole microseconds, the unit of stores.
     retry_us: u64,
     reset_us: u64,
 }
 
-/// When something was charged, by the clock of the store, and how much was in use then. Whoever wants to give it back has to
-/// show this, so that what does not count any more is not given back.
+/// When a charge was made, by the clock of the store, and how much was in use then. A refund needs the receipt, so that units that no
+/// longer count are not given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
     at_us: u64,
-    // The tokens missing in the first token buckets of the policy after the charge. Of further ones no more is known than
-    // that what was charged was missing.
+    // The tokens missing in the first token buckets of the policy after the charge. For further buckets only the charge itself is known to
+    // be missing.
     missing: [u32; Receipt::BUCKETS],
 }
 
 impl Receipt {
     pub(crate) const BUCKETS: usize = 2;
 
-    /// Charged at this instant of the store's clock, in microseconds.
+    /// Creates the receipt of a charge at this instant of the store's clock, in microseconds.
     #[must_use]
     pub const fn at_micros(at_us: u64) -> Self {
         Self { at_us, missing: [0; Self::BUCKETS] }
     }
 
-    /// The instant, in microseconds of the store's clock.
+    /// Returns the instant, in microseconds of the store's clock.
     #[must_use]
     pub const fn as_micros(&self) -> u64 {
         self.at_us
@@ -113,16 +113,16 @@ impl Receipt {
         }
     }
 
-    /// The tokens that were missing, for each token bucket of the policy in turn.
+    /// The missing tokens, for each token bucket of the policy in order.
     pub(crate) fn missing(&self) -> impl Iterator<Item = u32> + use<> {
         self.missing.into_iter().chain(std::iter::repeat(0))
     }
 }
 
 impl LimitStatus {
-    /// Of `capacity` units `remaining` are left and more become available after `reset_after`, zero where nothing is used.
-    /// `retry_after` is zero if the limit has room for the request, and otherwise says when it will. Times are kept in whole
-    /// microseconds, rounded up.
+    /// Creates the state of a limit of `capacity` units, of which `remaining` are left. More units become available after `reset_after`,
+    /// which is zero if none are used. `retry_after` is zero if the limit has room for the request, and otherwise the time until it has.
+    /// Times are kept in whole microseconds, rounded up.
     #[must_use]
     pub const fn new(capacity: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
         Self { capacity, remaining, retry_us: micros(retry_after), reset_us: micros(reset_after) }
@@ -132,16 +132,16 @@ impl LimitStatus {
         Self { capacity, remaining, retry_us, reset_us }
     }
 
-    /// The same limit when `elapsed` has passed and nobody came, as far as that can be told: waits are shorter.
+    /// The state after `elapsed`, if no other request was charged: waits are shorter.
     const fn later(self, elapsed_us: u64) -> Self {
         let (retry_us, reset_us) = (self.retry_us.saturating_sub(elapsed_us), self.reset_us.saturating_sub(elapsed_us));
         Self { retry_us, reset_us, ..self }
     }
 
-    /// How many whole seconds until there are more units, rounded up; `None` where there is nothing to wait for.
+    /// How many whole seconds until more units become available, rounded up; `None` if none are used.
     ///
-    /// Not longer than the wait for the request's own cost, if that does not fit: `Retry-After`, which is the longest of these
-    /// waits, must not be earlier than the time of a limit that caused it. With the stores of this crate it cannot be.
+    /// At most the wait for the request's own cost, if that does not fit. `Retry-After` is the longest of these waits, and must not be
+    /// earlier than the time of a limit that caused it. With the stores of this crate it is not.
     #[cfg(feature = "http")]
     #[inline]
     pub(crate) const fn seconds_until_more(&self) -> Option<u64> {
@@ -152,31 +152,31 @@ impl LimitStatus {
         }
     }
 
-    /// Whether this limit stands in the way of the request.
+    /// Returns whether this limit has no room for the request.
     #[must_use]
     pub const fn is_violated(&self) -> bool {
         self.retry_us > 0
     }
 
-    /// The most units that can be used at once: see [`Limit::capacity`](super::Limit::capacity).
+    /// Returns the most units that can be used at once: see [`Limit::capacity`](super::Limit::capacity).
     #[must_use]
     pub const fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// The units left after the decision.
+    /// Returns the units left after the decision.
     #[must_use]
     pub const fn remaining(&self) -> u32 {
         self.remaining
     }
 
-    /// How long until this limit has room for the request, if nobody else comes first; `None` if it has.
+    /// Returns how long until this limit has room for the request, if no other request is charged first; `None` if it has room now.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         if self.is_violated() { Some(Duration::from_micros(self.retry_us)) } else { None }
     }
 
-    /// How long until more units become available; zero where all of them are.
+    /// Returns how long until more units become available; zero if all are available.
     #[must_use]
     pub const fn reset_after(&self) -> Duration {
         Duration::from_micros(self.reset_us)
@@ -184,8 +184,8 @@ impl LimitStatus {
 }
 
 impl Decision {
-    /// What follows from how the limits stand: limited if one of them is violated, allowed otherwise. `limits` are those of the policy,
-    /// in its order.
+    /// Creates the decision that follows from the states of the limits: limited if one of them is violated, allowed otherwise. `limits` are
+    /// those of the policy, in its order.
     pub fn new(limits: impl IntoIterator<Item = LimitStatus>) -> Self {
         let limits: Limits = limits.into_iter().collect();
         let violated = limits.as_slice().iter().any(LimitStatus::is_violated);
@@ -193,37 +193,38 @@ impl Decision {
         Self { outcome, receipt: None, blocked_us: 0, limits }
     }
 
-    /// What follows from how the only limit stands.
+    /// The decision that follows from the state of the only limit.
     #[inline]
     pub(crate) fn of_one(limit: LimitStatus, receipt: Option<Receipt>) -> Self {
         let outcome = if limit.is_violated() { Outcome::Limited } else { Outcome::Allowed };
         Self { outcome, receipt, blocked_us: 0, limits: Limits::One(limit) }
     }
 
-    /// What is said of one of several requests when it does not matter, since another one is denied.
+    /// A placeholder for one of several requests that was not evaluated, since another one is denied.
     pub(crate) fn of_none() -> Self {
         Self { outcome: Outcome::Allowed, receipt: None, blocked_us: 0, limits: Limits::Several(Box::default()) }
     }
 
-    /// The same, with a receipt of what was charged.
+    /// Adds the receipt of the charge.
     pub fn with_receipt(self, receipt: Receipt) -> Self {
         Self { receipt: Some(receipt), ..self }
     }
 
-    /// The same, but denied because the key is blocked for the next `blocked_for`.
+    /// Denies the request because its key is blocked for the next `blocked_for`.
     pub fn blocked(self, blocked_for: Duration) -> Self {
         Self { outcome: Outcome::Blocked, receipt: None, blocked_us: micros(blocked_for).max(1), ..self }
     }
 
-    /// The same when `elapsed` has passed and nobody came: waits are shorter. Less than the wait, or the decision is another.
+    /// The decision after `elapsed`, if no other request was charged: waits are shorter. `elapsed` must be less than the wait, since the
+    /// outcome stays.
     pub(crate) fn later(&self, elapsed: Duration) -> Self {
-        // Of what has passed the whole microseconds, so that no wait is too short.
+        // Rounds `elapsed` down to whole microseconds, so that no wait is too short.
         let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
         let limits = self.limits().iter().map(|limit| limit.later(elapsed_us)).collect();
         Self { blocked_us: self.blocked_us.saturating_sub(elapsed_us), limits, ..*self }
     }
 
-    /// The same with so many units more that are left.
+    /// Adds `units` to the remaining units.
     pub(crate) fn with_more(mut self, units: u32) -> Self {
         for limit in self.limits.as_mut_slice() {
             limit.remaining = limit.remaining.saturating_add(units).min(limit.capacity);
@@ -231,41 +232,41 @@ impl Decision {
         self
     }
 
-    /// The same, but allowed whatever the limits say: they are not enforced.
+    /// Allows the request whatever the limits say, because they are not enforced.
     pub(crate) fn let_pass(self) -> Self {
         Self { outcome: Outcome::Allowed, blocked_us: 0, ..self }
     }
 
-    /// Denied for good, by limits of these capacities.
+    /// Creates the denial of a request that can never be allowed, by limits of these capacities.
     pub fn never(capacities: impl IntoIterator<Item = u32>) -> Self {
         let status = |capacity| LimitStatus::new(capacity, 0, Duration::ZERO, Duration::ZERO);
         let limits = capacities.into_iter().map(status).collect();
         Self { outcome: Outcome::Never, receipt: None, blocked_us: 0, limits }
     }
 
-    /// Whether the request may pass. By a [`Limiter`](super::Limiter) whose policy is not [enforced](super::Mode) it may in any case, and then it need not
-    /// have been charged: see [`receipt`](Self::receipt).
+    /// Returns whether the request may pass. If the policy of a [`Limiter`](super::Limiter) is not [enforced](super::Mode), it always may,
+    /// even if nothing was charged: see [`receipt`](Self::receipt).
     #[inline]
     #[must_use]
     pub const fn is_allowed(&self) -> bool {
         matches!(self.outcome, Outcome::Allowed)
     }
 
-    /// Allowed, limited for now, blocked, or impossible.
+    /// Returns whether the request is allowed, limited for now, blocked, or impossible.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         self.outcome
     }
 
-    /// How each limit of the policy stands, in the order of the policy. Where no store was asked ([`Outcome::Never`]) only
-    /// their capacities are known.
+    /// Returns the state of each limit, in the order of the policy. If no store was called ([`Outcome::Never`]), only the capacities are
+    /// known.
     #[must_use]
     pub fn limits(&self) -> &[LimitStatus] {
         self.limits.as_slice()
     }
 
-    /// What is needed to give back what was charged; `None` where nothing was: because it was denied, costs nothing, or passed over a limit that is
-    /// not [enforced](super::Mode).
+    /// Returns the receipt that is needed for a refund. `None` if nothing was charged: the request was denied, costs nothing, or passed
+    /// over a limit that is not [enforced](super::Mode).
     #[must_use]
     pub const fn receipt(&self) -> Option<Receipt> {
         self.receipt
@@ -281,7 +282,7 @@ impl Decision {
         self.receipt.take()
     }
 
-    /// The limit that has least left, and of those the one that takes longest to give more.
+    /// The limit that has least left; of several, the one with the longest time until more is available.
     fn tightest(&self) -> Option<&LimitStatus> {
         match self.limits() {
             [only] => Some(only),
@@ -289,14 +290,13 @@ impl Decision {
         }
     }
 
-    /// The units that can be used at once of the limit that has least left.
+    /// Returns the capacity of the limit that has least left: the units that can be used at once.
     #[must_use]
     pub fn limit(&self) -> u32 {
         self.tightest().map_or(0, LimitStatus::capacity)
     }
 
-    /// The units left after this decision, by the limit that has least left; `None` where no store was asked
-    /// ([`Outcome::Never`]).
+    /// Returns the units left after this decision, of the limit that has least left; `None` if no store was called ([`Outcome::Never`]).
     #[must_use]
     pub fn remaining(&self) -> Option<u32> {
         match self.outcome {
@@ -305,8 +305,8 @@ impl Decision {
         }
     }
 
-    /// How long to wait before the same cost fits, where waiting helps: until the last of the violated limits has room, or
-    /// the block is over. Never zero; `None` for [`Outcome::Allowed`] and [`Outcome::Never`].
+    /// Returns how long to wait before the same cost fits: until the last violated limit has room, or the block ends. Never zero. `None`
+    /// for [`Outcome::Allowed`], and for [`Outcome::Never`], since no wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome {
@@ -316,19 +316,19 @@ impl Decision {
         }
     }
 
-    /// How long until more units become available, by the limit that has least left; zero where the whole quota is.
+    /// Returns how long until more units become available, of the limit that has least left; zero if its whole quota is available.
     #[must_use]
     pub fn reset_after(&self) -> Duration {
         self.tightest().map_or(Duration::ZERO, LimitStatus::reset_after)
     }
 
-    /// How long until the request would pass; `None` where it does, or never will. Who is blocked may be over a limit as well, and then is
-    /// not helped by the end of the block alone.
+    /// How long until the request would be allowed; `None` if it is allowed now or never. A blocked key may also be over a limit, so the
+    /// end of the block alone is not enough.
     fn wait(&self) -> Option<Duration> {
         Some(self.limits().iter().filter_map(LimitStatus::retry_after).fold(self.retry_after()?, Duration::max))
     }
 
-    /// Orders decisions by how much they restrict: a yes by what is left, a no by how long it lasts.
+    /// Orders decisions by how much they restrict: allowed ones by their remaining units, denied ones by their wait.
     pub(crate) fn strictness(&self) -> impl Ord + use<> {
         (self.outcome == Outcome::Never, self.wait(), Reverse(self.remaining()), self.reset_after())
     }
@@ -341,22 +341,23 @@ pub struct RateLimited {
     denial: Denial,
 }
 
-/// What one policy has said. An error of its own beneath a [`RateLimited`]: whoever wraps that one and passes on its source hides it, but not this.
+/// The denial by one policy. A separate error as the source of [`RateLimited`]: code that wraps a `RateLimited` and forwards its source
+/// still exposes this.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Denial {
     pub(crate) policy: Policy,
     pub(crate) decision: Decision,
-    // What another one has said of the same request. Nearly always there is none.
+    // The denial of the same request by another policy. Usually `None`.
     next: Option<Box<Self>>,
 }
 
 impl Denial {
-    /// How long until all that stands in the way is over; `None` where no wait helps.
+    /// How long until no limit and no block denies the request; `None` if no wait helps.
     pub(crate) fn wait(&self) -> Option<Duration> {
         self.decision.wait()
     }
 
-    /// Which of the limits stand in the way of this cost.
+    /// The limits that have no room for this cost.
     pub(crate) fn violated(&self, cost: u32) -> impl Iterator<Item = (&str, &Limit)> {
         let never = self.decision.outcome() == Outcome::Never;
         let stands_in_the_way = move |limit: &LimitStatus| {
@@ -369,9 +370,9 @@ impl Denial {
 }
 
 impl RateLimited {
-    /// The rejection that a decision of this policy comes to, for whoever asks a [`Limiter`](super::Limiter) in a handler and answers as a layer does, by
-    /// `answer_to` of `HttpResponder` or `GrpcResponder`, or tests a [`Responder`](crate::responder::Responder) of their own. `None` if the decision is a yes. `cost` is
-    /// what was asked for.
+    /// Creates the rejection for a denied decision of this policy; `None` if the decision is allowed. `cost` is the requested cost. Use
+    /// this to call a [`Limiter`](super::Limiter) in a handler and respond as a layer does, with `answer_to` of `HttpResponder` or
+    /// `GrpcResponder`, or to test your own [`Responder`](crate::responder::Responder).
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -379,7 +380,7 @@ impl RateLimited {
     /// use tollgate::rate_limit::RateLimited;
     /// use tollgate::{HttpResponder, BoxError, Limiter, MemoryBackend, Policy, Quota};
     ///
-    /// // The name stands in the body, so that no layer can count by it.
+    /// // The name is in the body, so a layer cannot extract it as a key.
     /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
     ///     let decision = limiter.check(name).await?;
     ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
@@ -409,7 +410,7 @@ impl RateLimited {
         Self { cost, denial: Denial { policy, decision, next: None } }
     }
 
-    /// The rejection of a request that is over both limits: the one that lasts longer comes first.
+    /// Combines the rejections of a request that is over both limits. The longer one comes first.
     pub(crate) fn and(self, other: Self) -> Self {
         let (Self { cost, denial: first }, Self { denial: second, .. }) = (self, other);
         let is_first_longer = first.decision.strictness() >= second.decision.strictness();
@@ -423,56 +424,55 @@ impl RateLimited {
         Self { cost, denial: longer }
     }
 
-    /// All that have said no, the one that takes longest to say yes first.
+    /// The denials of all policies, the longest first.
     pub(crate) fn denials(&self) -> impl Iterator<Item = &Denial> {
         iter::successors(Some(&self.denial), |denial| denial.next.as_deref())
     }
 
-    /// The name of the policy that said no. Where a request [counts for several](super::RateLimitLayer::and) and more than one has said no,
-    /// this is the one that takes longest to say yes.
+    /// Returns the name of the policy that denied the request. If a request [counts under several](super::RateLimitLayer::and) and more
+    /// than one denied it, this is the one with the longest denial.
     #[must_use]
     pub fn policy(&self) -> &str {
         self.denial.policy.name()
     }
 
-    /// The names of the limits that stand in the way, of all policies that said no: see [`Policy::limit_names`]. A block is none, and of a
-    /// policy that no wait helps with these are the limits that can never be met.
+    /// Returns the names of the limits that denied the request, of all policies: see [`Policy::limit_names`]. A block has no limit. If no
+    /// wait helps, the names are those of the limits whose capacity is too small for the cost.
     pub fn violated(&self) -> impl Iterator<Item = &str> {
         self.denials().flat_map(|denial| denial.violated(self.cost)).map(|(name, _)| name)
     }
 
-    /// The units that the request asked for.
+    /// Returns the cost of the request in units.
     #[must_use]
     pub const fn cost(&self) -> u32 {
         self.cost
     }
 
-    /// How long to wait before trying again, until all that stands in the way is over: limits of all policies, and a block; `None` where no
-    /// wait helps.
+    /// Returns how long to wait before a retry, until no limit of any policy and no block denies the request. `None` if no wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         self.denial.wait()
     }
 
-    /// The same in whole seconds, as `Retry-After` wants it: rounded up, and at least 1.
+    /// Returns [`retry_after`](Self::retry_after) in whole seconds for the header `Retry-After`: rounded up, and at least 1.
     #[must_use]
     pub fn retry_after_secs(&self) -> Option<u64> {
         self.retry_after().map(ceil_seconds)
     }
 
-    /// The decision behind the rejection: that of the [policy](Self::policy).
+    /// Returns the decision of the [policy](Self::policy).
     pub fn decision(&self) -> &Decision {
         &self.denial.decision
     }
 
-    /// The names of all policies that said no, with their decisions; the [policy](Self::policy) is the first.
+    /// Returns the names of all policies that denied the request, with their decisions. The [policy](Self::policy) is the first.
     pub fn decisions(&self) -> impl Iterator<Item = (&str, &Decision)> {
         self.denials().map(|denial| (denial.policy.name(), &denial.decision))
     }
 }
 
 impl RateLimited {
-    /// What [`Display`](fmt::Display) says, with this wait.
+    /// The text of [`Display`](fmt::Display), with this wait.
     pub(crate) fn text(&self, wait_seconds: Option<u64>) -> String {
         let policy = self.policy();
         match wait_seconds {
@@ -505,17 +505,17 @@ impl fmt::Display for Denial {
 
 impl Error for Denial {}
 
-/// The rejection of a request that says nothing about who is asking.
+/// The rejection of a request that has no key.
 ///
 /// If an extractor of this crate found no key because the server has not put an extension into the request, the message names that
-/// extension. It does so in debug builds only.
+/// extension. This applies to debug builds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MissingKey {
     lack: Option<&'static str>,
 }
 
 impl MissingKey {
-    /// Of the request that this thread looks at.
+    /// For the request that this thread handles at the moment.
     pub(super) fn new() -> Self {
         Self { lack: lack::noted() }
     }
@@ -549,7 +549,7 @@ const fn micros(time: Duration) -> u64 {
     if micros > u64::MAX as u128 { u64::MAX } else { micros as u64 }
 }
 
-/// Whole seconds that are not shorter than `wait`, and at least one: the only honest way to tell a client in seconds.
+/// Whole seconds that are not shorter than `wait`, and at least one. A client that waits for a shorter time would be denied again.
 pub(crate) fn ceil_seconds(wait: Duration) -> u64 {
     wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
 }
@@ -560,7 +560,7 @@ mod tests {
     use crate::rate_limit::Quota;
 
     #[test]
-    fn waits_round_up_and_are_never_zero() {
+    fn retry_seconds_round_up_and_are_never_zero() {
         let cases = [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (59_000_001, 60)];
         for (micros, seconds) in cases {
             assert_eq!(ceil_seconds(Duration::from_micros(micros)), seconds, "{micros} us");
@@ -568,16 +568,16 @@ mod tests {
     }
 
     #[test]
-    fn of_several_rejections_none_is_lost_and_the_longest_comes_first() {
+    fn combined_rejections_keep_all_denials_longest_first() {
         let limited = |name: &str| {
             let policy = Policy::new(name, Quota::per_hour(5).fixed_window());
             let wait = Duration::from_secs(name.len() as u64);
             RateLimited::new(policy, 1, Decision::new([LimitStatus::new(5, 0, wait, wait)]))
         };
         let names = ["a", "bb", "ccc", "dddd"];
-        for turn in 0..24 {
+        for permutation in 0..24 {
             // Each order of four, by the digits of the number in factorial base.
-            let (mut left, mut number) = (names.to_vec(), turn);
+            let (mut left, mut number) = (names.to_vec(), permutation);
             let order: Vec<&str> = (1..=4)
                 .rev()
                 .map(|len| {
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn a_denial_for_good_names_no_time() {
+    fn permanent_denial_has_no_retry_time() {
         let policy = Policy::new("api", Quota::per_second(0).fixed_window());
         let rejection = RateLimited::new(policy, 1, Decision::never([0]));
         assert_eq!(rejection.retry_after(), None);

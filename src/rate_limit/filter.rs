@@ -5,16 +5,16 @@ use super::policy::Policy;
 use super::resolver::{Question, Resolve};
 use crate::key::{ExtractKey, Key};
 
-/// What a layer finds out about a request before it asks the store: whether it has to, and about whom besides its key.
+/// Decides before the store call whether a request is counted, and under which keys besides the key of the layer.
 ///
-/// Made by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
-/// [`and`](super::RateLimitLayer::and). Others are taken by [`filter`](super::RateLimitLayer::filter): closures
-/// `Fn(&Req, &mut Subjects) -> FilterAction` are screens.
+/// Created by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
+/// [`and`](super::RateLimitLayer::and). To add your own, pass a closure `Fn(&Req, &mut Subjects) -> FilterAction` to
+/// [`filter`](super::RateLimitLayer::filter).
 pub trait RequestFilter<Req> {
-    /// Adds to `subjects` whom the request counts for, and says what is to happen to it.
+    /// Adds further policies and keys of the request to `subjects`, and returns what happens to the request.
     fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction;
 
-    /// What a resolver is asked about the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has something to ask.
+    /// Returns the resolver call for the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has one.
     #[doc(hidden)]
     fn question(&self, request: &Req) -> Option<Question> {
         let _ = request;
@@ -22,7 +22,7 @@ pub trait RequestFilter<Req> {
     }
 }
 
-/// What is to happen to a request.
+/// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FilterAction {
@@ -30,19 +30,19 @@ pub enum FilterAction {
     Limit,
     /// It passes uncounted.
     Bypass,
-    /// It is turned away.
+    /// It is rejected.
     Deny,
 }
 
-/// Whom a request counts for, and by which policies.
+/// The further policies and keys under which a request is counted.
 #[derive(Clone, Debug, Default)]
 pub struct Subjects {
     pub(super) found: Vec<(Policy, Option<Key>)>,
 }
 
 impl Subjects {
-    /// Counts the request for `key` as well, by `policy`. If there is none, or an empty one, it is a request without a key, of which
-    /// [`OnMissingKey`](super::OnMissingKey) says what happens to it.
+    /// Counts the request under `key` by `policy` as well. If `key` is `None` or empty, the request is one without a key, to which
+    /// [`OnMissingKey`](super::OnMissingKey) applies.
     pub fn push(&mut self, policy: Policy, key: Option<Key>) {
         self.found.push((policy, key));
     }
@@ -54,14 +54,14 @@ impl<Req, F: Fn(&Req, &mut Subjects) -> FilterAction> RequestFilter<Req> for F {
     }
 }
 
-/// No lists, and nobody but the [key](super::RateLimitLayer::key) of the layer.
+/// No filter: requests are counted only under the [key](super::RateLimitLayer::key) of the layer.
 impl<Req> RequestFilter<Req> for () {
     fn filter(&self, _: &Req, _: &mut Subjects) -> FilterAction {
         FilterAction::Limit
     }
 }
 
-/// Lets some requests pass uncounted: see [`RateLimitLayer::allow`](super::RateLimitLayer::allow).
+/// Lets listed requests pass uncounted: see [`RateLimitLayer::allow`](super::RateLimitLayer::allow).
 #[derive(Debug)]
 pub struct AllowList<X, F> {
     pub(super) inner: Arc<X>,
@@ -78,7 +78,7 @@ impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for All
     }
 }
 
-/// Turns some requests away: see [`RateLimitLayer::deny`](super::RateLimitLayer::deny).
+/// Rejects listed requests: see [`RateLimitLayer::deny`](super::RateLimitLayer::deny).
 #[derive(Debug)]
 pub struct DenyList<X, F> {
     pub(super) inner: Arc<X>,
@@ -95,14 +95,14 @@ impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for Den
     }
 }
 
-/// Counts a request for another subject as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and) and
+/// Counts a request under another policy and key as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and) and
 /// [`and_if_present`](super::RateLimitLayer::and_if_present).
 #[derive(Debug)]
 pub struct WithLimit<X, K> {
     pub(super) inner: Arc<X>,
     pub(super) policy: Policy,
     pub(super) key: K,
-    /// Whether requests without such a key do not count for anybody here.
+    /// Whether requests without this key are not counted here, instead of being subject to `OnMissingKey`.
     pub(super) if_present: bool,
 }
 
@@ -123,7 +123,7 @@ impl<Req, X: RequestFilter<Req>, K: ExtractKey<Req>> RequestFilter<Req> for With
     }
 }
 
-/// Asks a screen of one's own: see [`RateLimitLayer::filter`](super::RateLimitLayer::filter).
+/// Calls your own filter: see [`RateLimitLayer::filter`](super::RateLimitLayer::filter).
 #[derive(Debug)]
 pub struct WithFilter<X, S> {
     pub(super) inner: Arc<X>,
@@ -143,7 +143,7 @@ impl<Req, X: RequestFilter<Req>, S: RequestFilter<Req>> RequestFilter<Req> for W
     }
 }
 
-/// Finds in a request what a resolver is asked by: see [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
+/// Extracts the input of a resolver from a request: see [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
 pub struct ResolveFrom<X, F, V> {
     pub(super) inner: Arc<X>,
     pub(super) input: F,

@@ -13,7 +13,7 @@ use super::resolver::PolicyResolver;
 use super::service::RateLimit;
 use super::store::RateLimitStore;
 use super::wait_queue::Lines;
-// The one backend that is always there, for when the other one is not.
+// The memory backend is always compiled in, so it serves as the fallback for a failing store.
 use crate::MemoryBackend;
 use crate::error::ConfigError;
 use crate::key::GlobalKey;
@@ -24,23 +24,22 @@ use crate::store::sharded_refs::{ShardedRefs, thread_slot};
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
 ///
-/// Not to be confused with `tower::limit::RateLimitLayer`, which counts per connection, delays instead of rejecting, and
-/// cannot be cloned. All clones of this layer, and all services that they make, count together.
+/// Not to be confused with `tower::limit::RateLimitLayer`, which counts per connection, delays instead of rejecting, and cannot be cloned.
+/// All clones of this layer, and all services made from them, count together.
 ///
-/// With HTTP a rejection is a response. A service that does not speak HTTP needs
-/// [`.responder(ErrorResponder)`](Self::responder).
+/// With HTTP a rejection is a response. A service that does not speak HTTP needs [`.responder(ErrorResponder)`](Self::responder).
 ///
-/// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), what a rejection
-/// [becomes](crate::responder::Responder), which answers are [charged](ChargeOn), and [lists](super::RequestFilter).
+/// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), the [responder](crate::responder::Responder), the
+/// rule for which responses are [charged](ChargeOn), and the [filters](super::RequestFilter).
 #[must_use]
 pub struct RateLimitLayer<B, K = GlobalKey, C = UnitCost, A = HttpResponder, R = ChargeAlways, X = ()> {
-    // Shared with the services from the start: a router that is called as it was built makes one for each request.
+    // Shared with the services: a router that is called as it was built makes a service for each request.
     settings: Arc<Settings<B, K, C, A, R, X>>,
 }
 
-/// What has nothing to do with the type of requests and answers. Cheap to clone.
+/// The configuration that does not depend on the types of requests and responses. Cheap to clone.
 pub(super) struct LayerConfig<B> {
-    // Behind a pointer, so that whatever it is can be shared.
+    // Behind a pointer, so that clones share the store even if its own clone is expensive.
     pub(super) store: Arc<B>,
     pub(super) policy: Policy,
     pub(super) deadline: Duration,
@@ -51,27 +50,27 @@ pub(super) struct LayerConfig<B> {
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
-    /// Of what the store is asked about policies that have no say, beside those that have one.
+    /// The circuit for shadow policies that are checked beside enforced ones.
     pub(super) aside: Arc<Circuit>,
-    /// Of layers that have a circuit in common the policy of the one that has opened it, under which it is to close.
+    /// If layers share a circuit: the policy of the layer that opened it. The close is recorded under the same policy.
     pub(super) tripped_by: Arc<Mutex<Option<Policy>>>,
     pub(super) local: Local,
     pub(super) pending: Arc<Pending>,
-    /// Of the first request that found one, for what comes to its end on a thread without.
+    /// The runtime of the first request that ran in one, for corrections that are sent from a thread without a runtime.
     pub(super) runtime: Arc<OnceLock<Handle>>,
 }
 
-/// How long requests may wait for room, and where.
+/// How long requests may wait for room, and the queues in which they wait.
 #[derive(Clone, Debug)]
 pub(super) struct WaitConfig {
     pub(super) wait: Duration,
     pub(super) lines: Arc<Lines>,
 }
 
-/// How many requests may wait unless told otherwise.
+/// The default of `max_waiters_in_total`.
 const MOST_WAITING: usize = 1_000;
 
-/// The backend that decides while the store fails. Made when it is first needed.
+/// The backend that decides while the store fails. Created when it is first needed.
 #[derive(Clone, Default)]
 pub(super) struct Local(Arc<OnceLock<MemoryBackend>>);
 
@@ -81,8 +80,8 @@ impl Local {
     }
 }
 
-/// What layers on the same backend may have in common: the circuits to it, the counts of the time in which it fails, and the corrections
-/// that are under way.
+/// State that layers on the same backend share: the circuits, the fallback counts for while the backend fails, and the corrections in
+/// flight.
 #[cfg(feature = "config")]
 #[derive(Clone)]
 pub(crate) struct SharedState {
@@ -100,7 +99,7 @@ impl SharedState {
         Self { circuit, aside, tripped_by: Arc::default(), local: Local::default(), pending: Arc::default() }
     }
 
-    /// Waits until no correction is under way.
+    /// Waits until no correction is in flight.
     pub(crate) async fn wait_idle(&self) {
         self.pending.wait_idle().await;
     }
@@ -108,46 +107,47 @@ impl SharedState {
 
 /// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
 ///
-/// Where a request [counts for several](RateLimitLayer::and) this holds for each of the keys.
+/// If a request [counts under several keys](RateLimitLayer::and), this applies to each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
+    /// The request is rejected: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
     Reject,
-    /// It is counted under one key that all such requests share.
+    /// The request is counted under one key that all such requests share.
     Shared,
-    /// It passes, uncounted, but for the keys that it has.
+    /// The request passes. It is counted only under the other keys that it has.
     Pass,
 }
 
-/// What happens to a request when the store fails, is late, or has failed so often that it is not
-/// [asked](CircuitBreaker). Defaults to [`Local`](Self::Local).
+/// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
+/// [`Local`](Self::Local).
 ///
-/// The log has one line when a store begins to fail and one when nothing has failed for a second, and one for each time that the
+/// The log has one line when a store begins to fail, one when no call has failed for a second, and one for each time that the
 /// [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {
-    /// This process enforces the policy by itself, with counts of its own in memory that begin at zero: those of this layer and its
-    /// clones, which know of no key that was [blocked](crate::Limiter::block). With several
-    /// replicas say how many there are ([`RateLimitLayer::replicas`]); each then enforces its share. A request that costs
-    /// more than the share, though not more than the quota, is turned away as with [`Deny`](Self::Deny).
+    /// This process enforces the policy with its own counts in memory, which start at zero. The layer and its clones share these counts. A
+    /// key that was [blocked](crate::Limiter::block) in the store is not blocked here. If you run several replicas, set their number with
+    /// [`RateLimitLayer::replicas`], so that each enforces its share. A request that costs more than the share, but not more than the
+    /// quota, is rejected as with [`Deny`](Self::Deny).
     #[default]
     Local,
-    /// It passes, uncounted: a broken store must not take the service down.
+    /// The request passes uncounted. Use this if a broken store must not take your service down.
     Allow,
-    /// It is turned away: 503 with HTTP, the [`StoreError`](crate::StoreError) without. For limits that guard something
-    /// precious, a login for instance. A request that [costs](RequestCost) nothing passes, as nothing could be known of it but a block.
+    /// The request is rejected: 503 with HTTP, the [`StoreError`](crate::StoreError) without. Use this for limits that protect something
+    /// critical, such as a login. A request with a [cost](RequestCost) of 0 passes, since only a block could deny it.
     Deny,
 }
 
 /// How many units a request costs.
 ///
-/// Closures `Fn(&Req) -> u32` are costs. A cost of 0 passes without being charged, does not [wait](RateLimitLayer::wait) for room, and passes also while
-/// the store fails. It is turned away where the quota is 0, and while its key is known to be [blocked](crate::Limiter::block).
+/// Closures `Fn(&Req) -> u32` are costs. A request with a cost of 0 passes without a charge and does not [wait](RateLimitLayer::wait) for
+/// room. It also passes while the store fails. It is rejected if the quota is 0, and while its key is known to be
+/// [blocked](crate::Limiter::block).
 pub trait RequestCost<Req> {
-    /// The cost of this request.
+    /// Returns the cost of this request.
     fn cost(&self, request: &Req) -> u32;
 }
 
@@ -157,7 +157,7 @@ impl<Req, F: Fn(&Req) -> u32> RequestCost<Req> for F {
     }
 }
 
-/// Every request costs one unit: what a layer does until it is told another cost.
+/// Every request costs one unit. The default of a layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnitCost;
 
@@ -167,19 +167,18 @@ impl<Req> RequestCost<Req> for UnitCost {
     }
 }
 
-/// Which answers are charged.
+/// Which responses are charged.
 ///
-/// Every request is charged when it is admitted, so that requests in flight count; this is asked when the answer is there, and
-/// may give units back through the [handle](RateLimitHandle) of the request. A request whose future is dropped before
-/// stays charged.
+/// Every request is charged when it is admitted, so that requests in flight count. This trait is called with the response, and can give
+/// units back through the [handle](RateLimitHandle) of the request. If the response future is dropped before, the request stays charged.
 ///
-/// Closures `Fn(Result<&Res, &E>) -> bool` say whether an answer is charged. With HTTP there are presets:
-/// `tollgate::http::failures()` and `tollgate::http::successes()`.
+/// Closures `Fn(Result<&Res, &E>) -> bool` return whether a response is charged. With HTTP there are presets: `tollgate::http::failures()`
+/// and `tollgate::http::successes()`.
 pub trait ChargeOn<Res, E> {
-    /// Whether this does anything at all.
+    /// Whether [`settle`](Self::settle) has to be called. Defaults to `true`.
     const ASKED: bool = true;
 
-    /// Corrects what the request was charged, now or, with a clone of `handle`, later.
+    /// Corrects the charge of the request, now or, with a clone of `handle`, later.
     fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Res, &E>);
 }
 
@@ -191,7 +190,7 @@ impl<Res, E, F: Fn(Result<&Res, &E>) -> bool> ChargeOn<Res, E> for F {
     }
 }
 
-/// Every admitted request stays charged, whatever the answer: what a layer does until it is told otherwise.
+/// Every admitted request stays charged, whatever the response. The default of a layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ChargeAlways;
 
@@ -202,7 +201,8 @@ impl<Res, E> ChargeOn<Res, E> for ChargeAlways {
 }
 
 impl<B> RateLimitLayer<B> {
-    /// Enforces `policy` on what `backend` counts. Until a [key](Self::key) is named, all requests share one quota.
+    /// Creates a layer that enforces `policy` with the counts in `backend`. Unless you set a [key](Self::key), all requests share one
+    /// quota.
     pub fn new(backend: B, policy: Policy) -> Self {
         let core = LayerConfig {
             store: Arc::new(backend),
@@ -227,7 +227,7 @@ impl<B> RateLimitLayer<B> {
 }
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    /// Whom a request counts for: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
+    /// Sets the key under which a request is counted: a closure, an extractor from the module `tollgate::http`, or a tuple of them. See
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
     pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
         let Settings { core, key: _, cost, answer, charge, filter, .. } = self.into_settings();
@@ -239,18 +239,19 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         RateLimitLayer::of(core, key, cost, answer, charge, Arc::new(make(filter)))
     }
 
-    /// Counts each request by another policy and key as well: by user *and* by address *and* for everybody together.
+    /// Counts each request under another policy and key as well: for example per user, per address and globally.
     ///
-    /// A request passes if all of them have room, and is charged to all of them or to none. Where several have none, the rejection names
-    /// the limits of each, and the longest wait. On a single Redis and in memory
-    /// this is one atomic decision; see [`RateLimitStore::check_all`] for stores that cannot do it.
-    /// Takes a policy with a name of its own. Policies that are not [enforced](Policy::mode) have no say in it, and are counted by themselves.
+    /// A request passes if all policies have room. It is charged to all of them or to none. If several have no room, the rejection names
+    /// the limits of each, and the longest wait. On a single Redis and in memory this is one atomic decision; see
+    /// [`RateLimitStore::check_all`] for other stores. `policy` needs a name of its own. Policies that are not [enforced](Policy::mode) do
+    /// not affect the decision, and are counted separately.
     ///
-    /// A request that lacks this key is one without a key, as it is without that of the layer: unless [told otherwise](Self::on_missing_key) it is turned
-    /// away, whatever other keys it has. What only some requests have is for [`and_if_present`](Self::and_if_present).
+    /// A request without this key is a request without a key, as for the key of the layer. By default it is rejected, whatever other keys
+    /// it has: see [`on_missing_key`](Self::on_missing_key). For a key that only some requests have, use
+    /// [`and_if_present`](Self::and_if_present).
     ///
-    /// A [`DenyCache`](super::DenyCache) turns such requests away as well, where one of those whom they count for is known to be over a limit.
-    /// [`QuotaPrefetch`](super::QuotaPrefetch) have nothing for them: they are charged in the store, to all of them together.
+    /// A [`DenyCache`](super::DenyCache) also denies such a request if one of its keys is known to be over a limit.
+    /// [`QuotaPrefetch`](super::QuotaPrefetch) is not used for such requests: the store charges all their policies together.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -270,10 +271,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.with_filter(|inner| WithLimit { inner, policy, key, if_present: false })
     }
 
-    /// Counts each request that has this key by another policy as well, as [`and`](Self::and) does, and leaves those alone that lack it, or have
-    /// an empty one: they count for the other subjects.
+    /// Counts each request that has this key under another policy as well, as [`and`](Self::and) does. Requests without the key, or with an
+    /// empty one, are counted only under their other keys.
     ///
-    /// Whoever can leave the key out is not limited by this policy, so let another one count what nobody can.
+    /// A client that can leave the key out is not limited by this policy. Add a policy with a key that no client can leave out.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -291,12 +292,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.with_filter(|inner| WithLimit { inner, policy, key, if_present: true })
     }
 
-    /// Has `filter` say of each request whether it is counted, and for whom besides its key: by policies, for instance, that depend on
-    /// what a layer further out has put into its extensions.
+    /// Adds a filter, which decides for each request whether it is counted, and under which further policies and keys. Use this if policies
+    /// depend, for example, on what an outer layer has put into the extensions of the request.
     ///
-    /// It is asked before the key is looked for, and after the lists and screens that were named before, if these have not decided. A list that is named
-    /// later comes before it. Whom it adds counts as with [`and`](Self::and). Policies are made once and cloned: one that is made for
-    /// each request has to be made ready to count by each time.
+    /// The filter is called before the key is extracted. Lists and filters that you added before it are called first, and it is skipped if
+    /// they have decided. A list that you add later is called before it. Policies and keys that it adds count as with [`and`](Self::and).
+    /// Create its policies once and clone them: a policy that is created for each request has to be prepared for counting each time.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -346,57 +347,57 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.with_filter(|inner| WithFilter { inner, filter })
     }
 
-    /// Lets requests for which `listed` is true pass uncounted: health checks, or the addresses of a partner.
+    /// Lets requests pass uncounted if `listed` returns `true`: health checks, or the addresses of a partner.
     ///
-    /// Lists are asked before the key is looked for, the one named last first.
+    /// Lists are called before the key is extracted, the last added list first.
     pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, AllowList<X, F>> {
         self.with_filter(|inner| AllowList { inner, listed })
     }
 
-    /// Turns away requests for which `listed` is true: 403 with HTTP, [`Denied`](super::Denied) without.
+    /// Rejects requests if `listed` returns `true`: with 403 over HTTP, with [`Denied`](super::Denied) otherwise.
     ///
-    /// Lists are asked before the key is looked for, the one named last first.
+    /// Lists are called before the key is extracted, the last added list first.
     pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, DenyList<X, F>> {
         self.with_filter(|inner| DenyList { inner, listed })
     }
 
-    /// How many units a request costs. Defaults to [`UnitCost`].
+    /// Sets how many units a request costs. Defaults to [`UnitCost`].
     pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
         let Settings { core, key, cost: _, answer, charge, filter, .. } = self.into_settings();
         RateLimitLayer::of(core, key, Arc::new(cost), answer, charge, filter)
     }
 
-    /// What a rejection becomes. Defaults to [`HttpResponder`]; [`ErrorResponder`](crate::responder::ErrorResponder) is for services that do
-    /// not speak HTTP.
+    /// Sets the responder, which turns a rejection into a response. Defaults to [`HttpResponder`]. Use
+    /// [`ErrorResponder`](crate::responder::ErrorResponder) for services that do not speak HTTP.
     pub fn responder<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
         let Settings { core, key, cost, answer: _, charge, filter, .. } = self.into_settings();
         RateLimitLayer::of(core, key, cost, Arc::new(answer), charge, filter)
     }
 
-    /// Which answers are charged. Defaults to [`ChargeAlways`].
+    /// Sets which responses are charged. Defaults to [`ChargeAlways`].
     pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
         let Settings { core, key, cost, answer, charge: _, filter, .. } = self.into_settings();
         RateLimitLayer::of(core, key, cost, answer, Arc::new(charge), filter)
     }
 
-    /// Finds out at run time by which policy a key is counted. Defaults to the policy of the layer for all.
+    /// Sets a resolver, which chooses the policy of a key at run time. By default, all keys have the policy of the layer.
     ///
-    /// Applies to the [key](Self::key) of the layer, not to those that were [added](Self::and). What it may take comes on top of what the
-    /// store may: the [deadline](Self::deadline) for each.
+    /// The resolver applies to the [key](Self::key) of the layer, not to [added](Self::and) keys. The resolver and the store call have the
+    /// full [deadline](Self::deadline) each.
     pub fn resolver(self, resolver: PolicyResolver) -> Self {
         self.change(|core| core.resolver = Some(resolver))
     }
 
-    /// Finds out at run time by which policy a key is counted, as [`resolver`](Self::resolver) does, by a value from the request.
+    /// Sets a resolver that chooses the policy of a key at run time, as [`resolver`](Self::resolver) does, from a value in the request.
     ///
-    /// `input` takes that value out of the request: the API key as the client has sent it, an account from the extensions, or any other part.
+    /// `input` extracts that value from the request: the API key as the client sent it, an account from the extensions, or any other part.
     ///
-    /// An answer is kept for the key of the layer, and requests of one key ask once between them. So let the key and the input say the same
-    /// client. A request without an input is counted by the policy of the layer, unless an answer for its key is known. Replaces a resolver that was
-    /// named before.
+    /// The resolved policy is cached under the key of the layer, and concurrent requests with one key share one resolver call. So the key
+    /// and the input must identify the same client. A request without an input uses the cached policy of its key, or the policy of the
+    /// layer if there is none. This replaces a resolver that you set before.
     ///
-    /// `input` is called only where no fresh answer is known, or where the request [waits](Self::wait) for room. The value is dropped when
-    /// the resolver has answered, and never logged.
+    /// `input` is called only if no fresh policy is cached, or if requests may [wait](Self::wait) for room. The value is dropped when the
+    /// resolver has answered, and is never logged.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -407,7 +408,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
     ///
     /// async fn has_paid(api_key: &str) -> Result<bool, BoxError> {
-    ///     Ok(api_key == "the-api-key-of-alice") // or what the database says
+    ///     Ok(api_key == "the-api-key-of-alice") // or a database query
     /// }
     ///
     /// let [free, pro] = [100, 1_000].map(|quota| Policy::new("api", Quota::per_hour(quota).fixed_window()));
@@ -418,7 +419,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///         async move { Ok::<_, BoxError>(if has_paid(&api_key).await? { pro } else { free }) }
     ///     }
     /// });
-    /// // The store keeps a digest of the API key, and the resolver is asked by the API key itself.
+    /// // The store keeps a digest of the API key. The resolver gets the API key itself.
     /// let layer = RateLimitLayer::new(MemoryBackend::new(), free).key(header("x-api-key")).resolver_from(
     ///     |request: &Request| Some(request.headers().get("x-api-key")?.to_str().ok()?.to_owned()),
     ///     plans,
@@ -436,12 +437,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.resolver(resolver).with_filter(|inner| ResolveFrom { inner, input, resolve })
     }
 
-    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one. This is
-    /// about the backend as it is: while it fails, [`OnStoreError`] says what holds.
+    /// Fails unless the backend shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a
+    /// distributed one. While the backend fails, [`OnStoreError`] applies instead.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if the counts are shared less widely than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
@@ -450,39 +451,45 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Ok(self)
     }
 
-    /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
+    /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(self, policy: OnMissingKey) -> Self {
         self.change(|core| core.on_missing_key = policy)
     }
 
-    /// What happens when the store fails or is late. Defaults to [`OnStoreError::Local`].
+    /// Sets what happens when the store fails or is late. Defaults to [`OnStoreError::Local`].
     pub fn on_store_error(self, policy: OnStoreError) -> Self {
         self.change(|core| core.on_store_error = policy)
     }
 
-    /// Has a request that is over its limit wait for room, instead of turning it away, if that takes no longer than `wait`: for calls to somebody else's
-    /// service, say, which should come later and not fail. Defaults to zero: it is turned away at once.
+    /// Makes requests over a limit wait for room for up to `wait`, instead of rejecting them at once. Use this for calls to a third-party
+    /// service, which should be late rather than fail. Defaults to zero: requests do not wait.
     ///
-    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again: when it was told to, when something
-    /// is [given back](RateLimitHandle) by a request of this layer, and once a second in any case, since room may be made elsewhere. Each time that the first
-    /// is admitted, twice as many of those in front may ask at once, as far as there is room for them, until one of them is denied: so a line ends where the
-    /// quota has room for all who come, if at least twice as much can be had at once as is added while an answer takes its time: of a smaller
-    /// [burst](super::Quota::burst) it may let no more than one through in the time of each answer. Nobody who comes later passes those who wait, but for one
-    /// who was asked about at the same time and needs less. Between processes whoever asks first gets the room. A request is turned away at once if what it is
-    /// told to wait is more than `wait`, or what it costs can never be had, and otherwise at the latest when that is over. Where the first of a line is told
-    /// so, as after a [block](super::Limiter::block), those behind who cost as much and cannot wait that long either are turned away with it, and nobody asks
-    /// for them. Each question that is answered counts as a [decision](super#metrics) in the metrics.
+    /// Waiters queue in their order of arrival, in one queue for each [key](Self::key) and process. Only the first waiter of a queue calls
+    /// the store. It calls when its denial has expired, when a request of this layer [gives units back](RateLimitHandle), and at least once
+    /// a second, since other processes may give units back. Each such call that returns counts as a [decision](super#metrics) in the
+    /// metrics.
     ///
-    /// Where the store or the resolver fails when the first of a line looks before it was told to, nothing changes: all of the line go on to wait, and what
-    /// [`OnStoreError`] says is done once the time is over that the store has told at last.
+    /// Each time the first waiter is admitted, twice as many waiters may call at the same time, as far as there is room, until one of them
+    /// is denied. So the queue empties if the quota has room for all arriving requests, and if the [burst](super::Quota::burst) is at least
+    /// twice what is refilled during one store call. With a smaller burst, the queue may admit only one request per store call. A later
+    /// request never overtakes a waiter, except that of two calls at the same time the cheaper one may be admitted. Between processes, the
+    /// first call gets the room.
     ///
-    /// A request that counts for [several](Self::and) stands in the line of the one that has no room for longest, so it holds up nobody who does not count
-    /// for that one too. Where it comes to its turn and another one has no room, it goes to the end of the line of that one.
+    /// A request is rejected at once if the denial lasts longer than `wait`, or if its cost exceeds the quota. Otherwise it is rejected
+    /// after `wait` at the latest. If the first waiter is rejected since its denial lasts too long, for example after a
+    /// [block](super::Limiter::block), the waiters behind it are rejected too, without a store call. This applies to waiters that cost at
+    /// least as much and cannot wait that long either.
     ///
-    /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); one more is turned away. A request that waits holds the place in
-    /// the inner service that was reserved for it, and dropping it leaves the line; nothing was charged. One that is neither polled nor dropped when its turn
-    /// has come holds up those behind it until it is a quarter of a second late, and for up to a second more where the next one is not polled either; once it
-    /// is polled it is in front of them again.
+    /// If the store or the resolver fails in a call before the denial has expired, the queue keeps waiting. [`OnStoreError`] applies once
+    /// the last denial from the store has expired.
+    ///
+    /// A request that [counts under several keys](Self::and) waits in the queue of the key with the longest denial, so it does not delay
+    /// waiters for its other keys. If another key has no room when its turn comes, it moves to the end of the queue of that key.
+    ///
+    /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); further requests are rejected.
+    /// A waiter keeps the inner service that reported ready, with its permit. If you drop its future, it leaves the queue, and nothing is
+    /// charged. If a waiter whose turn has come is neither polled nor dropped, it delays those behind it until it is 250 ms late, and for
+    /// up to a second more if the next one is not polled either. Once it is polled, it is first again.
     ///
     /// ```
     /// use std::time::Duration;
@@ -490,7 +497,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
     /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
-    /// // What they allow us: ten calls a second, one after the other.
+    /// The quota of the API: ten calls per second, evenly spaced.
     /// let allowed = Policy::new("their-api", Quota::per_second(10).burst(1)?.token_bucket());
     /// let client = ServiceBuilder::new()
     ///     .layer(RateLimitLayer::new(MemoryBackend::new(), allowed).wait(Duration::from_secs(5)).responder(ErrorResponder))
@@ -514,11 +521,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         })
     }
 
-    /// How many requests may [wait](Self::wait) for room at the same time, in this process and for all clones of the layer that are made after this was said.
-    /// Defaults to 1,000.
+    /// Sets how many requests may [wait](Self::wait) for room at the same time in this process. Applies to all clones of the layer that you
+    /// make afterwards. Defaults to 1,000.
     ///
-    /// All lines share this room, and one may take all of it: while many requests of one client wait, those of others that are over a limit are turned away at
-    /// once. Where clients are not to be trusted with that, bound how many requests each may have under way, in front of this layer.
+    /// All queues share this number, and one queue may use all of it: while many requests of one client wait, requests of other clients
+    /// over their limit are rejected at once. If you do not trust your clients with that, limit the concurrent requests of each client in
+    /// front of this layer.
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.change(|core| {
             core.max_waiters_in_total = waiters;
@@ -528,13 +536,13 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         })
     }
 
-    /// How many processes share the quota: the part of it that each enforces with [`OnStoreError::Local`] is rounded up. Defaults to 1, and 0
-    /// counts as that.
+    /// Sets how many processes share the quota. With [`OnStoreError::Local`] each process enforces its share, rounded up. Defaults to 1; 0
+    /// counts as 1.
     pub fn replicas(self, replicas: u32) -> Self {
         self.change(|core| core.replicas = replicas.max(1))
     }
 
-    /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
+    /// Sets when the layer stops calling a store that fails. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.change(|core| {
             core.circuit = Arc::new(Circuit::new(breaker));
@@ -543,20 +551,20 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         })
     }
 
-    /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
+    /// Sets how long a decision may take in total. After that it counts as a store error. Defaults to 100 ms.
     ///
-    /// With zero a store that does not answer at once is not asked, and the requests are turned away as with [`OnStoreError::Deny`], whatever was said:
-    /// the [`StoreError`](crate::StoreError), and the log, have a [`ConfigError::ZeroTimeout`] as its source.
+    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`OnStoreError::Deny`], whatever
+    /// you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a [`ConfigError::ZeroTimeout`].
     ///
-    /// A [resolver](Self::resolver) that has to be asked may take as long before, so the two may take twice as long in total. One that has
-    /// answered before is waited for half as long.
+    /// A [resolver](Self::resolver) call has the same time before the store call, so both can take twice as long in total. If the resolver
+    /// has answered for the key before, the request waits only half as long for a new answer.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.change(|core| core.deadline = deadline)
     }
 
-    /// Waits until no [correction](RateLimitHandle) is under way any more: for the end of a program, once it takes no more requests. For all clones of
-    /// this layer, and those that were made of it by the methods above. It takes no longer than the [deadline](Self::deadline), unless
-    /// others begin meanwhile.
+    /// Waits until no [correction](RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive. It
+    /// covers all clones of this layer, and layers derived from it with the methods above. It takes no longer than the
+    /// [deadline](Self::deadline), unless new corrections begin meanwhile.
     ///
     /// ```no_run
     /// # #[cfg(feature = "http")] {
@@ -582,7 +590,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
 #[cfg(feature = "config")]
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    /// Does without the store when others do, counts together with them then, and keeps its corrections where they do.
+    /// Uses the shared circuits, fallback counts and corrections instead of its own.
     pub(crate) fn having(self, common: &SharedState) -> Self {
         self.change(|core| {
             core.circuit = Arc::clone(&common.circuit);
@@ -593,7 +601,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         })
     }
 
-    /// Puts a screen in the place of the lists and further policies.
+    /// Replaces all filters, lists and added policies with `filter`.
     pub(crate) fn filtered_by<X2>(self, filter: X2) -> RateLimitLayer<B, K, C, A, R, X2> {
         self.with_filter(|_| filter)
     }
@@ -615,7 +623,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Self { settings: Arc::new(settings) }
     }
 
-    /// The settings to make others of: a copy, if there are services or clones that go on with these.
+    /// Returns the settings, cloned if services or other layers share them.
     fn into_settings(self) -> Settings<B, K, C, A, R, X> {
         Arc::unwrap_or_clone(self.settings)
     }
@@ -631,7 +639,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     }
 }
 
-// By hand: `derive` would ask for `K: Clone` and so on, which closures need not be.
+// Not derived: `derive` would require `K: Clone` and so on, but closures need not be `Clone`.
 impl<B, K, C, A, R, X> Clone for RateLimitLayer<B, K, C, A, R, X> {
     fn clone(&self) -> Self {
         Self { settings: Arc::clone(&self.settings) }
@@ -655,7 +663,7 @@ impl<B> LayerConfig<B> {
     }
 }
 
-// By hand: `derive` would ask for `B: Clone`.
+// Not derived: `derive` would require `B: Clone`.
 impl<B> Clone for LayerConfig<B> {
     fn clone(&self) -> Self {
         Self {
@@ -678,8 +686,8 @@ impl<B> Clone for LayerConfig<B> {
     }
 }
 
-/// What the clones of a layer share, and the services that it makes. A copy is the same settings: all that changes is behind pointers.
-// Away from the count of references to it, which is written to with every request.
+/// Settings that the clones of a layer share with their services. Mutable state is behind pointers, so a copy is equivalent.
+// Aligned to its own cache line, away from the reference count, which every request writes.
 #[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) core: LayerConfig<B>,
@@ -688,16 +696,16 @@ pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) answer: Arc<A>,
     pub(super) charge: Arc<R>,
     pub(super) filter: Arc<X>,
-    // Made by the first request that needs it here, out of what is above.
+    // Created by the first request that needs it, from the fields above.
     settler: OnceLock<Arc<dyn Settle>>,
-    // The same once more, each with a count of references of its own for the threads of a lane; and if these are such: of which, and of
-    // how many copies in a row they are the last.
+    // Copies of these settings, one for each thread slot, so that each slot counts references separately. A copy stores its slot and how
+    // many copies it is away from the original.
     copies: ShardedRefs<Arc<Self>>,
     thread_slot: Option<usize>,
     depth: u8,
 }
 
-// By hand: `derive` would ask for `K: Clone` and so on.
+// Not derived: `derive` would require `K: Clone` and so on.
 impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
     fn clone(&self) -> Self {
         Self {
@@ -716,11 +724,11 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// A thread that accepts connections clones a service for each, and the threads that serve these clone it once more. One step more
-    /// would multiply the copies by the number of threads again, so whoever clones beyond that shares a count.
+    /// A thread that accepts connections clones a service for each connection, and the threads that serve them clone it again. A further
+    /// level would multiply the copies by the number of threads, so deeper clones share a reference count.
     const MAX_DEPTH: u8 = 2;
 
-    /// The settings that this thread counts its references to: processors that count in the same place wait for each other.
+    /// Returns the copy whose reference count this thread uses: processors that update the same count wait for each other.
     #[inline]
     pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
         let (thread_slot, depth) = (Some(thread_slot()), self.depth + 1);
@@ -732,11 +740,11 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
 }
 
 impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Who tells the store of corrections.
+    /// Returns the settler, which sends corrections to the store.
     pub(super) fn settler(&self) -> Arc<dyn Settle> {
         let make = || -> Arc<dyn Settle> {
             if let Ok(runtime) = Handle::try_current() {
-                // Some request may have found one before.
+                // Another request may have set it before.
                 let _ = self.core.runtime.set(runtime);
             }
             Arc::new(Settler {

@@ -17,10 +17,10 @@ use crate::lock::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker};
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
-/// How long a decision may take unless told otherwise.
+/// The default deadline of a decision.
 pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 
-/// Asks a backend about keys, without any tower service: for jobs, sockets and everything else that is not a request.
+/// Checks, waits or inspects without a tower service: for jobs, sockets and everything else that is not a request.
 ///
 /// ```
 /// use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -39,14 +39,15 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 /// # }
 /// ```
 ///
-/// Clones share all counts, since those lie in the backend.
+/// Clones share all counts, since the counts are in the backend.
 ///
 /// # Trying a limit
 ///
-/// Where the policy is not [enforced](super::Mode) for a key, all that charges it says yes, also over the limit, and [`acquire`](Limiter::acquire) does not wait. How the store
-/// has decided shows in the decision all the same: what was over a limit has no [receipt](Decision::receipt), since it was not charged, and a limit that
-/// [is violated](super::LimitStatus::is_violated). [`peek`](Limiter::peek) says what the store says. The [metrics](super#metrics) and the log tell it as
-/// they do for a layer.
+/// If the policy is not [enforced](super::Mode) for a key, every call that charges it returns an allowed decision, also over the limit, and
+/// [`acquire`](Limiter::acquire) does not wait. The decision still shows the result of the store. Over a limit it has no
+/// [receipt](Decision::receipt), since nothing was charged, and a limit that [is violated](super::LimitStatus::is_violated).
+/// [`peek`](Limiter::peek) returns the decision of the store. The [metrics](super#metrics) and the log show the result as they do for a
+/// layer.
 ///
 /// ```
 /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -62,13 +63,13 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 ///
 /// # Errors
 ///
-/// Every method answers a [`StoreError`] when the backend fails or takes longer than the
-/// [deadline](Limiter::deadline). What to do then is the caller's choice. A backend that fails again and again
-/// can be [left alone](Limiter::circuit_breaker) but for a probe now and then, so that the error comes at once.
+/// Every method returns a [`StoreError`] if the backend fails or takes longer than the [deadline](Limiter::deadline). What to do then is
+/// the caller's choice. With a [circuit breaker](Limiter::circuit_breaker), calls to a backend that keeps failing return the error at once,
+/// except for periodic probes.
 ///
 /// # Cancellation
 ///
-/// Dropping the future of [`check`](Limiter::check) or [`try_acquire`](Limiter::try_acquire) may or may not have charged.
+/// If you drop the future of [`check`](Limiter::check) or [`try_acquire`](Limiter::try_acquire), the key may or may not be charged.
 #[derive(Clone, Debug)]
 pub struct Limiter<B> {
     store: B,
@@ -78,16 +79,17 @@ pub struct Limiter<B> {
 }
 
 impl<B> Limiter<B> {
-    /// A limiter that enforces `policy` with what `store` counts.
+    /// Creates a limiter that enforces `policy` with the counts in `store`.
     pub fn new(store: B, policy: Policy) -> Self {
         let circuit = Arc::new(Circuit::new(CircuitBreaker::off()));
         Self { store, policy, deadline: DEFAULT_DEADLINE, circuit }
     }
 
-    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms.
+    /// Sets how long a call may take in total, including the wait for a connection. Defaults to 100 ms.
     ///
-    /// With zero only those that charge a key are answered, by a store that knows at once, as memory does, and what no store is needed for. All other
-    /// questions fail, and the store is not asked, whichever it is: the [`StoreError`] has a [`ConfigError::ZeroTimeout`] as its source.
+    /// With zero, a call that charges a key returns a decision only if the store can answer immediately, as the memory backend can, or if
+    /// no store is needed. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
+    /// [`ConfigError::ZeroTimeout`].
     ///
     /// ```
     /// # use std::time::Duration;
@@ -106,15 +108,16 @@ impl<B> Limiter<B> {
         self
     }
 
-    /// When the limiter and its clones stop to ask a store that fails, and how soon they try again. Defaults to [`CircuitBreaker::off`]: there is nothing that
-    /// decides in the place of the store, so a connection that breaks with many calls on it should not cost those that come behind.
+    /// Sets when the limiter and its clones stop calling a store that fails, and how soon they try again. Defaults to
+    /// [`CircuitBreaker::off`]: a limiter has no fallback for the store, so if a connection breaks with many calls on it, later calls
+    /// should not fail as well.
     ///
     /// ```
     /// # use std::time::Duration;
     /// # use tollgate::rate_limit::CircuitBreaker;
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
     /// # let (backend, policy) = (MemoryBackend::new(), Policy::new("mails", Quota::per_hour(2).fixed_window()));
-    /// // Where each call that waits for the deadline is one too many.
+    /// // For a service in which no call should wait for the deadline in vain.
     /// let limiter = Limiter::new(backend, policy).circuit_breaker(CircuitBreaker::new().probe_interval(Duration::from_millis(50)));
     /// # drop(limiter);
     /// ```
@@ -124,37 +127,38 @@ impl<B> Limiter<B> {
         self
     }
 
-    /// The store that counts.
+    /// Returns the store.
     pub const fn store(&self) -> &B {
         &self.store
     }
 
-    /// The policy that is enforced.
+    /// Returns the policy.
     pub const fn policy(&self) -> &Policy {
         &self.policy
     }
 }
 
 impl<B: RateLimitStore> Limiter<B> {
-    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    /// Fails unless the store shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a distributed
+    /// one.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if the counts are shared less widely than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.store.scope().require(scope)?;
         Ok(self)
     }
 
-    /// Charges one unit to `key` if it fits.
+    /// Charges one unit to `key` if there is room.
     pub fn check(&self, key: impl Into<Key>) -> impl Future<Output = Result<Decision, StoreError>> {
         self.check_cost(key, 1)
     }
 
-    /// Charges `cost` units to `key` if all of them fit, and none otherwise.
+    /// Charges `cost` units to `key` if there is room for all of them, and none otherwise.
     ///
-    /// A cost of 0 is always admitted and charges nothing, unless the quota is 0 or the key is [blocked](Self::block). A cost above the quota can never be
-    /// admitted and gives [`Outcome::Never`](super::Outcome::Never).
+    /// A cost of 0 is always allowed and charges nothing, unless the quota is 0 or the key is [blocked](Self::block). A cost above the
+    /// quota can never be allowed and returns [`Outcome::Never`](super::Outcome::Never).
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u32) -> Result<Decision, StoreError> {
         let key = key.into();
         let decision = if self.policy.rules_out(cost) {
@@ -164,7 +168,7 @@ impl<B: RateLimitStore> Limiter<B> {
         };
         let decision = match decision {
             Some(decision) => decision,
-            // Boxed, so that there is no room for it in the future of a check that waits for nothing.
+            // Boxed to keep the future of a check that returns at once small.
             None => {
                 let asked = Box::pin(self.ask(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
                 asked.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
@@ -177,7 +181,7 @@ impl<B: RateLimitStore> Limiter<B> {
         Ok(decision)
     }
 
-    /// Apart, so that there is no room for it in the future of a check.
+    /// Not inlined, so that the future of a check has no room for it.
     #[cold]
     fn denied(&self, key: &Key, cost: u32, decision: Decision) -> Decision {
         let enforced = self.policy.is_enforced_for(key);
@@ -185,9 +189,9 @@ impl<B: RateLimitStore> Limiter<B> {
         if enforced { decision } else { decision.let_pass() }
     }
 
-    /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
-    /// stand. The memory backend need not work that out then for a key that it knows and admits, by a policy of one limit that is no sliding
-    /// log; a no costs it more than `check`. Redis answers both alike.
+    /// Charges one unit to `key` if there is room, and returns whether it did. Use it instead of [`check`](Self::check) if you do not need
+    /// the details of the decision. It saves work in the memory backend for a known key with room, if the policy has one limit that is not
+    /// a sliding log. There a denial costs more than with `check`. With Redis both cost the same.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -209,8 +213,8 @@ impl<B: RateLimitStore> Limiter<B> {
         Ok(self.check(key).await?.is_allowed())
     }
 
-    /// Charges one unit to `key` as soon as it fits, if that is within `wait`: for calls to somebody else's API, say, which should come later
-    /// rather than not at all.
+    /// Charges one unit to `key` as soon as there is room, if that is within `wait`. Use it for calls to a third-party API, for example,
+    /// which should be late rather than fail.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -219,28 +223,29 @@ impl<B: RateLimitStore> Limiter<B> {
     /// let calls = Limiter::new(MemoryBackend::new(), Policy::new("calls", Quota::per_second(10).burst(1).unwrap().token_bucket()));
     /// for _ in 0..50 {
     ///     assert!(calls.acquire("their-api", Duration::from_secs(1)).await?.is_allowed());
-    ///     // At least 100 ms after the one before, in all processes together.
+    ///     // At least 100 ms after the call before, in all processes together.
     /// }
     /// # Ok(())
     /// # }
     /// ```
     ///
-    /// Nobody waits in vain: a denial that lasts longer than what is left of `wait` is answered at once. Those who wait are in no order,
-    /// and each of them asks again when it was told to, also if there is room before because something was given back or reset: where thousands would wait for one key, have a few of them do so at a time. The
-    /// [deadline](Self::deadline) is that of each question. So `Ok` may well be a denial: ask it whether it [is allowed](Decision::is_allowed).
+    /// A denial that lasts longer than the rest of `wait` is returned at once. Waiters are in no order. Each calls the store again when its
+    /// denial has expired, not earlier, even if units are given back or the key is reset. If thousands would wait for one key, let only a
+    /// few of them wait at a time. The [deadline](Self::deadline) applies to each call. `Ok` can be a denial: check whether the decision
+    /// [is allowed](Decision::is_allowed).
     ///
     /// # Errors
     ///
-    /// What the store says; nothing is tried again then.
+    /// Store errors are returned, without a retry.
     ///
     /// # Cancellation
     ///
-    /// While it waits nothing is charged, and nothing is left behind.
+    /// While the call waits, nothing is charged. If you drop its future, nothing is left behind.
     pub async fn acquire(&self, key: impl Into<Key>, wait: Duration) -> Result<Decision, StoreError> {
         self.acquire_cost(key, 1, wait).await
     }
 
-    /// The same for `cost` units, all of them at once.
+    /// Charges `cost` units, all of them at once, as [`acquire`](Self::acquire) charges one.
     pub async fn acquire_cost(&self, key: impl Into<Key>, cost: u32, wait: Duration) -> Result<Decision, StoreError> {
         let (key, begun) = (key.into(), Instant::now());
         loop {
@@ -252,7 +257,7 @@ impl<B: RateLimitStore> Limiter<B> {
         }
     }
 
-    /// Says how `key` stands and whether one unit would fit, without charging.
+    /// Returns the state of `key` and whether one unit would fit, without charging.
     pub async fn peek(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
         if let Some(decision) = self.policy.rule_out(1) {
             return Ok(decision);
@@ -261,7 +266,7 @@ impl<B: RateLimitStore> Limiter<B> {
         self.ask(self.store.peek(&self.policy, &key, 1)).await
     }
 
-    /// Corrects a charge: adds `change` units, or gives them back if it is negative, as far as they still count. See
+    /// Corrects a charge: adds `change` units, or gives them back if `change` is negative and the charge still counts. See
     /// [`RateLimitStore::settle`].
     ///
     /// ```
@@ -270,7 +275,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// let tokens = Limiter::new(MemoryBackend::new(), Policy::new("tokens", Quota::per_hour(1_000).token_bucket()));
     ///
     /// let estimate = tokens.check_cost("alice", 400).await?;
-    /// let used = 150; // It was not that much after all.
+    /// let used = 150; // Less than the estimate.
     /// if let Some(receipt) = estimate.receipt() {
     ///     tokens.settle("alice", receipt, used - 400).await?;
     /// }
@@ -286,16 +291,16 @@ impl<B: RateLimitStore> Limiter<B> {
         settled
     }
 
-    /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
-    /// counted stays, and goes on to run out. The store keeps the time: where its clock is set back, the block lasts longer by as much.
+    /// Denies all requests of `key` for `time`, for example as a penalty. A `time` of zero lifts the block. The counts of the key are kept
+    /// and expire as usual. The block ends by the clock of the store: if that clock is set back, the block lasts longer by as much.
     ///
-    /// Where the policy is not [enforced](super::Mode) for the key, in shadow or outside of its percentage, a block turns nobody away either: it is
-    /// seen in [`peek`](Self::peek), in metrics and in the log.
+    /// If the policy is not [enforced](super::Mode) for the key, in shadow mode or outside of its percentage, a block rejects no request
+    /// either. It appears in [`peek`](Self::peek), in metrics and in the log.
     ///
-    /// A key that means another client than the one of a layer is not refused, so take the same: what the layer's own
-    /// [`extract_key`](crate::ExtractKey::extract_key) makes of a request, or [`RateLimitHandle::key`](super::RateLimitHandle::key) inside of a
-    /// handler. By hand: `tollgate::http::header` takes the [digest](Key::digest) of the value, addresses of IPv6 stand for their /64, and what
-    /// was found by a fallback is [marked](Key::as_fallback).
+    /// There is no error if `key` differs from the key that a layer uses for the client, so use the same key: the result of the layer's own
+    /// [`extract_key`](crate::ExtractKey::extract_key), or [`RateLimitHandle::key`](super::RateLimitHandle::key) in a handler. To build it
+    /// yourself: `tollgate::http::header` uses the [digest](Key::digest) of the value, an IPv6 address is reduced to its /64, and a key
+    /// from a fallback is [marked](Key::as_fallback).
     ///
     /// ```
     /// # use std::time::Duration;
@@ -314,18 +319,18 @@ impl<B: RateLimitStore> Limiter<B> {
         self.ask(self.store.block(&self.policy, &key, time)).await
     }
 
-    /// Forgets what was counted for `key`, which then has its whole quota and is not blocked.
+    /// Removes the counts of `key` and lifts its block. The key has its whole quota again.
     pub async fn reset(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let key = key.into();
         self.ask(self.store.reset(&self.policy, &key)).await
     }
 
-    /// Asks the store, if the circuit lets us, for as long as it may take.
+    /// Calls the store within the deadline, if the circuit allows it.
     async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         require_nonzero_deadline(self.deadline)?;
         self.circuit.admit()?;
         let mut question = pin!(Deadline::new(question, self.deadline));
-        // What is answered at once takes no look at the clock.
+        // A call that returns at once does not read the clock.
         let mut begun = None;
         let answer = poll_fn(|cx| {
             let answer = question.as_mut().poll(cx);

@@ -1,15 +1,15 @@
-//! Admit so many requests in so long, however many processes serve them.
+//! Rate limits that are shared by all processes.
 //!
-//! A [`Policy`] names one or several [`Quota`]s and the algorithm that counts each. [`RateLimitLayer`] enforces it in front of a tower
-//! service; [`Limiter`] does without one. The counts lie in a backend: in this process
-//! ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where any number of processes share them.
+//! A [`Policy`] has a name and one or several [`Quota`]s, each with the algorithm that counts it. [`RateLimitLayer`] enforces a policy in
+//! front of a tower service. [`Limiter`] checks, waits or inspects without a service. The counts are kept in a backend: in this process
+//! ([`MemoryBackend`](crate::MemoryBackend)), or in Redis, where any number of processes share them.
 //!
-//! With one Redis primary at most the quota is admitted, whatever the number of processes and of requests in flight: each
-//! decision is one atomic script. A denial charges nothing.
+//! With one Redis primary, at most the quota is admitted, for any number of processes and of requests in flight: each decision is one
+//! atomic script. A denied request is not charged.
 //!
 //! # Examples
 //!
-//! As it comes, one quota for all requests of a plain tower service, where a rejection is an error:
+//! With defaults: one quota for all requests of a plain tower service, where a rejection is an error.
 //!
 //! ```
 //! use tollgate::{ErrorResponder, MemoryBackend, Policy, Quota, RateLimitLayer, rate_limit::RateLimited};
@@ -29,8 +29,8 @@
 //! # }
 //! ```
 //!
-//! And with everything said: per client and route and per address, weighted, failing closed. With HTTP a rejection is a response. The route, and the
-//! address that axum tells, are found with the feature `axum`.
+//! All options: a limit per client and route and one per address, requests of different cost, and denial while the store fails. With HTTP a
+//! rejection is a response. `matched_path()`, and the peer address from axum's `ConnectInfo`, need the feature `axum`.
 //!
 //! ```
 //! # #[cfg(feature = "axum")] {
@@ -45,7 +45,7 @@
 //! let address = Policy::new("address", Quota::per_minute(3_000).fixed_window());
 //! let limit = RateLimitLayer::new(MemoryBackend::new(), policy)
 //!     .key((header("x-api-key").or(peer_ip()), matched_path()))
-//!     .and(address, peer_ip()) // since anybody can make up keys
+//!     .and(address, peer_ip()) // since clients can make up keys
 //!     .cost(|request: &Request| if request.uri().path() == "/export" { 50 } else { 1 })
 //!     .on_missing_key(OnMissingKey::Shared)
 //!     .on_store_error(OnStoreError::Deny)
@@ -58,105 +58,110 @@
 //! # }
 //! ```
 //!
-//! Instead of being turned away a request can [wait](RateLimitLayer::wait) for room, as calls to somebody else's service should.
+//! Instead of being rejected, a request can [wait](RateLimitLayer::wait) for room. Use this for calls to a third-party service.
 //!
 //! # What is charged
 //!
-//! An admitted request is charged its cost at once, so that requests in flight count. What it turns out to be worth can be
-//! said afterwards: by its answer ([`ChargeOn`], with presets for HTTP and gRPC), or by its handler, through the
-//! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled. The store is told in the background: at the end of a
-//! program, after a graceful shutdown, wait for [`RateLimitLayer::wait_idle`].
+//! An admitted request is charged its cost at once, so that requests in flight count. The charge can be corrected afterwards: by the
+//! response ([`ChargeOn`], with presets for HTTP and gRPC), or by the handler, through the [`RateLimitHandle`] in the extensions of the
+//! request. Use this also to reserve an estimate and settle the actual amount later. Corrections are sent to the store in the background.
+//! Before your program ends, and after a graceful shutdown, wait for [`RateLimitLayer::wait_idle`].
 //!
-//! Each layer that a request passes charges it. A clone of one layer on a nested router and another on the router around it charge a
-//! request for the nested routes twice. Put the layer on one of them, or give the two layers policies with different names.
+//! Each layer that a request passes charges it. If a layer is on a router and its clone is on a nested router, a request for a nested route
+//! is charged twice. Put the layer on one of them, or give the two layers policies with different names.
 //!
 //! # When the store fails
 //!
-//! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
-//! [`OnStoreError`] says what happens then; unless told otherwise this process enforces the policy by itself until the store
-//! answers again. After some failures in a row the store is not asked but by a probe now and then, see [`CircuitBreaker`].
-//! All of this is per layer, so a login can be closed while the rest falls back. (The rules of a file share one breaker: it is about the
-//! store, not about what is done without it.) The same is done where a [`PolicyResolver`] has failed, of which the circuit knows nothing.
+//! A store call that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a denial.
+//! [`OnStoreError`] configures what happens then. By default, this process enforces the policy with its own counts until the store answers
+//! again. After several failures in a row the circuit opens, and only periodic probes reach the store: see [`CircuitBreaker`].
+//!
+//! All of this is configured per layer, so a login can fail closed while other routes fall back to local counts. (The rules of a file share
+//! one circuit breaker, since it describes the store and not the fallback.) If a [`PolicyResolver`] fails, the layer applies the same
+//! [`OnStoreError`]. The circuit ignores failures of a resolver.
 //!
 //! # When the clock is set
 //!
-//! Redis counts by the clock of its server, which an operator, NTP or a failover may set. The memory backend counts by a monotonic clock, which
-//! nothing sets.
+//! Redis counts by the clock of its server, which an operator, NTP or a failover can set. The memory backend counts by a monotonic clock,
+//! which cannot be set.
 //!
-//! A clock that is set back admits no request too many: no time passes for a key between its last charge and its next request. A request may wait
-//! longer for that, by at most the time that has really passed in between. A clock that is set forward ends windows early, by as much as it was
-//! set.
+//! If a clock is set back, no extra request is admitted: for a key, no time passes between its last charge and its next request. Its next
+//! request may wait longer, by at most the real time between the two. If a clock is set forward, windows end early by as much.
 //!
 //! | algorithm | clock set back | clock set forward |
 //! | --- | --- | --- |
-//! | [token bucket](Quota::token_bucket) | no tokens flow in for that time | tokens of that much time flow in at once, at most a whole [burst](Quota::burst) |
-//! | [fixed window](Quota::fixed_window) | the window stays open for longer by that time | the window closes early, and a new quota begins |
-//! | [sliding window](Quota::sliding_window) | both windows fade later by that time | both windows fade early: after two windows of time the whole quota is free |
-//! | [sliding log](Quota::sliding_log) | remembered requests are forgotten later by that time | they are forgotten early: after one window of time the whole quota is free |
-//! | [block](Limiter::block) | ends later by as much as the clock was set back | ends early |
+//! | [token bucket](Quota::token_bucket) | no tokens are added for that time | tokens for that time are added at once, at most a whole [burst](Quota::burst) |
+//! | [fixed window](Quota::fixed_window) | the window stays open longer by that time | the window closes early, and a new quota begins |
+//! | [sliding window](Quota::sliding_window) | both windows fade later by that time | both windows fade early: after a jump of two windows the whole quota is free |
+//! | [sliding log](Quota::sliding_log) | logged requests expire later by that time | logged requests expire early: after a jump of one window the whole quota is free |
+//! | [block](Limiter::block) | ends later by that time | ends early |
 //!
-//! A [correction](RateLimitHandle) gives nothing back for a request that was charged before the clock was set back, unless the clock has caught up
-//! with that charge. If a new window has begun meanwhile, such a correction can free units of the new window, except in a sliding log.
+//! If a request was charged before the clock was set back, its [correction](RateLimitHandle) gives nothing back until the clock has caught
+//! up with the charge. If a new window has begun meanwhile, the correction can free units of the new window. A sliding log is not affected
+//! by this.
 //!
 //! # Trying a limit
 //!
-//! A [shadow](Policy::shadow) policy is counted and judged, and turns nobody away; [`Mode::Percent`] enforces a policy for a
-//! share of the keys. Metrics tell whom it would hit. Beside a policy that is enforced it is asked about afterwards, within the same deadline. Where
-//! the store fails about it then, for a node of a cluster that hangs say, it counts nothing, and once that has happened a few times in a row the requests
-//! wait for it no longer, but for a [probe](CircuitBreaker) now and then.
+//! A [shadow](Policy::shadow) policy is counted and evaluated, but never rejects a request. [`Mode::Percent`] enforces a policy for a share
+//! of the keys. Metrics and logs show which requests a shadow policy would have rejected.
+//!
+//! Beside an enforced policy, a shadow policy is checked afterwards, within the same deadline. If the store fails only for the shadow
+//! policy, because one node of a cluster hangs for example, that policy is not counted. After several such failures in a row, requests no
+//! longer wait for it, except for a periodic [probe](CircuitBreaker).
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` layers and [`Limiter`]s count with the `metrics` facade. Labels
-//! are the name of the policy and those below, never a key. `tollgate::metrics::describe` tells the recorder what they are.
+//! With the feature `metrics`, layers and [`Limiter`]s record metrics with the `metrics` facade. Labels are the name of the policy and
+//! those in the table, never a key. `tollgate::metrics::describe` registers descriptions with the recorder.
 //!
-//! Install the recorder before you use a policy: a recorder that comes later misses up to a second. A metric that an exporter has dropped after its
-//! idle timeout appears again when it is next used, if the timeout is longer than a second.
+//! Install the recorder before you use a policy. With a recorder that is installed later, up to a second of metrics is lost. If an exporter
+//! drops a metric after an idle timeout of more than a second, the metric appears again when it is next used.
 //!
-//! | name | labels | counts |
+//! | name | labels | meaning |
 //! | --- | --- | --- |
-//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request, and for each time that a [`Limiter`] is asked to charge, where `failed_closed` is a [`StoreError`], of which its caller makes what it wants; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions: one for each policy and key of a request, and one for each call of a [`Limiter`] that charges. `failed_closed` of a `Limiter` is a [`StoreError`] returned to its caller. `turned_away`: this policy had room, but another policy rejected the request, so nothing was charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
-//! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, without that of a resolver, a histogram |
-//! | `tollgate_wait_seconds` | `policy`: that of the line | how long requests of a layer stood in a line for [room](RateLimitLayer::wait), until they were let through or turned away or had gone, a histogram |
-//! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
-//! | `tollgate_resolver_errors_total` | `policy`: that of the layer | requests that a [`PolicyResolver`] failed or was too late for, those included that went by an old answer or met with an error that is remembered |
-//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, but not those that policies [on trial](#trying-a-limit) have beside enforced ones; that of the rules of a file does both under the policy of the rule whose request opened it |
+//! | `tollgate_store_seconds` | `policy` | histogram of the time of each store call that did not return at once, without the time of a resolver |
+//! | `tollgate_wait_seconds` | `policy`: of the wait queue | histogram of the time that requests of a layer [waited](RateLimitLayer::wait) in a queue, until they were admitted, rejected or dropped |
+//! | `tollgate_store_errors_total` | `policy` | store calls that failed or timed out |
+//! | `tollgate_resolver_errors_total` | `policy`: of the layer | requests for which a [`PolicyResolver`] failed or timed out. Includes requests that used a stale policy or a cached error |
+//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, without the separate circuits of [shadow policies](#trying-a-limit) beside enforced ones. The circuit of a rules file counts both under the policy whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
-//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`QuotaPrefetch`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
-//! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
+//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`QuotaPrefetch`]: drawn in advance, returned unused, and expired unused. Expired units are counted at the next request for the key |
+//! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | requests that a [`DenyCache`] answered itself, and requests that it passed to its store |
 //!
-//! `tracing` has a span `rate_limit` at debug level around each such call of a layer, an event at debug level for each request over a
-//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens; those about policies on trial say so. `then` in these is
-//! what is done without them; with a resolver that is done for keys that have no old answer, and `old_answer` says whether the first that failed had one.
+//! `tracing` has a span `rate_limit` at DEBUG around each such call of a layer, and an event at DEBUG for each request over a limit. It has
+//! one WARN when a store or a resolver begins to fail, and one when a circuit opens. Warnings about shadow policies say so. The field
+//! `then` is the [`OnStoreError`] that the layer applies; if a resolver fails, it applies only to keys without a stale policy. The field
+//! `old_answer` is true if the first key that failed had a stale policy.
 //!
 //! # Without a round trip
 //!
-//! Two decorators go around a store and answer some requests in its place: [`DenyCache`] turns away who is known to be over the limit,
-//! and [`QuotaPrefetch`] draws units of hot keys ahead. Neither admits more than the quota, and each says what it may deny
-//! in excess.
+//! Two decorators wrap a store and answer some requests themselves. [`DenyCache`] denies requests for keys that are known to be over the
+//! limit. [`QuotaPrefetch`] draws units for hot keys in advance. Neither admits more than the quota, and the documentation of each says
+//! which requests it may deny unnecessarily.
 //!
 //! ```
 //! use tollgate::{ErrorResponder, DenyCache, QuotaPrefetch, MemoryBackend, Policy, Quota, RateLimitLayer};
 //!
 //! let store = DenyCache::new(QuotaPrefetch::new(MemoryBackend::new()));
-//! let policy = Policy::new("everybody", Quota::per_second(50_000).fixed_window());
+//! let policy = Policy::new("global", Quota::per_second(50_000).fixed_window());
 //! let layer = RateLimitLayer::new(store, policy).responder(ErrorResponder);
 //! # drop(layer);
 //! ```
 //!
-//! # What there is not
+//! # What is not supported
 //!
-//! * Windows of the calendar, such as "until midnight". A fixed window opens with the first request of a key, and the others slide.
-//! * A part of what was asked for. A request has its whole cost, or is denied.
-//! * Blocks that come by themselves after many denials. [`Limiter::block`] is there for whoever sees them.
-//! * A list of the keys that are denied most. No metric has a key in it, and a store lists none of those that it counts for.
+//! * Calendar windows, such as "until midnight". A fixed window opens with the first request of a key, and the other algorithms slide.
+//! * Partial charges. A request is charged its whole cost, or is denied.
+//! * Automatic blocks after many denials. Call [`Limiter::block`] yourself.
+//! * A list of the keys that are denied most. No metric has a key as a label, and no store lists its keys.
 //!
 //! # Cancellation
 //!
-//! Dropping a response future while the store is asked may or may not have charged. Once admitted, a request stays charged
-//! even if the inner service fails or the future is dropped, unless [`ChargeOn`] or the [`RateLimitHandle`] says otherwise.
-//! A decision that need not be waited for, on the memory backend for instance, is made when the service is called.
+//! If you drop a response future during a store call, the request may or may not be charged. Once admitted, a request stays charged even if
+//! the inner service fails or the future is dropped, unless [`ChargeOn`] or the [`RateLimitHandle`] corrects the charge. A decision that
+//! needs no waiting, for example on the memory backend, is made when the service is called.
 //!
 //! [`StoreError`]: crate::StoreError
 

@@ -11,8 +11,8 @@ use super::metrics::Meters;
 use super::quota::{Algorithm, Limit};
 use crate::key::Key;
 
-/// A name and one or several limits, enforced together: a request passes if all of them have room, and is charged to all
-/// of them or to none.
+/// A name and one or several limits that are enforced together. A request passes if all limits have room. It is charged to all of them or
+/// to none.
 ///
 /// ```
 /// use tollgate::{Policy, Quota};
@@ -25,9 +25,9 @@ use crate::key::Key;
 /// # }
 /// ```
 ///
-/// The name is what clients read in the `RateLimit` fields and what keeps the counts of two policies apart. Two policies of the
-/// same name, algorithms and windows on the same backend share their counts, in one process or in many: this is how replicas agree. What
-/// becomes of the counts when the numbers change, or differ from client to client, is [`QuotaChange`].
+/// Clients see the name in the `RateLimit` header fields, and stores use it to separate the counts of policies. Two policies with the same
+/// name, algorithms and windows on the same backend share their counts, in one process or in several. This is how replicas share a quota.
+/// [`QuotaChange`] controls what happens to the counts if the numbers change, or differ between clients.
 ///
 /// Cheap to clone.
 #[derive(Clone, PartialEq, Eq)]
@@ -37,14 +37,14 @@ pub struct Policy {
 
 struct Inner {
     spec: Spec,
-    // What follows from it. First the same limits as numbers to count with, what clients know them by, and what tells
-    // apart policies of one name that cannot count together.
+    // Derived from the spec: the limits as numbers for the algorithms, their names for clients, and a digest that separates policies with
+    // one name whose counts are incompatible.
     terms: Vec<LimitParams>,
     least_capacity: u32,
     names: Vec<String>,
     shape: String,
     counts_hash: u64,
-    // And what is only made when it is needed.
+    // Created when first needed.
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
     #[cfg(feature = "redis")]
@@ -53,7 +53,7 @@ struct Inner {
     announcement: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
-/// All that a policy says.
+/// The configuration of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Spec {
     name: String,
@@ -63,48 +63,48 @@ struct Spec {
     mode: Mode,
 }
 
-/// Terms in a form that can be sent to a store, and how that reads them.
+/// The limits in the encoding that is sent to a store, and the format in which the store reads them.
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct EncodedLimits {
     pub(crate) terms: Vec<u8>,
-    /// How counts begin that were made with them.
+    /// The start of each record of counts made with these limits.
     pub(crate) limits: Vec<u8>,
-    /// The format of the counts, with the time of the last update, and of those with `limits` as one text before them.
+    /// The format of the counts with the time of the last update; and of the record, in which `limits` come first as one string.
     pub(crate) layout: String,
     pub(crate) format: String,
-    /// How many bytes the counts take, with the time of the last update.
+    /// The size of the counts in bytes, including the time of the last update.
     pub(crate) counts: usize,
     pub(crate) ttl_ms: u64,
 }
 
-/// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
+/// What happens to the counts when a limit of a policy changes: in a new release, by a reload, or because a client has changed plans.
 /// Defaults to [`Keep`](Self::Keep).
 ///
-/// This is about the numbers: quotas, bursts, and the rates of token buckets. Policies of one name whose limits differ in their algorithms,
-/// in the windows of these, in their order, or in how many they are, count apart: such a change starts afresh, for blocks as well, and while
-/// two releases share a store each of them enforces its own limits.
+/// This applies to the numbers: quotas, bursts, and the rates of token buckets. Policies with one name are counted separately if their
+/// limits differ in number, order, algorithms or windows. Such a change starts from zero, also for blocks, and while two releases share a
+/// store, each enforces its own limits.
 ///
-/// Counts are converted by the first request that is charged under the new numbers. Those of windows and buckets are cut at twice the new quota:
-/// who used 900 of 1,000 counts as having used 200 of 100. What [corrects](super::RateLimitHandle) an earlier charge converts nothing that would be
-/// cut or forgotten by that, and counts with the numbers that it finds then; what is charged afterwards to a request that was admitted for
-/// nothing counts under the numbers of that request. While two releases with different
-/// numbers share a store, counts are converted to and fro, which is harmless with `ResponsePolicy`, not quite with `Proportional`
-/// (units are rounded up each time).
+/// The first request that is charged under the new numbers converts the counts. Counts of windows and buckets are cut at twice the new
+/// quota: a client that used 900 of 1,000 counts as having used 200 of 100. A [correction](super::RateLimitHandle) of an earlier charge
+/// converts nothing if that would cut or remove counts; it uses the stored numbers instead. Units that are charged later to a request with
+/// a cost of 0 count under the numbers of that request. While two releases with different numbers share a store, counts are converted back
+/// and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
 ///
-/// **With `Reset`, two quotas under one name that are in use at once enforce nothing**: each request that finds the other quota's numbers
-/// starts afresh. This happens during a rolling deploy, and for good if two layers name different quotas alike. Give each quota a name of
-/// its own, or use `ResponsePolicy`.
+/// **With `Reset`, two quotas under one name that are in use at the same time enforce nothing**: each request that finds the numbers of the
+/// other quota starts from zero. This happens during a rolling deploy, and permanently if two layers give different quotas the same name.
+/// Give each quota its own name, or use `Keep`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QuotaChange {
-    /// What has been used stays used: who used 80 of 100 has 920 left of 1,000.
+    /// Used units stay used: after 80 of 100, 920 of 1,000 are left.
     #[default]
     Keep,
-    /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000. Not for two quotas that are in use at once.
+    /// A limit whose numbers change starts from zero: after 80 of 100, 1,000 of 1,000 are left. Not for two quotas that are in use at the
+    /// same time.
     Reset,
-    /// The used share stays the same, rounded up: who used 80 of 100 has 200 left of 1,000. A sliding log, which remembers
-    /// requests and not shares, keeps them.
+    /// The used share stays the same, rounded up: after 80 of 100, 200 of 1,000 are left. A sliding log keeps its logged requests, since it
+    /// has no share to scale.
     Proportional,
 }
 
@@ -112,19 +112,19 @@ pub enum QuotaChange {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {
-    /// Requests over the limit are turned away.
+    /// Requests over the limit are rejected.
     #[default]
     Enforce,
-    /// Requests are counted and judged, and pass in any case, also those without a key: to see in metrics and logs whom a new
-    /// limit would hit. Clients are told nothing. A [`Limiter`](super::Limiter) says yes.
+    /// Requests are counted and evaluated, and pass in any case, also without a key. Metrics and logs show which requests a new limit would
+    /// reject. Responses do not mention the policy. A [`Limiter`](super::Limiter) returns allowed decisions.
     Shadow,
-    /// Enforced for this percentage of the keys and a shadow for the others. Always the same keys, on all replicas, so that
-    /// a client that is let through at 20 % is not turned away at 10 %. Requests without a key are one of the keys. 100 and
-    /// above are [`Enforce`](Self::Enforce).
+    /// Enforced for this percentage of the keys, and shadow for the others. The keys are the same on all replicas, and a smaller percentage
+    /// is a subset of a larger one: a client that is allowed at 20 % is not denied at 10 %. Requests without a key count as one key. 100
+    /// and above are [`Enforce`](Self::Enforce).
     Percent(u8),
 }
 
-/// Tenants may choose the names of policies, and could choose names of equal hashes without it.
+/// A random seed. Tenants may choose the names of policies, and without it could choose names with equal hashes.
 static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 impl PartialEq for Inner {
@@ -136,13 +136,13 @@ impl PartialEq for Inner {
 impl Eq for Inner {}
 
 impl Policy {
-    /// The most limits that a policy takes.
+    /// The maximum number of limits in a policy.
     pub const MAX_LIMITS: usize = 16;
 
-    /// A policy called `name` that enforces `limit`.
+    /// Creates a policy called `name` that enforces `limit`.
     ///
-    /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
-    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys.
+    /// Use a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded. A name of more than [`Key::MAX_LEN`] bytes
+    /// is replaced by its digest, since names become part of stored keys.
     pub fn new(name: impl AsRef<str>, limit: Limit) -> Self {
         Self::with_spec(Spec {
             name: clean(name.as_ref()),
@@ -153,7 +153,7 @@ impl Policy {
         })
     }
 
-    /// Enforces `limit` as well.
+    /// Adds a limit that is enforced as well.
     ///
     /// # Panics
     ///
@@ -169,8 +169,7 @@ impl Policy {
 
     /// Names the limit that was added last, for clients to read.
     ///
-    /// Unless told otherwise the only limit of a policy has the policy's name, and several have their period behind it:
-    /// `api-1s`, `api-1h`, `api-1d`.
+    /// By default, a single limit has the name of the policy, and several limits have their period appended: `api-1s`, `api-1h`, `api-1d`.
     #[must_use]
     pub fn named(self, name: impl AsRef<str>) -> Self {
         self.change(|spec| {
@@ -180,19 +179,19 @@ impl Policy {
         })
     }
 
-    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::Keep`].
+    /// Sets what happens to the counts when limits change. Defaults to [`QuotaChange::Keep`].
     #[must_use]
     pub fn on_quota_change(self, change: QuotaChange) -> Self {
         self.change(|spec| spec.on_change = change)
     }
 
-    /// Whether the policy is enforced. Defaults to [`Mode::Enforce`].
+    /// Sets whether the policy is enforced. Defaults to [`Mode::Enforce`].
     #[must_use]
     pub fn mode(self, mode: Mode) -> Self {
         self.change(|spec| spec.mode = mode)
     }
 
-    /// Counts and judges, but turns nobody away: [`Mode::Shadow`].
+    /// Counts and evaluates requests without rejecting any: [`Mode::Shadow`].
     #[must_use]
     pub fn shadow(self) -> Self {
         self.mode(Mode::Shadow)
@@ -224,30 +223,30 @@ impl Policy {
         Self { inner: Arc::new(inner) }
     }
 
-    /// The name, as clients and stores see it.
+    /// Returns the name, as clients and stores see it.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.inner.spec.name
     }
 
-    /// The limits that it enforces, in the order in which they were added.
+    /// Returns the limits, in the order in which they were added.
     #[must_use]
     pub fn limits(&self) -> &[Limit] {
         &self.inner.spec.limits
     }
 
-    /// What clients know the limits by, in the same order.
+    /// Returns the names of the limits, as clients see them, in the same order.
     pub fn limit_names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.inner.names.iter().map(String::as_str)
     }
 
-    /// What becomes of the counts when limits change.
+    /// Returns what happens to the counts when limits change.
     #[must_use]
     pub fn quota_change(&self) -> QuotaChange {
         self.inner.spec.on_change
     }
 
-    /// Whether the policy is enforced for this key.
+    /// Returns whether the policy is enforced for this key.
     #[inline]
     #[must_use]
     pub fn is_enforced_for(&self, key: &Key) -> bool {
@@ -258,81 +257,81 @@ impl Policy {
         }
     }
 
-    /// Whether the policy is enforced for requests without a key. They are all one, as if they shared one.
+    /// Returns whether the policy is enforced for requests without a key. They count as one key.
     pub(crate) fn is_enforced_without_key(&self) -> bool {
         self.is_enforced_for(&Key::ANONYMOUS)
     }
 
-    /// The answer to a cost that can never be admitted, however long the client waits; there is no need to ask a store.
+    /// Returns the decision about a cost that can never be allowed. It needs no store.
     #[inline]
     pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
         self.rules_out(cost).then(|| Decision::never(self.inner.terms.iter().map(|terms| terms.capacity)))
     }
 
-    /// Whether there is such an answer.
+    /// Whether the cost can never be allowed.
     #[inline]
     pub(crate) fn rules_out(&self, cost: u32) -> bool {
         let least = self.inner.least_capacity;
         least == 0 || cost > least
     }
 
-    /// The limits as numbers to count with.
+    /// The limits as numbers for the algorithms.
     #[inline]
     pub(crate) fn terms(&self) -> &[LimitParams] {
         &self.inner.terms
     }
 
-    /// Those of them that keep each request.
+    /// The sliding logs among the limits.
     #[cfg(feature = "redis")]
     #[inline]
     pub(crate) fn logs(&self) -> impl Iterator<Item = &LimitParams> {
         self.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog)
     }
 
-    /// The policy of one of `replicas` that do not know of each other: of each limit its share of the units, rounded up.
+    /// The policy for one of `replicas` processes that do not share counts: for each limit its share of the units, rounded up.
     pub(crate) fn share_of(&self, replicas: u32) -> Self {
         let make = || {
             let mut spec = self.inner.spec.clone();
             spec.limits.iter_mut().for_each(|limit| *limit = limit.share_of(replicas));
             Self::with_spec(spec)
         };
-        // Kept for the number that is asked for first, which is nearly always the only one.
+        // Caches the share for the first number of replicas, which is nearly always the only one.
         let (kept_for, share) = self.inner.share.get_or_init(|| (replicas, make()));
         if *kept_for == replicas { share.clone() } else { make() }
     }
 
-    /// The terms in the form that `encode` gives them, kept for the next time.
+    /// Returns the limits as encoded by `encode`, cached in the policy.
     #[cfg(feature = "redis")]
     pub(crate) fn packed(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
         self.inner.packed.get_or_init(|| encode(&self.inner.terms))
     }
 
-    /// What `make` makes of the policy for clients to read, kept for the next time. There is room for a value of one type, so
-    /// that this file need not know what a header is; `None` of any other.
+    /// Returns what `make` derives from the policy for clients, cached in the policy. The cache has room for one value of any type, so this
+    /// module does not depend on header types. Returns `None` for a second type.
     #[cfg(feature = "http")]
     pub(crate) fn announcement<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Option<&T> {
         self.inner.announcement.get_or_init(|| Box::new(make())).downcast_ref()
     }
 
-    /// What is counted about the policy for those who watch it.
+    /// The metrics of the policy.
     #[inline]
     pub(crate) fn meters(&self) -> &Meters {
         self.inner.meters.get_or_init(|| Meters::new(self.name()))
     }
 
-    /// Whether two policies count in the same place.
+    /// Whether two policies share their counts.
     #[inline]
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
         self.is_same_as(other) || self.is_alike(other)
     }
 
-    /// A number of where the policy counts, for tables of many policies. Equal for policies that [share counts](Self::shares_counts_with).
+    /// A hash for tables of many policies. Equal for policies that [share counts](Self::shares_counts_with).
     #[inline]
     pub(crate) fn counts_hash(&self) -> u64 {
         self.inner.counts_hash
     }
 
-    // Apart, since nearly all that is asked are clones, and who asks is small without it.
+    // Not inlined, to keep callers small: nearly all comparisons are between clones.
     #[inline(never)]
     fn is_alike(&self, other: &Policy) -> bool {
         self.inner.spec.name == other.inner.spec.name && self.inner.shape == other.inner.shape
@@ -360,13 +359,13 @@ impl fmt::Debug for Policy {
     }
 }
 
-/// A name as part of a stored key: short, printable, and without a colon, which separates it from the subject.
+/// Encodes a name for stored keys: short, printable, and without a colon, which separates the name from the key.
 fn clean(name: &str) -> String {
     let escaped = Key::new(name).as_str().replace(':', "%3A");
     if escaped.len() <= Key::MAX_LEN { escaped } else { Key::digest(name).as_str().to_owned() }
 }
 
-/// What clients know the limits by. All different, since clients tell limits apart by them.
+/// Returns the names of the limits for clients. All names differ, since clients distinguish limits by them.
 fn names(spec: &Spec) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(spec.limits.len());
     for (limit, given) in spec.limits.iter().zip(&spec.given_names) {
@@ -383,8 +382,8 @@ fn names(spec: &Spec) -> Vec<String> {
     names
 }
 
-/// The digest of the algorithms and windows in their order. Of a token bucket only that it is one: its window and its quota
-/// are its rate, which is a number.
+/// A digest of the algorithms and windows in their order. The window of a token bucket is left out: window and quota are its rate, which
+/// may change.
 fn shape(limits: &[Limit]) -> String {
     let shapes: String = limits
         .iter()
@@ -395,7 +394,7 @@ fn shape(limits: &[Limit]) -> String {
             Algorithm::SlidingLog => format!("log {};", limit.quota().window_us()),
         })
         .collect();
-    // Behind the mark of a digest. Of six bits each, so these are 48.
+    // Skips the prefix of a digest. Its characters have six bits each, so these are 48 bits.
     Key::digest(shapes).as_str()[1..9].to_owned()
 }
 
@@ -419,7 +418,7 @@ mod tests {
     use crate::rate_limit::Quota;
 
     #[test]
-    fn names_stay_short_printable_and_without_separators() {
+    fn policy_names_are_short_and_have_no_separators() {
         let limit = Quota::per_second(1).fixed_window();
         assert_eq!(Policy::new("api", limit).name(), "api");
         assert_eq!(Policy::new("a:b{c}", limit).name(), "a%3Ab%7Bc%7D");
@@ -430,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_can_be_told_apart() {
+    fn limit_names_are_distinct() {
         let names = |policy: Policy| policy.limit_names().map(str::to_owned).collect::<Vec<_>>();
         let one = Policy::new("api", Quota::per_second(10).fixed_window());
         assert_eq!(names(one.clone()), ["api"]);
@@ -443,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_of_one_name_count_together_if_only_their_numbers_differ() {
+    fn policies_share_counts_if_only_numbers_differ() {
         let policy = |limits: &[Limit]| limits[1..].iter().fold(Policy::new("api", limits[0]), |p, l| p.limit(*l));
         let [ten, hundred] = [10, 100].map(Quota::per_minute);
         let same: [[Limit; 2]; 2] = [
@@ -467,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clients_of_a_smaller_percentage_are_among_those_of_a_larger_one() {
+    fn smaller_percentage_is_subset_of_larger() {
         let limit = Quota::per_second(1).fixed_window();
         let enforced = |percent: u8| {
             let policy = Policy::new("api", limit).mode(Mode::Percent(percent));

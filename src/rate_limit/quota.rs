@@ -2,9 +2,9 @@ use std::time::Duration;
 
 use crate::error::ConfigError;
 
-/// How many units may be used in how long: `Quota::per_minute(60)` is sixty per minute.
+/// A number of units per window: `Quota::per_minute(60)` is sixty units per minute.
 ///
-/// A quota says nothing yet about *how* it is counted. Naming the algorithm makes it a [`Limit`]:
+/// A quota does not say *how* it is counted. Choose an algorithm to make it a [`Limit`]:
 ///
 /// ```
 /// use std::time::Duration;
@@ -18,8 +18,7 @@ use crate::error::ConfigError;
 /// # }
 /// ```
 ///
-/// A unit is a request unless requests are given another [cost](crate::rate_limit::RequestCost). A quota of 0 denies
-/// everything.
+/// A request costs one unit unless you set another [cost](crate::rate_limit::RequestCost). A quota of 0 denies every request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quota {
     limit: u32,
@@ -27,7 +26,7 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// The shortest window: ten milliseconds. A shorter one would say more about the network than about clients.
+    /// The shortest window: 10 ms. A shorter window would measure the network rather than the clients.
     pub const MIN_WINDOW: Duration = Duration::from_millis(10);
     /// The longest window: 3,660 days, about ten years.
     pub const MAX_WINDOW: Duration = Duration::from_secs(3_660 * 86_400);
@@ -72,12 +71,12 @@ impl Quota {
         }
     }
 
-    /// Lets up to `units` be saved up and spent at once: the size of the [token bucket](BurstQuota::token_bucket).
+    /// Sets how many units may be saved up and spent at once: the size of the [token bucket](BurstQuota::token_bucket).
     ///
     /// # Errors
     ///
     /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill, and
-    /// [`ConfigError::ZeroBurst`] for 0. A quota of 0 takes any burst, since it denies everything in any case.
+    /// [`ConfigError::ZeroBurst`] for 0. A quota of 0 accepts any burst, since it denies every request.
     pub const fn burst(self, units: u32) -> Result<BurstQuota, ConfigError> {
         if units == 0 && self.limit > 0 {
             return Err(ConfigError::ZeroBurst);
@@ -90,48 +89,46 @@ impl Quota {
         }
     }
 
-    /// Counts with a bucket that holds a whole quota of tokens and is refilled evenly: the smoothest algorithm, and one of the
-    /// cheapest.
+    /// Counts with a bucket that holds a whole quota of tokens and is refilled evenly: the smoothest algorithm, and one of the cheapest.
     ///
-    /// A client that was quiet may use the whole quota at once, and from then on as much as flows in: in the worst case twice
-    /// the quota, less one, passes within one window's length. Name a smaller [burst](Self::burst) where that is too
-    /// much.
+    /// A client that was idle may use the whole quota at once, and then tokens as they are refilled. In the worst case, twice the quota,
+    /// less one, passes within one window's length. Set a smaller [burst](Self::burst) if that is too much.
     ///
-    /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers: the rate is
-    /// exact as long as the window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a
-    /// day), and for round numbers far beyond that. Above it may be too slow, by no more than 2.2 millionths.
+    /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers. The rate is exact as long as
+    /// the window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a day), and for round numbers
+    /// far beyond that. Above that, it may be too slow by at most 2.2 millionths.
     #[must_use]
     pub const fn token_bucket(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
     }
 
-    /// Counts in windows that open with a key's first request and close together with its count.
+    /// Counts in a window that opens with the first request of a key. The count is reset when the window closes.
     ///
-    /// In the worst case twice the quota passes within one window's length, half at the end of one window and half at the
-    /// start of the next. Windows are per key, so clients do not all come back at the same instant.
+    /// In the worst case twice the quota passes within one window's length, half at the end of one window and half at the start of the
+    /// next. Windows are per key, so clients do not all return at the same instant.
     #[must_use]
     pub const fn fixed_window(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::FixedWindow, capacity: self.limit }
     }
 
-    /// Counts in two windows and fades the older one out as the newer one fills: nearly as strict as a [log](Self::sliding_log)
-    /// at the price of two numbers.
+    /// Counts in two windows, and fades out the older count as the newer window fills: nearly as strict as a [log](Self::sliding_log), at
+    /// the cost of two numbers.
     ///
-    /// What was used in the last window counts by the share of it that is less than a window ago, as if it had been spread
-    /// evenly, rounded up. So a client that spreads its requests evenly gets the quota less at most one in each window, which
-    /// is a lot of a quota of two or three: take a token bucket or a log for those. In the worst case, with all of the last
-    /// window's requests at its end, somewhat less than twice the quota passes within one window's length.
+    /// The count of the last window is scaled by the share of it that is less than one window ago, as if its requests had been spread
+    /// evenly, and rounded up. So a client that spreads its requests evenly gets the quota less at most one in each window. For a quota of
+    /// two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its end,
+    /// somewhat less than twice the quota passes within one window's length.
     ///
-    /// Where the window in microseconds times the quota is above 2^51, time is counted in coarser steps: of two microseconds up to
-    /// 2^52, of three up to 3 * 2^51, and so on.
+    /// If the window in microseconds times the quota is above 2^51, time is counted in coarser steps: of two microseconds up to 2^52, of
+    /// three up to 3 * 2^51, and so on.
     #[must_use]
     pub const fn sliding_window(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::SlidingWindow, capacity: self.limit }
     }
 
-    /// Remembers every request until it is a window old: never more than the quota in *any* span of a window's length.
+    /// Logs every request until it is one window old: never more than the quota in *any* span of a window's length.
     ///
-    /// Exact, and paid for in memory: 12 bytes per remembered request in Redis, 16 in memory.
+    /// Exact, but needs more memory: 12 bytes per logged request in Redis, 16 in memory.
     ///
     /// # Errors
     ///
@@ -144,25 +141,25 @@ impl Quota {
         }
     }
 
-    /// The units that may be used in a window.
+    /// Returns the units per window.
     #[must_use]
     pub const fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// The length of the window.
+    /// Returns the length of the window.
     #[must_use]
     pub const fn window(&self) -> Duration {
         self.window
     }
 
-    /// The length of the window. It fits: see `MAX_WINDOW`.
+    /// The length of the window. It fits into a `u64`: see `MAX_WINDOW`.
     pub(crate) const fn window_us(&self) -> u64 {
         self.window.as_micros() as u64
     }
 }
 
-/// A quota of which up to a number of units may be saved up and spent at once: see [`Quota::burst`].
+/// A quota with a burst, the number of units that may be saved up and spent at once. See [`Quota::burst`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BurstQuota {
     quota: Quota,
@@ -203,37 +200,37 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// How much in how long.
+    /// Returns the units and their window.
     #[must_use]
     pub const fn quota(&self) -> Quota {
         self.quota
     }
 
-    /// How it is counted.
+    /// Returns the algorithm.
     #[must_use]
     pub const fn algorithm(&self) -> Algorithm {
         self.algorithm
     }
 
-    /// The most that can be used at once: the burst of a token bucket, the quota otherwise. 0 if the quota is 0.
+    /// Returns the most units that can be used at once: the burst of a token bucket, the quota otherwise. 0 if the quota is 0.
     #[must_use]
     pub const fn capacity(&self) -> u32 {
         if self.quota.limit == 0 { 0 } else { self.capacity }
     }
 
-    /// The time in which the whole [capacity](Self::capacity) becomes available anew: the window, or the time in which a bucket fills
-    /// up, in whole microseconds, rounded up.
+    /// Returns the time in which the whole [capacity](Self::capacity) becomes available again: the window, or the time in which a token
+    /// bucket fills. In whole microseconds, rounded up.
     #[must_use]
     pub const fn period(&self) -> Duration {
         if self.capacity == self.quota.limit || self.quota.limit == 0 {
             return self.quota.window;
         }
         let fill_us = (self.capacity as u128 * self.quota.window.as_micros()).div_ceil(self.quota.limit as u128);
-        // It fits: see `Quota::burst`.
+        // It fits into a `u64`: see `Quota::burst`.
         Duration::from_micros(fill_us as u64)
     }
 
-    /// The same limit for one of `replicas` that do not know of each other: its share of the units, rounded up.
+    /// The limit for one of `replicas` processes that do not share counts: its share of the units, rounded up.
     #[must_use]
     pub(crate) const fn share_of(self, replicas: u32) -> Self {
         let replicas = if replicas == 0 { 1 } else { replicas };
@@ -247,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn windows_of_nothing_and_of_a_lifetime_are_refused() {
+    fn window_out_of_range_is_refused() {
         for window in
             [Duration::ZERO, Duration::from_micros(9_999), Quota::MAX_WINDOW + Duration::from_nanos(1), Duration::MAX]
         {
@@ -259,21 +256,21 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_would_fill_memory_is_refused() {
+    fn sliding_log_above_maximum_is_refused() {
         assert!(Quota::per_day(10_000).sliding_log().is_ok());
         let error = Quota::per_day(10_001).sliding_log().unwrap_err();
         assert_eq!(error, ConfigError::SlidingLogTooLong { limit: 10_001, max: 10_000 });
     }
 
     #[test]
-    fn a_bucket_that_never_fills_is_refused() {
+    fn bucket_that_never_fills_is_refused() {
         assert!(Quota::per_day(1).burst(3_660).is_ok());
         assert!(matches!(Quota::per_day(1).burst(3_661), Err(ConfigError::BurstOutOfRange { burst: 3_661, .. })));
     }
 
-    /// It was taken for a bucket that never fills.
+    /// Regression: it was refused as a bucket that never fills.
     #[test]
-    fn a_quota_of_nothing_takes_any_burst() {
+    fn zero_quota_accepts_any_burst() {
         for burst in [1, 20, u32::MAX] {
             let limit = Quota::per_day(0).burst(burst).unwrap().token_bucket();
             assert_eq!((limit.capacity(), limit.period()), (0, Duration::from_secs(86_400)));
@@ -282,13 +279,13 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_of_nothing_is_refused_where_the_quota_is_not_nothing_too() {
+    fn zero_burst_needs_zero_quota() {
         assert_eq!(Quota::per_second(10).burst(0), Err(ConfigError::ZeroBurst));
         assert_eq!(Quota::per_second(0).burst(0).unwrap().token_bucket().capacity(), 0);
     }
 
     #[test]
-    fn the_period_of_a_bucket_is_the_time_it_takes_to_fill() {
+    fn bucket_period_is_time_to_fill() {
         let period = |limit: u32, burst: u32| Quota::per_second(limit).burst(burst).unwrap().token_bucket().period();
         assert_eq!(period(10, 10), Duration::from_secs(1));
         assert_eq!(period(10, 25), Duration::from_millis(2_500));

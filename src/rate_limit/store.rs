@@ -8,48 +8,50 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Reach;
 
-/// What rate limiting needs of a backend: decisions, each of them atomic.
+/// The operations that rate limiting needs from a backend. Each decision is atomic.
 ///
-/// A store is asked only about costs that can be admitted at all (no more than the capacity of each limit, which is not 0);
-/// [`Limiter`] and the layer answer the others. Every backend passes the same contract tests, which
-/// `tollgate::testing` (feature `testing`) has for others.
+/// A store is called only with costs that can be allowed at all: no more than the capacity of each limit, which is not 0. [`Limiter`] and
+/// the layer decide about other costs themselves. Every backend passes the same contract tests. To test your own backend, use
+/// `tollgate::testing` (feature `testing`).
 ///
 /// # Cancellation
 ///
-/// Dropping a returned future may or may not have done what was asked.
+/// If a returned future is dropped, its operation may or may not be done.
+///
+/// [`Limiter`]: super::Limiter
 ///
 /// [`Limiter`]: super::Limiter
 pub trait RateLimitStore {
-    /// Charges `cost` units to all limits if all of them have room, and to none otherwise, and says how things stand. A cost
-    /// of 0 charges nothing.
+    /// Charges `cost` units to all limits if all of them have room, and to none otherwise. Returns the state of the limits. A cost of 0
+    /// charges nothing.
     fn check(&self, policy: &Policy, key: &Key, cost: u32)
     -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
-    /// The same as [`check`](Self::check) for a store that knows the answer without waiting; `None`, with nothing charged, where it does not. Saves a
-    /// future, a timer and the deadline.
+    /// As [`check`](Self::check), for a store that can answer immediately. Returns `None`, with nothing charged, if it cannot. Saves a
+    /// future, a timer and the deadline. Defaults to `None`.
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         let _ = (policy, key, cost);
         None
     }
 
-    /// Charges `cost` units, which are not 0, if it is clear without waiting that all limits have room. `None`, with nothing charged, says
-    /// nothing about how things stand: ask [`check_now`](Self::check_now) then.
+    /// Charges `cost` units, which are not 0, if it is known immediately that all limits have room. `None`, with nothing charged, does not
+    /// mean a denial: call [`check_now`](Self::check_now) then.
     ///
-    /// For callers to whom a yes is enough, which costs less than a decision. A store need not have this.
+    /// For callers that need no details of an allowed decision, which makes it cheaper. Optional; defaults to `None`.
     fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let _ = (policy, key, cost);
         None
     }
 
-    /// Charges several subjects, each by its own policy, if all of them have room, and none otherwise. The decisions are in the order of
-    /// `requests`; where one is a denial the others say what they would have been, or have no limits where nobody was asked about them. A subject that is
-    /// named twice is charged twice.
+    /// Charges several keys, each by its own policy, if all of them have room, and none otherwise. Returns the decisions in the order of
+    /// `requests`. If one is a denial, the others are what they would have been, or have no limits if they were not evaluated. A key that
+    /// occurs twice is charged twice.
     ///
-    /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
-    /// them is denied or fails: others may be denied meanwhile what is given back a moment later, and what could not be given back stays
-    /// charged. Where the call is dropped on its way, at a deadline for instance, this implementation gives nothing back. Redis, on a cluster, gives
-    /// back in the background then; what stays charged is no more than the call that was under way, of which nothing is known.
-    /// Nobody is admitted beyond a limit either way.
+    /// A store should do this atomically. This default implementation cannot: it charges one key after the other, and gives the charges
+    /// back if one is denied or fails. Meanwhile, other requests may be denied for units that are given back a moment later. A charge that
+    /// cannot be given back stays. If the call is dropped, for example at a deadline, this implementation gives nothing back. A Redis
+    /// Cluster then gives back in the background: only the charge of the call in flight can stay, since its result is unknown. Neither
+    /// admits a request beyond a limit.
     fn check_all(&self, requests: &[Request]) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send
     where
         Self: Sync,
@@ -57,26 +59,26 @@ pub trait RateLimitStore {
         one_after_the_other(self, requests, |charges| give_back(self, charges))
     }
 
-    /// The same as [`check_all`](Self::check_all) for a store that knows the answer without waiting; `None`, with nothing charged, where it does not.
+    /// As [`check_all`](Self::check_all), for a store that can answer immediately. Returns `None`, with nothing charged, if it cannot.
     fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
         let _ = requests;
         None
     }
 
-    /// Says whether [`check`](Self::check) would admit this cost, and how things stand, without charging. At the most it
-    /// repairs what it finds broken.
+    /// Returns whether [`check`](Self::check) would allow this cost, and the state of the limits, without charging. At most, it repairs a
+    /// broken record.
     fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
-    /// Corrects what was charged: adds `change` units, or gives them back if it is negative.
+    /// Corrects a charge: adds `change` units, or gives them back if `change` is negative.
     ///
-    /// What is added counts from now on and is charged even if it does not fit, but nobody gets deeper into debt than by a whole quota.
-    /// What is given back must have been charged, as the receipt shows; limits in which it does not count any more are left alone,
-    /// so nothing is ever given back into another window. A token bucket takes a charge back as long as it has not been full
-    /// since, whether or not inflow has made up for a part of it by then.
+    /// Added units count from now on. They are charged even if they do not fit, but the debt of a key is at most a whole quota. Only
+    /// charged units can be given back, as the receipt shows. Limits in which the charge no longer counts are left unchanged, so no unit is
+    /// given back into another window. A token bucket takes a charge back if it has not been full since, even if some of the tokens were
+    /// refilled by then.
     ///
-    /// Where the key has been counted with other numbers ([`QuotaChange`](super::QuotaChange)), those of `policy` may be of an older and smaller quota.
-    /// So where they would cut or forget anything, the numbers that are found hold; so they do for what is given back. What is added with
-    /// a receipt of the instant 0 corrects no charge, and is counted with the numbers of `policy` in any case.
+    /// If the key has been counted with other numbers ([`QuotaChange`](super::QuotaChange)), the numbers of `policy` may be those of an
+    /// older and smaller quota. If they would cut or remove counts, the stored numbers are used, and always for a refund. Units that are
+    /// added with a receipt of the instant 0 correct no charge. They always count with the numbers of `policy`.
     fn settle(
         &self,
         policy: &Policy,
@@ -85,20 +87,20 @@ pub trait RateLimitStore {
         change: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Denies everything to this key for the time given, whatever its limits say; a time of zero lifts the block. What has been
-    /// counted stays. Policies that [count apart](super::QuotaChange) are blocked apart.
+    /// Denies every request of this key for `time`, whatever its limits say. A `time` of zero lifts the block. The counts stay. Policies
+    /// that are [counted separately](super::QuotaChange) are blocked separately.
     fn block(&self, policy: &Policy, key: &Key, time: Duration) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Forgets what was counted for this key, and lifts a block. A key that is not known is no error.
+    /// Removes the counts of this key, and lifts a block. An unknown key is not an error.
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Among whom a quota is one and the same. A store that does not say so is taken to count for its process alone.
+    /// Returns how widely the counts are shared. Defaults to this process.
     fn scope(&self) -> Reach {
         Reach::Process
     }
 }
 
-/// A yes without the details: see [`RateLimitStore::charge_now`].
+/// An allowed decision without details: see [`RateLimitStore::charge_now`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Charged {
@@ -107,33 +109,33 @@ pub struct Charged {
 }
 
 impl Charged {
-    /// For stores: a yes, and whether less than a fifth of a limit is left.
+    /// Creates the result, for stores. `is_near_limit` is true if less than a fifth of a limit is left.
     #[must_use]
     pub const fn new(is_near_limit: bool) -> Self {
         Self { is_near_limit }
     }
 }
 
-/// One subject of a decision about several: see [`RateLimitStore::check_all`].
+/// One key of a decision about several: see [`RateLimitStore::check_all`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The limits.
+    /// The policy that counts.
     pub policy: Policy,
-    /// Whom they are counted for.
+    /// The key under which it counts.
     pub key: Key,
-    /// The units that are asked for.
+    /// The cost in units.
     pub cost: u32,
 }
 
-/// Something that was charged on the way to a decision about several.
+/// A charge made during a decision about several keys.
 #[derive(Clone, Debug)]
 pub(crate) struct Charge {
     request: Request,
     receipt: Receipt,
 }
 
-/// Charges several subjects by one call for each. Where one of them is denied or fails, `give_back` is waited for with what was charged before;
-/// and where nobody waits for the decision any more it is called, and what it answers is dropped at once.
+/// Charges several keys with one call for each. If one of them is denied or fails, it awaits `give_back` with the earlier charges. If the
+/// future is dropped, `give_back` is called and its future is dropped at once.
 pub(crate) async fn one_after_the_other<S, G, F>(
     store: &S,
     requests: &[Request],
@@ -158,7 +160,7 @@ where
             _ if !denied => {
                 denied = true;
                 let given_back = open.give_back().await;
-                // Where it failed before, the first failure says what is wrong.
+                // A failed charge reports its own error, which is the cause.
                 if decision.is_ok() {
                     given_back?;
                 }
@@ -174,7 +176,7 @@ where
     Ok(decisions)
 }
 
-/// What was charged, until it is known that it stays so.
+/// Charges that are given back on drop unless they are confirmed.
 struct RefundGuard<G: FnMut(Vec<Charge>) -> F, F> {
     charges: Vec<Charge>,
     give_back: G,
@@ -194,7 +196,7 @@ impl<G: FnMut(Vec<Charge>) -> F, F> Drop for RefundGuard<G, F> {
     }
 }
 
-/// Gives all of it back, as far as that works, and answers with the first failure.
+/// Gives all charges back as far as possible, and returns the first error.
 pub(crate) async fn give_back<S>(store: &S, charges: Vec<Charge>) -> Result<(), StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
@@ -216,7 +218,7 @@ mod tests {
     use crate::MemoryBackend;
     use crate::rate_limit::Quota;
 
-    /// Decides about several one after the other, and fails or hangs where the policy is called so.
+    /// Has no atomic decision about several keys. Fails or hangs for the policies of these names.
     struct Plain {
         memory: MemoryBackend,
         settles: bool,
@@ -236,7 +238,7 @@ mod tests {
         }
 
         async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-            // Of the first one it fails, the others are to be told all the same.
+            // The refund of the first charge fails; the others must be tried all the same.
             if !self.settles && policy.name() == "a" {
                 return Err(StoreError::timeout());
             }
@@ -257,7 +259,7 @@ mod tests {
             Self { memory: MemoryBackend::new(), settles }
         }
 
-        /// How much is left of the policies `a` and `b`, which have 5.
+        /// The units left in the policies `a` and `b`, which have 5.
         async fn left(&self) -> [Option<u32>; 2] {
             let [a, b, ..] = requests("c").map(|request| request.policy);
             let left = async |policy| self.memory.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining();
@@ -274,7 +276,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_charged_before_a_failure_or_a_denial_is_given_back() {
+    async fn check_all_refunds_on_failure_and_denial() {
         let store = Plain::new(true);
         let error = store.check_all(&requests("fails")).await.unwrap_err();
         assert!(error.is_unavailable());
@@ -288,21 +290,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_refund_that_fails_keeps_no_other_one_back() {
+    async fn failed_refund_does_not_stop_other_refunds() {
         for (last, is_timeout) in [("full", true), ("fails", false)] {
             let store = Plain::new(false);
             let error = store.check_all(&requests(last)).await.unwrap_err();
             assert_eq!(
                 (error.is_timeout(), error.is_unavailable()),
                 (is_timeout, !is_timeout),
-                "the first failure is told"
+                "the first failure is returned"
             );
             assert_eq!(store.left().await, [Some(4), Some(5)]);
         }
     }
 
     #[tokio::test]
-    async fn what_was_charged_before_the_call_is_dropped_is_handed_over() {
+    async fn dropped_check_all_hands_over_its_charges() {
         for (last, handed_over) in [("hangs", 2), ("c", 0), ("fails", 2)] {
             let (store, mut calls) = (Plain::new(true), Vec::new());
             let requests = requests(last);
