@@ -307,8 +307,8 @@ impl CompiledRules {
         );
     }
 
-    /// Combines two rules: all policies of both, and the stricter settings. Requests do not wait, because each request would have its own
-    /// wait queue.
+    /// Combines two rules: all policies of both, the stricter settings, and the deadline of the first. Requests do not wait, because each
+    /// request would have its own wait queue.
     pub(super) fn both(&self, index: usize, other: usize) -> Rule {
         let (first, second) = (&self.rules[index], &self.rules[other]);
         let mut counts = first.counts.clone();
