@@ -136,7 +136,7 @@ impl Key {
     }
 
     #[inline]
-    fn words(&self) -> [u64; 6] {
+    fn as_words(&self) -> [u64; 6] {
         let mut words = [0; 6];
         for (word, bytes) in words.iter_mut().zip(self.bytes.as_chunks().0) {
             *word = u64::from_le_bytes(*bytes);
@@ -149,7 +149,7 @@ impl Key {
     #[cfg(feature = "redis")]
     #[inline]
     pub(crate) fn sum(&self) -> u64 {
-        self.words().iter().fold(0, |sum, word| (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
+        self.as_words().iter().fold(0, |sum, word| (sum ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29))
     }
 
     /// The text and some of the zeros after it, as input of a hash. A text has no zeros, so this is unambiguous.
@@ -372,7 +372,7 @@ impl Error for ParseKeyError {}
 impl PartialEq for Key {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
-        self.words().iter().zip(other.words()).fold(0, |different, (word, other)| different | (word ^ other)) == 0
+        self.as_words().iter().zip(other.as_words()).fold(0, |different, (word, other)| different | (word ^ other)) == 0
     }
 }
 
