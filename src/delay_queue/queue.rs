@@ -795,7 +795,7 @@ mod tests {
     use crate::MemoryBackend;
 
     #[tokio::test(start_paused = true)]
-    async fn a_payload_that_cannot_be_read_goes_to_the_dead() {
+    async fn undecodable_payload_makes_job_dead() {
         let backend = MemoryBackend::new();
         let texts = DelayQueue::<String>::new(backend.clone(), "test");
         let numbers = DelayQueue::<u32>::new(backend, "test");

@@ -78,7 +78,7 @@ pub enum UniqueFor {
     /// For this time after the push, at most [`Due::MAX_DELAY`], even if the job is done or dead before. The time ends early with
     /// [`cancel`](super::DelayQueue::cancel), [`Outcome::cancel`](super::Outcome::cancel), [`purge`](super::DelayQueue::purge),
     /// [`forget`](super::DelayQueue::forget) or [`release_unique`](super::DelayQueue::release_unique). It does not end early if a dead job is
-    /// removed because of its age or the limit on dead jobs.
+    /// removed because of its age or for lack of space.
     ///
     /// An expired key excludes no jobs, but takes up space until it is removed. Each later push removes up to two expired keys. In memory,
     /// where keys count for the capacity of all queues, a push removes more if there is no space left, and claims remove some as well.

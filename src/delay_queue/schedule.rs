@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_those_of_the_zone() {
+    fn times_follow_the_time_zone() {
         let schedule = Schedule::cron("a", "0 9 * * MON-FRI").unwrap().time_zone("America/New_York").unwrap();
         let expected = ["2026-07-03T13:00:00Z", "2026-07-06T13:00:00Z"];
         assert_eq!(times(&schedule, "2026-07-02T13:00:00Z", 2), expected);

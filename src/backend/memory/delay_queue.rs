@@ -74,7 +74,7 @@ impl QueueTable {
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
-        let answer = operation(queue, now);
+        let result = operation(queue, now);
         queues.token = queues.token.max(queue.token);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
         self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
@@ -90,7 +90,7 @@ impl QueueTable {
             end.map(|end| queues.ends.remove(&entry(end)));
             queues.ends.extend(new_end.map(entry));
         }
-        answer
+        result
     }
 
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {

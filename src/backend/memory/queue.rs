@@ -379,7 +379,7 @@ impl Queue {
     }
 
     /// Handles the end of an attempt, or of its lease.
-    fn settle(&mut self, id: &JobId, ending: &AckKind, is_expired: bool, now: CallTime) -> Finished {
+    fn end_attempt(&mut self, id: &JobId, ending: &AckKind, is_expired: bool, now: CallTime) -> Finished {
         self.unlink(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
         if ending.forgets() {
@@ -422,20 +422,20 @@ impl Queue {
 
     pub(super) fn claim(&mut self, finished: &[Ack], claim: &Claim, now: CallTime) -> Claimed {
         // `Lost` and `Gone` can be distinguished only after all results are handled.
-        let settled: Vec<_> = finished
+        let results: Vec<_> = finished
             .iter()
             .map(|Ack { ticket, ending }| {
                 if self.end_cancelled(&ticket.id, ticket.token) {
                     return Some(if ending.forgets() { Finished::Done } else { Finished::Cancelled });
                 }
                 let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
-                is_held.then(|| self.settle(&ticket.id, ending, false, now))
+                is_held.then(|| self.end_attempt(&ticket.id, ending, false, now))
             })
             .collect();
-        let finished = settled.into_iter().zip(finished).map(|(settled, Ack { ticket, ending })| {
+        let finished = results.into_iter().zip(finished).map(|(result, Ack { ticket, ending })| {
             let is_other = |record: &Record| ending.forgets() && record.is_newer(ticket);
-            let is_there = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
-            settled.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
+            let exists = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
+            result.unwrap_or(if exists { Finished::Lost } else { Finished::Gone })
         });
         let finished = finished.collect();
         let limit = claim.limit.min(MAX_BATCH);
@@ -473,7 +473,7 @@ impl Queue {
             if self.end_cancelled(&id, token) {
                 continue;
             }
-            if self.settle(&id, &ending, true, now) == Finished::Dead {
+            if self.end_attempt(&id, &ending, true, now) == Finished::Dead {
                 died.push(Died::new(id, self.jobs.get(&id).map_or(0, |record| record.job.attempt)));
             }
         }
