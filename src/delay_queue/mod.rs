@@ -153,7 +153,7 @@
 //! the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
 //! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each part
 //! of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes another one.
-//! Within a process no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks there: a job that
+//! In memory no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks periodically: a job that
 //! [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
 //!
 //! # Rate limits
