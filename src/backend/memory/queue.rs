@@ -211,7 +211,7 @@ impl Queue {
         Admission::New
     }
 
-    /// Removes up to `most` expired unique keys. Returns how many.
+    /// Removes up to `max` expired unique keys. Returns how many.
     pub(super) fn sweep(&mut self, max: usize, now: CallTime) -> usize {
         for swept in 0..max {
             let is_over = self.first_end().is_some_and(|until| until <= now.ms);
@@ -662,7 +662,7 @@ impl Queue {
     }
 }
 
-/// How many entries are due. It visits at most twice the smaller of due and not due entries, so that a long backlog does not hold the lock.
+/// How many entries are due. It visits at most twice the smaller number, of due or of other entries, so that a long backlog does not hold the lock.
 fn count_due<'a>(mut entries: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
     let len = entries.len();
     for visited in 0..len {
