@@ -597,6 +597,6 @@ impl PartitionKeyMac {
 #[cfg(feature = "http")]
 impl fmt::Debug for PartitionKeyMac {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Secret(..)")
+        f.write_str("PartitionKeyMac(..)")
     }
 }

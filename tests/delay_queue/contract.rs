@@ -693,7 +693,10 @@ mod queue {
         }
         for garbage in ["a b", "{a}", "%7b", "#digest", &"x".repeat(100)] {
             let error = garbage.parse::<JobId>().unwrap_err();
-            assert_eq!(error.to_string(), "not the text of a key: parse accepts only text that `as_str` or `Display` returns");
+            assert_eq!(
+                error.to_string(),
+                "not the text of a key: parse accepts only text that `as_str` or `Display` returns"
+            );
         }
     }
 
