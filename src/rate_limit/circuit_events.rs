@@ -1,4 +1,4 @@
-//! What is told of a store that fails.
+//! Logs and metrics of a failing store.
 
 use std::error::Error;
 use std::sync::{MutexGuard, PoisonError};
@@ -8,7 +8,7 @@ use super::policy::Policy;
 use crate::error::StoreError;
 use crate::store::circuit::CircuitObserver;
 
-/// What is told of a store that fails while it is asked about a policy.
+/// Reports a store that fails in calls about this policy.
 impl CircuitObserver for Policy {
     fn failed(&self) {
         self.meters().store_failed();
@@ -34,7 +34,7 @@ impl CircuitObserver for Policy {
     }
 }
 
-/// The same, and what is done without it.
+/// Reports the same for a layer, with the fallback that it applies.
 impl<B> CircuitObserver for LayerConfig<B> {
     fn failed(&self) {
         self.policy.failed();
@@ -61,10 +61,10 @@ impl<B> CircuitObserver for LayerConfig<B> {
     }
 }
 
-/// What is told of a store that fails while it is asked about policies that have no say, in a layer with this policy.
-pub(super) struct Aside<'a>(pub(super) &'a Policy);
+/// Reports a store that fails in calls about shadow policies, in a layer with this policy.
+pub(super) struct ShadowPolicies<'a>(pub(super) &'a Policy);
 
-impl CircuitObserver for Aside<'_> {
+impl CircuitObserver for ShadowPolicies<'_> {
     fn failed(&self) {
         self.0.failed();
     }
@@ -73,22 +73,22 @@ impl CircuitObserver for Aside<'_> {
         let policy = self.0.name();
         tracing::warn!(
             policy,
-            "rate limit circuit of policies on trial opens: the store is asked about them by probes only"
+            "rate limit circuit of shadow policies opens: the store is asked about them by probes only"
         );
     }
 
     fn closed(&self) {
         let policy = self.0.name();
-        tracing::info!(policy, "rate limit circuit of policies on trial closes: the store is asked about them again");
+        tracing::info!(policy, "rate limit circuit of shadow policies closes: the store is asked about them again");
     }
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        tracing::warn!(policy = self.0.name(), %error, cause, "rate limit store fails about policies on trial: they count nothing");
+        tracing::warn!(policy = self.0.name(), %error, cause, "rate limit store fails for shadow policies: they are not counted");
     }
 
     fn outage_ends(&self) {
-        tracing::info!(policy = self.0.name(), "rate limit store answers again about policies on trial");
+        tracing::info!(policy = self.0.name(), "rate limit store answers again for shadow policies");
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
+//! Evaluates a request for a layer: calls the store, applies the fallback if that fails, and combines the decisions into a result.
 
 use std::error::Error;
 
@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use super::circuit_events::Aside;
+use super::circuit_events::ShadowPolicies;
 use super::decision::{Decision, RateLimited};
-use super::descriptor::{Descriptor, Subjects, enforced_decided};
+use super::descriptor::{Descriptor, Descriptors, enforced_decided};
 use super::layer::{LayerConfig, OnStoreError};
 use super::metrics::{Meters, Verdict};
 use super::policy::Policy;
@@ -20,28 +20,28 @@ use crate::key::Key;
 use crate::store::circuit::Circuit;
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
-/// A request that has been judged.
+/// The descriptors of a request with their decisions, and the result.
 pub(super) struct Evaluation {
-    pub(super) subjects: Subjects,
+    pub(super) descriptors: Descriptors,
     pub(super) result: Result<(), Rejection>,
 }
 
 impl<B> LayerConfig<B> {
-    /// What is done without the store. Where it is never asked that is no outage, in which each process may admit the quota.
+    /// The fallback for a failing store. A deadline of zero is not an outage in which each process may admit the quota.
     pub(super) fn without_store(&self) -> OnStoreError {
         if self.deadline.is_zero() { OnStoreError::Deny } else { self.on_store_error }
     }
 }
 
 impl<B: RateLimitStore + Sync> LayerConfig<B> {
-    /// The decision about a subject, if it can be made without waiting for anything. Says nothing about a store that fails: the answer may have
-    /// come from something in front of it.
+    /// Decides about one descriptor, if that is possible without waiting. Not recorded as a success of the store, since a decorator in
+    /// front of the store may have decided.
     #[inline]
     pub(super) fn try_decide_locally(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
     }
 
-    /// Whether the request was charged here and now, and may pass, without a word about how things stand.
+    /// Charges the request immediately if possible, without the details of a decision. Returns whether it was charged.
     #[inline]
     pub(super) fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> bool {
         if cost == 0 || policy.rules_out(cost) {
@@ -54,125 +54,134 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         charged.is_some()
     }
 
-    /// What is said to a request because of this subject.
-    pub(super) fn limited(&self, subject: &Descriptor, cost: u32) -> Option<RateLimited> {
-        let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
+    /// The rejection of the request due to this descriptor.
+    pub(super) fn limited(&self, descriptor: &Descriptor, cost: u32) -> Option<RateLimited> {
+        let (policy, decision) = (descriptor.policy(&self.policy).clone(), descriptor.decision.clone()?);
         Some(RateLimited::new(policy, cost, decision))
     }
 
-    /// The judgement, after all that has to be waited for.
-    pub(super) async fn judge(&self, mut subjects: Subjects, cost: u32) -> Evaluation {
-        let answer = self.query(&mut subjects, cost).await;
-        self.finish(subjects, cost, answer).await
+    /// Evaluates a request that needs to wait for the resolver or the store.
+    pub(super) async fn evaluate(&self, mut descriptors: Descriptors, cost: u32) -> Evaluation {
+        let queried = self.query(&mut descriptors, cost).await;
+        self.finish(descriptors, cost, queried).await
     }
 
-    /// Asks for the decisions that a ruling depends on.
-    pub(super) async fn query(&self, subjects: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
-        let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
-        let asked = self.ask(subjects, cost).instrument(span).await;
-        subjects.iter_mut().for_each(|subject| subject.question = None);
-        match asked {
-            // It failed for those alone that have no say.
-            Err(_) if enforced_decided(subjects) => Ok(()),
-            asked => asked,
+    /// Gets the decisions that the result depends on.
+    pub(super) async fn query(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+        let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = descriptors.len());
+        let result = self.decide(descriptors, cost).instrument(span).await;
+        descriptors.iter_mut().for_each(|descriptor| descriptor.question = None);
+        match result {
+            // Only shadow policies failed.
+            Err(_) if enforced_decided(descriptors) => Ok(()),
+            result => result,
         }
     }
 
-    /// What follows from the answer, or from there being none.
-    pub(super) async fn finish(&self, mut subjects: Subjects, cost: u32, answer: Result<(), StoreError>) -> Evaluation {
-        let result = match answer {
-            Ok(()) => self.rule(&subjects, cost),
-            Err(error) => self.fallback(&mut subjects, cost, error).await,
+    /// Turns the decisions, or the error, into a result.
+    pub(super) async fn finish(
+        &self,
+        mut descriptors: Descriptors,
+        cost: u32,
+        queried: Result<(), StoreError>,
+    ) -> Evaluation {
+        let result = match queried {
+            Ok(()) => self.combine(&descriptors, cost),
+            Err(error) => self.fallback(&mut descriptors, cost, error).await,
         };
-        Evaluation { subjects, result }
+        Evaluation { descriptors, result }
     }
 
-    /// Asks the resolver and then the store. Each has the whole deadline, so that a store never fails because a resolver is slow.
-    async fn ask(&self, subjects: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
-        // What needs no time is found out first.
+    /// Calls the resolver and then the store. Each has the whole deadline, so that a slow resolver causes no store error.
+    async fn decide(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+        // The deadline is checked only before calls that take time.
         let has_time = || require_nonzero_deadline(self.deadline).inspect_err(|error| self.circuit.failed(self, error));
-        // Others were found to be unknown in front of the store when they came.
-        let mut may_be_known = self.patience.is_some();
-        if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
-            let policy = match resolver.known(&main.key) {
+        // Without a wait queue or a resolver, the local decision was already tried when the request arrived.
+        let mut may_be_known = self.wait_config.is_some();
+        if let (Some(resolver), Some(primary)) =
+            (&self.resolver, descriptors.iter_mut().find(|descriptor| descriptor.primary))
+        {
+            let policy = match resolver.known(&primary.key) {
                 Some(policy) => policy,
-                None => match resolver.question(&main.key, main.question.as_ref()) {
+                None => match resolver.question(&primary.key, primary.question.as_ref()) {
                     Some(question) => {
                         has_time()?;
-                        self.resolve(resolver, &main.key, &question).await?
+                        self.resolve(resolver, &primary.key, &question).await?
                     }
-                    // The request has nothing to find a policy by, or had an answer that has become old since.
-                    None => main.policy(&self.policy).clone(),
+                    // The request has no input for the resolver, or it had a cached policy that has expired since.
+                    None => primary.policy(&self.policy).clone(),
                 },
             };
-            main.count_by(policy);
+            primary.count_by(policy);
             may_be_known = true;
         }
-        if let ([only], true) = (&mut *subjects, may_be_known) {
-            // What is answered there says nothing about the store, and is no probe.
+        if let ([only], true) = (&mut *descriptors, may_be_known) {
+            // A local decision is no success of the store, and no probe.
             only.decision = self.try_decide_locally(only.policy(&self.policy), &only.key, cost);
             if only.decision.is_some() {
                 return Ok(());
             }
         }
-        if self.decide_all_now(subjects, cost) {
+        if self.decide_all_now(descriptors, cost) {
             return Ok(());
         }
         has_time()?;
         let start = Instant::now();
-        let asked = Deadline::new(self.ask_store(subjects, cost), self.deadline).await;
-        if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
+        let result = Deadline::new(self.call_store(descriptors, cost), self.deadline).await;
+        if !result.as_ref().is_err_and(Circuit::is_cause_of) {
             self.policy.meters().store_answered(start.elapsed());
         }
-        asked.inspect_err(|error| {
-            if enforced_decided(subjects) {
-                // A trial that turns requests away because the circuit opens would have a say.
-                self.aside.failed(&Aside(&self.policy), error);
+        result.inspect_err(|error| {
+            if enforced_decided(descriptors) {
+                // Otherwise the circuit would open due to a shadow policy and reject requests.
+                self.shadow_circuit.failed(&ShadowPolicies(&self.policy), error);
             } else {
                 self.circuit.failed(self, error);
             }
         })
     }
 
-    /// Decides about several together where something in front of the store does, or none is needed: that says nothing about the store either.
-    fn decide_all_now(&self, subjects: &mut [Descriptor], cost: u32) -> bool {
-        let can_be_asked = !self.circuit.is_open() && !self.deadline.is_zero();
-        let hopeless = self.exceeds_capacity(subjects, cost);
-        // Those that have no say are for the store to count, if it can be asked, and it can say how others stand beside what never fits.
-        let needs_store = can_be_asked && (hopeless || subjects.iter().any(|subject| !subject.enforced));
-        if subjects.len() < 2 || needs_store {
+    /// Decides about several descriptors together if that is possible without waiting. Not recorded as a success of the store either.
+    fn decide_all_now(&self, descriptors: &mut [Descriptor], cost: u32) -> bool {
+        let can_be_called = !self.circuit.is_open() && !self.deadline.is_zero();
+        let exceeds_capacity = self.exceeds_capacity(descriptors, cost);
+        // If the store can be called, it counts the shadow policies, and reports the state of the other policies. One policy whose capacity
+        // is exceeded rejects the request in any case.
+        let needs_store =
+            can_be_called && (exceeds_capacity || descriptors.iter().any(|descriptor| !descriptor.enforced));
+        if descriptors.len() < 2 || needs_store {
             return false;
         }
-        let enforced = subjects.iter().filter(|subject| subject.enforced && !hopeless);
-        let requests: Vec<Request> = enforced.map(|subject| self.request(subject, cost)).collect();
+        let enforced = descriptors.iter().filter(|descriptor| descriptor.enforced && !exceeds_capacity);
+        let requests: Vec<Request> = enforced.map(|descriptor| self.request(descriptor, cost)).collect();
         let decisions = match &requests[..] {
-            // Where none has a say, one of them may be the probe.
-            [] if !hopeless && !self.deadline.is_zero() => None,
+            // If no policy is enforced, one of the calls may be the probe.
+            [] if !exceeds_capacity && !self.deadline.is_zero() => None,
             [] => Some(Vec::new()),
             [Request { policy, key, cost }] => self.store.check_now(policy, key, *cost).map(|decision| vec![decision]),
             several => self.store.check_all_now(several),
         };
         let Some(decisions) = decisions else { return false };
         let mut decisions = decisions.into_iter();
-        for subject in &mut *subjects {
-            subject.decision = match (subject.enforced, hopeless) {
+        for descriptor in &mut *descriptors {
+            descriptor.decision = match (descriptor.enforced, exceeds_capacity) {
                 (true, false) => decisions.next(),
-                (true, true) => subject.policy(&self.policy).rule_out(cost),
-                (false, _) => self.try_decide_locally(subject.policy(&self.policy), &subject.key, cost),
+                (true, true) => descriptor.policy(&self.policy).rule_out(cost),
+                (false, _) => self.try_decide_locally(descriptor.policy(&self.policy), &descriptor.key, cost),
             };
         }
-        // Without a ruling to make it takes all of them.
-        hopeless || !requests.is_empty() || subjects.iter().all(|subject| subject.decision.is_some())
+        // Without an enforced policy, all descriptors need a decision.
+        exceeds_capacity || !requests.is_empty() || descriptors.iter().all(|descriptor| descriptor.decision.is_some())
     }
 
-    fn request(&self, subject: &Descriptor, cost: u32) -> Request {
-        Request { policy: subject.policy(&self.policy).clone(), key: subject.key, cost }
+    fn request(&self, descriptor: &Descriptor, cost: u32) -> Request {
+        Request { policy: descriptor.policy(&self.policy).clone(), key: descriptor.key, cost }
     }
 
-    /// Asks the resolver, and notes how it does: what it fails at says something about one key perhaps, and nothing about the store.
+    /// Calls the resolver and records the outcome. An error concerns one key perhaps, and never the store.
     async fn resolve(&self, resolver: &PolicyResolver, key: &Key, question: &Question) -> Result<Policy, StoreError> {
         match Deadline::new(resolver.resolve(key, question, self.deadline / 2), self.deadline).await {
-            // That says nothing about the resolver.
+            // A cached policy is no success of the resolver.
             Ok(Resolved::Cached(policy)) => Ok(policy),
             Ok(Resolved::Fresh(policy)) => {
                 if resolver.outage().ends() {
@@ -191,207 +200,210 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         }
     }
 
-    /// The log is told once in an outage, and so what becomes of the keys that have no old answer, whether or not this one has.
+    /// Logs once per outage, with the fallback for keys without a stale policy, whether or not this key has one.
     fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, old_answer: bool) {
         self.policy.meters().resolver_failed();
         if resolver.outage().begins() {
-            // The error itself speaks of a store.
-            let cause = error.source().map_or_else(|| "no answer came in time".to_owned(), ToString::to_string);
+            // The text of the error itself is about a store.
+            let cause =
+                error.source().map_or_else(|| "the resolver did not answer in time".to_owned(), ToString::to_string);
             let (policy, then) = (self.policy.name(), self.without_store());
             tracing::warn!(policy, cause, ?then, old_answer, "rate limit resolver fails");
         }
     }
 
-    /// Asks the store, if the circuit lets it.
-    async fn ask_store(&self, subjects: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
-        if self.exceeds_capacity(subjects, cost) {
-            // The store could only say how the others stand, which is not worth a probe.
+    /// Calls the store, if the circuit allows it.
+    async fn call_store(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+        if self.exceeds_capacity(descriptors, cost) {
+            // The store could only report the state of the other policies, which is not worth a probe.
             self.circuit.admit_no_probe()?;
         } else {
             self.circuit.admit()?;
         }
-        if self.decide_enforced(&*self.store, subjects, cost).await? {
+        if self.decide_enforced(&*self.store, descriptors, cost).await? {
             self.circuit.answered(self);
         }
-        if subjects.iter().all(|subject| subject.decision.is_some()) {
+        if descriptors.iter().all(|descriptor| descriptor.decision.is_some()) {
             return Ok(());
         }
-        let is_aside = enforced_decided(subjects);
-        if is_aside && self.aside.admit().is_err() {
-            // Those who have no say would hold up the request for the whole deadline. They are left undecided.
+        let only_shadow_left = enforced_decided(descriptors);
+        if only_shadow_left && self.shadow_circuit.admit().is_err() {
+            // The shadow policies would delay the request for the whole deadline. They stay undecided.
             return Ok(());
         }
-        if self.decide_one_by_one(&*self.store, subjects, cost, false).await? {
+        if self.decide_one_by_one(&*self.store, descriptors, cost, false).await? {
             self.circuit.answered(self);
-            if is_aside {
-                self.aside.answered(&Aside(&self.policy));
+            if only_shadow_left {
+                self.shadow_circuit.answered(&ShadowPolicies(&self.policy));
             }
         }
         Ok(())
     }
 
-    /// What happens when the store, or the resolver, has failed.
-    async fn fallback(&self, subjects: &mut [Descriptor], cost: u32, error: StoreError) -> Result<(), Rejection> {
+    /// Applies the fallback after an error of the store or the resolver.
+    async fn fallback(&self, descriptors: &mut [Descriptor], cost: u32, error: StoreError) -> Result<(), Rejection> {
         let then = self.without_store();
         if then == OnStoreError::Local {
-            for subject in subjects.iter_mut().filter(|subject| self.is_unresolved(subject)) {
-                subject.policy = Some(self.policy.clone());
+            for descriptor in descriptors.iter_mut().filter(|descriptor| self.is_unresolved(descriptor)) {
+                descriptor.policy = Some(self.policy.clone());
             }
         }
-        let hopeless = self.exceeds_capacity(subjects, cost);
-        for subject in &mut *subjects {
-            // Half of an answer is none, but for what needs no store.
-            let is_known = hopeless && !self.is_unresolved(subject);
-            subject.decision = if is_known { subject.policy(&self.policy).rule_out(cost) } else { None };
+        let exceeds_capacity = self.exceeds_capacity(descriptors, cost);
+        for descriptor in &mut *descriptors {
+            // Partial results are discarded, except decisions that need no store.
+            let is_known = exceeds_capacity && !self.is_unresolved(descriptor);
+            descriptor.decision = if is_known { descriptor.policy(&self.policy).rule_out(cost) } else { None };
         }
-        if hopeless {
-            return self.rule(subjects, cost);
+        if exceeds_capacity {
+            return self.combine(descriptors, cost);
         }
-        // Whoever has not been resolved may well have a say: of that the policy of the layer knows nothing.
-        let has_a_say = subjects.iter().any(|subject| subject.enforced || self.is_unresolved(subject));
+        // An unresolved policy may be enforced, whatever the mode of the layer's own policy.
+        let may_be_enforced =
+            descriptors.iter().any(|descriptor| descriptor.enforced || self.is_unresolved(descriptor));
         match then {
             OnStoreError::Local => {
-                for subject in &mut *subjects {
-                    subject.policy = Some(subject.policy(&self.policy).share_of(self.replicas));
-                    subject.local = true;
+                for descriptor in &mut *descriptors {
+                    descriptor.policy = Some(descriptor.policy(&self.policy).share_of(self.replicas));
+                    descriptor.local = true;
                 }
-                if self.exceeds_capacity(subjects, cost) {
-                    // Too much for a share, but not for the quota.
-                    self.undecided(subjects, Verdict::FailedClosed);
+                if self.exceeds_capacity(descriptors, cost) {
+                    // Too much for the share of this process, but not for the quota.
+                    self.record_undecided(descriptors, Verdict::FailedClosed);
                     return Err(Rejection::Store(error));
                 }
-                // Memory does not fail.
+                // The memory backend does not fail.
                 let decided = async {
-                    self.decide_enforced(self.local.backend(), subjects, cost).await?;
-                    self.decide_one_by_one(self.local.backend(), subjects, cost, false).await
+                    self.decide_enforced(self.fallback.backend(), descriptors, cost).await?;
+                    self.decide_one_by_one(self.fallback.backend(), descriptors, cost, false).await
                 };
                 match decided.await {
-                    Ok(_) => self.rule(subjects, cost),
+                    Ok(_) => self.combine(descriptors, cost),
                     Err(error) => Err(Rejection::Store(error)),
                 }
             }
-            // What costs nothing needs no room.
-            OnStoreError::Deny if has_a_say && cost > 0 => {
-                self.undecided(subjects, Verdict::FailedClosed);
+            // A cost of 0 needs no room.
+            OnStoreError::Deny if may_be_enforced && cost > 0 => {
+                self.record_undecided(descriptors, Verdict::FailedClosed);
                 Err(Rejection::Store(error))
             }
             OnStoreError::Allow | OnStoreError::Deny => {
-                self.undecided(subjects, Verdict::FailedOpen);
+                self.record_undecided(descriptors, Verdict::FailedOpen);
                 Ok(())
             }
         }
     }
 
-    /// Counts what became of a request about which nothing could be decided.
-    fn undecided(&self, subjects: &[Descriptor], verdict: Verdict) {
-        for subject in subjects {
-            subject.policy(&self.policy).meters().decided(verdict);
+    /// Records the outcome of a request without decisions.
+    fn record_undecided(&self, descriptors: &[Descriptor], verdict: Verdict) {
+        for descriptor in descriptors {
+            descriptor.policy(&self.policy).meters().decided(verdict);
         }
     }
 
-    /// Yes or no, once all decisions are there.
-    pub(super) fn rule(&self, subjects: &[Descriptor], cost: u32) -> Result<(), Rejection> {
-        let is_turned_away = subjects.iter().any(Descriptor::denies);
-        for subject in subjects {
-            let (policy, Some(decision)) = (subject.policy(&self.policy), &subject.decision) else { continue };
-            if is_turned_away && subject.enforced && decision.is_allowed() {
+    /// Combines the decisions into the result, once all are known.
+    pub(super) fn combine(&self, descriptors: &[Descriptor], cost: u32) -> Result<(), Rejection> {
+        let is_rejected = descriptors.iter().any(Descriptor::denies);
+        for descriptor in descriptors {
+            let (policy, Some(decision)) = (descriptor.policy(&self.policy), &descriptor.decision) else { continue };
+            if is_rejected && descriptor.enforced && decision.is_allowed() {
                 // It had room, but was not charged.
                 policy.meters().decided(Verdict::TurnedAway);
             } else {
-                note(policy, decision, subject.enforced, subject.local, cost);
+                record(policy, decision, descriptor.enforced, descriptor.local, cost);
             }
         }
-        self.denials(subjects, cost).map_or(Ok(()), |limited| Err(Rejection::Limited(limited)))
+        self.denials(descriptors, cost).map_or(Ok(()), |limited| Err(Rejection::Limited(limited)))
     }
 
-    /// What stands in the way of a request.
-    fn denials(&self, subjects: &[Descriptor], cost: u32) -> Option<RateLimited> {
-        let denials = subjects.iter().filter(|subject| subject.denies());
-        denials.filter_map(|subject| self.limited(subject, cost)).reduce(RateLimited::and)
+    /// The rejection by all policies that deny the request.
+    fn denials(&self, descriptors: &[Descriptor], cost: u32) -> Option<RateLimited> {
+        let denials = descriptors.iter().filter(|descriptor| descriptor.denies());
+        denials.filter_map(|descriptor| self.limited(descriptor, cost)).reduce(RateLimited::and)
     }
 
-    /// Whether the request is turned away whatever the store says, and the resolver where it has not answered.
-    pub(super) fn exceeds_capacity(&self, subjects: &[Descriptor], cost: u32) -> bool {
-        let mut known = subjects.iter().filter(|subject| !self.is_unresolved(subject));
-        known.any(|subject| subject.enforced && subject.policy(&self.policy).rules_out(cost))
+    /// Whether the request is rejected whatever the store and a pending resolver call return.
+    pub(super) fn exceeds_capacity(&self, descriptors: &[Descriptor], cost: u32) -> bool {
+        let mut known = descriptors.iter().filter(|descriptor| !self.is_unresolved(descriptor));
+        known.any(|descriptor| descriptor.enforced && descriptor.policy(&self.policy).rules_out(cost))
     }
 
-    /// Whether it is for the resolver to say by which policy this one is counted, and it has not.
-    pub(super) fn is_unresolved(&self, subject: &Descriptor) -> bool {
-        self.resolver.is_some() && subject.main && subject.policy.is_none()
+    /// Whether the resolver chooses the policy of this descriptor and has not done so yet.
+    pub(super) fn is_unresolved(&self, descriptor: &Descriptor) -> bool {
+        self.resolver.is_some() && descriptor.primary && descriptor.policy.is_none()
     }
 
-    /// Lets `store` decide together about those whose policies are enforced: before the others, who have no say. Answers whether it had to be asked:
-    /// what is known in front of it, or decided without it, says nothing about it.
+    /// Decides in `store` about the enforced policies together, before the shadow policies. Returns whether the store itself was called,
+    /// and not only a decorator in front of it.
     async fn decide_enforced<S: RateLimitStore + Sync>(
         &self,
         store: &S,
-        subjects: &mut [Descriptor],
+        descriptors: &mut [Descriptor],
         cost: u32,
     ) -> Result<bool, StoreError> {
         let layer = &self.policy;
-        let mut was_asked = false;
-        for subject in &mut *subjects {
-            subject.decision = subject.policy(layer).rule_out(cost);
+        let mut was_called = false;
+        for descriptor in &mut *descriptors {
+            descriptor.decision = descriptor.policy(layer).rule_out(cost);
         }
-        let hopeless = self.exceeds_capacity(subjects, cost);
+        let exceeds_capacity = self.exceeds_capacity(descriptors, cost);
         let mut together: SmallVec<[usize; 4]> = SmallVec::new();
-        for (index, subject) in subjects.iter_mut().enumerate() {
-            if subject.decision.is_some() {
+        for (index, descriptor) in descriptors.iter_mut().enumerate() {
+            if descriptor.decision.is_some() {
                 continue;
             }
-            let (policy, key) = (subject.policy(layer), &subject.key);
-            if subject.enforced && !hopeless {
+            let (policy, key) = (descriptor.policy(layer), &descriptor.key);
+            if descriptor.enforced && !exceeds_capacity {
                 together.push(index);
-            } else if subject.enforced {
-                // The request is turned away in any case.
-                subject.decision = Some(store.peek(policy, key, cost).await?);
-                was_asked = true;
+            } else if descriptor.enforced {
+                // The request is rejected in any case.
+                descriptor.decision = Some(store.peek(policy, key, cost).await?);
+                was_called = true;
             }
         }
         if together.len() > 1 {
-            let requests: Vec<Request> = together.iter().map(|index| self.request(&subjects[*index], cost)).collect();
+            let requests: Vec<Request> =
+                together.iter().map(|index| self.request(&descriptors[*index], cost)).collect();
             let known = store.check_all_now(&requests);
-            was_asked |= known.is_none();
+            was_called |= known.is_none();
             let decisions = match known {
                 Some(decisions) => decisions,
                 None => store.check_all(&requests).await?,
             };
             for (index, decision) in together.iter().zip(decisions) {
-                subjects[*index].decision = Some(decision);
+                descriptors[*index].decision = Some(decision);
             }
         }
-        Ok(self.decide_one_by_one(store, subjects, cost, true).await? | was_asked)
+        Ok(self.decide_one_by_one(store, descriptors, cost, true).await? | was_called)
     }
 
-    /// Lets `store` decide about each by itself of those, enforced or not, about whom nothing was decided yet. Answers whether it had to be asked.
+    /// Decides in `store` about each undecided descriptor by itself, `enforced` or not. Returns whether the store itself was called.
     async fn decide_one_by_one<S: RateLimitStore + Sync>(
         &self,
         store: &S,
-        subjects: &mut [Descriptor],
+        descriptors: &mut [Descriptor],
         cost: u32,
         enforced: bool,
     ) -> Result<bool, StoreError> {
-        // Of one alone it was found out before that nothing is known.
-        let may_be_known = subjects.len() > 1;
-        let undecided = |subject: &&mut Descriptor| subject.enforced == enforced && subject.decision.is_none();
-        let mut was_asked = false;
-        for subject in subjects.iter_mut().filter(undecided) {
-            let (policy, key) = (subject.policy(&self.policy), &subject.key);
+        // For a single descriptor, the local decision was already tried.
+        let may_be_known = descriptors.len() > 1;
+        let undecided = |descriptor: &&mut Descriptor| descriptor.enforced == enforced && descriptor.decision.is_none();
+        let mut was_called = false;
+        for descriptor in descriptors.iter_mut().filter(undecided) {
+            let (policy, key) = (descriptor.policy(&self.policy), &descriptor.key);
             let known = if may_be_known { store.check_now(policy, key, cost) } else { None };
-            was_asked |= known.is_none();
-            subject.decision = match known {
+            was_called |= known.is_none();
+            descriptor.decision = match known {
                 Some(decision) => Some(decision),
                 None => Some(store.check(policy, key, cost).await?),
             };
         }
-        Ok(was_asked)
+        Ok(was_called)
     }
 }
 
-/// Counts a decision, and answers whether the request may pass as far as it is concerned.
+/// Records a decision, and returns whether its policy lets the request pass.
 #[inline]
-pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
+pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
     if decision.is_allowed() {
         if Meters::COUNT {
             let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
@@ -399,13 +411,13 @@ pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: 
         }
         return true;
     }
-    note_denial(policy, decision, enforced, local, cost);
+    record_denial(policy, decision, enforced, local, cost);
     !enforced
 }
 
-/// Apart, so that requests that are admitted do not have to go around it.
+/// Not inlined, to keep the path of admitted requests short.
 #[cold]
-fn note_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) {
+fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) {
     let verdict = match (enforced, local) {
         (false, _) => Verdict::Shadow,
         (true, true) => Verdict::LocalLimited,

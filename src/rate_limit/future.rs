@@ -8,7 +8,7 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
-use super::descriptor::{Descriptor, Subjects};
+use super::descriptor::{Descriptor, Descriptors};
 use super::evaluate::Evaluation;
 use super::handle::RateLimitHandle;
 use super::layer::{ChargeOn, Settings};
@@ -16,27 +16,27 @@ use super::rejection::{AnnotateResponse, LimitInfo, Rejection};
 use super::store::RateLimitStore;
 use crate::responder::Responder;
 
-type BoxJudgement = Pin<Box<dyn Future<Output = Evaluation> + Send>>;
+type BoxEvaluation = Pin<Box<dyn Future<Output = Evaluation> + Send>>;
 
 pin_project! {
-    /// The answer of a rate-limited service. See the [module docs](crate::rate_limit#cancellation) for what dropping it does.
+    /// The response future of a rate-limited service. See the [module docs](crate::rate_limit#cancellation) for the effect of dropping it.
     #[must_use = "futures do nothing unless polled"]
     pub struct ResponseFuture<S, Req, B, K, C, A, R, X>
     where
         S: Service<Req>,
     {
         #[pin]
-        course: Course<S, Req, S::Future, A, Settings<B, K, C, A, R, X>>,
+        stage: Stage<S, Req, S::Future, A, Settings<B, K, C, A, R, X>>,
     }
 }
 
 pin_project! {
-    #[project = CourseProj]
-    enum Course<S, Req, F, A, T> {
-        // The request was admitted and nobody wants to know more. Does without the settings, so that no reference to them is counted.
-        Plain { #[pin] future: F, answer: A },
-        Watched { #[pin] state: State<S, Req, F>, whom: ChargeRef, settings: Arc<T> },
-        // The answer was given.
+    #[project = StageProj]
+    enum Stage<S, Req, F, A, T> {
+        // The request was admitted, and its charge is not tracked. Does without the settings, to save their reference count.
+        Plain { #[pin] future: F, responder: A },
+        Tracked { #[pin] state: State<S, Req, F>, charge: ChargeRef, settings: Arc<T> },
+        // The response was returned.
         Complete,
     }
 }
@@ -44,59 +44,58 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
-        // The store is being asked; the service that reported ready waits with the request. Not here, where requests that wait
-        // for nothing would have to make room for it.
-        Judging { judgement: BoxJudgement, cost: u32, call: Option<Box<(S, Req)>> },
-        // The request was admitted, or passed uncounted; the inner service is at work.
+        // The store call is in flight, and the service that reported ready waits with the request. Both are boxed, to keep the future small
+        // for requests that need no store call.
+        Evaluating { evaluation: BoxEvaluation, cost: u32, call: Option<Box<(S, Req)>> },
+        // The request was admitted or passed uncounted, and the inner service handles it.
         Calling { #[pin] future: F },
-        // The request is turned away without asking anybody.
+        // The request was rejected without a store call.
         Rejected { rejection: Option<Rejection> },
     }
 }
 
-/// Whom the request counts for, as long as somebody may want to know. Behind a pointer: futures are moved more often than
-/// one would think.
+/// The charge of a request, as far as it is tracked. Behind a pointer, since futures are moved often.
 pub(super) enum ChargeRef {
-    Nobody,
-    Subjects(Box<Subjects>),
+    Untracked,
+    Descriptors(Box<Descriptors>),
     Handle(RateLimitHandle),
 }
 
 impl ChargeRef {
-    fn subjects(&self) -> &[Descriptor] {
+    fn descriptors(&self) -> &[Descriptor] {
         match self {
-            Self::Nobody => &[],
-            Self::Subjects(subjects) => subjects,
-            Self::Handle(handle) => handle.subjects(),
+            Self::Untracked => &[],
+            Self::Descriptors(descriptors) => descriptors,
+            Self::Handle(handle) => handle.descriptors(),
         }
     }
 }
 
 impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
-    /// The inner service is at work, on a request of which nobody wants to know more.
+    /// A future for an admitted request without tracking.
     #[inline]
-    pub(super) fn plain(future: S::Future, answer: A) -> Self {
-        Self { course: Course::Plain { future, answer } }
+    pub(super) fn plain(future: S::Future, responder: A) -> Self {
+        Self { stage: Stage::Plain { future, responder } }
     }
 
-    /// The inner service is at work, on a request that counts for `whom`.
+    /// A future for an admitted request with its charge.
     #[inline]
-    pub(super) fn calling(future: S::Future, whom: ChargeRef, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { course: Course::Watched { state: State::Calling { future }, whom, settings } }
+    pub(super) fn calling(future: S::Future, charge: ChargeRef, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+        Self { stage: Stage::Tracked { state: State::Calling { future }, charge, settings } }
     }
 
     pub(super) fn rejected(
-        subjects: Subjects,
+        descriptors: Descriptors,
         rejection: Rejection,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
-        let whom = ChargeRef::Subjects(Box::new(subjects));
+        let charge = ChargeRef::Descriptors(Box::new(descriptors));
         let state = State::Rejected { rejection: Some(rejection) };
-        Self { course: Course::Watched { state, whom, settings } }
+        Self { stage: Stage::Tracked { state, charge, settings } }
     }
 
-    pub(super) fn asking(
-        subjects: Subjects,
+    pub(super) fn evaluating(
+        descriptors: Descriptors,
         cost: u32,
         ready: S,
         request: Req,
@@ -106,34 +105,39 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         B: RateLimitStore + Clone + Send + Sync + 'static,
     {
         let core = settings.core.clone();
-        // Boxed: next to a trip over the network an allocation is nothing. Who does not wait for room has none for that to carry along.
-        let judgement: BoxJudgement = if core.patience.is_some() {
-            let came = Instant::now();
-            Box::pin(async move { core.evaluate_with_wait(subjects, cost, came).await })
+        // Boxed, since an allocation is cheap beside a network round trip. Two futures, so that the one without a wait queue is smaller.
+        let evaluation: BoxEvaluation = if core.wait_config.is_some() {
+            let arrived = Instant::now();
+            Box::pin(async move { core.evaluate_with_wait(descriptors, cost, arrived).await })
         } else {
-            Box::pin(async move { core.judge(subjects, cost).await })
+            Box::pin(async move { core.evaluate(descriptors, cost).await })
         };
-        let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
-        Self { course: Course::Watched { state, whom: ChargeRef::Nobody, settings } }
+        let state = State::Evaluating { evaluation, cost, call: Some(Box::new((ready, request))) };
+        Self { stage: Stage::Tracked { state, charge: ChargeRef::Untracked, settings } }
     }
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Whether nobody may want to know more about an admitted request than that it was admitted.
+    /// Whether an admitted request needs no details of its decision.
     #[inline]
-    pub(super) fn wants_no_details<S, Req>(&self) -> bool
+    pub(super) fn needs_no_details<S, Req>(&self) -> bool
     where
         S: Service<Req>,
         A: Responder<Rejection, S::Response, S::Error>
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        !R::ASKED && !self.answer.attaches() && !self.answer.announces()
+        !R::ASKED && !self.responder.attaches() && !self.responder.announces()
     }
 
-    /// Keeps whom an admitted request counts for, if anybody may want to know: with a handle, if there has to be one.
+    /// Keeps the descriptors of an admitted request if they are needed later, in a handle if there has to be one.
     #[inline]
-    pub(super) fn keep<S, Req>(&self, subjects: impl FnOnce() -> Subjects, cost: u32, request: &mut Req) -> ChargeRef
+    pub(super) fn track<S, Req>(
+        &self,
+        descriptors: impl FnOnce() -> Descriptors,
+        cost: u32,
+        request: &mut Req,
+    ) -> ChargeRef
     where
         S: Service<Req>,
         B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -141,13 +145,17 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        let attaches = self.answer.attaches();
+        let attaches = self.responder.attaches();
         if !attaches && !R::ASKED {
-            return if self.answer.announces() { ChargeRef::Subjects(Box::new(subjects())) } else { ChargeRef::Nobody };
+            return if self.responder.announces() {
+                ChargeRef::Descriptors(Box::new(descriptors()))
+            } else {
+                ChargeRef::Untracked
+            };
         }
-        let handle = RateLimitHandle::new(subjects(), cost, self.settler());
+        let handle = RateLimitHandle::new(descriptors(), cost, self.settler());
         if attaches {
-            self.answer.attach(handle.clone(), request);
+            self.responder.attach(handle.clone(), request);
         }
         ChargeRef::Handle(handle)
     }
@@ -164,28 +172,28 @@ where
     type Output = Result<A::Response, A::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut course = self.project().course;
-        let answer = match course.as_mut().project() {
-            CourseProj::Plain { future, answer } => match ready!(future.poll(cx)) {
-                Ok(response) => Ok(answer.response(response)),
-                Err(error) => Err(answer.error(error)),
+        let mut stage = self.project().stage;
+        let result = match stage.as_mut().project() {
+            StageProj::Plain { future, responder } => match ready!(future.poll(cx)) {
+                Ok(response) => Ok(responder.response(response)),
+                Err(error) => Err(responder.error(error)),
             },
-            CourseProj::Watched { state, whom, settings } => ready!(settings.poll(state, whom, cx)),
-            CourseProj::Complete => panic!("ResponseFuture polled after completion"),
+            StageProj::Tracked { state, charge, settings } => ready!(settings.poll(state, charge, cx)),
+            StageProj::Complete => panic!("ResponseFuture polled after completion"),
         };
-        // Nothing of the request or the inner service is left; whoever has a clone of the handle may go on to correct the charge.
-        course.set(Course::Complete);
-        Poll::Ready(answer)
+        // Drops the request and the inner service's future. Clones of the handle can still correct the charge.
+        stage.set(Stage::Complete);
+        Poll::Ready(result)
     }
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Brings a request on its way by a step.
+    /// Polls the request until it is pending or complete.
     #[inline]
     fn poll<S, Req>(
         &self,
         mut state: Pin<&mut State<S, Req, S::Future>>,
-        whom: &mut ChargeRef,
+        charge: &mut ChargeRef,
         cx: &mut Context<'_>,
     ) -> Poll<Result<A::Response, A::Error>>
     where
@@ -195,60 +203,60 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        // Responses are large: this one is not taken apart more often than it takes to pass it on.
-        let mut answer = loop {
-            let (judgement, cost, call) = match state.as_mut().project() {
-                StateProj::Judging { judgement, cost, call } => {
-                    (ready!(judgement.as_mut().poll(cx)), *cost, call.take())
+        // Responses are large, so this avoids moves.
+        let mut polled = loop {
+            let (evaluation, cost, call) = match state.as_mut().project() {
+                StateProj::Evaluating { evaluation, cost, call } => {
+                    (ready!(evaluation.as_mut().poll(cx)), *cost, call.take())
                 }
                 StateProj::Calling { future } => {
-                    let mut answer = future.poll(cx);
-                    match (&mut answer, &*whom) {
+                    let mut polled = future.poll(cx);
+                    match (&mut polled, &*charge) {
                         (Poll::Pending, _) => return Poll::Pending,
-                        (Poll::Ready(answer), ChargeRef::Handle(handle)) if R::ASKED => {
-                            self.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
+                        (Poll::Ready(result), ChargeRef::Handle(handle)) if R::ASKED => {
+                            self.charge.settle(handle, result.as_mut().map_err(|error| &*error));
                         }
                         (Poll::Ready(_), _) => {}
                     }
-                    break match answer {
-                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(self.answer.response(response))),
-                        Poll::Ready(Err(error)) => Poll::Ready(Err(self.answer.error(error))),
+                    break match polled {
+                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(self.responder.response(response))),
+                        Poll::Ready(Err(error)) => Poll::Ready(Err(self.responder.error(error))),
                         Poll::Pending => Poll::Pending,
                     };
                 }
                 StateProj::Rejected { rejection } => {
-                    let rejection = rejection.take().expect("a rejection waits to be told");
-                    break Poll::Ready(self.answer.reject(rejection));
+                    let rejection = rejection.take().expect("a rejection is returned once");
+                    break Poll::Ready(self.responder.reject(rejection));
                 }
             };
-            // Out of the state, so that a rejected request gives up its place in the inner service at once.
-            let (mut ready, mut request) = *call.expect("the call waits while the store is asked");
-            let Evaluation { subjects, result } = judgement;
+            // Taken out of the state, so that a rejected request releases the inner service's permit at once.
+            let (mut ready, mut request) = *call.expect("the call is kept during the evaluation");
+            let Evaluation { descriptors, result } = evaluation;
             match result {
                 Ok(()) => {
-                    *whom = self.keep::<S, _>(|| subjects, cost, &mut request);
+                    *charge = self.track::<S, _>(|| descriptors, cost, &mut request);
                     let future = ready.call(request);
                     state.set(State::Calling { future });
                 }
                 Err(rejection) => {
-                    *whom = ChargeRef::Subjects(Box::new(subjects));
-                    break Poll::Ready(self.answer.reject(rejection));
+                    *charge = ChargeRef::Descriptors(Box::new(descriptors));
+                    break Poll::Ready(self.responder.reject(rejection));
                 }
             }
         };
-        if let Poll::Ready(Ok(response)) = &mut answer
-            && self.answer.announces()
+        if let Poll::Ready(Ok(response)) = &mut polled
+            && self.responder.announces()
         {
-            let (policy, subjects) = (&self.core.policy, whom.subjects());
-            for standing in subjects.iter().filter_map(|subject| subject.standing(policy)) {
-                self.answer.announce(&standing, response);
+            let (policy, descriptors) = (&self.core.policy, charge.descriptors());
+            for info in descriptors.iter().filter_map(|descriptor| descriptor.limit_info(policy)) {
+                self.responder.announce(&info, response);
             }
-            if subjects.is_empty() && policy.is_enforced_without_key() {
-                // Nobody was counted, but the client may know what there is.
-                self.answer.announce(&LimitInfo::new(policy), response);
+            if descriptors.is_empty() && policy.is_enforced_without_key() {
+                // No key was counted, but the client can see the limits.
+                self.responder.announce(&LimitInfo::new(policy), response);
             }
         }
-        answer
+        polled
     }
 }
 

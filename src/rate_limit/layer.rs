@@ -6,13 +6,13 @@ use tokio::runtime::Handle;
 use tower_layer::Layer;
 
 use super::filter::{AllowList, DenyList, ResolveFrom, WithFilter, WithLimit};
-use super::handle::{Pending, RateLimitHandle, Settle, Settler};
+use super::handle::{InFlight, RateLimitHandle, Settle, Settler};
 use super::limiter::DEFAULT_DEADLINE;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
 use super::service::RateLimit;
 use super::store::RateLimitStore;
-use super::wait_queue::Lines;
+use super::wait_queue::WaitQueues;
 // The memory backend is always compiled in, so it serves as the fallback for a failing store.
 use crate::MemoryBackend;
 use crate::error::ConfigError;
@@ -44,18 +44,18 @@ pub(super) struct LayerConfig<B> {
     pub(super) policy: Policy,
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
-    pub(super) patience: Option<WaitConfig>,
+    pub(super) wait_config: Option<WaitConfig>,
     pub(super) max_waiters_in_total: usize,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
     /// The circuit for shadow policies that are checked beside enforced ones.
-    pub(super) aside: Arc<Circuit>,
+    pub(super) shadow_circuit: Arc<Circuit>,
     /// If layers share a circuit: the policy of the layer that opened it. The close is recorded under the same policy.
     pub(super) tripped_by: Arc<Mutex<Option<Policy>>>,
-    pub(super) local: Local,
-    pub(super) pending: Arc<Pending>,
+    pub(super) fallback: FallbackStore,
+    pub(super) in_flight: Arc<InFlight>,
     /// The runtime of the first request that ran in one, for corrections that are sent from a thread without a runtime.
     pub(super) runtime: Arc<OnceLock<Handle>>,
 }
@@ -64,17 +64,17 @@ pub(super) struct LayerConfig<B> {
 #[derive(Clone, Debug)]
 pub(super) struct WaitConfig {
     pub(super) wait: Duration,
-    pub(super) lines: Arc<Lines>,
+    pub(super) queues: Arc<WaitQueues>,
 }
 
 /// The default of `max_waiters_in_total`.
-const MOST_WAITING: usize = 1_000;
+const DEFAULT_MAX_WAITERS: usize = 1_000;
 
 /// The backend that decides while the store fails. Created when it is first needed.
 #[derive(Clone, Default)]
-pub(super) struct Local(Arc<OnceLock<MemoryBackend>>);
+pub(super) struct FallbackStore(Arc<OnceLock<MemoryBackend>>);
 
-impl Local {
+impl FallbackStore {
     pub(super) fn backend(&self) -> &MemoryBackend {
         self.0.get_or_init(MemoryBackend::fallback)
     }
@@ -86,22 +86,28 @@ impl Local {
 #[derive(Clone)]
 pub(crate) struct SharedState {
     circuit: Arc<Circuit>,
-    aside: Arc<Circuit>,
+    shadow_circuit: Arc<Circuit>,
     tripped_by: Arc<Mutex<Option<Policy>>>,
-    local: Local,
-    pending: Arc<Pending>,
+    fallback: FallbackStore,
+    in_flight: Arc<InFlight>,
 }
 
 #[cfg(feature = "config")]
 impl SharedState {
     pub(crate) fn new(breaker: CircuitBreaker) -> Self {
-        let [circuit, aside] = [Circuit::new(breaker), Circuit::new(breaker)].map(Arc::new);
-        Self { circuit, aside, tripped_by: Arc::default(), local: Local::default(), pending: Arc::default() }
+        let [circuit, shadow_circuit] = [Circuit::new(breaker), Circuit::new(breaker)].map(Arc::new);
+        Self {
+            circuit,
+            shadow_circuit,
+            tripped_by: Arc::default(),
+            fallback: FallbackStore::default(),
+            in_flight: Arc::default(),
+        }
     }
 
     /// Waits until no correction is in flight.
     pub(crate) async fn wait_idle(&self) {
-        self.pending.wait_idle().await;
+        self.in_flight.wait_idle().await;
     }
 }
 
@@ -179,12 +185,12 @@ pub trait ChargeOn<Res, E> {
     const ASKED: bool = true;
 
     /// Corrects the charge of the request, now or, with a clone of `handle`, later.
-    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Res, &E>);
+    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Res, &E>);
 }
 
 impl<Res, E, F: Fn(Result<&Res, &E>) -> bool> ChargeOn<Res, E> for F {
-    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Res, &E>) {
-        if !self(answer.map(|response| &*response)) {
+    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Res, &E>) {
+        if !self(result.map(|response| &*response)) {
             handle.settle(0);
         }
     }
@@ -209,20 +215,20 @@ impl<B> RateLimitLayer<B> {
             policy,
             deadline: DEFAULT_DEADLINE,
             resolver: None,
-            patience: None,
-            max_waiters_in_total: MOST_WAITING,
+            wait_config: None,
+            max_waiters_in_total: DEFAULT_MAX_WAITERS,
             on_missing_key: OnMissingKey::default(),
             on_store_error: OnStoreError::default(),
             replicas: 1,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
-            aside: Arc::new(Circuit::new(CircuitBreaker::new())),
+            shadow_circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
             tripped_by: Arc::default(),
-            local: Local::default(),
-            pending: Arc::default(),
+            fallback: FallbackStore::default(),
+            in_flight: Arc::default(),
             runtime: Arc::default(),
         };
-        let (key, cost, answer) = (Arc::new(GlobalKey), Arc::new(UnitCost), Arc::new(HttpResponder::default()));
-        Self::of(core, key, cost, answer, Arc::new(ChargeAlways), Arc::new(()))
+        let (key, cost, responder) = (Arc::new(GlobalKey), Arc::new(UnitCost), Arc::new(HttpResponder::default()));
+        Self::of(core, key, cost, responder, Arc::new(ChargeAlways), Arc::new(()))
     }
 }
 
@@ -230,13 +236,13 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Sets the key under which a request is counted: a closure, an extractor from the module `tollgate::http`, or a tuple of them. See
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
     pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
-        let Settings { core, key: _, cost, answer, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, Arc::new(key), cost, answer, charge, filter)
+        let Settings { core, key: _, cost, responder, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, Arc::new(key), cost, responder, charge, filter)
     }
 
     fn with_filter<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        let Settings { core, key, cost, answer, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, answer, charge, Arc::new(make(filter)))
+        let Settings { core, key, cost, responder, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, responder, charge, Arc::new(make(filter)))
     }
 
     /// Counts each request under another policy and key as well: for example per user, per address and globally.
@@ -363,21 +369,21 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Sets how many units a request costs. Defaults to [`UnitCost`].
     pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
-        let Settings { core, key, cost: _, answer, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, Arc::new(cost), answer, charge, filter)
+        let Settings { core, key, cost: _, responder, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, Arc::new(cost), responder, charge, filter)
     }
 
     /// Sets the responder, which turns a rejection into a response. Defaults to [`HttpResponder`]. Use
     /// [`ErrorResponder`](crate::responder::ErrorResponder) for services that do not speak HTTP.
-    pub fn responder<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
-        let Settings { core, key, cost, answer: _, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, Arc::new(answer), charge, filter)
+    pub fn responder<A2>(self, responder: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
+        let Settings { core, key, cost, responder: _, charge, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, Arc::new(responder), charge, filter)
     }
 
     /// Sets which responses are charged. Defaults to [`ChargeAlways`].
     pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
-        let Settings { core, key, cost, answer, charge: _, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, answer, Arc::new(charge), filter)
+        let Settings { core, key, cost, responder, charge: _, filter, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, responder, Arc::new(charge), filter)
     }
 
     /// Sets a resolver, which chooses the policy of a key at run time. By default, all keys have the policy of the layer.
@@ -513,10 +519,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// ```
     pub fn wait(self, wait: Duration) -> Self {
         self.change(|core| {
-            core.patience = match core.patience.take() {
+            core.wait_config = match core.wait_config.take() {
                 _ if wait.is_zero() => None,
-                Some(patience) => Some(WaitConfig { wait, ..patience }),
-                None => Some(WaitConfig { wait, lines: Arc::new(Lines::new(core.max_waiters_in_total)) }),
+                Some(wait_config) => Some(WaitConfig { wait, ..wait_config }),
+                None => Some(WaitConfig { wait, queues: Arc::new(WaitQueues::new(core.max_waiters_in_total)) }),
             };
         })
     }
@@ -530,8 +536,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.change(|core| {
             core.max_waiters_in_total = waiters;
-            if let Some(patience) = &mut core.patience {
-                patience.lines = Arc::new(Lines::new(waiters));
+            if let Some(wait_config) = &mut core.wait_config {
+                wait_config.queues = Arc::new(WaitQueues::new(waiters));
             }
         })
     }
@@ -546,7 +552,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.change(|core| {
             core.circuit = Arc::new(Circuit::new(breaker));
-            core.aside = Arc::new(Circuit::new(breaker));
+            core.shadow_circuit = Arc::new(Circuit::new(breaker));
             core.tripped_by = Arc::default();
         })
     }
@@ -584,20 +590,20 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # }
     /// ```
     pub async fn wait_idle(&self) {
-        self.settings.core.pending.wait_idle().await;
+        self.settings.core.in_flight.wait_idle().await;
     }
 }
 
 #[cfg(feature = "config")]
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Uses the shared circuits, fallback counts and corrections instead of its own.
-    pub(crate) fn having(self, common: &SharedState) -> Self {
+    pub(crate) fn having(self, shared: &SharedState) -> Self {
         self.change(|core| {
-            core.circuit = Arc::clone(&common.circuit);
-            core.aside = Arc::clone(&common.aside);
-            core.tripped_by = Arc::clone(&common.tripped_by);
-            core.local = common.local.clone();
-            core.pending = Arc::clone(&common.pending);
+            core.circuit = Arc::clone(&shared.circuit);
+            core.shadow_circuit = Arc::clone(&shared.shadow_circuit);
+            core.tripped_by = Arc::clone(&shared.tripped_by);
+            core.fallback = shared.fallback.clone();
+            core.in_flight = Arc::clone(&shared.in_flight);
         })
     }
 
@@ -616,10 +622,10 @@ impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
 }
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    fn of(core: LayerConfig<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, filter: Arc<X>) -> Self {
+    fn of(core: LayerConfig<B>, key: Arc<K>, cost: Arc<C>, responder: Arc<A>, charge: Arc<R>, filter: Arc<X>) -> Self {
         let (settler, copies) = (OnceLock::new(), ShardedRefs::default());
         let settings =
-            Settings { core, key, cost, answer, charge, filter, settler, copies, thread_slot: None, depth: 0 };
+            Settings { core, key, cost, responder, charge, filter, settler, copies, thread_slot: None, depth: 0 };
         Self { settings: Arc::new(settings) }
     }
 
@@ -629,9 +635,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     }
 
     fn change(self, change: impl FnOnce(&mut LayerConfig<B>)) -> Self {
-        let Settings { mut core, key, cost, answer, charge, filter, .. } = self.into_settings();
+        let Settings { mut core, key, cost, responder, charge, filter, .. } = self.into_settings();
         change(&mut core);
-        Self::of(core, key, cost, answer, charge, filter)
+        Self::of(core, key, cost, responder, charge, filter)
     }
 
     pub(super) fn into_shared(self) -> Arc<Settings<B, K, C, A, R, X>> {
@@ -671,16 +677,16 @@ impl<B> Clone for LayerConfig<B> {
             policy: self.policy.clone(),
             deadline: self.deadline,
             resolver: self.resolver.clone(),
-            patience: self.patience.clone(),
+            wait_config: self.wait_config.clone(),
             max_waiters_in_total: self.max_waiters_in_total,
             on_missing_key: self.on_missing_key,
             on_store_error: self.on_store_error,
             replicas: self.replicas,
             circuit: Arc::clone(&self.circuit),
-            aside: Arc::clone(&self.aside),
+            shadow_circuit: Arc::clone(&self.shadow_circuit),
             tripped_by: Arc::clone(&self.tripped_by),
-            local: self.local.clone(),
-            pending: Arc::clone(&self.pending),
+            fallback: self.fallback.clone(),
+            in_flight: Arc::clone(&self.in_flight),
             runtime: Arc::clone(&self.runtime),
         }
     }
@@ -693,7 +699,7 @@ pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) core: LayerConfig<B>,
     pub(super) key: Arc<K>,
     pub(super) cost: Arc<C>,
-    pub(super) answer: Arc<A>,
+    pub(super) responder: Arc<A>,
     pub(super) charge: Arc<R>,
     pub(super) filter: Arc<X>,
     // Created by the first request that needs it, from the fields above.
@@ -712,7 +718,7 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
             core: self.core.clone(),
             key: Arc::clone(&self.key),
             cost: Arc::clone(&self.cost),
-            answer: Arc::clone(&self.answer),
+            responder: Arc::clone(&self.responder),
             charge: Arc::clone(&self.charge),
             filter: Arc::clone(&self.filter),
             settler: OnceLock::new(),
@@ -730,7 +736,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
 
     /// Returns the copy whose reference count this thread uses: processors that update the same count wait for each other.
     #[inline]
-    pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
+    pub(super) fn for_this_thread(self: &Arc<Self>) -> &Arc<Self> {
         let (thread_slot, depth) = (Some(thread_slot()), self.depth + 1);
         if self.thread_slot == thread_slot || self.depth == Self::MAX_DEPTH {
             return self;
@@ -750,12 +756,12 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
             Arc::new(Settler {
                 policy: self.core.policy.clone(),
                 store: B::clone(&self.core.store),
-                local: self.core.local.backend().clone(),
+                fallback: self.core.fallback.backend().clone(),
                 deadline: self.core.deadline,
                 is_resolved: self.core.resolver.is_some(),
-                lines: self.core.patience.as_ref().map(|patience| Arc::clone(&patience.lines)),
+                queues: self.core.wait_config.as_ref().map(|wait_config| Arc::clone(&wait_config.queues)),
                 runtime: Arc::clone(&self.core.runtime),
-                pending: Arc::clone(&self.core.pending),
+                in_flight: Arc::clone(&self.core.in_flight),
             })
         };
         Arc::clone(self.settler.get_or_init(make))

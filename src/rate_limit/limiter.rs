@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
-use super::evaluate::{count_allowed, note};
+use super::evaluate::{count_allowed, record};
 use super::handle::Adjustment;
 use super::metrics::{Meters, Verdict};
 use super::policy::Policy;
@@ -170,14 +170,14 @@ impl<B: RateLimitStore> Limiter<B> {
             Some(decision) => decision,
             // Boxed to keep the future of a check that returns at once small.
             None => {
-                let asked = Box::pin(self.ask(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
-                asked.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
+                let result = Box::pin(self.call_store(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
+                result.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
             }
         };
         if !decision.is_allowed() {
             return Ok(self.denied(&key, cost, decision));
         }
-        note(&self.policy, &decision, true, false, cost);
+        record(&self.policy, &decision, true, false, cost);
         Ok(decision)
     }
 
@@ -185,7 +185,7 @@ impl<B: RateLimitStore> Limiter<B> {
     #[cold]
     fn denied(&self, key: &Key, cost: u32, decision: Decision) -> Decision {
         let enforced = self.policy.is_enforced_for(key);
-        note(&self.policy, &decision, enforced, false, cost);
+        record(&self.policy, &decision, enforced, false, cost);
         if enforced { decision } else { decision.let_pass() }
     }
 
@@ -263,7 +263,7 @@ impl<B: RateLimitStore> Limiter<B> {
             return Ok(decision);
         }
         let key = key.into();
-        self.ask(self.store.peek(&self.policy, &key, 1)).await
+        self.call_store(self.store.peek(&self.policy, &key, 1)).await
     }
 
     /// Corrects a charge: adds `change` units, or gives them back if `change` is negative and the charge still counts. See
@@ -285,9 +285,9 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let key = key.into();
-        let correction = Adjustment::new(self.policy.clone(), change, None);
-        let settled = self.ask(self.store.settle(&self.policy, &key, receipt, change)).await;
-        correction.end(settled.clone());
+        let adjustment = Adjustment::new(self.policy.clone(), change, None);
+        let settled = self.call_store(self.store.settle(&self.policy, &key, receipt, change)).await;
+        adjustment.end(settled.clone());
         settled
     }
 
@@ -316,37 +316,37 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn block(&self, key: impl Into<Key>, time: Duration) -> Result<(), StoreError> {
         let key = key.into();
-        self.ask(self.store.block(&self.policy, &key, time)).await
+        self.call_store(self.store.block(&self.policy, &key, time)).await
     }
 
     /// Removes the counts of `key` and lifts its block. The key has its whole quota again.
     pub async fn reset(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let key = key.into();
-        self.ask(self.store.reset(&self.policy, &key)).await
+        self.call_store(self.store.reset(&self.policy, &key)).await
     }
 
     /// Calls the store within the deadline, if the circuit allows it.
-    async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+    async fn call_store<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         require_nonzero_deadline(self.deadline)?;
         self.circuit.admit()?;
-        let mut question = pin!(Deadline::new(question, self.deadline));
+        let mut call = pin!(Deadline::new(call, self.deadline));
         // A call that returns at once does not read the clock.
         let mut begun = None;
-        let answer = poll_fn(|cx| {
-            let answer = question.as_mut().poll(cx);
-            if Meters::COUNT && answer.is_pending() {
+        let result = poll_fn(|cx| {
+            let result = call.as_mut().poll(cx);
+            if Meters::COUNT && result.is_pending() {
                 begun.get_or_insert_with(Instant::now);
             }
-            answer
+            result
         })
         .await;
         if let Some(begun) = begun {
             self.policy.meters().store_answered(begun.elapsed());
         }
-        match &answer {
+        match &result {
             Ok(_) => self.circuit.answered(&self.policy),
             Err(error) => self.circuit.failed(&self.policy, error),
         }
-        answer
+        result
     }
 }

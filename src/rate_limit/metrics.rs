@@ -4,7 +4,7 @@
 
 use super::decision::Outcome;
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Allowed,
@@ -15,9 +15,9 @@ pub(crate) enum Verdict {
     Shadow,
     MissingKey,
     Denied,
-    /// There was room, but another policy turned the request away, and nothing was charged.
+    /// This policy had room, but another one rejected the request, and nothing was charged.
     TurnedAway,
-    /// The store failed: let through, turned away.
+    /// The store failed: admitted or rejected by `OnStoreError`.
     FailedOpen,
     FailedClosed,
     /// The store failed, and this process decided by itself.
@@ -55,7 +55,7 @@ impl Verdict {
     }
 }
 
-/// What became of units that [leases](super::QuotaPrefetch) have drawn ahead. What is neither given back nor expired was handed out, or is held.
+/// What happened to units that [`QuotaPrefetch`](super::QuotaPrefetch) drew in advance. Other units were handed out, or are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leased {
     Drawn,
@@ -92,7 +92,7 @@ mod imp {
     }
 
     impl Meters {
-        /// Whether anything is counted.
+        /// Whether metrics are recorded.
         pub(crate) const COUNT: bool = true;
 
         pub(crate) fn new(policy: &str) -> Self {

@@ -1,4 +1,4 @@
-//! Requests that wait for room, in the line of whom they count for.
+//! Requests that wait for room in a queue.
 
 use std::time::Duration;
 
@@ -6,195 +6,213 @@ use smallvec::SmallVec;
 use tokio::time::{Instant, timeout_at};
 
 use super::decision::Decision;
-use super::descriptor::{Descriptor, Subjects};
+use super::descriptor::{Descriptor, Descriptors};
 use super::evaluate::Evaluation;
 use super::layer::{LayerConfig, WaitConfig};
 use super::policy::Policy;
 use super::rejection::Rejection;
 use super::store::RateLimitStore;
-use super::wait_queue::{CachedDenial, Lines, QueueKey, Waiter};
+use super::wait_queue::{CachedDenial, QueueKey, WaitQueues, Waiter};
 use crate::key::Key;
 
 impl Evaluation {
-    /// How long a request has to wait that is over its limit, if that is over by then.
+    /// How long to wait for room after a denial, if that is over before `until`.
     fn pause(&self, until: Instant) -> Option<Duration> {
         let Err(Rejection::Limited(limited)) = &self.result else { return None };
         limited.retry_after().filter(|wait| after(Instant::now(), *wait) <= until)
     }
 }
 
-/// An instant, or one that no program sees.
+/// `now + time`, at most 30 years ahead, so that it does not overflow.
 fn after(now: Instant, time: Duration) -> Instant {
     now + time.min(Duration::from_secs(86_400 * 365 * 30))
 }
 
 impl<B: RateLimitStore + Sync> LayerConfig<B> {
-    /// Whether requests stand in a line for whoever is counted by this policy under this key. Of the key of the layer the policy is that of the
-    /// layer, whatever a resolver says.
+    /// Whether requests wait for this policy and key. For the key of the layer, `policy` is the policy of the layer, whatever a resolver
+    /// returns.
     #[inline]
-    pub(super) fn is_waited_for(&self, policy: &Policy, key: &Key) -> bool {
-        self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(policy, key))
+    pub(super) fn has_queue(&self, policy: &Policy, key: &Key) -> bool {
+        self.wait_config.as_ref().is_some_and(|wait_config| wait_config.queues.has_queue(policy, key))
     }
 
-    /// Whether a request waits for room that is denied it, as far as that is known when it comes.
+    /// Whether a denied request should wait for room, as far as its first decision tells.
     #[inline]
-    pub(super) fn is_worth_waiting(&self, decision: &Decision, cost: u32) -> bool {
-        let Some(patience) = self.patience.as_ref().filter(|_| cost > 0) else { return false };
-        decision.retry_after().is_some_and(|wait| wait <= patience.wait)
+    pub(super) fn can_wait(&self, decision: &Decision, cost: u32) -> bool {
+        let Some(wait_config) = self.wait_config.as_ref().filter(|_| cost > 0) else { return false };
+        decision.retry_after().is_some_and(|wait| wait <= wait_config.wait)
     }
 
-    /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
-    /// What it was told when it `came`, if it was told something, is not asked again.
-    pub(super) async fn evaluate_with_wait(&self, mut subjects: Subjects, cost: u32, came: Instant) -> Evaluation {
-        // What costs nothing needs no room.
-        let Some(WaitConfig { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
-            return self.judge(subjects, cost).await;
+    /// Evaluates a request that may have to wait for room, in the queue of the descriptor with the longest denial. A denial from when the
+    /// request `arrived`, if any, is used instead of a first call.
+    pub(super) async fn evaluate_with_wait(
+        &self,
+        mut descriptors: Descriptors,
+        cost: u32,
+        arrived: Instant,
+    ) -> Evaluation {
+        // A cost of 0 needs no room.
+        let Some(WaitConfig { wait, queues }) = self.wait_config.as_ref().filter(|_| cost > 0) else {
+            return self.evaluate(descriptors, cost).await;
         };
-        // And what never fits waits for none, as far as that is known.
-        if let Some(main) = subjects.iter_mut().find(|subject| self.is_unresolved(subject))
-            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.known(&main.key))
+        // If the capacity is exceeded, as far as is known, waiting does not help.
+        if let Some(primary) = descriptors.iter_mut().find(|descriptor| self.is_unresolved(descriptor))
+            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.known(&primary.key))
         {
-            main.count_by(policy);
+            primary.count_by(policy);
         }
-        if self.exceeds_capacity(&subjects, cost) {
-            return self.judge(subjects, cost).await;
+        if self.exceeds_capacity(&descriptors, cost) {
+            return self.evaluate(descriptors, cost).await;
         }
         let until = after(Instant::now(), *wait);
-        let mut place: Option<Waiter> = None;
-        // In whose lines it has come to its turn. It need not stand there again unless it is denied once more, so that two lines do not
-        // send it to and fro.
-        let mut stood: SmallVec<[QueueKey; 2]> = SmallVec::new();
-        // Those who have no say are asked once. Whether the key of the layer has one is for its resolver to tell.
-        let mut others: Vec<Descriptor> = Vec::new();
-        let mut denied = subjects.take_denied(came.elapsed());
-        // When there is room for who was told this, if that is in time.
-        let in_time = |told: &Descriptor| {
-            let room = after(Instant::now(), self.limited(told, cost)?.retry_after()?);
+        let mut waiter: Option<Waiter> = None;
+        // The queues in which its turn has come. It joins them again only after a new denial, so that it does not alternate between two
+        // queues.
+        let mut visited: SmallVec<[QueueKey; 2]> = SmallVec::new();
+        // Shadow policies are checked once. For the key of the layer, the resolver decides whether its policy is one.
+        let mut shadows: Vec<Descriptor> = Vec::new();
+        let mut denied = descriptors.take_denied(arrived.elapsed());
+        // When the denial expires, if that is in time.
+        let expires_in_time = |denial: &Descriptor| {
+            let room = after(Instant::now(), self.limited(denial, cost)?.retry_after()?);
             Some(room).filter(|room| *room <= until)
         };
         loop {
             let denied = denied.take();
-            if let Some(told) = place.as_ref().and_then(|place| place.refusal(cost))
-                && in_time(&told).is_none()
+            if let Some(denial) = waiter.as_ref().and_then(|waiter| waiter.rejection(cost))
+                && expires_in_time(&denial).is_none()
             {
-                return self.refused(told, cost);
+                return self.reject_with(denial, cost);
             }
-            let (told, judged) = match self.ahead(lines, &subjects, &stood, cost) {
-                Some(told) => (told, None),
+            let (denial, evaluation) = match self.denial_ahead(queues, &descriptors, &visited, cost) {
+                Some(denial) => (denial, None),
                 None => {
-                    // Who asks again does so as long after this as the store says, so that the way to the store and back does not come on top.
-                    let asked_at = Instant::now();
-                    if let Some(place) = &place {
-                        // The resolver may take as long as the store.
-                        place.asks(after(asked_at, self.deadline.saturating_mul(2)));
+                    // The next call is due one wait after this instant, so that the round trip does not add to the wait.
+                    let called_at = Instant::now();
+                    if let Some(waiter) = &waiter {
+                        // The resolver has a deadline of its own.
+                        waiter.call_until(after(called_at, self.deadline.saturating_mul(2)));
                     }
-                    let mut judged = match denied {
-                        Some(subjects) => Evaluation { result: self.rule(&subjects, cost), subjects },
+                    let mut evaluation = match denied {
+                        Some(descriptors) => Evaluation { result: self.combine(&descriptors, cost), descriptors },
                         None => {
-                            let mut asked = subjects.undecided();
-                            let answer = self.query(&mut asked, cost).await;
-                            // To look before it is time makes nothing worse: what the store has said holds until then, also while it fails.
-                            if let (Err(_), Some(place)) = (&answer, &place) {
-                                place.narrow();
-                                if let Some(told) = place.holding() {
-                                    match in_time(&told) {
-                                        Some(room) if place.again(room, until).await => continue,
-                                        _ => return self.refused(self.by_now(lines, told, cost), cost),
+                            let mut undecided = descriptors.undecided();
+                            let queried = self.query(&mut undecided, cost).await;
+                            // If a call before the denial has expired fails, the denial still holds.
+                            if let (Err(_), Some(waiter)) = (&queried, &waiter) {
+                                waiter.narrow();
+                                if let Some(denial) = waiter.unexpired_denial() {
+                                    match expires_in_time(&denial) {
+                                        Some(room) if waiter.wait_again(room, until).await => continue,
+                                        _ => return self.reject_with(self.latest_denial(queues, denial, cost), cost),
                                     }
                                 }
                             }
-                            self.finish(asked, cost, answer).await
+                            self.finish(undecided, cost, queried).await
                         }
                     };
-                    let more = subjects.take_those_without_a_say(&judged.subjects);
-                    judged.subjects.extend(others.clone());
-                    others.extend(more);
-                    let told = strictest(judged.subjects.iter().cloned());
-                    match (&place, &told) {
-                        (Some(place), Some(told)) if *place.whose() == self.whose(told) => place.narrow(),
-                        (Some(place), None) => {
-                            if let Some(room) = self.room_for_more(&judged, place.whose(), cost) {
-                                place.widen(room);
+                    let new_shadows = descriptors.take_shadows(&evaluation.descriptors);
+                    evaluation.descriptors.extend(shadows.clone());
+                    shadows.extend(new_shadows);
+                    let denial = strictest(evaluation.descriptors.iter().cloned());
+                    match (&waiter, &denial) {
+                        (Some(waiter), Some(denial)) if *waiter.queue_key() == self.queue_key(denial) => {
+                            waiter.narrow();
+                        }
+                        (Some(waiter), None) => {
+                            if let Some(room) = self.room_for_more(&evaluation, waiter.queue_key(), cost) {
+                                waiter.widen(room);
                             }
                         }
                         _ => {}
                     }
-                    let Some(told) = told else { return judged };
-                    let own = place.as_ref().filter(|place| *place.whose() == self.whose(&told));
-                    let Some(pause) = judged.pause(until) else {
-                        if let Some(place) = own {
-                            place.refuse(CachedDenial::now(told), cost);
+                    let Some(denial) = denial else { return evaluation };
+                    let own_waiter = waiter.as_ref().filter(|waiter| *waiter.queue_key() == self.queue_key(&denial));
+                    let Some(pause) = evaluation.pause(until) else {
+                        if let Some(waiter) = own_waiter {
+                            waiter.set_rejection(CachedDenial::new(denial), cost);
                         }
-                        return judged;
+                        return evaluation;
                     };
-                    if let Some(place) = own {
-                        place.tell(CachedDenial::now(told.clone()));
-                        if place.again(after(asked_at, pause), until).await {
+                    if let Some(waiter) = own_waiter {
+                        waiter.set_denial(CachedDenial::new(denial.clone()));
+                        if waiter.wait_again(after(called_at, pause), until).await {
                             continue;
                         }
-                        return self.refused(self.by_now(lines, told, cost), cost);
+                        return self.reject_with(self.latest_denial(queues, denial, cost), cost);
                     }
-                    (told, Some((after(asked_at, pause), judged)))
+                    (denial, Some((after(called_at, pause), evaluation)))
                 }
             };
-            // Nobody holds up those who wait for somebody else.
-            drop(place.take());
-            let whose = self.whose(&told);
-            let joined = in_time(&told).and_then(|_| lines.join(whose.clone(), || CachedDenial::now(told.clone())));
+            // A waiter of one queue must not delay the waiters of another.
+            drop(waiter.take());
+            let queue_key = self.queue_key(&denial);
+            let joined = expires_in_time(&denial)
+                .and_then(|_| queues.join(queue_key.clone(), || CachedDenial::new(denial.clone())));
             let Some(joined) = joined else {
-                return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
+                return evaluation.map_or_else(|| self.reject_with(denial, cost), |(_, evaluation)| evaluation);
             };
-            if timeout_at(until, joined.turn()).await.is_err() {
-                return self.refused(self.by_now(lines, told, cost), cost);
+            if timeout_at(until, joined.wait_for_turn()).await.is_err() {
+                return self.reject_with(self.latest_denial(queues, denial, cost), cost);
             }
-            // Those before it may have had room that it was not told of.
-            if let (Some((again, _)), true) = (judged, joined.begins())
-                && !joined.again(again, until).await
+            // The waiters before it may have used room of which it does not know.
+            if let (Some((retry_at, _)), true) = (evaluation, joined.begins_queue())
+                && !joined.wait_again(retry_at, until).await
             {
-                return self.refused(self.by_now(lines, told, cost), cost);
+                return self.reject_with(self.latest_denial(queues, denial, cost), cost);
             }
-            stood.push(whose);
-            place = Some(joined);
+            visited.push(queue_key);
+            waiter = Some(joined);
         }
     }
 
-    /// What the first of its line was told at last, for one who was told this earlier.
-    fn by_now(&self, lines: &Lines, told: Descriptor, cost: u32) -> Descriptor {
-        lines.denial(&self.whose(&told), cost).unwrap_or(told)
+    /// The latest denial of its queue, for a request with an older one.
+    fn latest_denial(&self, queues: &WaitQueues, denial: Descriptor, cost: u32) -> Descriptor {
+        queues.denial(&self.queue_key(&denial), cost).unwrap_or(denial)
     }
 
-    /// How many more requests of this line would have had room when this one was admitted, as far as that was said.
-    fn room_for_more(&self, judged: &Evaluation, whose: &QueueKey, cost: u32) -> Option<u32> {
-        let subject = judged.subjects.iter().find(|subject| self.whose(subject) == *whose)?;
-        let decision = subject.decision.as_ref().filter(|decision| judged.result.is_ok() && decision.is_allowed())?;
+    /// How many more such requests had room when this one was admitted, as far as known.
+    fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey, cost: u32) -> Option<u32> {
+        let descriptor = evaluation.descriptors.iter().find(|descriptor| self.queue_key(descriptor) == *queue_key)?;
+        let decision =
+            descriptor.decision.as_ref().filter(|decision| evaluation.result.is_ok() && decision.is_allowed())?;
         decision.remaining()?.checked_div(cost)
     }
 
-    /// Whose line a subject waits in.
-    fn whose(&self, subject: &Descriptor) -> QueueKey {
-        let policy = if subject.main { &self.policy } else { subject.policy(&self.policy) };
-        QueueKey::new(policy, &subject.key)
+    /// The queue in which a descriptor waits.
+    fn queue_key(&self, descriptor: &Descriptor) -> QueueKey {
+        let policy = if descriptor.primary { &self.policy } else { descriptor.policy(&self.policy) };
+        QueueKey::new(policy, &descriptor.key)
     }
 
-    /// What those were told who wait before this request, in the line that lasts longest.
-    fn ahead(&self, lines: &Lines, subjects: &[Descriptor], stood: &[QueueKey], cost: u32) -> Option<Descriptor> {
-        if !lines.are_used() {
+    /// The longest denial of the queues with waiters before this request.
+    fn denial_ahead(
+        &self,
+        queues: &WaitQueues,
+        descriptors: &[Descriptor],
+        visited: &[QueueKey],
+        cost: u32,
+    ) -> Option<Descriptor> {
+        if !queues.any_waiters() {
             return None;
         }
-        let lines_of = subjects.iter().map(|subject| self.whose(subject)).filter(|whose| !stood.contains(whose));
-        strictest(lines_of.filter_map(|whose| lines.denial(&whose, cost)))
+        let queue_keys = descriptors
+            .iter()
+            .map(|descriptor| self.queue_key(descriptor))
+            .filter(|queue_key| !visited.contains(queue_key));
+        strictest(queue_keys.filter_map(|queue_key| queues.denial(&queue_key, cost)))
     }
 
-    /// Turns a request away without asking anybody: by what another one was told of somebody whom both count for.
-    fn refused(&self, told: Descriptor, cost: u32) -> Evaluation {
-        let subjects = Subjects::One(told);
-        let result = self.rule(&subjects, cost);
-        Evaluation { subjects, result }
+    /// Rejects a request without a call, with the denial of another request for the same policy and key.
+    fn reject_with(&self, denial: Descriptor, cost: u32) -> Evaluation {
+        let descriptors = Descriptors::One(denial);
+        let result = self.combine(&descriptors, cost);
+        Evaluation { descriptors, result }
     }
 }
 
-/// The one that stands in the way of a request for longest.
-fn strictest(subjects: impl Iterator<Item = Descriptor>) -> Option<Descriptor> {
-    let denials = subjects.filter(Descriptor::denies);
-    denials.max_by_key(|subject| subject.decision.as_ref().map(Decision::strictness))
+/// The descriptor with the longest denial.
+fn strictest(descriptors: impl Iterator<Item = Descriptor>) -> Option<Descriptor> {
+    let denials = descriptors.filter(Descriptor::denies);
+    denials.max_by_key(|descriptor| descriptor.decision.as_ref().map(Decision::strictness))
 }

@@ -1,4 +1,4 @@
-//! Requests that wait for room, in the order in which they came.
+//! Queues of requests that wait for room, in order of arrival.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -15,25 +15,27 @@ use super::descriptor::Descriptor;
 use super::policy::Policy;
 use crate::key::Key;
 
-/// How long the first of a line goes without asking the store: room that others make, in other processes perhaps, is found this late.
+/// How long the first waiter of a queue goes without a store call. Units that other processes give back are noticed after this time at the
+/// latest.
 const RECHECK: Duration = Duration::from_secs(1);
 
-/// How late somebody may be who has a turn, before others take it: they keep the future perhaps, but do not poll it.
+/// How late a waiter may be after its turn has come, before others take its turn. Its future may be alive without being polled.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// What decisions count in.
+/// The resolution of decisions.
 const SHORTEST_WAIT: Duration = Duration::from_micros(1);
 
-/// The lines of a layer, one for each of those for whom requests wait. While there is no room only the first of a line asks the store, so that many who
-/// wait ask no more often than one. Where there is room for more, so many of those in front ask at once. Who comes later passes nobody.
+/// The queues of a layer, one for each policy and key for which requests wait. While there is no room, only the first waiter of a queue
+/// calls the store, so that many waiters cause no more calls than one. If there is room for several, as many from the front call at the
+/// same time. Later requests never overtake.
 #[derive(Debug)]
-pub(super) struct Lines {
-    most: usize,
-    waiting: AtomicUsize,
-    lines: Mutex<HashMap<QueueKey, WaitQueue>>,
+pub(super) struct WaitQueues {
+    max_waiters: usize,
+    waiter_count: AtomicUsize,
+    queues: Mutex<HashMap<QueueKey, WaitQueue>>,
 }
 
-/// Whom the requests of a line count for: who is counted under this key by the policy of this name.
+/// The policy name and key for which the requests of a queue wait.
 #[derive(Clone, Debug)]
 pub(super) struct QueueKey {
     policy: Policy,
@@ -46,7 +48,7 @@ impl QueueKey {
     }
 }
 
-// By name: a share of a policy, for when the store fails, is waited for in the same line.
+// Compared by name: the share of a policy that is enforced while the store fails has the same queue.
 impl PartialEq for QueueKey {
     fn eq(&self, other: &Self) -> bool {
         self.key == other.key && self.policy.name() == other.policy.name()
@@ -62,363 +64,374 @@ impl Hash for QueueKey {
     }
 }
 
-/// Its members have numbers in the order in which they came.
+/// The waiters of one policy and key, numbered in order of arrival.
 #[derive(Debug)]
 struct WaitQueue {
-    /// Whose turn it is, and from when on they are taken for ones that nobody polls.
-    asking: BTreeMap<u64, Instant>,
-    /// The last of these, until it has noticed.
-    called: Option<u64>,
-    /// The others, and what tells them that it is their turn.
-    behind: BTreeMap<u64, Arc<Notify>>,
-    /// Those that nobody polls. They are in front of the others again once that is done.
-    aside: BTreeSet<u64>,
-    next: u64,
-    /// How many may ask at once: at least one.
-    width: usize,
-    /// Wakes the first.
-    room: Arc<Notify>,
+    /// The waiters whose turn it is, with the instant from which they count as stalled.
+    active: BTreeMap<u64, Instant>,
+    /// The last of the active waiters, until it has noticed its turn.
+    promoted: Option<u64>,
+    /// The other waiters, with their wake-ups.
+    queued: BTreeMap<u64, Arc<Notify>>,
+    /// Waiters that were not polled in time. Once they are polled, they are in front again.
+    stalled: BTreeSet<u64>,
+    next_number: u64,
+    /// How many waiters may be active: at least one.
+    max_active: usize,
+    /// Wakes the first waiter when units are given back.
+    wake_first: Arc<Notify>,
     denial: CachedDenial,
-    /// What the first was told that left because of it, and what that one costs, until another one was told something else.
-    refusal: Option<(CachedDenial, u32)>,
+    /// The denial with which the first waiter left, and its cost, until another waiter gets a different decision.
+    rejection: Option<(CachedDenial, u32)>,
 }
 
 impl WaitQueue {
     fn new(denial: CachedDenial) -> Self {
-        let (asking, behind, aside) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        Self { asking, called: None, behind, aside, next: 0, width: 1, room: Arc::default(), denial, refusal: None }
-    }
-
-    /// What was too long for somebody to wait who costs no more than this.
-    fn refusal(&self, cost: u32) -> Option<Descriptor> {
-        let (denial, _) = self.refusal.as_ref().filter(|(_, least)| *least <= cost)?;
-        denial.holding()
-    }
-
-    fn first(&self) -> Option<u64> {
-        let (asking, behind) = (self.asking.keys().next(), self.behind.keys().next());
-        asking.into_iter().chain(behind).min().copied()
-    }
-
-    /// Gives a turn to the first of those behind, if one more may ask. One after the other, so that they ask in their order: whoever has just come would
-    /// pass those who have not noticed yet.
-    fn advance(&mut self) {
-        if self.called.is_none()
-            && self.asking.len() < self.width
-            && let Some((member, turn)) = self.behind.pop_first()
-        {
-            self.asking.insert(member, Instant::now() + GRACE);
-            self.called = Some(member);
-            turn.notify_one();
-            self.tell_next();
+        let (active, queued, stalled) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        Self {
+            active,
+            promoted: None,
+            queued,
+            stalled,
+            next_number: 0,
+            max_active: 1,
+            wake_first: Arc::default(),
+            denial,
+            rejection: None,
         }
     }
 
-    /// Has the next of those behind look again: it may have another one's turn earlier than it knows.
-    fn tell_next(&self) {
-        if let Some(next) = self.behind.values().next() {
+    /// The denial that was too long for an earlier waiter of at most this cost.
+    fn rejection(&self, cost: u32) -> Option<Descriptor> {
+        let (denial, _) = self.rejection.as_ref().filter(|(_, least)| *least <= cost)?;
+        denial.unexpired_denial()
+    }
+
+    fn first(&self) -> Option<u64> {
+        let (active, queued) = (self.active.keys().next(), self.queued.keys().next());
+        active.into_iter().chain(queued).min().copied()
+    }
+
+    /// Activates the first queued waiter if one more may be active. One at a time, so that they call in order: a new request would overtake
+    /// waiters that have not noticed their turn.
+    fn advance(&mut self) {
+        if self.promoted.is_none()
+            && self.active.len() < self.max_active
+            && let Some((number, wake)) = self.queued.pop_first()
+        {
+            self.active.insert(number, Instant::now() + GRACE);
+            self.promoted = Some(number);
+            wake.notify_one();
+            self.wake_next();
+        }
+    }
+
+    /// Wakes the next queued waiter, which may get a stalled waiter's turn earlier than it knows.
+    fn wake_next(&self) {
+        if let Some(next) = self.queued.values().next() {
             next.notify_one();
         }
     }
 
-    fn leave(&mut self, member: u64) {
-        self.asking.remove(&member);
-        self.behind.remove(&member);
-        self.aside.remove(&member);
+    fn leave(&mut self, number: u64) {
+        self.active.remove(&number);
+        self.queued.remove(&number);
+        self.stalled.remove(&number);
     }
 
-    /// Somebody asks who was called, or has gone.
-    fn heard_by(&mut self, member: u64) {
-        if self.called == Some(member) {
-            self.called = None;
+    /// The activated waiter has noticed its turn, or has left.
+    fn promotion_noticed(&mut self, number: u64) {
+        if self.promoted == Some(number) {
+            self.promoted = None;
             self.advance();
         }
     }
 
-    /// Gives the turns of those that nobody polls to others.
+    /// Gives the turns of stalled waiters to others.
     fn skip_stalled(&mut self) {
         let now = Instant::now();
         let overdue = |due: &Instant| *due <= now;
-        if self.asking.values().any(overdue) {
-            if self.asking.values().next().is_some_and(overdue) {
-                // The first alone pauses. It is not to be woken in the place of another one.
-                self.room = Arc::default();
+        if self.active.values().any(overdue) {
+            if self.active.values().next().is_some_and(overdue) {
+                // Only the first waiter sleeps until units are given back. Once it is stalled, its wake-up must not reach it instead of the
+                // next.
+                self.wake_first = Arc::default();
             }
-            self.aside.extend(self.asking.iter().filter(|(_, due)| overdue(due)).map(|(member, _)| *member));
-            self.asking.retain(|_, due| !overdue(due));
-            self.called = self.called.filter(|member| self.asking.contains_key(member));
+            self.stalled.extend(self.active.iter().filter(|(_, due)| overdue(due)).map(|(number, _)| *number));
+            self.active.retain(|_, due| !overdue(due));
+            self.promoted = self.promoted.filter(|number| self.active.contains_key(number));
             self.advance();
         }
     }
 
-    /// Has somebody go on until then whose turn it is.
-    fn expect(&mut self, member: u64, until: Instant) {
-        if let Some(due) = self.asking.get_mut(&member) {
+    /// Sets the instant by which an active waiter is due to continue.
+    fn set_due(&mut self, number: u64, until: Instant) {
+        if let Some(due) = self.active.get_mut(&number) {
             let before = std::mem::replace(due, until + GRACE);
             if *due < before {
-                self.tell_next();
+                self.wake_next();
             }
         }
     }
 }
 
-/// What the first of a line was told at last of whom it counts for, and when.
+/// The last denial of the first waiter, and when it was received.
 #[derive(Clone, Debug)]
 pub(super) struct CachedDenial {
-    subject: Descriptor,
-    told: Instant,
+    descriptor: Descriptor,
+    received_at: Instant,
 }
 
 impl CachedDenial {
-    pub(super) fn now(subject: Descriptor) -> Self {
-        Self { subject, told: Instant::now() }
+    pub(super) fn new(descriptor: Descriptor) -> Self {
+        Self { descriptor, received_at: Instant::now() }
     }
 
-    /// How it stands by now, as far as that can be told: the waits are shorter. Where the time is over nobody has been told anything else yet, and
-    /// the shortest wait is left.
+    /// The denial as of now, with a shorter wait. After the wait there is no newer decision yet, so the shortest wait is left.
     fn later(&self) -> Descriptor {
-        let elapsed = self.told.elapsed();
+        let elapsed = self.received_at.elapsed();
         match self.wait() {
             Some(wait) => self.after(elapsed.min(wait.saturating_sub(SHORTEST_WAIT))),
-            None => self.subject.clone(),
+            None => self.descriptor.clone(),
         }
     }
 
-    /// The same, if it was the store that said so and its time is not over.
-    fn holding(&self) -> Option<Descriptor> {
-        let elapsed = self.told.elapsed();
-        (!self.subject.local && !self.is_over(elapsed)).then(|| self.after(elapsed))
+    /// The denial as of now, if it came from the store and has not expired.
+    fn unexpired_denial(&self) -> Option<Descriptor> {
+        let elapsed = self.received_at.elapsed();
+        (!self.descriptor.local && !self.is_expired(elapsed)).then(|| self.after(elapsed))
     }
 
-    fn is_over(&self, elapsed: Duration) -> bool {
+    fn is_expired(&self, elapsed: Duration) -> bool {
         self.wait().is_none_or(|wait| wait <= elapsed)
     }
 
     fn wait(&self) -> Option<Duration> {
-        self.subject.decision.as_ref().and_then(Decision::retry_after)
+        self.descriptor.decision.as_ref().and_then(Decision::retry_after)
     }
 
     fn after(&self, elapsed: Duration) -> Descriptor {
-        let decision = self.subject.decision.as_ref().map(|decision| decision.later(elapsed));
-        Descriptor { decision, ..self.subject.clone() }
+        let decision = self.descriptor.decision.as_ref().map(|decision| decision.later(elapsed));
+        Descriptor { decision, ..self.descriptor.clone() }
     }
 }
 
-impl Lines {
-    pub(super) fn new(most: usize) -> Self {
-        Self { most, waiting: AtomicUsize::new(0), lines: Mutex::default() }
+impl WaitQueues {
+    pub(super) fn new(max_waiters: usize) -> Self {
+        Self { max_waiters, waiter_count: AtomicUsize::new(0), queues: Mutex::default() }
     }
 
-    /// Whether there is any line: hardly ever.
-    pub(super) fn are_used(&self) -> bool {
-        self.waiting.load(Ordering::Acquire) > 0
+    /// Whether there is any queue, which is rare.
+    pub(super) fn any_waiters(&self) -> bool {
+        self.waiter_count.load(Ordering::Acquire) > 0
     }
 
-    /// Whether there is a line for whoever is counted by this policy under this key.
-    pub(super) fn is_waited_for(&self, policy: &Policy, key: &Key) -> bool {
-        self.are_used() && self.lines().contains_key(&QueueKey::new(policy, key))
+    /// Whether requests wait for this policy and key.
+    pub(super) fn has_queue(&self, policy: &Policy, key: &Key) -> bool {
+        self.any_waiters() && self.queues().contains_key(&QueueKey::new(policy, key))
     }
 
-    /// What the first of a line was told, if there is one, as far as it holds for what costs so much.
-    pub(super) fn denial(&self, whose: &QueueKey, cost: u32) -> Option<Descriptor> {
-        self.lines().get(whose).map(|line| line.refusal(cost).unwrap_or_else(|| line.denial.later()))
+    /// The last denial of the first waiter of a queue, if there is one, as it applies to this cost.
+    pub(super) fn denial(&self, queue_key: &QueueKey, cost: u32) -> Option<Descriptor> {
+        self.queues().get(queue_key).map(|queue| queue.rejection(cost).unwrap_or_else(|| queue.denial.later()))
     }
 
-    /// A place at the end of a line, which begins with this denial if there is none. `None` where too many wait already.
-    pub(super) fn join(self: &Arc<Self>, whose: QueueKey, denial: impl FnOnce() -> CachedDenial) -> Option<Waiter> {
-        let mut lines = self.lines();
-        if self.waiting.load(Ordering::Relaxed) >= self.most {
+    /// Joins the end of a queue, which starts with this denial if it is new. `None` if too many requests wait already.
+    pub(super) fn join(self: &Arc<Self>, queue_key: QueueKey, denial: impl FnOnce() -> CachedDenial) -> Option<Waiter> {
+        let mut queues = self.queues();
+        if self.waiter_count.load(Ordering::Relaxed) >= self.max_waiters {
             return None;
         }
-        self.waiting.fetch_add(1, Ordering::Release);
-        let line = match lines.entry(whose.clone()) {
-            Entry::Occupied(line) => line.into_mut(),
-            Entry::Vacant(place) => place.insert(WaitQueue::new(denial())),
+        self.waiter_count.fetch_add(1, Ordering::Release);
+        let queue = match queues.entry(queue_key.clone()) {
+            Entry::Occupied(queue) => queue.into_mut(),
+            Entry::Vacant(vacant) => vacant.insert(WaitQueue::new(denial())),
         };
-        let (begins, number) = (line.first().is_none(), line.next);
-        let turn = Arc::new(Notify::new());
-        line.next += 1;
-        line.behind.insert(number, Arc::clone(&turn));
-        line.advance();
-        Some(Waiter { number, begins, turn, whose, since: Instant::now(), lines: Arc::clone(self) })
+        let (begins_queue, number) = (queue.first().is_none(), queue.next_number);
+        let wake = Arc::new(Notify::new());
+        queue.next_number += 1;
+        queue.queued.insert(number, Arc::clone(&wake));
+        queue.advance();
+        Some(Waiter { number, begins_queue, wake, queue_key, since: Instant::now(), queues: Arc::clone(self) })
     }
 
-    /// Has the first of a line, if there is one, ask the store: something was given back.
-    pub(super) fn wake(&self, whose: &QueueKey) {
-        if self.are_used()
-            && let Some(line) = self.lines().get_mut(whose)
+    /// Wakes the first waiter of a queue, if any, because units were given back.
+    pub(super) fn wake(&self, queue_key: &QueueKey) {
+        if self.any_waiters()
+            && let Some(queue) = self.queues().get_mut(queue_key)
         {
-            line.refusal = None;
-            line.room.notify_one();
+            queue.rejection = None;
+            queue.wake_first.notify_one();
         }
     }
 
-    fn lines(&self) -> MutexGuard<'_, HashMap<QueueKey, WaitQueue>> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queues(&self) -> MutexGuard<'_, HashMap<QueueKey, WaitQueue>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A place in a line, for as long as this lives.
+/// The position of a request in a queue. Leaves the queue on drop.
 #[derive(Debug)]
 pub(super) struct Waiter {
     number: u64,
-    begins: bool,
-    /// Tells that it is its turn.
-    turn: Arc<Notify>,
-    whose: QueueKey,
+    begins_queue: bool,
+    /// Wakes it when its turn has come.
+    wake: Arc<Notify>,
+    queue_key: QueueKey,
     since: Instant,
-    lines: Arc<Lines>,
+    queues: Arc<WaitQueues>,
 }
 
 impl Waiter {
-    /// Waits for its turn to ask the store.
-    pub(super) async fn turn(&self) {
-        while let Err(due) = self.takes_turn() {
-            // Whether it was told or looks by itself does not matter. Who should have gone by before it may be one that nobody polls either.
-            let _ = timeout_at(due.min(Instant::now() + RECHECK), self.turn.notified()).await;
+    /// Waits for its turn to call the store.
+    pub(super) async fn wait_for_turn(&self) {
+        while let Err(due) = self.try_take_turn() {
+            // Checks again after a wake-up or a timeout. A waiter that should have continued before may be stalled as well.
+            let _ = timeout_at(due.min(Instant::now() + RECHECK), self.wake.notified()).await;
         }
     }
 
-    /// Takes its turn, if that has come, and answers otherwise by when one of those who have theirs will have gone on.
-    fn takes_turn(&self) -> Result<(), Instant> {
-        let mut lines = self.lines.lines();
-        let Some(line) = lines.get_mut(&self.whose) else { return Ok(()) };
+    /// Takes its turn if that has come, and otherwise returns when an active waiter is due to continue.
+    fn try_take_turn(&self) -> Result<(), Instant> {
+        let mut queues = self.queues.queues();
+        let Some(queue) = queues.get_mut(&self.queue_key) else { return Ok(()) };
         let now = Instant::now();
-        line.expect(self.number, now);
-        if line.aside.remove(&self.number) {
-            line.behind.insert(self.number, Arc::clone(&self.turn));
-            line.advance();
+        queue.set_due(self.number, now);
+        if queue.stalled.remove(&self.number) {
+            queue.queued.insert(self.number, Arc::clone(&self.wake));
+            queue.advance();
         }
-        line.skip_stalled();
-        line.heard_by(self.number);
-        if line.asking.contains_key(&self.number) {
+        queue.skip_stalled();
+        queue.promotion_noticed(self.number);
+        if queue.active.contains_key(&self.number) {
             return Ok(());
         }
-        Err(line.asking.values().min().copied().unwrap_or(now + RECHECK))
+        Err(queue.active.values().min().copied().unwrap_or(now + RECHECK))
     }
 
-    /// Asks, which is over by then.
-    pub(super) fn asks(&self, until: Instant) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
-            line.expect(self.number, until);
+    /// Marks its call as running until this instant at the latest.
+    pub(super) fn call_until(&self, until: Instant) {
+        if let Some(queue) = self.queues.queues().get_mut(&self.queue_key) {
+            queue.set_due(self.number, until);
         }
     }
 
-    /// Whether the line began with it.
-    pub(super) const fn begins(&self) -> bool {
-        self.begins
+    /// Whether the queue began with it.
+    pub(super) const fn begins_queue(&self) -> bool {
+        self.begins_queue
     }
 
-    /// Lets more of the line ask at once, once it was admitted and there was room for so many like it: twice as many as before. Only the first has
-    /// that say, so that one that is denied is not passed again and again by others that need less.
+    /// Doubles the number of active waiters after it was admitted, up to the `room` for requests like it. Only the first waiter may do
+    /// this, so that a denied waiter is not overtaken repeatedly by cheaper ones.
     pub(super) fn widen(&self, room: u32) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose)
-            && line.first() == Some(self.number)
+        if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
+            && queue.first() == Some(self.number)
         {
-            let most = usize::try_from(room).unwrap_or(usize::MAX).max(1);
-            line.width = line.width.saturating_mul(2).min(most);
-            line.refusal = None;
+            let max_active = usize::try_from(room).unwrap_or(usize::MAX).max(1);
+            queue.max_active = queue.max_active.saturating_mul(2).min(max_active);
+            queue.rejection = None;
         }
     }
 
-    /// Lets only the first of the line ask from now on: there is no room, or no answer.
+    /// Lets only the first waiter call from now on: there is no room, or the call failed.
     pub(super) fn narrow(&self) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
-            line.width = 1;
+        if let Some(queue) = self.queues.queues().get_mut(&self.queue_key) {
+            queue.max_active = 1;
         }
     }
 
-    /// Waits to ask again, once the line is [narrow](Self::narrow): as its first until `then`, and otherwise until it is its turn once more. Answers whether
-    /// that was in time.
-    pub(super) async fn again(&self, then: Instant, until: Instant) -> bool {
+    /// Waits to call again after [`narrow`](Self::narrow): the first waiter until `then`, the others until their turn has come again.
+    /// Returns whether that was before `until`.
+    pub(super) async fn wait_again(&self, then: Instant, until: Instant) -> bool {
         if !self.requeue() {
-            self.pause(then).await;
-            // Somebody may be in front once more that nobody had polled.
+            self.sleep_as_first(then).await;
+            // A stalled waiter may be back in front.
             self.requeue();
         }
-        // And where nobody has polled this one for a while another has its turn.
-        timeout_at(until, self.turn()).await.is_ok()
+        // If this waiter was stalled, another one has its turn.
+        timeout_at(until, self.wait_for_turn()).await.is_ok()
     }
 
-    /// Gives back its turn where somebody is in front of it, and answers whether it has.
+    /// Gives up its turn if another waiter is in front of it, and returns whether it has.
     fn requeue(&self) -> bool {
-        let mut lines = self.lines.lines();
-        let Some(line) = lines.get_mut(&self.whose) else { return false };
-        if line.first() == Some(self.number) {
+        let mut queues = self.queues.queues();
+        let Some(queue) = queues.get_mut(&self.queue_key) else { return false };
+        if queue.first() == Some(self.number) {
             return false;
         }
-        line.leave(self.number);
-        line.behind.insert(self.number, Arc::clone(&self.turn));
-        line.advance();
+        queue.leave(self.number);
+        queue.queued.insert(self.number, Arc::clone(&self.wake));
+        queue.advance();
         true
     }
 
-    /// Waits, as the first of the line, until it is time to ask the store: then, or earlier where something may have changed.
-    async fn pause(&self, until: Instant) {
+    /// Sleeps as the first waiter until the next store call: at `until`, or earlier if units are given back.
+    async fn sleep_as_first(&self, until: Instant) {
         let until = until.min(Instant::now() + RECHECK);
-        let Some(room) = self.room(until) else { return };
-        // Whether it was woken does not matter.
-        let _ = timeout_at(until, room.notified()).await;
+        let Some(wake) = self.first_wake(until) else { return };
+        // Continues after a wake-up or a timeout.
+        let _ = timeout_at(until, wake.notified()).await;
     }
 
-    /// What wakes it, if it goes on by then in any case.
-    fn room(&self, until: Instant) -> Option<Arc<Notify>> {
-        let mut lines = self.lines.lines();
-        let line = lines.get_mut(&self.whose)?;
-        line.expect(self.number, until);
-        Some(Arc::clone(&line.room))
+    /// The wake-up of the first waiter, which continues at `until` in any case.
+    fn first_wake(&self, until: Instant) -> Option<Arc<Notify>> {
+        let mut queues = self.queues.queues();
+        let queue = queues.get_mut(&self.queue_key)?;
+        queue.set_due(self.number, until);
+        Some(Arc::clone(&queue.wake_first))
     }
 
-    /// Whose line it is.
-    pub(super) const fn whose(&self) -> &QueueKey {
-        &self.whose
+    /// The policy and key of its queue.
+    pub(super) const fn queue_key(&self) -> &QueueKey {
+        &self.queue_key
     }
 
-    /// What the first of the line was told by the store at last, while that is not over.
-    pub(super) fn holding(&self) -> Option<Descriptor> {
-        self.lines.lines().get(&self.whose)?.denial.holding()
+    /// The last denial from the store for the first waiter, if it has not expired.
+    pub(super) fn unexpired_denial(&self) -> Option<Descriptor> {
+        self.queues.queues().get(&self.queue_key)?.denial.unexpired_denial()
     }
 
-    /// Tells the others what it was told, as the first of the line.
-    pub(super) fn tell(&self, denial: CachedDenial) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose)
-            && line.first() == Some(self.number)
+    /// Stores its denial for the others, if it is the first waiter.
+    pub(super) fn set_denial(&self, denial: CachedDenial) {
+        if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
+            && queue.first() == Some(self.number)
         {
-            line.denial = denial;
-            line.refusal = None;
+            queue.denial = denial;
+            queue.rejection = None;
         }
     }
 
-    /// Tells the others what it was told and cannot wait for, as the first of the line: whoever costs as much and cannot either need not ask.
-    pub(super) fn refuse(&self, denial: CachedDenial, cost: u32) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose)
-            && line.first() == Some(self.number)
+    /// Stores a denial that it cannot wait for, if it is the first waiter. Followers that cost as much and cannot wait either are rejected
+    /// without a call.
+    pub(super) fn set_rejection(&self, denial: CachedDenial, cost: u32) {
+        if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
+            && queue.first() == Some(self.number)
         {
-            line.refusal = Some((denial, cost));
+            queue.rejection = Some((denial, cost));
         }
     }
 
-    /// What one before it was told by the store and could not wait for, which costs no more, while that is not over.
-    pub(super) fn refusal(&self, cost: u32) -> Option<Descriptor> {
-        self.lines.lines().get(&self.whose)?.refusal(cost)
+    /// The unexpired denial of an earlier waiter that could not wait for it and cost no more.
+    pub(super) fn rejection(&self, cost: u32) -> Option<Descriptor> {
+        self.queues.queues().get(&self.queue_key)?.rejection(cost)
     }
 }
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        self.whose.policy.meters().waited(self.since.elapsed());
-        let mut lines = self.lines.lines();
-        self.lines.waiting.fetch_sub(1, Ordering::Release);
-        if let Entry::Occupied(mut line) = lines.entry(self.whose.clone()) {
-            let members = line.get_mut();
-            members.leave(self.number);
-            members.heard_by(self.number);
-            members.advance();
-            if members.asking.is_empty() {
-                // Who comes next asks.
-                members.refusal = None;
-                if members.aside.is_empty() {
-                    line.remove();
+        self.queue_key.policy.meters().waited(self.since.elapsed());
+        let mut queues = self.queues.queues();
+        self.queues.waiter_count.fetch_sub(1, Ordering::Release);
+        if let Entry::Occupied(mut queue) = queues.entry(self.queue_key.clone()) {
+            let waiters = queue.get_mut();
+            waiters.leave(self.number);
+            waiters.promotion_noticed(self.number);
+            waiters.advance();
+            if waiters.active.is_empty() {
+                // The next request calls the store.
+                waiters.rejection = None;
+                if waiters.stalled.is_empty() {
+                    queue.remove();
                 }
             }
         }

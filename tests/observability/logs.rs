@@ -328,8 +328,8 @@ async fn a_store_that_fails_for_a_shadow_alone_is_told_apart() {
     }
     let told = log.take();
     let lines: Vec<&str> = told.iter().map(|message| &*message.line).collect();
-    let begins = "WARN rate limit store fails about policies on trial: they count nothing";
-    let opens = "WARN rate limit circuit of policies on trial opens: the store is asked about them by probes only";
+    let begins = "WARN rate limit store fails for shadow policies: they are not counted";
+    let opens = "WARN rate limit circuit of shadow policies opens: the store is asked about them by probes only";
     assert_eq!(lines, [begins, opens]);
     assert_eq!((&*told[0].cause, &*told[0].then), ("connection refused", ""));
 
@@ -338,8 +338,8 @@ async fn a_store_that_fails_for_a_shadow_alone_is_told_apart() {
         advance(Duration::from_secs(1)).await;
         service.clone().oneshot(request).await.unwrap();
     }
-    let closes = "INFO rate limit circuit of policies on trial closes: the store is asked about them again";
-    assert_eq!(log.lines(), [closes, "INFO rate limit store answers again about policies on trial"]);
+    let closes = "INFO rate limit circuit of shadow policies closes: the store is asked about them again";
+    assert_eq!(log.lines(), [closes, "INFO rate limit store answers again for shadow policies"]);
 }
 
 /// Nothing was begun, so there is nothing to be sorry for; and a store that is down is not asked to take back what it never gave.
