@@ -1228,7 +1228,7 @@ async fn a_user_may_do_no_more_than_the_docs_say() {
         rule.split('`').next().unwrap().trim().to_owned()
     };
     server.query::<()>(&format!("ACL SETUSER tollgate {}", line("ACL SETUSER tollgate ")));
-    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("For delay queues also `")));
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("Delay queues: `")));
     let url = server.url().replace("://", "://tollgate:password@");
     let backend = RedisOptions::from_url(url).unwrap().connect().await.unwrap();
     let queue = queue(&backend);

@@ -860,7 +860,7 @@ async fn fence_rejection_can_use_the_response_type() {
     let handler = service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Body::from("written"))));
     let layer = FenceLayer::new(header("order"), lock_fence).responder(HttpResponder::new().same_body());
     let service = layer.layer(handler);
-    for (fence, status, text) in [("9", 200, "written"), ("8", 412, "somebody else's")] {
+    for (fence, status, text) in [("9", 200, "written"), ("8", 412, "another client holds")] {
         let response: Response<Body> = service.clone().oneshot(fenced("a", fence)).await.unwrap();
         assert_eq!(response.status(), status);
         let body = response.into_body().collect().await.unwrap().to_bytes();

@@ -44,8 +44,8 @@ fn base() -> Vec<&'static str> {
 
 fn for_waiting() -> Vec<&'static str> {
     [
-        documented("wait for a lock or for the same request also `"),
-        documented("Without\n//! these who waits looks once a second. With `"),
+        documented("Waiting for a lock or for the same request: `"),
+        documented("Cheaper batches of lock releases: `"),
     ]
     .concat()
 }
@@ -169,7 +169,7 @@ async fn another_database_takes_what_the_docs_say() {
         let _ = limiter.deadline(Duration::from_secs(2)).check("alice").await?;
         Ok(())
     };
-    let own = documented("the example above, also `");
+    let own = documented("as in the example above, also\n//! needs `");
     takes_exactly(&server, &base(), &own, count).await;
     assert!(server.info("db2").is_some());
     // What is to be said of it: nothing of this is over by itself.
@@ -220,7 +220,7 @@ async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn locks_that_are_taken_in_line_take_what_the_docs_say() {
     let server = RedisServer::start();
-    let own = documented("and for those that are taken in line `");
+    let own = documented("and read/write locks: `");
     takes_exactly(&server, &[base(), for_waiting()].concat(), &own, || use_lines(&server)).await;
 }
 
@@ -240,7 +240,7 @@ async fn who_looks_at_locks_takes_what_the_docs_say() {
         locks.shutdown().await;
         Ok(())
     };
-    let own = documented("Listing locks or operations takes `");
+    let own = documented("Listing locks or operations: `");
     takes_exactly(&server, &[base(), for_waiting()].concat(), &own, look).await;
 }
 
@@ -258,7 +258,7 @@ async fn locks_that_replicas_have_to_know_of_take_what_the_docs_say() {
         locks.shutdown().await;
         Ok(())
     };
-    let own = documented("For locks that replicas have to know of `");
+    let own = documented("Locks with replication: `");
     takes_exactly(&server, &[base(), for_waiting()].concat(), &own, replicated).await;
 }
 
@@ -290,7 +290,7 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn operations_take_what_the_docs_say() {
     let server = RedisServer::start();
-    let own = documented("wait for a lock or for the same request also `");
+    let own = documented("Waiting for a lock or for the same request: `");
     takes_exactly(&server, &base(), &own, || use_operations(&server)).await;
 }
 
@@ -350,7 +350,7 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn queues_take_what_the_docs_say() {
     let server = RedisServer::start();
-    takes_exactly(&server, &base(), &documented("For delay queues also `"), || use_queues(&server)).await;
+    takes_exactly(&server, &base(), &documented("Delay queues: `"), || use_queues(&server)).await;
 }
 
 /// A caller that has as many records as it may, and one more when the first of them has ended.
@@ -374,7 +374,7 @@ async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn records_that_are_counted_take_what_the_docs_say() {
     let server = RedisServer::start();
-    let own = documented("which are counted, also `");
+    let own = documented("of an `IdempotencyLayer`: `");
     let others = [base(), for_waiting()].concat();
     takes_exactly(&server, &others, &own, || use_bounds(&server)).await;
 }

@@ -108,13 +108,12 @@
 //!
 //! * Locks with replication: `+wait`.
 //! * Fair locks and fair semaphores, and read/write locks: `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`.
-//! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard`.
+//! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard +zscore`.
 //! * Waiting for a lock or for the same request: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
 //!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second.
 //! * Cheaper batches of lock releases: `+pubsub|numsub`. Releases are then published only to channels with subscribers.
 //! * Listing locks or operations: `+scan`.
-//! * Delay queues: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists`
-//!   `+zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`, on a cluster
+//! * Delay queues: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`, on a cluster
 //!   `+spublish +ssubscribe +sunsubscribe` too. Without the permissions on channels, workers poll every 5 s.
 //! * Sentinel: `+role` on the data servers. A [Sentinel user](RedisOptions::sentinel_user) needs `+sentinel|master` and
 //!   `+sentinel|get-master-addr-by-name`, and for announcements `+subscribe &+promoted-slave &+switch-master`.
