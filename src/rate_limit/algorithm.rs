@@ -1,27 +1,27 @@
-//! The algorithms, in integers: what has been used, and how long until less of it counts.
+//! The algorithms in integers: the units in use, and how long until fewer count.
 //!
-//! The memory backend counts with this. Other backends count by themselves, in a script for instance, and read out of what they
-//! stored how a limit stands. Instants are microseconds of whatever clock the store has.
+//! The memory backend counts with this module. Other backends count themselves, for example in a script, and compute the state of a limit
+//! from their stored values with it. Instants are microseconds of the store's clock.
 
 use super::decision::{LimitStatus, Receipt};
 use super::policy::QuotaChange;
 use super::quota::{Algorithm, Limit};
 
-/// The numbers that a limit is counted with.
+/// The numbers of a limit for its algorithm.
 ///
-/// All products that counting makes of them stay below 2^53, so scripts whose numbers are doubles calculate exactly.
+/// All products that the algorithms compute from them stay below 2^53, so scripts with doubles calculate exactly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitParams {
     pub(crate) algorithm: Algorithm,
-    /// The window in us; for a token bucket what one token is worth.
+    /// The window in us; for a token bucket, the worth of one token.
     pub(crate) span: u64,
-    /// What a sliding window counts time in, in us; for a token bucket how much of the worth flows in per us.
+    /// The time unit of a sliding window in us; for a token bucket, the worth that is refilled per us.
     pub(crate) step: u64,
     /// The most units that can be used at once.
     pub(crate) capacity: u32,
 }
 
-/// The largest product that is made on purpose. Debts of twice the capacity still stay below 2^53.
+/// The largest intended product. Debts of twice the capacity still stay below 2^53.
 const EXACT: u128 = 1 << 51;
 
 impl LimitParams {
@@ -35,7 +35,7 @@ impl LimitParams {
         Self { algorithm: limit.algorithm(), span, step, capacity }
     }
 
-    /// Those of the same window for other units. The rate of a token bucket is not in its window.
+    /// The same window for another capacity. For a token bucket, the rate stays.
     #[cfg(feature = "redis")]
     pub(crate) fn with_capacity(&self, capacity: u32) -> Self {
         let step = match self.algorithm {
@@ -45,13 +45,13 @@ impl LimitParams {
         Self { step, capacity, ..*self }
     }
 
-    /// What a sliding window counts time in: the least with which all products are exact.
+    /// The time unit of a sliding window: the smallest with which all products are exact.
     fn fading_step(window: u64, capacity: u32) -> u64 {
         (u128::from(capacity) * u128::from(window)).div_ceil(EXACT).max(1) as u64
     }
 
-    /// `limit` tokens in `window_us`, as (worth of a token, inflow per us): a fraction in its lowest terms, or the closest one
-    /// below it with which a full bucket is not worth too much to count exactly.
+    /// `limit` tokens in `window_us`, as (worth of a token, refill per us). This is the reduced fraction, or the closest one below it with
+    /// which the worth of a full bucket is exact.
     fn rate(limit: u32, window_us: u64, capacity: u32) -> (u64, u64) {
         let limit = u64::from(limit.max(1));
         let common = greatest_common_divisor(limit, window_us);
@@ -65,12 +65,12 @@ impl LimitParams {
         (worth as u64, coarse as u64)
     }
 
-    /// What a full bucket is worth.
+    /// The worth of a full bucket.
     pub(crate) fn full(&self) -> u64 {
         self.span * u64::from(self.capacity)
     }
 
-    /// A sliding window in steps.
+    /// The length of a sliding window in time units.
     fn steps(&self) -> u64 {
         self.span.div_ceil(self.step.max(1))
     }
@@ -83,13 +83,12 @@ fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// What one limit has counted for one subject. Does not know its terms, so those have to be the ones it was made with.
+/// The state of one limit for one key. It does not store its parameters, so pass those of its creation.
 ///
 /// A sliding log keeps its requests elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Count {
-    /// `debt` is the worth of the tokens that are missing, as of the last update. The bucket was full at `since`, and never
-    /// again.
+    /// `debt` is the worth of the missing tokens at the last update. The bucket was last full at `since`.
     TokenBucket { since: u64, debt: u64 },
     /// The window began at `start`.
     FixedWindow { start: u64, used: u64 },
@@ -98,7 +97,7 @@ pub(crate) enum Count {
 }
 
 impl Count {
-    /// Nothing has been used. `None` for an algorithm that keeps its count elsewhere.
+    /// The state without used units. `None` for an algorithm that keeps its state elsewhere.
     pub(crate) const fn new(algorithm: Algorithm, now: u64) -> Option<Self> {
         match algorithm {
             Algorithm::TokenBucket => Some(Self::TokenBucket { since: now, debt: 0 }),
@@ -108,13 +107,13 @@ impl Count {
         }
     }
 
-    /// Brings the count from the instant `last` up to `now`, which is not before it.
+    /// Advances the state from the instant `last` to `now`, which is not earlier.
     #[inline]
-    pub(crate) fn advance(&mut self, terms: &LimitParams, last: u64, now: u64) {
-        let span = terms.span;
+    pub(crate) fn advance(&mut self, params: &LimitParams, last: u64, now: u64) {
+        let span = params.span;
         match self {
             Self::TokenBucket { since, debt } => {
-                *debt = debt.saturating_sub((now - last).saturating_mul(terms.step));
+                *debt = debt.saturating_sub((now - last).saturating_mul(params.step));
                 if *debt == 0 {
                     *since = now;
                 }
@@ -139,42 +138,42 @@ impl Count {
         }
     }
 
-    /// The units in use at `now`, which the count has been brought up to. Rounded up.
+    /// The units in use at `now`, to which the state was advanced. Rounded up.
     #[inline]
-    pub(crate) fn used(&self, terms: &LimitParams, now: u64) -> u64 {
+    pub(crate) fn used(&self, params: &LimitParams, now: u64) -> u64 {
         match *self {
-            Self::TokenBucket { debt, .. } => debt.div_ceil(terms.span),
+            Self::TokenBucket { debt, .. } => debt.div_ceil(params.span),
             Self::FixedWindow { used, .. } => used,
             Self::SlidingWindow { start, previous, current } => {
-                let rest = (terms.span - (now - start)).div_ceil(terms.step);
-                current + (previous * rest).div_ceil(terms.steps())
+                let rest = (params.span - (now - start)).div_ceil(params.step);
+                current + (previous * rest).div_ceil(params.steps())
             }
         }
     }
 
-    /// The units in use at `now` of a count that has been brought up to `last`.
-    pub(crate) fn used_at(mut self, terms: &LimitParams, last: u64, now: u64) -> u64 {
-        self.advance(terms, last, now);
-        self.used(terms, now)
+    /// The units in use at `now`, of a state that was advanced to `last`.
+    pub(crate) fn used_at(mut self, params: &LimitParams, last: u64, now: u64) -> u64 {
+        self.advance(params, last, now);
+        self.used(params, now)
     }
 
-    /// How long until no more than `target` units are in use, if nobody comes in the meantime. Fewer than are in use now.
+    /// How long until at most `target` units are in use, if nothing is charged meanwhile. `target` is less than the units in use now.
     #[inline]
-    fn wait(&self, terms: &LimitParams, now: u64, target: u64) -> u64 {
-        let span = terms.span;
+    fn wait(&self, params: &LimitParams, now: u64, target: u64) -> u64 {
+        let span = params.span;
         match *self {
             Self::TokenBucket { debt, .. } => {
                 let excess = debt.saturating_sub(target * span);
-                // As it is with all rates of a whole number of us for a token, and divisions are slow.
-                if terms.step == 1 { excess } else { excess.div_ceil(terms.step) }
+                // The common case, a whole number of us per token, without a slow division.
+                if params.step == 1 { excess } else { excess.div_ceil(params.step) }
             }
             Self::FixedWindow { start, .. } => start + span - now,
             Self::SlidingWindow { start, previous, current } => {
-                // The window that has to fade, how far it may reach into ours, and when that begins.
+                // The window that fades, how many of its units may remain, and when it starts to fade.
                 let (fading, room, begin) =
                     if current <= target { (previous, target - current, 0) } else { (current, target, span) };
-                let rest = (room * terms.steps()).checked_div(fading).unwrap_or(0);
-                let faded = begin + span.saturating_sub(rest.saturating_mul(terms.step));
+                let rest = (room * params.steps()).checked_div(fading).unwrap_or(0);
+                let faded = begin + span.saturating_sub(rest.saturating_mul(params.step));
                 faded.max(begin).saturating_sub(now - start)
             }
         }
@@ -182,70 +181,69 @@ impl Count {
 
     /// Whether there is room for `cost`.
     #[inline]
-    pub(crate) fn fits(&self, terms: &LimitParams, now: u64, cost: u32) -> bool {
-        // Without a division, where it can be done without.
+    pub(crate) fn fits(&self, params: &LimitParams, now: u64, cost: u32) -> bool {
+        // Avoids a division.
         if let Self::TokenBucket { debt, .. } = *self {
-            return debt.saturating_add(u64::from(cost).saturating_mul(terms.span)) <= terms.full();
+            return debt.saturating_add(u64::from(cost).saturating_mul(params.span)) <= params.full();
         }
-        self.used(terms, now) + u64::from(cost) <= u64::from(terms.capacity)
+        self.used(params, now) + u64::from(cost) <= u64::from(params.capacity)
     }
 
     /// Whether less than a fifth of the limit is left.
     #[inline]
-    pub(crate) fn is_near_limit(&self, terms: &LimitParams, now: u64) -> bool {
-        let enough = u64::from(terms.capacity) * 4 / 5;
+    pub(crate) fn is_near_limit(&self, params: &LimitParams, now: u64) -> bool {
+        let enough = u64::from(params.capacity) * 4 / 5;
         match *self {
-            Self::TokenBucket { debt, .. } => debt > enough * terms.span,
-            Self::FixedWindow { .. } | Self::SlidingWindow { .. } => self.used(terms, now) > enough,
+            Self::TokenBucket { debt, .. } => debt > enough * params.span,
+            Self::FixedWindow { .. } | Self::SlidingWindow { .. } => self.used(params, now) > enough,
         }
     }
 
-    /// How the limit stands, and how long somebody has to wait who wants `cost`.
+    /// The state of the limit, with the wait for a request of `cost`.
     #[inline]
-    pub(crate) fn status(&self, terms: &LimitParams, now: u64, cost: u32) -> LimitStatus {
-        let (used, cost, capacity) = (self.used(terms, now), u64::from(cost), u64::from(terms.capacity));
+    pub(crate) fn status(&self, params: &LimitParams, now: u64, cost: u32) -> LimitStatus {
+        let (used, cost, capacity) = (self.used(params, now), u64::from(cost), u64::from(params.capacity));
         let retry = if cost > 0 && used + cost > capacity {
-            // At least a microsecond: a wait of nothing would have everybody ask in a loop.
-            self.wait(terms, now, capacity.saturating_sub(cost)).max(1)
+            // At least 1 us, since a wait of zero would cause busy loops.
+            self.wait(params, now, capacity.saturating_sub(cost)).max(1)
         } else {
             0
         };
-        let reset = if used == 0 { 0 } else { self.wait(terms, now, used.min(capacity) - u64::from(capacity > 0)) };
+        let reset = if used == 0 { 0 } else { self.wait(params, now, used.min(capacity) - u64::from(capacity > 0)) };
         let remaining = capacity.saturating_sub(used) as u32;
-        LimitStatus::of_micros(terms.capacity, remaining, retry, reset)
+        LimitStatus::of_micros(params.capacity, remaining, retry, reset)
     }
 
-    /// Charges `units` at `now`, which the count has been brought up to, whether or not they fit, but nobody gets deeper into
-    /// debt than by a whole quota.
+    /// Charges `units` at `now`, to which the state was advanced, even if they do not fit. The total stays at or below twice the capacity.
     #[inline]
-    pub(crate) fn charge(&mut self, terms: &LimitParams, now: u64, units: u32) {
+    pub(crate) fn charge(&mut self, params: &LimitParams, now: u64, units: u32) {
         let units = u64::from(units);
         if let Self::TokenBucket { debt, .. } = self {
-            *debt = add(*debt, units.saturating_mul(terms.span), 2 * terms.full());
+            *debt = add(*debt, units.saturating_mul(params.span), 2 * params.full());
             return;
         }
-        let room = (2 * u64::from(terms.capacity)).saturating_sub(self.used(terms, now));
+        let room = (2 * u64::from(params.capacity)).saturating_sub(self.used(params, now));
         if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self {
-            // What is left of the window before counts as well.
+            // Units of the previous window count as well.
             *current += units.min(room);
         }
     }
 
-    /// Charges `cost` if there is room for it; answers whether there is.
+    /// Charges `cost` if there is room, and returns whether there was.
     #[inline]
-    pub(crate) fn charge_if_it_fits(&mut self, terms: &LimitParams, now: u64, cost: u32) -> bool {
+    pub(crate) fn charge_if_it_fits(&mut self, params: &LimitParams, now: u64, cost: u32) -> bool {
         let units = u64::from(cost);
         match self {
             Self::TokenBucket { debt, .. } => {
-                // What is more than all of the limit may be more than can be counted.
-                let fits = cost <= terms.capacity && *debt + units * terms.span <= terms.full();
+                // A cost above the capacity may overflow.
+                let fits = cost <= params.capacity && *debt + units * params.span <= params.full();
                 if fits {
-                    *debt += units * terms.span;
+                    *debt += units * params.span;
                 }
                 fits
             }
             Self::FixedWindow { .. } | Self::SlidingWindow { .. } => {
-                let fits = self.fits(terms, now, cost);
+                let fits = self.fits(params, now, cost);
                 if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self
                     && fits
                 {
@@ -256,37 +254,37 @@ impl Count {
         }
     }
 
-    /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. In a bucket `missing`
-    /// tokens were missing then, if that is known.
-    pub(crate) fn refund(&mut self, terms: &LimitParams, now: u64, at: u64, missing: u32, units: u32) {
+    /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. `missing` is the number of tokens
+    /// missing from a bucket then, or 0 if unknown.
+    pub(crate) fn refund(&mut self, params: &LimitParams, now: u64, at: u64, missing: u32, units: u32) {
         let units = u64::from(units);
         match self {
             Self::TokenBucket { since, debt } if at >= *since => {
-                // Without the charge the bucket may have been full for a while, and what flowed in then would have been
-                // lost. What was missing at the time and has not flowed in since cannot have been.
-                let least = u64::from(missing).saturating_sub(1).max(units).saturating_mul(terms.span);
-                let still = least.saturating_sub(now.saturating_sub(at).saturating_mul(terms.step));
-                *debt = debt.saturating_sub(still.min(units.saturating_mul(terms.span)));
+                // Without the charge, the bucket might have been full for a while, and that refill would have been lost. A token that was
+                // missing then and has not been refilled since was not lost.
+                let least = u64::from(missing).saturating_sub(1).max(units).saturating_mul(params.span);
+                let still = least.saturating_sub(now.saturating_sub(at).saturating_mul(params.step));
+                *debt = debt.saturating_sub(still.min(units.saturating_mul(params.span)));
             }
             Self::FixedWindow { start, used } if at >= *start => *used = used.saturating_sub(units),
             Self::SlidingWindow { start, current, .. } if at >= *start => *current = current.saturating_sub(units),
-            Self::SlidingWindow { start, previous, .. } if at + terms.span >= *start => {
+            Self::SlidingWindow { start, previous, .. } if at + params.span >= *start => {
                 *previous = previous.saturating_sub(units);
             }
             Self::TokenBucket { .. } | Self::FixedWindow { .. } | Self::SlidingWindow { .. } => {}
         }
     }
 
-    /// From when on the count says nothing any more.
-    pub(crate) fn expires(&self, terms: &LimitParams, last: u64) -> u64 {
+    /// When the state has no more effect.
+    pub(crate) fn expires(&self, params: &LimitParams, last: u64) -> u64 {
         match *self {
-            Self::TokenBucket { debt, .. } => last + debt.div_ceil(terms.step.max(1)),
-            Self::FixedWindow { start, .. } => start + terms.span,
-            Self::SlidingWindow { start, .. } => start + 2 * terms.span,
+            Self::TokenBucket { debt, .. } => last + debt.div_ceil(params.step.max(1)),
+            Self::FixedWindow { start, .. } => start + params.span,
+            Self::SlidingWindow { start, .. } => start + 2 * params.span,
         }
     }
 
-    /// The count as it is carried over to other terms of the same algorithm.
+    /// Converts the state to other parameters of the same algorithm.
     fn carried_over(mut self, old: &LimitParams, new: &LimitParams, change: QuotaChange) -> Self {
         let most = 2 * u64::from(new.capacity);
         let convert = |used: u64| match change {
@@ -304,18 +302,18 @@ impl Count {
     }
 }
 
-/// `value + more`, but no more than `most` unless it was more before.
+/// `value + more`, at most `most`, but never less than `value`.
 fn add(value: u64, more: u64, most: u64) -> u64 {
     value.saturating_add(more).min(most.max(value))
 }
 
-/// `used * new / old`, rounded up. In doubles, as scripts have to do it: both must round alike.
+/// `used * new / old`, rounded up. In doubles like the scripts, so that both round alike.
 fn scale(used: u64, new: u64, old: u64) -> u64 {
     (used as f64 * new as f64 / old.max(1) as f64).ceil() as u64
 }
 
-/// For each of the new terms, what has been counted under the old ones of the same policy: `None` where it starts afresh.
-/// Algorithms and windows are the same; the numbers may not be.
+/// Converts the states of a policy from `old` to `new` parameters. `None` for a limit that starts from zero. Algorithms and windows are the
+/// same; the numbers may differ.
 pub(crate) fn carry_over<'a>(
     old: &'a [LimitParams],
     counts: impl Fn(usize) -> Option<Count> + 'a,
@@ -334,27 +332,27 @@ pub(crate) fn carry_over<'a>(
     })
 }
 
-/// The receipt of a charge at `at`, after which the only limit stands like this.
+/// The receipt of a charge at `at`, after which the only limit has this state.
 #[inline]
-pub(crate) fn receipt_of_one(at: u64, terms: &LimitParams, limit: &LimitStatus) -> Receipt {
+pub(crate) fn receipt_of_one(at: u64, params: &LimitParams, limit: &LimitStatus) -> Receipt {
     let mut receipt = Receipt::at_micros(at);
-    if terms.algorithm == Algorithm::TokenBucket {
-        receipt.note_missing(0, terms.capacity - limit.remaining().min(terms.capacity));
+    if params.algorithm == Algorithm::TokenBucket {
+        receipt.note_missing(0, params.capacity - limit.remaining().min(params.capacity));
     }
     receipt
 }
 
-/// The receipt of a charge at `at`, after which the limits stand like this.
+/// The receipt of a charge at `at`, after which the limits have these states.
 pub(crate) fn receipt<'a>(
     at: u64,
-    terms: &[LimitParams],
+    params: &[LimitParams],
     limits: impl IntoIterator<Item = &'a LimitStatus>,
 ) -> Receipt {
     let mut receipt = Receipt::at_micros(at);
-    let limits = terms.iter().zip(limits);
-    let buckets = limits.filter(|(terms, _)| terms.algorithm == Algorithm::TokenBucket);
-    for (bucket, (terms, limit)) in buckets.enumerate() {
-        receipt.note_missing(bucket, terms.capacity - limit.remaining().min(terms.capacity));
+    let limits = params.iter().zip(limits);
+    let buckets = limits.filter(|(params, _)| params.algorithm == Algorithm::TokenBucket);
+    for (bucket, (params, limit)) in buckets.enumerate() {
+        receipt.note_missing(bucket, params.capacity - limit.remaining().min(params.capacity));
     }
     receipt
 }

@@ -5,16 +5,16 @@ use tokio::time::Instant;
 
 use super::decision::{Decision, Outcome, Receipt};
 use super::policy::Policy;
-use super::sharded_map::{Expiry, Place, Shards};
+use super::sharded_map::{Expiry, Location, ShardedMap};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Reach;
 
-/// Remembers who is over the limit, and turns them away without asking the store again.
+/// Caches denials, and denies further requests of the same key without a store call.
 ///
-/// A client that hammers an exhausted quota then costs a look into a map instead of a round trip. Goes around any store,
-/// under a layer and a [`Limiter`](super::Limiter) alike:
+/// A client that keeps calling with an exhausted quota then costs a map lookup instead of a round trip. Wraps any store, and works below a
+/// layer and a [`Limiter`](super::Limiter):
 ///
 /// ```
 /// use std::time::Duration;
@@ -26,8 +26,8 @@ use crate::lock::Reach;
 /// let limiter = Limiter::new(store.clone(), Policy::new("api", Quota::per_minute(1).fixed_window()));
 ///
 /// assert!(limiter.check("alice").await?.is_allowed());
-/// assert!(!limiter.check("alice").await?.is_allowed()); // says the store
-/// let decision = limiter.check("alice").await?; // says the cache
+/// assert!(!limiter.check("alice").await?.is_allowed()); // from the store
+/// let decision = limiter.check("alice").await?; // from the cache
 /// assert_eq!(decision.retry_after(), Some(Duration::from_secs(60)));
 /// assert_eq!((store.stats().misses, store.stats().hits), (2, 1));
 /// # Ok(())
@@ -36,124 +36,123 @@ use crate::lock::Reach;
 ///
 /// Clones share the cache.
 ///
-/// # What it may get wrong
+/// # Accuracy
 ///
-/// It never admits anybody. It denies more than the store would only after somebody made room: lifted a block, reset a key,
-/// or gave units back. Where that went through this cache or a clone of it, it is noticed at once; where another process did
-/// it, after the [maximum age](Self::max_age) at the latest. Time alone makes room when the store said it would.
+/// It never admits a request itself. It denies more than the store only after an operation made room: a lifted block, a reset, or a refund.
+/// If the operation went through this cache or a clone of it, it takes effect at once. If another process did it, it takes effect after the
+/// [maximum age](Self::max_age) at the latest. Room that appears with time is known from the denial.
 ///
-/// A denial is remembered for the cost that was denied and for the very policy that denied it: a request that costs less is put
-/// to the store, as is one with other limits. One that costs more is told the wait of the smaller cost, which is the least that
-/// it has to wait. Waits shrink as time passes; what remains is what remained when the store was asked.
+/// A denial is cached for its cost and its exact policy: a request with a lower cost or other limits goes to the store. A request with a
+/// higher cost gets the wait of the lower cost, which is the least that it has to wait. Waits shrink as time passes. The remaining units
+/// are those from the time of the store call.
 ///
-/// [`peek`](RateLimitStore::peek) always asks the store. Of several subjects ([`check_all`](RateLimitStore::check_all)) it is enough that one
-/// is known to be denied: how the others stand is not said then, and their decisions have no limits.
+/// [`peek`](RateLimitStore::peek) always calls the store. For several keys ([`check_all`](RateLimitStore::check_all)), one cached denial is
+/// enough to deny the request. The decisions of the other keys have no limits then.
 ///
 /// # Memory
 ///
-/// At most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) denials unless told otherwise. Those that ended are dropped as new
-/// ones come, and in a full cache a few are looked at and the one that ends soonest is forgotten, which costs a question to
-/// the store.
+/// At most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) denials by default. Expired denials are removed as new ones are added. If the cache
+/// is full, the denial of a small sample that ends first is evicted, which costs a store call.
 #[derive(Clone, Debug)]
 pub struct DenyCache<S> {
     store: S,
     max_age: Duration,
-    denials: Arc<Shards<CachedDenial, Books>>,
+    denials: Arc<ShardedMap<CachedDenial, ShardState>>,
 }
 
-/// What is counted for a part of the subjects.
+/// The state of a shard.
 #[derive(Debug, Default)]
-struct Books {
+struct ShardState {
     hits: u64,
     misses: u64,
-    // How often something was changed through the cache: a denial that was on its way meanwhile may be out of date. For all
-    // subjects of the part, since the worst that comes of it is another question to the store.
+    // How often a key was changed through the cache: a denial that was in flight meanwhile may be out of date. One counter for the whole
+    // shard, since the cost is only a further store call.
     changes: u64,
 }
 
-/// What the store said.
+/// A denial by the store.
 #[derive(Debug)]
 struct CachedDenial {
     policy: Policy,
-    // The least that is denied.
+    // The lowest denied cost.
     cost: u32,
     decision: Decision,
-    // When the answer came. The decision was made before, so its waits are over no later than counted from here.
-    told: Instant,
-    // From when on the store is asked again, counted from before the question: no later than the cost fits.
+    // When the denial was received. It was made earlier, so its waits end no later than counted from here.
+    received_at: Instant,
+    // When the store is called again. Counted from before the call, so no later than the cost fits.
     until: Instant,
 }
 
 impl Expiry for CachedDenial {
-    fn ends(&self) -> Instant {
+    fn expires_at(&self) -> Instant {
         self.until
     }
 }
 
-/// How much a [`DenyCache`] has saved.
+/// The statistics of a [`DenyCache`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DenyCacheStats {
-    /// The requests that were denied without the store; of one that counts for several, those of them that are known to be over their limits.
+    /// Requests that were denied without a store call. Of a request with several keys, each key with a cached denial counts.
     pub hits: u64,
-    /// The requests that the store was asked about; of one that counts for several, each of these.
+    /// Requests that went to the store. Of a request with several keys, each key counts.
     pub misses: u64,
-    /// The denials that are kept, those included that ended and were not dropped yet.
+    /// Cached denials, including expired denials until they are removed.
     pub entries: usize,
 }
 
 impl<S> DenyCache<S> {
-    /// How many denials are kept unless told otherwise.
+    /// The default maximum number of denials.
     pub const DEFAULT_CAPACITY: usize = 10_000;
-    /// How old a denial gets unless told otherwise.
+    /// The default maximum age of a denial.
     pub const DEFAULT_MAX_AGE: Duration = Duration::from_secs(1);
 
-    /// A cache in front of `store`.
+    /// Creates a cache in front of `store`.
     pub fn new(store: S) -> Self {
-        Self { store, max_age: Self::DEFAULT_MAX_AGE, denials: Arc::new(Shards::new(Self::DEFAULT_CAPACITY)) }
+        Self { store, max_age: Self::DEFAULT_MAX_AGE, denials: Arc::new(ShardedMap::new(Self::DEFAULT_CAPACITY)) }
     }
 
-    /// How many denials are kept at the most; at least one. Starts with an empty cache, which earlier clones do not share.
-    /// Defaults to [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY).
+    /// Sets the maximum number of denials, at least one. The returned cache starts empty, and is not shared with earlier clones. Defaults
+    /// to [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY), 10,000.
     #[must_use]
     pub fn capacity(self, denials: usize) -> Self {
-        Self { denials: Arc::new(Shards::new(denials)), ..self }
+        Self { denials: Arc::new(ShardedMap::new(denials)), ..self }
     }
 
-    /// How long the cache goes without asking the store about a subject, at the most: what others change is noticed this late.
-    /// Zero switches the cache off. Defaults to [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE).
+    /// Sets the longest time without a store call for a key: changes by other processes are noticed this late. Zero disables the cache.
+    /// Defaults to [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE), 1 second.
     #[must_use]
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
     }
 
-    /// How often the cache knew the answer, over all clones.
+    /// Returns the statistics of all clones.
     #[must_use]
     pub fn stats(&self) -> DenyCacheStats {
-        self.denials.each().fold(DenyCacheStats::default(), |stats, part| DenyCacheStats {
-            hits: stats.hits + part.books.hits,
-            misses: stats.misses + part.books.misses,
-            entries: stats.entries + part.len(),
+        self.denials.lock_each().fold(DenyCacheStats::default(), |stats, shard| DenyCacheStats {
+            hits: stats.hits + shard.state.hits,
+            misses: stats.misses + shard.state.misses,
+            entries: stats.entries + shard.len(),
         })
     }
 
-    /// The answer, or what is needed to remember the one of the store.
+    /// Returns the cached denial, or the `Miss` with which to cache the decision of the store.
     fn look_up(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, Miss> {
-        let place = self.denials.place(policy, key);
-        let mut part = self.denials.lock(place);
+        let location = self.denials.locate(policy, key);
+        let mut shard = self.denials.lock(location);
         let now = Instant::now();
-        let denial = part.get_mut(place, policy, key);
+        let denial = shard.get_mut(location, policy, key);
         let known = denial.filter(|denial| denial.until > now && denial.cost <= cost && denial.policy == *policy);
         if let Some(denial) = known {
-            let decision = denial.decision.later(now - denial.told);
-            part.books.hits += 1;
-            policy.meters().deny_cache_asked(true);
+            let decision = denial.decision.later(now - denial.received_at);
+            shard.state.hits += 1;
+            policy.meters().deny_cache_looked_up(true);
             return Ok(decision);
         }
-        Err(Miss { place, asked: now, changes: part.books.changes })
+        Err(Miss { location, called_at: now, changes: shard.state.changes })
     }
 
-    /// The answer where one of several is known to be denied, or what is needed to remember those of the store.
+    /// Returns the decisions if one of several keys has a cached denial, or the `Miss` of each key.
     fn look_up_all(&self, requests: &[Request]) -> Result<Vec<Decision>, Vec<Miss>> {
         let look_up = |Request { policy, key, cost }: &Request| self.look_up(policy, key, *cost);
         let known: Vec<_> = requests.iter().map(look_up).collect();
@@ -163,57 +162,57 @@ impl<S> DenyCache<S> {
         Err(known.into_iter().filter_map(Result::err).collect())
     }
 
-    /// Counts a question that the store is asked.
-    fn missed(&self, policy: &Policy, question: &Miss) {
-        self.denials.lock(question.place).books.misses += 1;
-        policy.meters().deny_cache_asked(false);
+    /// Counts a store call.
+    fn missed(&self, policy: &Policy, miss: &Miss) {
+        self.denials.lock(miss.location).state.misses += 1;
+        policy.meters().deny_cache_looked_up(false);
     }
 
-    fn missed_all(&self, requests: &[Request], questions: &[Miss]) {
-        for (Request { policy, .. }, question) in requests.iter().zip(questions) {
-            self.missed(policy, question);
+    fn missed_all(&self, requests: &[Request], misses: &[Miss]) {
+        for (Request { policy, .. }, miss) in requests.iter().zip(misses) {
+            self.missed(policy, miss);
         }
     }
 
-    /// Remembers what the store said, if that is a denial that will hold for a while.
-    fn learn(&self, policy: &Policy, key: &Key, cost: u32, question: Miss, decision: &Decision) {
-        let Miss { place, asked, changes } = question;
-        let mut part = self.denials.lock(place);
+    /// Caches the decision of the store if it is a denial that lasts for a while.
+    fn remember(&self, policy: &Policy, key: &Key, cost: u32, miss: Miss, decision: &Decision) {
+        let Miss { location, called_at, changes } = miss;
+        let mut shard = self.denials.lock(location);
         let cost = match decision.outcome() {
             Outcome::Limited => cost,
-            // Whatever it costs.
+            // A block applies to every cost.
             Outcome::Blocked => 0,
             Outcome::Allowed | Outcome::Never => return,
         };
         let Some(wait) = decision.retry_after() else { return };
-        let (told, until) = (Instant::now(), asked + wait.min(self.max_age));
-        if until <= told || part.books.changes != changes {
+        let (received_at, until) = (Instant::now(), called_at + wait.min(self.max_age));
+        if until <= received_at || shard.state.changes != changes {
             return;
         }
-        if let Some(known) = part.get_mut(place, policy, key)
+        if let Some(known) = shard.get_mut(location, policy, key)
             && known.cost < cost
-            && known.until > told
+            && known.until > received_at
             && known.policy == *policy
         {
             return;
         }
-        let denial = CachedDenial { policy: policy.clone(), cost, decision: decision.clone(), told, until };
-        part.put(place, policy, key, denial, told, |_, _| {});
+        let denial = CachedDenial { policy: policy.clone(), cost, decision: decision.clone(), received_at, until };
+        shard.put(location, policy, key, denial, received_at, |_, _| {});
     }
 
-    /// The same for several that were asked about together.
-    fn learn_all(&self, requests: &[Request], questions: Vec<Miss>, decisions: &[Decision]) {
-        for ((request, question), decision) in requests.iter().zip(questions).zip(decisions) {
+    /// Caches the decisions about several keys.
+    fn remember_all(&self, requests: &[Request], misses: Vec<Miss>, decisions: &[Decision]) {
+        for ((request, miss), decision) in requests.iter().zip(misses).zip(decisions) {
             let Request { policy, key, cost } = request;
-            // What is denied to one that is named twice is denied to both costs together.
+            // If a key occurs twice, its denial is about the sum of both costs.
             let named = requests.iter().filter(|other| other.key == *key && other.policy.shares_counts_with(policy));
             if named.count() == 1 {
-                self.learn(policy, key, *cost, question, decision);
+                self.remember(policy, key, *cost, miss, decision);
             }
         }
     }
 
-    /// Forgets what is known of a subject, now and when the value is dropped: what is changed meanwhile may be seen or not.
+    /// Removes the denial of a key, now and when the returned value is dropped: a concurrent check may or may not see the change.
     fn forget<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> Forget<'a> {
         let forget = Forget { denials: &self.denials, policy, key };
         forget.now();
@@ -221,26 +220,26 @@ impl<S> DenyCache<S> {
     }
 }
 
-/// A request that the store has to be asked about.
+/// A request that needs a store call.
 #[derive(Clone, Copy)]
 struct Miss {
-    place: Place,
-    asked: Instant,
+    location: Location,
+    called_at: Instant,
     changes: u64,
 }
 
 struct Forget<'a> {
-    denials: &'a Shards<CachedDenial, Books>,
+    denials: &'a ShardedMap<CachedDenial, ShardState>,
     policy: &'a Policy,
     key: &'a Key,
 }
 
 impl Forget<'_> {
     fn now(&self) {
-        let place = self.denials.place(self.policy, self.key);
-        let mut part = self.denials.lock(place);
-        part.books.changes += 1;
-        part.remove(place, self.policy, self.key);
+        let location = self.denials.locate(self.policy, self.key);
+        let mut shard = self.denials.lock(location);
+        shard.state.changes += 1;
+        shard.remove(location, self.policy, self.key);
     }
 }
 
@@ -252,25 +251,25 @@ impl Drop for Forget<'_> {
 
 impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        let question = match self.look_up(policy, key, cost) {
+        let miss = match self.look_up(policy, key, cost) {
             Ok(decision) => return Ok(decision),
-            Err(question) => question,
+            Err(miss) => miss,
         };
-        // First: it may fail, or come too late.
-        self.missed(policy, &question);
+        // Counted before the call, which may fail or time out.
+        self.missed(policy, &miss);
         let decision = self.store.check(policy, key, cost).await?;
-        self.learn(policy, key, cost, question, &decision);
+        self.remember(policy, key, cost, miss, &decision);
         Ok(decision)
     }
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
-        let question = match self.look_up(policy, key, cost) {
+        let miss = match self.look_up(policy, key, cost) {
             Ok(decision) => return Some(decision),
-            Err(question) => question,
+            Err(miss) => miss,
         };
         let decision = self.store.check_now(policy, key, cost)?;
-        self.missed(policy, &question);
-        self.learn(policy, key, cost, question, &decision);
+        self.missed(policy, &miss);
+        self.remember(policy, key, cost, miss, &decision);
         Some(decision)
     }
 
@@ -278,24 +277,24 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         if let [Request { policy, key, cost }] = requests {
             return Ok(vec![self.check(policy, key, *cost).await?]);
         }
-        let questions = match self.look_up_all(requests) {
+        let misses = match self.look_up_all(requests) {
             Ok(decisions) => return Ok(decisions),
-            Err(questions) => questions,
+            Err(misses) => misses,
         };
-        self.missed_all(requests, &questions);
+        self.missed_all(requests, &misses);
         let decisions = self.store.check_all(requests).await?;
-        self.learn_all(requests, questions, &decisions);
+        self.remember_all(requests, misses, &decisions);
         Ok(decisions)
     }
 
     fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
-        let questions = match self.look_up_all(requests) {
+        let misses = match self.look_up_all(requests) {
             Ok(decisions) => return Some(decisions),
-            Err(questions) => questions,
+            Err(misses) => misses,
         };
         let decisions = self.store.check_all_now(requests)?;
-        self.missed_all(requests, &questions);
-        self.learn_all(requests, questions, &decisions);
+        self.missed_all(requests, &misses);
+        self.remember_all(requests, misses, &decisions);
         Some(decisions)
     }
 
@@ -304,7 +303,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        // What is charged makes no room.
+        // An added charge makes no room.
         let _forget = (change < 0).then(|| self.forget(policy, key));
         self.store.settle(policy, key, receipt, change).await
     }

@@ -101,7 +101,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         if let (Some(resolver), Some(primary)) =
             (&self.resolver, descriptors.iter_mut().find(|descriptor| descriptor.primary))
         {
-            let policy = match resolver.known(&primary.key) {
+            let policy = match resolver.cached_policy(&primary.key) {
                 Some(policy) => policy,
                 None => match resolver.question(&primary.key, primary.question.as_ref()) {
                     Some(question) => {

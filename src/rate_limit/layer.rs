@@ -129,7 +129,7 @@ pub enum OnMissingKey {
 /// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
 /// [`Local`](Self::Local).
 ///
-/// The log has one line when a store begins to fail, one when no call has failed for a second, and one for each time that the
+/// The log has one line when a store begins to fail, and one when no call has failed for a second. It also has one for each time that the
 /// [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -471,8 +471,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// service, which should be late rather than fail. Defaults to zero: requests do not wait.
     ///
     /// Waiters queue in their order of arrival, in one queue for each [key](Self::key) and process. Only the first waiter of a queue calls
-    /// the store. It calls when its denial has expired, when a request of this layer [gives units back](RateLimitHandle), and at least once
-    /// a second, since other processes may give units back. Each such call that returns counts as a [decision](super#metrics) in the
+    /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](RateLimitHandle). It also calls
+    /// once a second, since other processes may give units back. Each such call that returns counts as a [decision](super#metrics) in the
     /// metrics.
     ///
     /// Each time the first waiter is admitted, twice as many waiters may call at the same time, as far as there is room, until one of them
@@ -494,8 +494,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); further requests are rejected.
     /// A waiter keeps the inner service that reported ready, with its permit. If you drop its future, it leaves the queue, and nothing is
-    /// charged. If a waiter whose turn has come is neither polled nor dropped, it delays those behind it until it is 250 ms late, and for
-    /// up to a second more if the next one is not polled either. Once it is polled, it is first again.
+    /// charged. If a waiter whose turn has come is neither polled nor dropped, it delays the waiters behind it until it is 250 ms late. If
+    /// the next waiter is not polled either, the delay is up to one second longer. Once the late waiter is polled, it is
+    /// first again.
     ///
     /// ```
     /// use std::time::Duration;
@@ -530,9 +531,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Sets how many requests may [wait](Self::wait) for room at the same time in this process. Applies to all clones of the layer that you
     /// make afterwards. Defaults to 1,000.
     ///
-    /// All queues share this number, and one queue may use all of it: while many requests of one client wait, requests of other clients
-    /// over their limit are rejected at once. If you do not trust your clients with that, limit the concurrent requests of each client in
-    /// front of this layer.
+    /// All queues share this number, and one queue may use all of it. Requests of other clients over their limit are rejected at once then.
+    /// If you do not trust your clients with that, limit the concurrent requests of each client in front of this layer.
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.change(|core| {
             core.max_waiters_in_total = waiters;

@@ -297,10 +297,10 @@ impl<B: RateLimitStore> Limiter<B> {
     /// If the policy is not [enforced](super::Mode) for the key, in shadow mode or outside of its percentage, a block rejects no request
     /// either. It appears in [`peek`](Self::peek), in metrics and in the log.
     ///
-    /// There is no error if `key` differs from the key that a layer uses for the client, so use the same key: the result of the layer's own
-    /// [`extract_key`](crate::ExtractKey::extract_key), or [`RateLimitHandle::key`](super::RateLimitHandle::key) in a handler. To build it
-    /// yourself: `tollgate::http::header` uses the [digest](Key::digest) of the value, an IPv6 address is reduced to its /64, and a key
-    /// from a fallback is [marked](Key::as_fallback).
+    /// If `key` differs from the key that a layer uses for the client, there is no error and no effect on the layer. Use the same key: the
+    /// result of the layer's own [`extract_key`](crate::ExtractKey::extract_key), or [`RateLimitHandle::key`](super::RateLimitHandle::key)
+    /// in a handler. To build it yourself: `tollgate::http::header` uses the [digest](Key::digest) of the value, an IPv6 address is reduced
+    /// to its /64, and a key from a fallback is [marked](Key::as_fallback).
     ///
     /// ```
     /// # use std::time::Duration;

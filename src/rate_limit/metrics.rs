@@ -159,7 +159,7 @@ mod imp {
             self.leased_units[what as usize].increment(units.into());
         }
 
-        pub(crate) fn deny_cache_asked(&self, hit: bool) {
+        pub(crate) fn deny_cache_looked_up(&self, hit: bool) {
             self.cached_denials[usize::from(!hit)].increment(1);
         }
     }
@@ -207,6 +207,6 @@ mod imp {
 
         pub(crate) fn leased(&self, _: Leased, _: u32) {}
 
-        pub(crate) fn deny_cache_asked(&self, _: bool) {}
+        pub(crate) fn deny_cache_looked_up(&self, _: bool) {}
     }
 }

@@ -48,7 +48,7 @@ struct Inner {
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
     #[cfg(feature = "redis")]
-    packed: OnceLock<EncodedLimits>,
+    encoded: OnceLock<EncodedLimits>,
     #[cfg(feature = "http")]
     announcement: OnceLock<Box<dyn Any + Send + Sync>>,
 }
@@ -216,7 +216,7 @@ impl Policy {
             share: OnceLock::new(),
             meters: OnceLock::new(),
             #[cfg(feature = "redis")]
-            packed: OnceLock::new(),
+            encoded: OnceLock::new(),
             #[cfg(feature = "http")]
             announcement: OnceLock::new(),
         };
@@ -303,7 +303,7 @@ impl Policy {
     /// Returns the limits as encoded by `encode`, cached in the policy.
     #[cfg(feature = "redis")]
     pub(crate) fn packed(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
-        self.inner.packed.get_or_init(|| encode(&self.inner.terms))
+        self.inner.encoded.get_or_init(|| encode(&self.inner.terms))
     }
 
     /// Returns what `make` derives from the policy for clients, cached in the policy. The cache has room for one value of any type, so this

@@ -15,17 +15,17 @@ use super::decision::{Decision, LimitStatus, Outcome, Receipt};
 use super::metrics::Leased;
 use super::policy::Policy;
 use super::quota::{Algorithm, Limit};
-use super::sharded_map::{Expiry, Place, Shards};
+use super::sharded_map::{Expiry, Location, ShardedMap};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Reach;
 use crate::panics::discard_joined;
 
-/// Draws units ahead from the store for keys that are asked about all the time, and hands them out in this process.
+/// Draws units from the store in advance for frequently used keys, and hands them out in this process.
 ///
-/// One key that takes ten thousand requests a second, such as a quota for everybody, then costs a round trip for hundreds of
-/// requests instead of one each. Goes around any store, under a layer and a [`Limiter`](super::Limiter) alike:
+/// A key with ten thousand requests per second, such as a global quota, then needs one round trip for hundreds of requests. Wraps any
+/// store, and works below a layer and a [`Limiter`](super::Limiter):
 ///
 /// ```
 /// use tollgate::rate_limit::QuotaPrefetch;
@@ -36,7 +36,7 @@ use crate::panics::discard_joined;
 /// let limiter = Limiter::new(store.clone(), Policy::new("all", Quota::per_second(10_000).fixed_window()));
 ///
 /// for _ in 0..5_000 {
-///     assert!(limiter.check("everybody").await?.is_allowed());
+///     assert!(limiter.check("global").await?.is_allowed());
 /// }
 /// let stats = store.stats();
 /// assert!(stats.handed_out > 4_900 && stats.draws < 30, "{stats:?}");
@@ -44,212 +44,210 @@ use crate::panics::discard_joined;
 /// # }
 /// ```
 ///
-/// Clones share the leases. With many clients that are over their limits put a [`DenyCache`](super::DenyCache) around it.
+/// Clones share the leases. If many of your clients are over their limits, put a [`DenyCache`](super::DenyCache) around it.
 ///
-/// # What it may get wrong
+/// # Accuracy
 ///
-/// It never admits beyond the quota: what is handed out was charged in the store before, in the window in which it is used.
-/// A lease ends with the first of the windows that it was drawn from, by a clock that runs no later than the store's: it
-/// counts from before the question was sent what the store said, later, of the time left, less a thousandth of it and a
-/// millisecond for clocks that do not run alike. (The store's clock must not be set forward meanwhile, nor the machine be
-/// suspended.)
+/// It never admits beyond the quota: units are charged in the store before they are handed out, in the window in which they are used. A
+/// lease ends with the first of the windows from which it was drawn. Its end is computed conservatively: it is counted from before the
+/// store call, less a thousandth of the remaining time and one millisecond for clock drift. (The store's clock must not be set forward
+/// meanwhile, and the machine must not be suspended.)
 ///
-/// It may admit less than the quota: what one process holds cannot be used by others, and is lost if it is not used in time.
-/// A lease is at most an [eighth](Self::share) of what was left, so leases shrink as the quota is used up, and near its end
-/// there are none: the last units are charged one request at a time, and a denial is always the store's own. So what an idle process
-/// holds is no more than an eighth of what was left when it drew, and what the request before it costs; `n` of them hold `1 - (7/8)^n` of the
-/// quota together. How much was lost is in the [`stats`](Self::stats) and in the [metrics](crate::rate_limit#metrics).
+/// It may admit less than the quota: units that one process holds are not available to others, and expire if they are not used in time. A
+/// lease is at most an [eighth](Self::share) of the remaining units, so leases shrink as the quota is used up. Near its end there are no
+/// leases: the last units are charged one request at a time, and every denial comes from the store. So an idle process holds at most an
+/// eighth of what remained when it drew, plus the cost of the request before it. `n` processes together hold at most `1 - (7/8)^n` of the
+/// quota. The [`stats`](Self::stats) and the [metrics](crate::rate_limit#metrics) count expired units.
 ///
-/// What others change is noticed when the lease ends, after the [maximum age](Self::max_age) at the latest: a block, a reset
-/// (what is left of the lease was charged before it and is handed out after it). One that goes through these leases or a
-/// clone of them ends the lease at once. A debt made by [`settle`](RateLimitStore::settle) does not, since what is held was
-/// charged before; and who gives back more than was charged gives back what is held for others.
+/// A block or reset by another process is noticed when the lease ends, after the [maximum age](Self::max_age) at the latest. Until then,
+/// the rest of the lease is handed out. A block or reset through this store or a clone of it ends the lease at once. A debt made by
+/// [`settle`](RateLimitStore::settle) does not end the lease, since its units were charged before. If you give back more than was charged,
+/// you give back units that are held for other requests.
 ///
-/// # What it is for
+/// # Usage
 ///
-/// Only policies whose limits are all [fixed windows](super::Quota::fixed_window), because only there a unit is as good at
-/// any time of the window. All other policies are passed on to the store as they are, and so are
-/// [`check_all`](RateLimitStore::check_all) and [`peek`](RateLimitStore::peek), which does not see what is held here.
+/// Leases exist only for policies whose limits are all [fixed windows](super::Quota::fixed_window), since only there a unit has the same
+/// value at any time of the window. Other policies are passed on to the store, and so are [`check_all`](RateLimitStore::check_all) and
+/// [`peek`](RateLimitStore::peek), which does not see the units held here.
 ///
-/// A key has to earn its lease with [`PROMOTE_AFTER`](Self::PROMOTE_AFTER) requests within [`EARN_WITHIN`](Self::EARN_WITHIN): all others are
-/// counted to the unit and lose nothing. Leases begin small, double when they are used up within 10 ms, and are halved when
-/// they are not used up. A request that costs more than a lease would hold goes to the store.
+/// A key gets a lease after [`PROMOTE_AFTER`](Self::PROMOTE_AFTER) requests within [`EARN_WITHIN`](Self::EARN_WITHIN). Other keys are
+/// counted exactly and lose nothing. Leases start small. They double when they are used up within 10 ms, and are halved when they are not
+/// used up. A request that costs more than a lease would hold goes to the store.
 ///
-/// A decision from a lease says what remained when it was drawn, and what was not handed out of it since. Its receipt is
-/// that of the draw, so [`settle`](RateLimitStore::settle) corrects the charge in the store.
+/// A decision from a lease shows the units that remained at the draw, plus the rest of the lease. Its receipt is that of the draw, so
+/// [`settle`](RateLimitStore::settle) corrects the charge in the store.
 ///
-/// What is not used within the maximum age is given back with the key's next request. There is no task that would do it
-/// before: what an idle key holds, and what is held when the last clone is dropped, is lost with the end of the window, unless it was
-/// [given back](Self::give_back) before.
+/// Units that are not used within the maximum age are given back with the next request for the key, not by a background task. So the units
+/// of an idle key, and units held when the last clone is dropped, expire with the window, unless you [give them back](Self::give_back)
+/// before.
 ///
 /// # Cancellation
 ///
-/// A draw is carried out in a task of the runtime, whether or not the future that has begun it is polled. Where that one is dropped, at a deadline for
-/// instance, those who wait for the draw ask for just what they need, and so does whoever has waited for the maximum age. The draw goes on for as
-/// long again, or for a second if that is longer, and what comes of it is handed out.
+/// A draw runs in a task of the runtime, whether or not the future that started it is polled. If that future is dropped, for example at a
+/// deadline, requests that wait for the draw each charge only their own cost instead. A request that has waited for the maximum age does
+/// the same. The draw continues for the maximum age, or for one second if that is longer, and its units are handed out.
 ///
-/// One that fails, or takes longer than that, may have been charged. It counts as lost, and the key has to earn its lease anew: no more than one lease
-/// is lost while a store stands still.
+/// A draw that fails or takes longer may have been charged. Its units count as expired, and the key has to qualify for a lease again. So at
+/// most one lease per key is lost while a store hangs.
 #[derive(Debug)]
 pub struct QuotaPrefetch<S> {
     store: Arc<S>,
     max_age: Duration,
     share: u32,
-    slots: Arc<Shards<Slot, Books>>,
+    slots: Arc<ShardedMap<Slot, ShardState>>,
 }
 
-/// What became of the units that a [`QuotaPrefetch`] has drawn: they were handed out, given back, lost, or are held.
+/// The units that a [`QuotaPrefetch`] has drawn: handed out, given back, expired, or held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LeaseStats {
-    /// How often units were drawn ahead.
+    /// The number of draws.
     pub draws: u64,
-    /// The units that were charged to the store by that, or may have been where no answer came.
+    /// The units that were charged in the store by draws, or may have been if no reply arrived.
     pub drawn: u64,
-    /// The units of these that requests were admitted with.
+    /// The drawn units that admitted requests were charged.
     pub handed_out: u64,
     /// The units that were given back to the store.
     pub given_back: u64,
-    /// The units that were not used in time: nobody could have them.
+    /// The units that were not used in time. No request could use them.
     pub expired: u64,
     /// The units that can still be handed out.
     pub held: u64,
 }
 
-/// What is counted for a part of the keys.
+/// The state of a shard.
 #[derive(Debug, Default)]
-struct Books {
+struct ShardState {
     stats: LeaseStats,
-    // The keys that are being reset or blocked through us. They get no lease until that is done, since nobody knows whether
-    // what is drawn meanwhile is charged before or after.
+    // Hashes of keys that are being reset or blocked through this store. They get no lease until then, since it is unknown whether a draw
+    // is charged before or after.
     changing: Vec<u64>,
 }
 
-/// What is known of a key.
+/// The state of a key.
 #[derive(Debug)]
 struct Slot {
     policy: Policy,
     lease: Option<Lease>,
-    // While units are drawn the others wait to be told that it is over. This also tells the slot from a later one of the same key.
-    drawing: Option<Drawing>,
-    flight: Arc<Notify>,
-    // How much to draw next.
+    // While units are drawn, other requests wait for `refill_done`. Its address also distinguishes the slot from a later one for the same
+    // key.
+    pending_refill: Option<PendingRefill>,
+    refill_done: Arc<Notify>,
+    // The size of the next draw.
     size: u32,
-    // How many requests the store has admitted since when.
-    direct: u32,
-    since: Instant,
-    // What was left when the store was asked last, and until when that says something.
+    // How many requests the store has admitted since `counting_since`.
+    direct_count: u32,
+    counting_since: Instant,
+    // The units that remained at the last store call, and until when that is valid.
     room: u32,
     room_until: Instant,
 }
 
 #[derive(Debug)]
-struct Drawing {
+struct PendingRefill {
     began: Instant,
-    // Whether the request that began it has gone.
-    is_left: bool,
+    // Whether the request that started it was dropped.
+    is_abandoned: bool,
 }
 
 #[derive(Debug)]
 struct Lease {
     left: u32,
-    // How much it was.
+    // The drawn units.
     size: u32,
-    // The store's decision, and when it came.
+    // The decision of the store, and when it was received.
     decision: Decision,
-    told: Instant,
-    // No more is handed out from then on.
+    received_at: Instant,
+    // No units are handed out after this.
     ends: Instant,
     // Until when the rest can be given back.
     window_ends: Instant,
 }
 
 impl Expiry for Slot {
-    fn ends(&self) -> Instant {
-        let earning = self.since + QuotaPrefetch::<()>::EARN_WITHIN;
+    fn expires_at(&self) -> Instant {
+        let earning = self.counting_since + QuotaPrefetch::<()>::EARN_WITHIN;
         if self.size == 0 {
             return earning;
         }
-        // Whoever has earned a lease is kept longer than newcomers.
+        // Keys with a lease are kept longer than new keys.
         let lease = self.lease.as_ref().map_or(self.room_until, |lease| lease.ends);
         lease.max(earning) + QuotaPrefetch::<()>::EARN_WITHIN * 10
     }
 }
 
-/// What is to be done about a request.
+/// The next step for a request.
 enum Step {
     Answer(Decision),
-    /// Ask the store about just this.
-    Ask,
-    /// Draw so many units.
+    /// Charge only this request in the store.
+    CallStore,
+    /// Draw this many units.
     Refill(u32, Arc<Notify>),
-    /// Somebody else does: wait for that, but no longer.
+    /// Wait for another request's draw for at most this long.
     Wait(Arc<Notify>, Duration),
-    /// Give back what is left of an old lease, and look again.
+    /// Give back the rest of an expired lease, and decide again.
     GiveBack(Receipt, u32),
 }
 
 impl<S> QuotaPrefetch<S> {
-    /// How many keys are known at once unless told otherwise.
+    /// The default maximum number of keys.
     pub const DEFAULT_CAPACITY: usize = 10_000;
-    /// How long a lease is kept unless told otherwise.
+    /// The default maximum age of a lease.
     pub const DEFAULT_MAX_AGE: Duration = Duration::from_secs(1);
-    /// How many requests of a key the store has to admit one by one, within [`EARN_WITHIN`](Self::EARN_WITHIN), before it
-    /// gets a lease.
+    /// How many requests for a key the store has to admit within [`EARN_WITHIN`](Self::EARN_WITHIN) before the key gets a lease.
     pub const PROMOTE_AFTER: u32 = 8;
     /// See [`PROMOTE_AFTER`](Self::PROMOTE_AFTER).
     pub const EARN_WITHIN: Duration = Duration::from_millis(100);
     /// A lease that is used up within this time is too small.
     const QUICK: Duration = Duration::from_millis(10);
     /// How many leases are given back at the same time.
-    const GIVEN_BACK_AT_ONCE: usize = 64;
+    const MAX_CONCURRENT_RETURNS: usize = 64;
 
-    /// Leases of what `store` counts.
+    /// Wraps `store`.
     pub fn new(store: S) -> Self {
-        let slots = Arc::new(Shards::new(Self::DEFAULT_CAPACITY));
+        let slots = Arc::new(ShardedMap::new(Self::DEFAULT_CAPACITY));
         Self { store: Arc::new(store), max_age: Self::DEFAULT_MAX_AGE, share: 8, slots }
     }
 
-    /// How many keys are known at once, at least one: where there are more, that one of a few is forgotten whose lease ends
-    /// first. Starts without leases, which earlier clones do not share. Defaults to
-    /// [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY).
+    /// Sets the maximum number of keys, at least one. If there are more, a key of a sample whose lease ends first is evicted. The returned
+    /// store starts without leases, and shares none with earlier clones. Defaults to [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY), 10,000.
     #[must_use]
     pub fn capacity(self, keys: usize) -> Self {
-        Self { slots: Arc::new(Shards::new(keys)), ..self }
+        Self { slots: Arc::new(ShardedMap::new(keys)), ..self }
     }
 
-    /// How long a lease is kept, if its window does not end before: what others change is noticed this late. Defaults to
-    /// [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE).
+    /// Sets how long a lease is kept, unless its window ends before. Changes by other processes are noticed this late. Defaults to
+    /// [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE), 1 second.
     #[must_use]
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
     }
 
-    /// A lease is at most one `share`-th of what is left of the quota; with 0 as with 1, all of it. Take at least the number of
-    /// processes if all of them are to have some. Defaults to 8.
+    /// Sets the largest lease as a fraction of the remaining quota: one `share`-th; with 0 or 1, all of it. Set at least the number of your
+    /// processes if all of them should get units. Defaults to 8.
     #[must_use]
     pub fn share(self, share: u32) -> Self {
         Self { share: share.max(1), ..self }
     }
 
-    /// How long the store may take in the background for what nobody waits for.
-    fn patience(&self) -> Duration {
+    /// How long a background call may take.
+    fn background_timeout(&self) -> Duration {
         self.max_age.max(Self::DEFAULT_MAX_AGE)
     }
 
-    /// What became of all units that were drawn, over all clones.
+    /// Returns the statistics of all clones.
     #[must_use]
     pub fn stats(&self) -> LeaseStats {
         let mut sum = LeaseStats::default();
-        for part in self.slots.each() {
-            let (stats, now) = (part.books.stats, Instant::now());
+        for shard in self.slots.lock_each() {
+            let (stats, now) = (shard.state.stats, Instant::now());
             sum.draws += stats.draws;
             sum.drawn += stats.drawn;
             sum.handed_out += stats.handed_out;
             sum.given_back += stats.given_back;
             sum.expired += stats.expired;
-            for lease in part.entries().filter_map(|slot| slot.lease.as_ref()) {
-                // One that has ended and that nobody has asked for since can still be given back for a while.
+            for lease in shard.entries().filter_map(|slot| slot.lease.as_ref()) {
+                // The rest of an expired lease can be given back until its window ends.
                 let units = if lease.window_ends > now { &mut sum.held } else { &mut sum.expired };
                 *units += u64::from(lease.left);
             }
@@ -257,69 +255,69 @@ impl<S> QuotaPrefetch<S> {
         sum
     }
 
-    /// Takes all leases away, and puts down as lost what can still be given back.
+    /// Takes all leases, and records units that can still be given back as expired until they are.
     fn take_held(&self) -> Vec<(Key, Receipt, ReturnGuard)> {
         let (mut held, now) = (Vec::new(), Instant::now());
-        for mut part in self.slots.each() {
-            let (slots, books) = part.entries_with_books();
+        for mut shard in self.slots.lock_each() {
+            let (slots, state) = shard.entries_with_state();
             for (key, slot) in slots {
                 let Some(lease) = slot.lease.take() else { continue };
                 match lease.decision.receipt().filter(|_| lease.window_ends > now) {
                     Some(receipt) => {
-                        books.stats.expired += u64::from(lease.left);
+                        state.stats.expired += u64::from(lease.left);
                         held.push((*key, receipt, ReturnGuard { policy: slot.policy.clone(), units: lease.left }));
                     }
-                    None => books.lose(&slot.policy, Some(lease)),
+                    None => state.record_expired(&slot.policy, Some(lease)),
                 }
             }
         }
         held
     }
 
-    /// What to do about a request of `cost` units, which are more than none. `waits` is false for who cannot do anything but ask.
-    fn step(&self, place: Place, policy: &Policy, key: &Key, cost: u32, waits: bool) -> Step {
-        let mut part = self.slots.lock(place);
-        let part = &mut *part;
+    /// The next step for a request of `cost` units, more than 0. `can_wait` is false for a caller that cannot wait.
+    fn step(&self, location: Location, policy: &Policy, key: &Key, cost: u32, can_wait: bool) -> Step {
+        let mut shard = self.slots.lock(location);
+        let shard = &mut *shard;
         let now = Instant::now();
-        if part.books.changing.contains(&place.hash) {
-            return Step::Ask;
+        if shard.state.changing.contains(&location.hash) {
+            return Step::CallStore;
         }
-        if part.get_mut(place, policy, key).is_none_or(|slot| slot.policy != *policy) {
+        if shard.get_mut(location, policy, key).is_none_or(|slot| slot.policy != *policy) {
             let slot = Slot::new(policy, now);
-            part.put(place, policy, key, slot, now, |books, slot| books.lose(&slot.policy, slot.lease));
-            return Step::Ask;
+            shard.put(location, policy, key, slot, now, |state, slot| state.record_expired(&slot.policy, slot.lease));
+            return Step::CallStore;
         }
-        let (slot, books) = part.get_with_books(place, policy, key);
-        let Some(slot) = slot else { return Step::Ask };
+        let (slot, state) = shard.get_with_state(location, policy, key);
+        let Some(slot) = slot else { return Step::CallStore };
 
         if let Some(lease) = slot.lease.as_mut().filter(|lease| lease.ends > now) {
             if let Some(left) = lease.left.checked_sub(cost) {
                 lease.left = left;
-                books.stats.handed_out += u64::from(cost);
-                let decision = lease.decision.later(now - lease.told).with_more(left);
+                state.stats.handed_out += u64::from(cost);
+                let decision = lease.decision.later(now - lease.received_at).with_more(left);
                 if left == 0 {
                     slot.used_up(now);
                 }
                 return Step::Answer(decision);
             }
-            if now - lease.told <= Self::QUICK {
+            if now - lease.received_at <= Self::QUICK {
                 slot.size = slot.size.max(lease.size.saturating_mul(2));
             }
         } else if let Some(lease) = slot.lease.take() {
             let receipt = lease.decision.receipt().filter(|_| lease.window_ends > now);
             match receipt {
-                Some(_) if !waits => {
+                Some(_) if !can_wait => {
                     slot.lease = Some(lease);
-                    return Step::Wait(Arc::clone(&slot.flight), Duration::ZERO);
+                    return Step::Wait(Arc::clone(&slot.refill_done), Duration::ZERO);
                 }
                 Some(receipt) => {
                     slot.size = lease.size / 2;
-                    books.stats.expired += u64::from(lease.left);
+                    state.stats.expired += u64::from(lease.left);
                     return Step::GiveBack(receipt, lease.left);
                 }
                 None => {
                     slot.size = lease.size / 2;
-                    books.lose(policy, Some(lease));
+                    state.record_expired(policy, Some(lease));
                 }
             }
         }
@@ -328,106 +326,128 @@ impl<S> QuotaPrefetch<S> {
         let room = if slot.room_until > now { slot.room } else { capacity() };
         let units = slot.size.min(room / self.share);
         if units <= cost {
-            return Step::Ask;
+            return Step::CallStore;
         }
-        match &slot.drawing {
-            // It gives no lease any more.
-            Some(drawing) if drawing.is_left || now - drawing.began >= self.max_age => Step::Ask,
-            Some(drawing) => Step::Wait(Arc::clone(&slot.flight), self.max_age - (now - drawing.began)),
-            None if !waits => Step::Wait(Arc::clone(&slot.flight), Duration::ZERO),
+        match &slot.pending_refill {
+            // This draw gives no lease any more.
+            Some(pending_refill) if pending_refill.is_abandoned || now - pending_refill.began >= self.max_age => {
+                Step::CallStore
+            }
+            Some(pending_refill) => {
+                Step::Wait(Arc::clone(&slot.refill_done), self.max_age - (now - pending_refill.began))
+            }
+            None if !can_wait => Step::Wait(Arc::clone(&slot.refill_done), Duration::ZERO),
             None => {
-                slot.drawing = Some(Drawing { began: now, is_left: false });
-                Step::Refill(units, Arc::clone(&slot.flight))
+                slot.pending_refill = Some(PendingRefill { began: now, is_abandoned: false });
+                Step::Refill(units, Arc::clone(&slot.refill_done))
             }
         }
     }
 
-    /// What the store said to a request of its own.
-    fn asked(&self, place: Place, policy: &Policy, key: &Key, cost: u32, asked: Instant, decision: &Decision) {
-        let mut part = self.slots.lock(place);
-        let Some(slot) = part.get_mut(place, policy, key) else { return };
-        slot.room_is(asked, decision);
+    /// Records the decision of the store about a single request.
+    fn record_decision(
+        &self,
+        location: Location,
+        policy: &Policy,
+        key: &Key,
+        cost: u32,
+        called_at: Instant,
+        decision: &Decision,
+    ) {
+        let mut shard = self.slots.lock(location);
+        let Some(slot) = shard.get_mut(location, policy, key) else { return };
+        slot.update_room(called_at, decision);
         let now = Instant::now();
-        if now - slot.since > Self::EARN_WITHIN {
-            (slot.direct, slot.since) = (0, now);
+        if now - slot.counting_since > Self::EARN_WITHIN {
+            (slot.direct_count, slot.counting_since) = (0, now);
         }
-        slot.direct += u32::from(decision.is_allowed());
-        if slot.direct >= Self::PROMOTE_AFTER {
-            (slot.direct, slot.since) = (0, now);
+        slot.direct_count += u32::from(decision.is_allowed());
+        if slot.direct_count >= Self::PROMOTE_AFTER {
+            (slot.direct_count, slot.counting_since) = (0, now);
             slot.size = slot.size.max(cost.saturating_mul(2));
         }
     }
 
-    /// Puts `units`, of which `cost` are used at once, where they can be handed out. Answers the decision for the one who
-    /// drew, and how many units are to be given back because it took too long.
-    fn install(&self, draw: &Refill<S>, units: u32, cost: u32, asked: Instant, decision: Decision) -> (Decision, u32) {
-        let mut part = self.slots.lock(draw.place);
-        let told = Instant::now();
-        let (slot, books) = part.get_with_books(draw.place, &draw.policy, &draw.key);
-        books.stats.draws += 1;
-        books.stats.drawn += u64::from(units);
-        draw.policy.meters().leased(Leased::Drawn, units);
-        books.stats.handed_out += u64::from(cost);
+    /// Stores a lease of `units`, of which `cost` are used at once. Returns the decision for the request that drew, and how many units to
+    /// give back because the draw took too long.
+    fn install(
+        &self,
+        refill: &Refill<S>,
+        units: u32,
+        cost: u32,
+        called_at: Instant,
+        decision: Decision,
+    ) -> (Decision, u32) {
+        let mut shard = self.slots.lock(refill.location);
+        let received_at = Instant::now();
+        let (slot, state) = shard.get_with_state(refill.location, &refill.policy, &refill.key);
+        state.stats.draws += 1;
+        state.stats.drawn += u64::from(units);
+        refill.policy.meters().leased(Leased::Drawn, units);
+        state.stats.handed_out += u64::from(cost);
         let rest = units - cost;
-        let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &draw.flight)) else {
-            // It was reset or blocked meanwhile, or had to make room.
-            books.stats.expired += u64::from(rest);
-            draw.policy.meters().leased(Leased::Expired, rest);
+        let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.refill_done, &refill.refill_done)) else {
+            // The key was reset, blocked or evicted meanwhile.
+            state.stats.expired += u64::from(rest);
+            refill.policy.meters().leased(Leased::Expired, rest);
             return (decision, 0);
         };
-        slot.room_is(asked, &decision);
+        slot.update_room(called_at, &decision);
         let reset = decision.limits().iter().map(LimitStatus::reset_after).min().unwrap_or_default();
         let lasts = reset.saturating_sub(reset / 1_000 + Duration::from_millis(1));
-        let (ends, window_ends) = (asked + lasts.min(self.max_age), asked + lasts);
+        let (ends, window_ends) = (called_at + lasts.min(self.max_age), called_at + lasts);
         let receipt = decision.receipt();
-        if ends <= told || receipt.is_none() {
-            // The store is too slow for leases. Others need not wait for one.
+        if ends <= received_at || receipt.is_none() {
+            // The store is too slow for leases, so other requests should not wait for one.
             slot.size = 0;
-            books.stats.expired += u64::from(rest);
+            state.stats.expired += u64::from(rest);
             return (decision, rest);
         }
-        let mut lease = Lease { left: rest, size: units, decision, told, ends, window_ends };
-        // And what is left of the one before, which was not enough for the request.
+        let mut lease = Lease { left: rest, size: units, decision, received_at, ends, window_ends };
+        // Adds the rest of the lease before, which was too small for the request.
         match slot.lease.take() {
-            Some(old) if old.is_of_the_windows_of(&lease) => lease.left = lease.left.saturating_add(old.left),
-            old => books.lose(&draw.policy, old),
+            Some(old) if old.has_same_windows_as(&lease) => lease.left = lease.left.saturating_add(old.left),
+            old => state.record_expired(&refill.policy, old),
         }
         let decision = lease.decision.clone().with_more(lease.left);
         slot.lease = Some(lease);
         (decision, 0)
     }
 
-    fn is_drawing(&self, place: Place, policy: &Policy, key: &Key, flight: &Arc<Notify>) -> bool {
-        let mut part = self.slots.lock(place);
-        part.get_mut(place, policy, key).is_some_and(|slot| {
-            slot.drawing.as_ref().is_some_and(|drawing| !drawing.is_left) && Arc::ptr_eq(&slot.flight, flight)
+    fn is_drawing(&self, location: Location, policy: &Policy, key: &Key, refill_done: &Arc<Notify>) -> bool {
+        let mut shard = self.slots.lock(location);
+        shard.get_mut(location, policy, key).is_some_and(|slot| {
+            slot.pending_refill.as_ref().is_some_and(|pending_refill| !pending_refill.is_abandoned)
+                && Arc::ptr_eq(&slot.refill_done, refill_done)
         })
     }
 
-    /// Takes the lease of a key away, now, and lets it have none until the value is dropped.
-    fn change<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> Change<'a> {
-        let place = self.slots.place(policy, key);
-        let mut part = self.slots.lock(place);
-        part.books.changing.push(place.hash);
-        if let Some(slot) = part.remove(place, policy, key) {
-            part.books.lose(policy, slot.lease);
+    /// Removes the lease of a key. It gets no lease until the returned value is dropped.
+    fn change<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> ChangeGuard<'a> {
+        let location = self.slots.locate(policy, key);
+        let mut shard = self.slots.lock(location);
+        shard.state.changing.push(location.hash);
+        if let Some(slot) = shard.remove(location, policy, key) {
+            shard.state.record_expired(policy, slot.lease);
         }
-        Change { slots: &self.slots, place }
+        ChangeGuard { slots: &self.slots, location }
     }
 }
 
 impl Lease {
-    /// Whether both were drawn from the same windows: those that end at the same instants of the store's clock.
-    fn is_of_the_windows_of(&self, other: &Self) -> bool {
-        let (Some(here), Some(there)) = (self.decision.receipt(), other.decision.receipt()) else { return false };
+    /// Whether both were drawn from the same windows, which end at the same instants of the store's clock.
+    fn has_same_windows_as(&self, other: &Self) -> bool {
+        let (Some(own_receipt), Some(other_receipt)) = (self.decision.receipt(), other.decision.receipt()) else {
+            return false;
+        };
         let ends = |at: Receipt, limit: &LimitStatus| Duration::from_micros(at.as_micros()) + limit.reset_after();
         let mut limits = self.decision.limits().iter().zip(other.decision.limits());
-        limits.all(|(mine, theirs)| ends(here, mine) == ends(there, theirs))
+        limits.all(|(own, other_limit)| ends(own_receipt, own) == ends(other_receipt, other_limit))
     }
 }
 
-impl Books {
-    fn lose(&mut self, policy: &Policy, lease: Option<Lease>) {
+impl ShardState {
+    fn record_expired(&mut self, policy: &Policy, lease: Option<Lease>) {
         if let Some(lease) = lease {
             self.stats.expired += u64::from(lease.left);
             policy.meters().leased(Leased::Expired, lease.left);
@@ -440,11 +460,11 @@ impl Slot {
         Self {
             policy: policy.clone(),
             lease: None,
-            drawing: None,
-            flight: Arc::default(),
+            pending_refill: None,
+            refill_done: Arc::default(),
             size: 0,
-            direct: 0,
-            since: now,
+            direct_count: 0,
+            counting_since: now,
             room: 0,
             room_until: now,
         }
@@ -452,71 +472,71 @@ impl Slot {
 
     fn used_up(&mut self, now: Instant) {
         if let Some(lease) = self.lease.take()
-            && now - lease.told <= QuotaPrefetch::<()>::QUICK
+            && now - lease.received_at <= QuotaPrefetch::<()>::QUICK
         {
             self.size = self.size.max(lease.size.saturating_mul(2));
         }
     }
 
-    fn room_is(&mut self, asked: Instant, decision: &Decision) {
+    fn update_room(&mut self, called_at: Instant, decision: &Decision) {
         if decision.outcome() == Outcome::Blocked {
-            (self.room, self.room_until) = (0, asked + decision.retry_after().unwrap_or_default());
+            (self.room, self.room_until) = (0, called_at + decision.retry_after().unwrap_or_default());
             return;
         }
         let windows = decision.limits().iter().filter(|limit| !limit.reset_after().is_zero());
         self.room = decision.limits().iter().map(LimitStatus::remaining).min().unwrap_or(0);
-        self.room_until = asked + windows.map(LimitStatus::reset_after).min().unwrap_or_default();
+        self.room_until = called_at + windows.map(LimitStatus::reset_after).min().unwrap_or_default();
     }
 }
 
-/// Units are being drawn for a key. Whatever becomes of it, the others are told when it is over.
+/// A running draw for a key. Wakes waiting requests when it ends in any way.
 struct Refill<S> {
-    leases: QuotaPrefetch<S>,
-    place: Place,
+    prefetch: QuotaPrefetch<S>,
+    location: Location,
     policy: Policy,
     key: Key,
-    flight: Arc<Notify>,
-    // How many units are asked for, as long as there is no answer: they may have been charged.
-    asked_for: u32,
+    refill_done: Arc<Notify>,
+    // The requested units until there is a reply, since they may have been charged.
+    requested: u32,
 }
 
-/// What a draw is to the request that made it: nothing where there are not so many units.
-type Drawn = Result<Option<Decision>, StoreError>;
+/// The decision for the request that drew; `None` if the store did not have that many units.
+type RefillReply = Result<Option<Decision>, StoreError>;
 
 impl<S> Refill<S> {
-    /// Tells the others that the request which began it has gone. It may still come.
-    fn leave(&self) {
-        let mut part = self.leases.slots.lock(self.place);
-        if let Some(slot) = part.get_mut(self.place, &self.policy, &self.key)
-            && Arc::ptr_eq(&slot.flight, &self.flight)
-            && let Some(drawing) = &mut slot.drawing
+    /// Marks the draw as abandoned by its request, and wakes the others. Its reply may still arrive.
+    fn abandon(&self) {
+        let mut shard = self.prefetch.slots.lock(self.location);
+        if let Some(slot) = shard.get_mut(self.location, &self.policy, &self.key)
+            && Arc::ptr_eq(&slot.refill_done, &self.refill_done)
+            && let Some(pending_refill) = &mut slot.pending_refill
         {
-            drawing.is_left = true;
+            pending_refill.is_abandoned = true;
         }
-        drop(part);
-        self.flight.notify_waiters();
+        drop(shard);
+        self.refill_done.notify_waiters();
     }
 }
 
 impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
-    /// Draws units for several requests, the first of which costs `cost` and waits for the reply. Goes on for a while where that one leaves.
-    async fn carry_out(mut self, cost: u32, mut reply: oneshot::Sender<Drawn>) {
-        let (asked, units) = (Instant::now(), self.asked_for);
-        let answer = {
-            let mut question = pin!(self.leases.store.check(&self.policy, &self.key, units));
+    /// Draws units for several requests. The first costs `cost` and waits for the reply. Continues for a while if that one is dropped.
+    async fn run(mut self, cost: u32, mut reply: oneshot::Sender<RefillReply>) {
+        let (called_at, units) = (Instant::now(), self.requested);
+        let result = {
+            let mut call = pin!(self.prefetch.store.check(&self.policy, &self.key, units));
             select! {
                 biased;
-                answer = &mut question => answer,
+                result = &mut call => result,
                 () = reply.closed() => {
-                    self.leave();
-                    match timeout(self.leases.patience(), question).await {
-                        Ok(answer) => answer,
+                    self.abandon();
+                    match timeout(self.prefetch.background_timeout(), call).await {
+                        Ok(result) => result,
                         Err(_) => return,
                     }
                 }
             }
         };
-        let decision = match answer {
+        let decision = match result {
             Ok(decision) => decision,
             Err(error) => {
                 drop(self);
@@ -524,25 +544,25 @@ impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
                 return;
             }
         };
-        self.asked_for = 0;
+        self.requested = 0;
         if !decision.is_allowed() {
-            self.leases.asked(self.place, &self.policy, &self.key, cost, asked, &decision);
-            let is_told = decision.outcome() != Outcome::Limited;
+            self.prefetch.record_decision(self.location, &self.policy, &self.key, cost, called_at, &decision);
+            let is_final = decision.outcome() != Outcome::Limited;
             drop(self);
-            let _ = reply.send(Ok(is_told.then_some(decision)));
+            let _ = reply.send(Ok(is_final.then_some(decision)));
             return;
         }
         let receipt = decision.receipt();
-        // Who has left needs none of it.
+        // A dropped request needs no units.
         let cost = if reply.is_closed() { 0 } else { cost };
-        let (decision, rest) = self.leases.install(&self, units, cost, asked, decision);
-        let (leases, place, policy, key) = (self.leases.clone(), self.place, self.policy.clone(), self.key);
+        let (decision, rest) = self.prefetch.install(&self, units, cost, called_at, decision);
+        let (prefetch, location, policy, key) = (self.prefetch.clone(), self.location, self.policy.clone(), self.key);
         drop(self);
         let _ = reply.send(Ok(Some(decision)));
         match receipt {
             Some(receipt) if rest > 0 => {
-                let repaid = leases.repay(place, &key, receipt, ReturnGuard { policy, units: rest });
-                let _ = timeout(leases.patience(), repaid).await;
+                let repaid = prefetch.return_units(location, &key, receipt, ReturnGuard { policy, units: rest });
+                let _ = timeout(prefetch.background_timeout(), repaid).await;
             }
             _ => policy.meters().leased(Leased::Expired, rest),
         }
@@ -551,29 +571,29 @@ impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
 
 impl<S> Drop for Refill<S> {
     fn drop(&mut self) {
-        let mut part = self.leases.slots.lock(self.place);
-        let (slot, books) = part.get_with_books(self.place, &self.policy, &self.key);
-        if let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &self.flight)) {
-            slot.drawing = None;
-            if self.asked_for > 0 {
-                // Others would lose as much again while the store stands still.
-                (slot.size, slot.direct) = (0, 0);
-                slot.room = slot.room.saturating_sub(self.asked_for);
+        let mut shard = self.prefetch.slots.lock(self.location);
+        let (slot, state) = shard.get_with_state(self.location, &self.policy, &self.key);
+        if let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.refill_done, &self.refill_done)) {
+            slot.pending_refill = None;
+            if self.requested > 0 {
+                // Further draws would lose as many units while the store hangs.
+                (slot.size, slot.direct_count) = (0, 0);
+                slot.room = slot.room.saturating_sub(self.requested);
             }
         }
-        if self.asked_for > 0 {
-            books.stats.draws += 1;
-            books.stats.drawn += u64::from(self.asked_for);
-            books.stats.expired += u64::from(self.asked_for);
-            self.policy.meters().leased(Leased::Drawn, self.asked_for);
-            self.policy.meters().leased(Leased::Expired, self.asked_for);
+        if self.requested > 0 {
+            state.stats.draws += 1;
+            state.stats.drawn += u64::from(self.requested);
+            state.stats.expired += u64::from(self.requested);
+            self.policy.meters().leased(Leased::Drawn, self.requested);
+            self.policy.meters().leased(Leased::Expired, self.requested);
         }
-        drop(part);
-        self.flight.notify_waiters();
+        drop(shard);
+        self.refill_done.notify_waiters();
     }
 }
 
-/// Units that are being given back, and are lost where nobody waits for that. A counter cannot take back what it has said.
+/// Units that are being given back. They count as expired on drop unless that succeeded, since a metrics counter cannot be decremented.
 struct ReturnGuard {
     policy: Policy,
     units: u32,
@@ -585,53 +605,59 @@ impl Drop for ReturnGuard {
     }
 }
 
-// By hand: `derive` would ask for `S: Clone`.
+// Not derived: `derive` would require `S: Clone`.
 impl<S> Clone for QuotaPrefetch<S> {
     fn clone(&self) -> Self {
         Self { store: Arc::clone(&self.store), slots: Arc::clone(&self.slots), ..*self }
     }
 }
 
-struct Change<'a> {
-    slots: &'a Shards<Slot, Books>,
-    place: Place,
+struct ChangeGuard<'a> {
+    slots: &'a ShardedMap<Slot, ShardState>,
+    location: Location,
 }
 
-impl Drop for Change<'_> {
+impl Drop for ChangeGuard<'_> {
     fn drop(&mut self) {
-        let mut part = self.slots.lock(self.place);
-        if let Some(index) = part.books.changing.iter().position(|hash| *hash == self.place.hash) {
-            part.books.changing.swap_remove(index);
+        let mut shard = self.slots.lock(self.location);
+        if let Some(index) = shard.state.changing.iter().position(|hash| *hash == self.location.hash) {
+            shard.state.changing.swap_remove(index);
         }
     }
 }
 
 impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
-    async fn ask(&self, place: Place, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        let asked = Instant::now();
+    async fn call_store(
+        &self,
+        location: Location,
+        policy: &Policy,
+        key: &Key,
+        cost: u32,
+    ) -> Result<Decision, StoreError> {
+        let called_at = Instant::now();
         let decision = self.store.check(policy, key, cost).await?;
-        self.asked(place, policy, key, cost, asked, &decision);
+        self.record_decision(location, policy, key, cost, called_at, &decision);
         Ok(decision)
     }
 
-    /// Draws units for several requests, the first of which costs `cost`: in the background if that has to be waited for, since the others wait
-    /// for it as well, and nobody says that this request is polled.
-    async fn draw(&self, draw: Refill<S>, cost: u32) -> Drawn {
-        let (reply, answer) = oneshot::channel();
-        let mut course = Box::pin(draw.carry_out(cost, reply).in_current_span());
-        if course.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+    /// Draws units for several requests, of which the first costs `cost`. Runs in the background unless it completes at once, since other
+    /// requests wait for it and this request may not be polled.
+    async fn draw_units(&self, refill: Refill<S>, cost: u32) -> RefillReply {
+        let (reply, receiver) = oneshot::channel();
+        let mut task = Box::pin(refill.run(cost, reply).in_current_span());
+        if task.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
             match Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn(course)),
-                // There is nothing to carry it out but the request itself.
-                Err(_) => course.await,
+                Ok(runtime) => drop(runtime.spawn(task)),
+                // Without a runtime, only the request itself can run it.
+                Err(_) => task.await,
             }
         }
-        // Where nothing is told it has ended with its runtime.
-        answer.await.unwrap_or(Ok(None))
+        // Without a reply, it has ended with its runtime.
+        receiver.await.unwrap_or(Ok(None))
     }
 
-    /// Gives back to the store what was drawn ahead and is held for requests, from all clones: for the end of a program, once it takes no more of
-    /// them. Otherwise that is lost with the end of its window. Takes no longer than `deadline`; what could not be given back by then is lost.
+    /// Gives all held units of all clones back to the store. Call it before your program ends, when no more requests arrive. Otherwise
+    /// these units expire with their window. Takes no longer than `deadline`; units that are not given back by then are lost.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -641,29 +667,29 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
     /// # let store = QuotaPrefetch::new(MemoryBackend::new());
     /// # let limiter = Limiter::new(store.clone(), Policy::new("all", Quota::per_hour(10_000).fixed_window()));
     /// for _ in 0..1_000 {
-    ///     assert!(limiter.check("everybody").await?.is_allowed());
+    ///     assert!(limiter.check("global").await?.is_allowed());
     /// }
     /// store.give_back(Duration::from_secs(1)).await;
-    /// assert_eq!(limiter.peek("everybody").await?.remaining(), Some(9_000));
+    /// assert_eq!(limiter.peek("global").await?.remaining(), Some(9_000));
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Cancellation
     ///
-    /// What is not given back when the future is dropped is lost.
+    /// Units that are not given back when the future is dropped are lost.
     pub async fn give_back(&self, deadline: Duration) {
         let held = self.take_held();
         let given_back = async {
             let mut calls = JoinSet::new();
-            for (key, receipt, lost) in held {
-                if calls.len() == Self::GIVEN_BACK_AT_ONCE {
+            for (key, receipt, guard) in held {
+                if calls.len() == Self::MAX_CONCURRENT_RETURNS {
                     calls.join_next().await.into_iter().for_each(discard_joined);
                 }
-                let leases = self.clone();
-                calls.spawn(
-                    async move { leases.repay(leases.slots.place(&lost.policy, &key), &key, receipt, lost).await },
-                );
+                let prefetch = self.clone();
+                calls.spawn(async move {
+                    prefetch.return_units(prefetch.slots.locate(&guard.policy, &key), &key, receipt, guard).await
+                });
             }
             while let Some(ended) = calls.join_next().await {
                 discard_joined(ended);
@@ -672,20 +698,20 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
         let _ = timeout(deadline, given_back).await;
     }
 
-    /// Gives back what was put down as lost. Stays lost if that does not work.
-    async fn repay(&self, place: Place, key: &Key, receipt: Receipt, mut lost: ReturnGuard) {
-        let units = lost.units;
-        if self.store.settle(&lost.policy, key, receipt, -i64::from(units)).await.is_ok() {
-            lost.units = 0;
-            lost.policy.meters().leased(Leased::GivenBack, units);
-            let stats = &mut self.slots.lock(place).books.stats;
+    /// Gives back units that were recorded as expired. They stay expired if that fails.
+    async fn return_units(&self, location: Location, key: &Key, receipt: Receipt, mut guard: ReturnGuard) {
+        let units = guard.units;
+        if self.store.settle(&guard.policy, key, receipt, -i64::from(units)).await.is_ok() {
+            guard.units = 0;
+            guard.policy.meters().leased(Leased::GivenBack, units);
+            let stats = &mut self.slots.lock(location).state.stats;
             stats.expired -= u64::from(units);
             stats.given_back += u64::from(units);
         }
     }
 }
 
-/// Whether a unit is as good at any time of the windows of this policy.
+/// Whether a unit has the same value at any time of the windows of this policy.
 fn is_leasable(policy: &Policy, cost: u32) -> bool {
     cost > 0 && policy.limits().iter().all(|limit| limit.algorithm() == Algorithm::FixedWindow)
 }
@@ -695,35 +721,35 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
         if !is_leasable(policy, cost) {
             return self.store.check(policy, key, cost).await;
         }
-        let place = self.slots.place(policy, key);
+        let location = self.slots.locate(policy, key);
         loop {
-            match self.step(place, policy, key, cost, true) {
+            match self.step(location, policy, key, cost, true) {
                 Step::Answer(decision) => return Ok(decision),
-                Step::Ask => return self.ask(place, policy, key, cost).await,
-                Step::Refill(units, flight) => {
-                    let draw = Refill {
-                        leases: self.clone(),
-                        place,
+                Step::CallStore => return self.call_store(location, policy, key, cost).await,
+                Step::Refill(units, refill_done) => {
+                    let refill = Refill {
+                        prefetch: self.clone(),
+                        location,
                         policy: policy.clone(),
                         key: *key,
-                        flight,
-                        asked_for: units,
+                        refill_done,
+                        requested: units,
                     };
-                    if let Some(decision) = self.draw(draw, cost).await? {
+                    if let Some(decision) = self.draw_units(refill, cost).await? {
                         return Ok(decision);
                     }
-                    // It does not get better by drawing less and less.
-                    return self.ask(place, policy, key, cost).await;
+                    // Smaller draws would not succeed either.
+                    return self.call_store(location, policy, key, cost).await;
                 }
-                Step::Wait(flight, longest) => {
-                    let over = flight.notified();
-                    // It may have been over before we began to listen.
-                    if self.is_drawing(place, policy, key, &flight) {
-                        let _ = timeout(longest, over).await;
+                Step::Wait(refill_done, longest) => {
+                    let done = refill_done.notified();
+                    // The draw may have ended before this request started to listen.
+                    if self.is_drawing(location, policy, key, &refill_done) {
+                        let _ = timeout(longest, done).await;
                     }
                 }
                 Step::GiveBack(receipt, units) => {
-                    self.repay(place, key, receipt, ReturnGuard { policy: policy.clone(), units }).await;
+                    self.return_units(location, key, receipt, ReturnGuard { policy: policy.clone(), units }).await;
                 }
             }
         }
@@ -733,13 +759,13 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
         if !is_leasable(policy, cost) {
             return self.store.check_now(policy, key, cost);
         }
-        let place = self.slots.place(policy, key);
-        match self.step(place, policy, key, cost, false) {
+        let location = self.slots.locate(policy, key);
+        match self.step(location, policy, key, cost, false) {
             Step::Answer(decision) => Some(decision),
-            Step::Ask => {
-                let asked = Instant::now();
+            Step::CallStore => {
+                let called_at = Instant::now();
                 let decision = self.store.check_now(policy, key, cost)?;
-                self.asked(place, policy, key, cost, asked, &decision);
+                self.record_decision(location, policy, key, cost, called_at, &decision);
                 Some(decision)
             }
             Step::Refill(..) | Step::Wait(..) | Step::GiveBack(..) => None,

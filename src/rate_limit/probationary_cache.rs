@@ -6,22 +6,22 @@ use tokio::time::Instant;
 
 use crate::key::Key;
 
-/// How many values are looked at to find an old one.
+/// How many entries are examined to find an old one.
 const SAMPLE: usize = 8;
 
-/// The latest value of each of so many keys, and since when it has been that.
+/// The latest value of each of a bounded number of keys, with its time.
 ///
-/// Newcomers make room before those that were of use: whoever makes up keys comes once with each. There is always room for newcomers, who
-/// would find none where those that were of use once stayed for ever.
+/// Unused entries are evicted before used ones, since invented keys come only once. A part of the capacity is reserved for new entries,
+/// which would find no room if used entries stayed forever.
 pub(super) struct ProbationaryCache<V> {
-    // So many that were of use, and behind them the newcomers.
+    // First `used` entries that were used, then the new ones in probation.
     entries: IndexMap<Key, (Instant, V)>,
     used: usize,
-    // Where to look next for old values: of those that were of use, and of newcomers.
-    hands: [usize; 2],
+    // Where the searches for old entries continue: among used entries, and among new ones.
+    sweep_cursors: [usize; 2],
 }
 
-/// How much is kept, and how long it is good.
+/// The capacity, and how long a value is fresh.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
     pub(super) capacity: usize,
@@ -33,8 +33,8 @@ impl Bounds {
         since.elapsed() < self.time_to_live
     }
 
-    /// How many of the values can be such that were of use.
-    fn most_used(self) -> usize {
+    /// The maximum number of used entries.
+    fn max_used(self) -> usize {
         self.capacity - self.capacity.div_ceil(5)
     }
 }
@@ -48,14 +48,14 @@ impl<V> ProbationaryCache<V> {
         self.entries.get_mut(key)
     }
 
-    /// The value, if it is fresh: then it was of use.
+    /// Returns the value if it is fresh, and marks it as used.
     pub(super) fn use_fresh(&mut self, key: &Key, bounds: Bounds) -> Option<&V> {
         let (mut index, _, (since, _)) = self.entries.get_full(key)?;
         if !bounds.is_fresh(*since) {
             return None;
         }
         if index >= self.used {
-            if self.used < bounds.most_used() {
+            if self.used < bounds.max_used() {
                 self.used += 1;
                 self.entries.swap_indices(index, self.used - 1);
                 index = self.used - 1;
@@ -67,7 +67,7 @@ impl<V> ProbationaryCache<V> {
         self.entries.get_index(index).map(|(_, (_, value))| value)
     }
 
-    /// Keeps `value` as of now. Where there would be too many, one makes room that is old, or else a newcomer.
+    /// Stores `value` as of now. If the cache is full, evicts an old entry, or else a new one.
     pub(super) fn insert(&mut self, key: Key, value: V, bounds: Bounds) {
         let entry = (Instant::now(), value);
         if let Some(known) = self.entries.get_mut(&key) {
@@ -75,14 +75,12 @@ impl<V> ProbationaryCache<V> {
             return;
         }
         while self.entries.len() >= bounds.capacity.max(1) {
-            let newcomer = self.oldest_newcomer();
-            let goes = match newcomer {
-                Some((_, since)) if !bounds.is_fresh(since) => newcomer,
-                _ => {
-                    self.oldest_used().filter(|(_, since)| newcomer.is_none() || !bounds.is_fresh(*since)).or(newcomer)
-                }
+            let unused = self.oldest_unused();
+            let evicted = match unused {
+                Some((_, since)) if !bounds.is_fresh(since) => unused,
+                _ => self.oldest_used().filter(|(_, since)| unused.is_none() || !bounds.is_fresh(*since)).or(unused),
             };
-            self.remove_at(goes.map_or(0, |(index, _)| index));
+            self.remove_at(evicted.map_or(0, |(index, _)| index));
         }
         self.entries.insert(key, entry);
     }
@@ -91,14 +89,14 @@ impl<V> ProbationaryCache<V> {
         self.oldest(0, 0..self.used)
     }
 
-    fn oldest_newcomer(&mut self) -> Option<(usize, Instant)> {
+    fn oldest_unused(&mut self) -> Option<(usize, Instant)> {
         self.oldest(1, self.used..self.entries.len())
     }
 
-    /// The oldest of a few, each time of others, and since when it has its value.
-    fn oldest(&mut self, hand: usize, part: Range<usize>) -> Option<(usize, Instant)> {
-        let (count, start) = (part.len(), self.hands[hand]);
-        self.hands[hand] = (start + SAMPLE) % count.max(1);
+    /// The oldest of a sample, which differs each time, with its time.
+    fn oldest(&mut self, cursor: usize, part: Range<usize>) -> Option<(usize, Instant)> {
+        let (count, start) = (part.len(), self.sweep_cursors[cursor]);
+        self.sweep_cursors[cursor] = (start + SAMPLE) % count.max(1);
         let sample = (0..SAMPLE.min(count)).map(|step| part.start + (start + step) % count);
         let aged = sample.filter_map(|index| self.entries.get_index(index).map(|(_, (since, _))| (index, *since)));
         aged.min_by_key(|(_, since)| *since)
@@ -116,15 +114,15 @@ impl<V> ProbationaryCache<V> {
             self.entries.swap_indices(index, self.used);
             index = self.used;
         }
-        // The last newcomer takes its place.
+        // The last new entry moves into the gap.
         self.entries.swap_remove_index(index);
     }
 }
 
-// By hand: `derive` would ask for `V: Default`.
+// Not derived: `derive` would require `V: Default`.
 impl<V> Default for ProbationaryCache<V> {
     fn default() -> Self {
-        Self { entries: IndexMap::new(), used: 0, hands: [0; 2] }
+        Self { entries: IndexMap::new(), used: 0, sweep_cursors: [0; 2] }
     }
 }
 
@@ -134,63 +132,63 @@ mod tests {
 
     const BOUNDS: Bounds = Bounds { capacity: 10, time_to_live: Duration::from_secs(60) };
 
-    fn insert(recent: &mut ProbationaryCache<u32>, numbers: Range<u32>) -> usize {
-        numbers.for_each(|number| recent.insert(Key::from(number), number, BOUNDS));
-        recent.entries.len()
+    fn insert(cache: &mut ProbationaryCache<u32>, numbers: Range<u32>) -> usize {
+        numbers.for_each(|number| cache.insert(Key::from(number), number, BOUNDS));
+        cache.entries.len()
     }
 
-    fn of_use(recent: &mut ProbationaryCache<u32>, number: u32) -> Option<u32> {
-        recent.use_fresh(&Key::from(number), BOUNDS).copied()
+    fn use_key(cache: &mut ProbationaryCache<u32>, number: u32) -> Option<u32> {
+        cache.use_fresh(&Key::from(number), BOUNDS).copied()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn newcomers_make_room_before_what_was_of_use() {
-        let mut recent = ProbationaryCache::default();
-        assert_eq!(insert(&mut recent, 0..10), 10);
+    async fn used_entries_outlive_unused_ones() {
+        let mut cache = ProbationaryCache::default();
+        assert_eq!(insert(&mut cache, 0..10), 10);
         for number in [3, 7, 9, 0, 7] {
-            assert_eq!(of_use(&mut recent, number), Some(number));
+            assert_eq!(use_key(&mut cache, number), Some(number));
         }
-        assert_eq!(recent.use_fresh(&Key::from(1), Bounds { time_to_live: Duration::ZERO, ..BOUNDS }), None);
-        recent.remove(&Key::from(7));
-        recent.remove(&Key::from(8));
-        assert_eq!(insert(&mut recent, 100..200), 10);
+        assert_eq!(cache.use_fresh(&Key::from(1), Bounds { time_to_live: Duration::ZERO, ..BOUNDS }), None);
+        cache.remove(&Key::from(7));
+        cache.remove(&Key::from(8));
+        assert_eq!(insert(&mut cache, 100..200), 10);
         for number in [3, 9, 0] {
-            assert_eq!(of_use(&mut recent, number), Some(number));
+            assert_eq!(use_key(&mut cache, number), Some(number));
         }
         for number in [1, 7, 8] {
-            assert_eq!(of_use(&mut recent, number), None);
+            assert_eq!(use_key(&mut cache, number), None);
         }
-        // Where all were of use there is room for newcomers all the same, and not for one alone.
-        let keys: Vec<Key> = recent.entries.keys().copied().collect();
-        assert!(keys.iter().all(|key| recent.use_fresh(key, BOUNDS).is_some()));
-        assert_eq!(insert(&mut recent, 200..300), 10);
-        assert_eq!(keys.iter().filter(|key| recent.get(key).is_some()).count(), 8);
-        assert_eq!((of_use(&mut recent, 298), of_use(&mut recent, 299)), (Some(298), Some(299)));
-        // The room of a single one is that of the latest.
+        // Even if all entries were used, there is room for new ones, and for more than one.
+        let keys: Vec<Key> = cache.entries.keys().copied().collect();
+        assert!(keys.iter().all(|key| cache.use_fresh(key, BOUNDS).is_some()));
+        assert_eq!(insert(&mut cache, 200..300), 10);
+        assert_eq!(keys.iter().filter(|key| cache.get(key).is_some()).count(), 8);
+        assert_eq!((use_key(&mut cache, 298), use_key(&mut cache, 299)), (Some(298), Some(299)));
+        // With a capacity of one, the latest entry stays.
         let one = Bounds { capacity: 1, ..BOUNDS };
-        let mut recent = ProbationaryCache::default();
+        let mut cache = ProbationaryCache::default();
         for number in 0..3 {
-            recent.insert(Key::from(number), number, one);
-            assert_eq!(recent.use_fresh(&Key::from(number), one), Some(&number));
+            cache.insert(Key::from(number), number, one);
+            assert_eq!(cache.use_fresh(&Key::from(number), one), Some(&number));
         }
-        assert_eq!(recent.entries.len(), 1);
+        assert_eq!(cache.entries.len(), 1);
     }
 
-    /// What was of use stayed so for ever: one place was left for all who came once that were as many as there was room for.
+    /// Regression: used entries stayed forever, and left one place for as many new keys as the capacity.
     #[tokio::test(start_paused = true)]
-    async fn what_was_of_use_long_ago_makes_room_for_newcomers() {
-        let mut recent = ProbationaryCache::default();
-        assert_eq!(insert(&mut recent, 0..10), 10);
-        assert!((0..10).all(|number| of_use(&mut recent, number).is_some()));
+    async fn expired_used_entries_make_room_for_new_ones() {
+        let mut cache = ProbationaryCache::default();
+        assert_eq!(insert(&mut cache, 0..10), 10);
+        assert!((0..10).all(|number| use_key(&mut cache, number).is_some()));
         tokio::time::advance(BOUNDS.time_to_live).await;
-        // More than the places that only newcomers have.
-        let mut questions = 0;
+        // More keys than the reserved places.
+        let mut misses = 0;
         for number in (100..105).cycle().take(500) {
-            if of_use(&mut recent, number).is_none() {
-                questions += 1;
-                assert_eq!(insert(&mut recent, number..number + 1), 10);
+            if use_key(&mut cache, number).is_none() {
+                misses += 1;
+                assert_eq!(insert(&mut cache, number..number + 1), 10);
             }
         }
-        assert_eq!(questions, 5);
+        assert_eq!(misses, 5);
     }
 }

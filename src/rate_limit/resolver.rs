@@ -21,7 +21,7 @@ use crate::panics::discard;
 use crate::store::circuit::OutageTracker;
 use crate::store::deadline::Deadline;
 
-/// Finds out at run time by which policy a key is counted: the plan that a customer has booked, for instance.
+/// Chooses the policy of a key at run time: by the plan of a customer, for example.
 ///
 /// ```
 /// use std::time::Duration;
@@ -29,7 +29,7 @@ use crate::store::deadline::Deadline;
 /// use tollgate::{BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer};
 ///
 /// async fn has_paid(customer: Key) -> Result<bool, BoxError> {
-///     Ok(customer.as_str() == "alice") // or what the database says
+///     Ok(customer.as_str() == "alice") // or a database query
 /// }
 ///
 /// let free = Policy::new("api", Quota::per_hour(100).fixed_window());
@@ -46,27 +46,27 @@ use crate::store::deadline::Deadline;
 /// let layer = RateLimitLayer::new(MemoryBackend::new(), free).resolver(plans);
 /// ```
 ///
-/// Policies of the same name, with limits of the same algorithms and windows in the same order, share their counts: who changes plans in the
-/// middle of a window keeps what was used, or whatever else the new policy says in [`Policy::on_quota_change`].
+/// Policies with the same name, and with limits of the same algorithms and windows in the same order, share their counts. A client that
+/// changes plans in the middle of a window keeps its used units, unless the new policy sets another [`Policy::on_quota_change`].
 ///
-/// Make a few policies and clone them, rather than one for each answer: what is derived from a policy, handles for metrics
-/// included, is kept with it. (Where the answer for a key is equal to the one before, that one stays.)
+/// Create a few policies and clone them, instead of one for each answer: derived data, including metric handles, is cached in the policy.
+/// (If the new answer for a key equals the cached policy, the cached one is kept.)
 ///
 /// # Caching
 ///
-/// An answer is kept for a [time](Self::time_to_live), by default a minute, and for at most a [number](Self::capacity) of
-/// keys, by default 10,000. Requests for one key ask once between them. If the resolver fails when an answer has become
-/// old, or takes longer than half of the deadline, the old answer is used for as long again, or until the new one comes.
+/// An answer is cached for a [time](Self::time_to_live), by default one minute, and for a maximum [number](Self::capacity) of keys, by
+/// default 10,000. Concurrent requests with one key share one resolver call. If an answer has expired and the resolver fails, or takes
+/// longer than half of the deadline, the stale answer is used. It is used for the same time again, or until the new answer arrives.
 ///
-/// An error is remembered for a second, for at most [1,024](Self::MAX_FAILURES) keys: who makes up keys neither asks anew with each
-/// request nor takes the place of an answer. Where such keys are answered, with a policy for everybody perhaps, the answers that were of no use
-/// for a second request make room before those that were and are not old yet. A fifth of the room is for newcomers alone.
+/// An error is cached for one second, for at most [1,024](Self::MAX_FAILURES) keys. So invented keys neither cause a call per request nor
+/// displace an answer. If the resolver answers for such keys too, with a default policy for example, answers that were used only once are
+/// evicted before fresh answers that were used again. A fifth of the cache is reserved for new answers.
 ///
 /// # Keys
 ///
-/// The resolver is given the key as the layer has extracted it, which need not be what the client has sent: `tollgate::http::header` makes a
-/// [digest](Key::digest) of the value, so that no secret is kept, and what was found by a fallback is [marked](Key::as_fallback). So let the table of
-/// plans have such keys:
+/// The resolver gets the key as the layer extracted it, which may differ from the value that the client sent. `tollgate::http::header`
+/// makes a [digest](Key::digest) of the value, so that no secret is kept. A key from a fallback is [marked](Key::as_fallback). So use such
+/// keys in your table of plans:
 ///
 /// ```
 /// # #[cfg(feature = "http")] {
@@ -88,26 +88,26 @@ use crate::store::deadline::Deadline;
 /// # }
 /// ```
 ///
-/// A plan may be known by something else than the key, by the API key itself for instance. Make the resolver [of that input](Self::of_input), and
-/// pass it to [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
+/// If plans are stored under something else than the key, such as the API key itself, create the resolver [for that input](Self::of_input),
+/// and pass it to [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
 ///
 /// # Errors
 ///
-/// Where a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) says what happens to the
-/// request, as if the store had failed. With `Local` the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny` the request
-/// is turned away, whatever that mode is: also where the resolver answers with nothing but shadows when it works. The store gets its own deadline afterwards, and is
-/// not held to have failed: neither its metrics nor its [circuit](super::CircuitBreaker) are concerned.
+/// If a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) applies to the request, as if
+/// the store had failed. With `Local`, the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny`, the request is
+/// rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call gets its own deadline
+/// afterwards. Failures of a resolver affect neither the metrics of the store nor its [circuit](super::CircuitBreaker).
 ///
-/// The log has one line with the error when a resolver begins to fail, and one when it answers and nothing has failed for a minute, with no
-/// key in either. So if a key that nobody knows is nothing unusual, do not fail, but answer with a policy for such keys.
+/// The log has one line with the error when a resolver begins to fail. It has one more when the resolver answers and has not failed for one
+/// minute. Neither names a key. If unknown keys are normal in your service, return a policy for them instead of an error.
 ///
 /// # Cancellation
 ///
-/// A question that has been asked goes on when the request that asked it is late or dropped, for no longer than a
-/// [timeout](Self::timeout), and the next request finds the answer. It runs in a task of the runtime of that request; if this ends, whoever
-/// waits in another one asks anew. At most [1,024](Self::MAX_RUNNING) are under way at a time, and further ones wait for a place.
+/// A resolver call continues when its request is late or dropped, until its [timeout](Self::timeout), and the next request gets the answer.
+/// It runs in a task of the runtime of that request. If this runtime ends, requests that wait in another runtime call again. At most
+/// [1,024](Self::MAX_RUNNING) calls run at the same time, and further calls wait for a permit.
 pub struct PolicyResolver<V = Key> {
-    // `None` where each request brings a question of its own.
+    // `None` if each request brings its own `Question`.
     resolve: Option<Arc<Resolve<V>>>,
     time_to_live: Duration,
     timeout: Duration,
@@ -118,7 +118,8 @@ pub struct PolicyResolver<V = Key> {
 type Answer = Pin<Box<dyn Future<Output = Result<Policy, StoreError>> + Send>>;
 pub(super) type Resolve<V> = dyn Fn(V) -> Answer + Send + Sync;
 
-/// Asks a resolver about one request. May hold a secret of the client, so it is dropped when the request is judged, and nothing of it is shown.
+/// A resolver call for one request. Its input may be a secret of the client, so it is dropped after the evaluation, and `Debug` does not
+/// show it.
 #[derive(Clone)]
 pub struct Question(Arc<dyn Fn() -> Answer + Send + Sync>);
 
@@ -128,7 +129,7 @@ impl Question {
         Self(Arc::new(move || resolve(input.clone())))
     }
 
-    fn ask(&self) -> Answer {
+    fn call(&self) -> Answer {
         (self.0)()
     }
 }
@@ -139,71 +140,71 @@ impl fmt::Debug for Question {
     }
 }
 
-/// What the clones of a resolver have in common.
+/// State that the clones of a resolver share.
 struct Shared {
-    known: Mutex<Cached>,
-    // For what is under way.
-    places: Arc<Semaphore>,
+    cache: Mutex<Cached>,
+    // For running calls.
+    permits: Arc<Semaphore>,
     outage: OutageTracker,
 }
 
 #[derive(Default)]
 struct Cached {
     answers: ProbationaryCache<Policy>,
-    // Apart, so that keys without an answer take the place of none that has one. So are those of which nothing is known yet.
+    // Separate from the answers, so that keys without an answer do not displace one.
     failures: ProbationaryCache<StoreError>,
     running: HashMap<Key, Running>,
-    // How many attempts were begun.
-    begun: u64,
+    // How many attempts were started.
+    started: u64,
 }
 
 type Outcome = Result<Policy, StoreError>;
 
-/// An attempt as others see it.
+/// A running attempt, as seen by requests that wait for it.
 struct Running {
     number: u64,
     began: Instant,
     outcome: watch::Receiver<Option<Outcome>>,
 }
 
-/// What there is to do for somebody who wants an answer.
+/// The next step of a request that needs an answer.
 enum Next {
-    /// Nothing: here it is.
+    /// Return this outcome.
     Done(Outcome),
-    /// Wait for an attempt that is under way.
+    /// Wait for a running attempt.
     Wait(watch::Receiver<Option<Outcome>>),
-    /// Carry out this one.
+    /// Run this attempt.
     Begin(Attempt),
-    /// Wait for a place.
+    /// Wait for a permit.
     Full,
 }
 
-/// A policy that was found, and how.
+/// A policy, and where it came from.
 pub(super) enum Resolved {
-    /// It was known.
+    /// From the cache.
     Cached(Policy),
-    /// The resolver has just answered.
+    /// From a call just now.
     Fresh(Policy),
-    /// It is the one before, since the resolver fails or is late.
+    /// An expired answer, since the resolver fails or is late.
     Stale(Policy, StoreError),
 }
 
-/// How long nothing may fail for an outage to be over. Longer than with a store: a key that nobody knows may come at any time, and must
-/// not fill the log.
+/// How long no call may fail before an outage ends. Longer than for a store: an unknown key may come at any time, and must not fill the
+/// log.
 const RECOVERED: Duration = Duration::from_secs(60);
-/// How many errors are remembered, and how long.
+/// How many errors are cached, and for how long.
 const FAILURES: Bounds = Bounds { capacity: PolicyResolver::MAX_FAILURES, time_to_live: Duration::from_secs(1) };
-/// How late an attempt may tell that its time is over. Later than that its runtime has stopped to run it.
+/// How late an attempt may report its timeout. After that, its runtime no longer runs it.
 const LATE: Duration = Duration::from_secs(1);
 
 impl PolicyResolver {
-    /// How many keys are asked about at a time.
+    /// The maximum number of concurrent resolver calls.
     pub const MAX_RUNNING: usize = 1_024;
 
-    /// For how many keys errors are remembered.
+    /// The maximum number of keys for which errors are cached.
     pub const MAX_FAILURES: usize = 1_024;
 
-    /// Asks `resolve` for the policy of a key.
+    /// Creates a resolver that calls `resolve` with a key to get its policy.
     pub fn new<F, Fut, E>(resolve: F) -> Self
     where
         F: Fn(Key) -> Fut + Send + Sync + 'static,
@@ -215,7 +216,8 @@ impl PolicyResolver {
 }
 
 impl<V> PolicyResolver<V> {
-    /// Asks `resolve` for the policy by a value that [`resolver_from`](super::RateLimitLayer::resolver_from) finds in the request.
+    /// Creates a resolver that calls `resolve` with a value that [`resolver_from`](super::RateLimitLayer::resolver_from) extracts from the
+    /// request.
     ///
     /// ```
     /// use tollgate::rate_limit::PolicyResolver;
@@ -225,7 +227,7 @@ impl<V> PolicyResolver<V> {
     /// struct ApiKey(String);
     ///
     /// async fn quota_of(ApiKey(key): &ApiKey) -> Result<u32, BoxError> {
-    ///     Ok(if key == "the-api-key-of-alice" { 1_000 } else { 100 }) // or what the database says
+    ///     Ok(if key == "the-api-key-of-alice" { 1_000 } else { 100 }) // or a database query
     /// }
     ///
     /// let plans = PolicyResolver::of_input(async |api_key: ApiKey| {
@@ -243,27 +245,27 @@ impl<V> PolicyResolver<V> {
             let answer = resolve(input);
             Box::pin(async move { answer.await.map_err(StoreError::other) })
         };
-        let places = Arc::new(Semaphore::new(PolicyResolver::MAX_RUNNING));
+        let permits = Arc::new(Semaphore::new(PolicyResolver::MAX_RUNNING));
         Self {
             resolve: Some(Arc::new(boxed)),
             time_to_live: Duration::from_secs(60),
             timeout: Duration::from_secs(5),
             capacity: 10_000,
             shared: Arc::new(Shared {
-                known: Mutex::default(),
-                places,
+                cache: Mutex::default(),
+                permits,
                 outage: OutageTracker::until_quiet_for(RECOVERED),
             }),
         }
     }
 
-    /// How long an answer is used before the resolver is asked again. Defaults to a minute.
+    /// Sets how long an answer is used before the resolver is called again. Defaults to 1 minute.
     #[must_use]
     pub fn time_to_live(self, time_to_live: Duration) -> Self {
         Self { time_to_live, ..self }
     }
 
-    /// How long the resolver may take for one key before it is given up, whoever still waits for it. Defaults to 5 s.
+    /// Sets how long a resolver call may take, whether or not requests still wait for it. Defaults to 5 s.
     ///
     /// Requests wait no longer than the [deadline](super::RateLimitLayer::deadline) of their layer.
     #[must_use]
@@ -271,23 +273,23 @@ impl<V> PolicyResolver<V> {
         Self { timeout, ..self }
     }
 
-    /// For how many keys answers are kept, at least one. Defaults to 10,000.
+    /// Sets for how many keys answers are cached, at least one. Defaults to 10,000.
     #[must_use]
     pub fn capacity(self, keys: usize) -> Self {
         Self { capacity: keys.max(1), ..self }
     }
 
-    /// Forgets the answer for `key`, or the error, so that the next request asks anew: for when somebody has just changed plans.
+    /// Removes the cached answer or error of `key`, so that the next request calls the resolver. Call it after a client has changed plans.
     ///
-    /// What was asked before is not kept when it is answered afterwards.
+    /// The answer of a call that runs at this moment is not cached.
     pub fn forget(&self, key: &Key) {
-        let mut known = self.shared.lock();
-        known.answers.remove(key);
-        known.failures.remove(key);
-        known.running.remove(key);
+        let mut cache = self.shared.lock();
+        cache.answers.remove(key);
+        cache.failures.remove(key);
+        cache.running.remove(key);
     }
 
-    /// The question by an input, and the settings and the cache, which do not depend on its type.
+    /// Splits off the function, since the settings and the cache do not depend on its input type.
     pub(super) fn into_parts(self) -> (Option<Arc<Resolve<V>>>, PolicyResolver) {
         let Self { resolve, time_to_live, timeout, capacity, shared } = self;
         (resolve, PolicyResolver { resolve: None, time_to_live, timeout, capacity, shared })
@@ -295,12 +297,12 @@ impl<V> PolicyResolver<V> {
 }
 
 impl PolicyResolver {
-    /// Whether it is for each request to say by what the policy is found.
+    /// Whether each request brings its own input.
     pub(super) const fn needs_input(&self) -> bool {
         self.resolve.is_none()
     }
 
-    /// The question about a request: by its key, or the one that the request has brought, if any.
+    /// The resolver call for a request: made from its key, or brought by the request, if any.
     pub(super) fn question(&self, key: &Key, question: Option<&Question>) -> Option<Question> {
         match &self.resolve {
             Some(resolve) => Some(Question::new(resolve, *key)),
@@ -308,50 +310,52 @@ impl PolicyResolver {
         }
     }
 
-    /// Those of the answers.
+    /// The bounds of the answers.
     fn bounds(&self) -> Bounds {
         Bounds { capacity: self.capacity, time_to_live: self.time_to_live }
     }
 
-    /// The policy, if it is known without asking.
-    pub(super) fn known(&self, key: &Key) -> Option<Policy> {
+    /// The cached policy, if it is fresh.
+    pub(super) fn cached_policy(&self, key: &Key) -> Option<Policy> {
         self.fresh(&mut self.shared.lock(), key)
     }
 
-    fn fresh(&self, known: &mut Cached, key: &Key) -> Option<Policy> {
-        known.answers.use_fresh(key, self.bounds()).cloned()
+    fn fresh(&self, cache: &mut Cached, key: &Key) -> Option<Policy> {
+        cache.answers.use_fresh(key, self.bounds()).cloned()
     }
 
-    /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
+    /// The policy of the key. If there is a stale answer, a new one is awaited for `stale_timeout` at most.
     pub(super) async fn resolve(
         &self,
         key: &Key,
         question: &Question,
-        patience: Duration,
+        stale_timeout: Duration,
     ) -> Result<Resolved, StoreError> {
-        let Some((old, patience)) = self.old(key, patience) else { return self.ask(key, question).await };
-        Deadline::new(self.ask(key, question), patience).await.or_else(|error| {
-            self.use_on(key);
-            Ok(Resolved::Stale(old, error))
+        let Some((stale, stale_timeout)) = self.stale(key, stale_timeout) else {
+            return self.fetch(key, question).await;
+        };
+        Deadline::new(self.fetch(key, question), stale_timeout).await.or_else(|error| {
+            self.extend_stale(key);
+            Ok(Resolved::Stale(stale, error))
         })
     }
 
-    /// Whether the log has been told that the resolver fails.
+    /// Tracks whether the log has reported an outage.
     pub(super) fn outage(&self) -> &OutageTracker {
         &self.shared.outage
     }
 
-    /// The answer that there was before, and how long a new one is waited for.
-    fn old(&self, key: &Key, patience: Duration) -> Option<(Policy, Duration)> {
-        let known = self.shared.lock();
-        let (_, old) = known.answers.get(key)?;
-        // From when it was asked for, so that not each request waits anew for one that is late.
-        let gone = known.running.get(key).map_or(Duration::ZERO, |running| running.began.elapsed());
-        Some((old.clone(), patience.saturating_sub(gone)))
+    /// The stale answer, and the rest of the time for which a new one is awaited.
+    fn stale(&self, key: &Key, stale_timeout: Duration) -> Option<(Policy, Duration)> {
+        let cache = self.shared.lock();
+        let (_, stale) = cache.answers.get(key)?;
+        // Counted from the start of the running call, so that not every request waits anew for a late one.
+        let elapsed = cache.running.get(key).map_or(Duration::ZERO, |running| running.began.elapsed());
+        Some((stale.clone(), stale_timeout.saturating_sub(elapsed)))
     }
 
-    /// Makes an old answer do for as long again, unless there is another one by now, or it was forgotten.
-    fn use_on(&self, key: &Key) {
+    /// Uses a stale answer for the same time again, unless it was replaced or removed.
+    fn extend_stale(&self, key: &Key) {
         if let Some((since, _)) = self.shared.lock().answers.get_mut(key)
             && since.elapsed() >= self.time_to_live
         {
@@ -359,131 +363,131 @@ impl PolicyResolver {
         }
     }
 
-    /// Asks, or waits for the answer if somebody has asked.
-    async fn ask(&self, key: &Key, question: &Question) -> Result<Resolved, StoreError> {
-        let mut place = None;
+    /// Calls the resolver, or waits for a running call.
+    async fn fetch(&self, key: &Key, question: &Question) -> Result<Resolved, StoreError> {
+        let mut permit = None;
         loop {
-            match self.next(key, &mut place) {
+            match self.next(key, &mut permit) {
                 Next::Done(outcome) => return outcome.map(Resolved::Cached),
                 Next::Wait(outcome) => {
-                    // For those who need it.
-                    place = None;
-                    if let Some(outcome) = told(outcome).await {
+                    // Another request may need the permit.
+                    permit = None;
+                    if let Some(outcome) = wait_for_outcome(outcome).await {
                         return outcome.map(Resolved::Fresh);
                     }
-                    // It has ended with its runtime.
+                    // The attempt has ended with its runtime.
                 }
                 Next::Begin(attempt) => {
                     let outcome = attempt.outcome.subscribe();
                     self.begin(attempt, question.clone()).await;
-                    // Not once more here: this runtime is about to end.
+                    // No retry in this runtime, which is about to end.
                     let ended = || Err(StoreError::unavailable("the runtime of the policy resolver has ended"));
-                    return told(outcome).await.unwrap_or_else(ended).map(Resolved::Fresh);
+                    return wait_for_outcome(outcome).await.unwrap_or_else(ended).map(Resolved::Fresh);
                 }
-                Next::Full => place = Arc::clone(&self.shared.places).acquire_owned().await.ok(),
+                Next::Full => permit = Arc::clone(&self.shared.permits).acquire_owned().await.ok(),
             }
         }
     }
 
-    fn next(&self, key: &Key, place: &mut Option<OwnedSemaphorePermit>) -> Next {
-        let mut known = self.shared.lock();
-        if let Some(policy) = self.fresh(&mut known, key) {
+    fn next(&self, key: &Key, permit: &mut Option<OwnedSemaphorePermit>) -> Next {
+        let mut cache = self.shared.lock();
+        if let Some(policy) = self.fresh(&mut cache, key) {
             return Next::Done(Ok(policy));
         }
-        if let Some((since, error)) = known.failures.get(key)
+        if let Some((since, error)) = cache.failures.get(key)
             && since.elapsed() < FAILURES.time_to_live
         {
             return Next::Done(Err(error.clone()));
         }
-        if let Some(running) = known.running.get(key)
+        if let Some(running) = cache.running.get(key)
             && running.began.elapsed() <= self.timeout.saturating_add(LATE)
         {
             return Next::Wait(running.outcome.clone());
         }
-        let place = place.take().or_else(|| Arc::clone(&self.shared.places).try_acquire_owned().ok());
-        let Some(place) = place else { return Next::Full };
+        let permit = permit.take().or_else(|| Arc::clone(&self.shared.permits).try_acquire_owned().ok());
+        let Some(permit) = permit else { return Next::Full };
         let (sender, outcome) = watch::channel(None);
-        known.begun += 1;
-        let number = known.begun;
-        known.running.insert(*key, Running { number, began: Instant::now(), outcome });
+        cache.started += 1;
+        let number = cache.started;
+        cache.running.insert(*key, Running { number, began: Instant::now(), outcome });
         let (shared, bounds) = (Arc::clone(&self.shared), self.bounds());
-        Next::Begin(Attempt { shared, key: *key, number, bounds, outcome: sender, _place: place })
+        Next::Begin(Attempt { shared, key: *key, number, bounds, outcome: sender, _permit: permit })
     }
 
-    /// Carries out an attempt, in the background if it has to wait for something.
+    /// Runs an attempt, in the background if it is not complete at once.
     async fn begin(&self, attempt: Attempt, question: Question) {
         let timeout = self.timeout;
         let Ok(runtime) = Handle::try_current() else {
-            // There is nothing to run it but the request itself.
-            return attempt.end(question.ask().await);
+            // Without a runtime, only the request itself can run it.
+            return attempt.end(question.call().await);
         };
-        let mut course = Box::pin(
+        let mut task = Box::pin(
             async move {
-                let outcome = Deadline::new(question.ask(), timeout).await;
+                let outcome = Deadline::new(question.call(), timeout).await;
                 attempt.end(outcome);
             }
             .in_current_span(),
         );
-        // A resolver that need not ask anybody needs no task. If it panics, that is no more the request's than in a task.
-        let begun = catch_unwind(AssertUnwindSafe(|| {
-            let first = course.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        // A resolver that completes at once needs no task. A panic does not reach the request, as it would not from a task.
+        let started = catch_unwind(AssertUnwindSafe(|| {
+            let first = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if first.is_pending() {
-                drop(runtime.spawn(course));
+                drop(runtime.spawn(task));
             }
         }));
-        begun.unwrap_or_else(discard);
+        started.unwrap_or_else(discard);
     }
 }
 
-/// What became of an attempt; nothing if it was dropped.
-async fn told(mut outcome: watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
+/// Waits for the outcome of an attempt; `None` if the attempt was dropped.
+async fn wait_for_outcome(mut outcome: watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
     outcome.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone())
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Cached> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An attempt to find out the policy of a key, as whoever carries it out sees it.
+/// An attempt to get the policy of a key, as seen by its task.
 struct Attempt {
     shared: Arc<Shared>,
     key: Key,
     number: u64,
     bounds: Bounds,
     outcome: watch::Sender<Option<Outcome>>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Attempt {
-    /// Remembers what has come of it, unless it was forgotten in between, and tells all who wait.
+    /// Caches the outcome, unless the key was removed meanwhile, and sends it to all waiting requests.
     fn end(&self, mut outcome: Outcome) {
-        let mut known = self.shared.lock();
-        if self.leave(&mut known) {
-            // The one that is known already, if that says the same: what is derived from a policy is kept with it.
-            if let (Ok(policy), Some((_, before))) = (&mut outcome, known.answers.get(&self.key))
+        let mut cache = self.shared.lock();
+        if self.unregister(&mut cache) {
+            // Keeps an equal cached policy, which has derived data.
+            if let (Ok(policy), Some((_, before))) = (&mut outcome, cache.answers.get(&self.key))
                 && policy == before
             {
                 policy.clone_from(before);
             }
             match &outcome {
                 Ok(policy) => {
-                    known.failures.remove(&self.key);
-                    known.answers.insert(self.key, policy.clone(), self.bounds);
+                    cache.failures.remove(&self.key);
+                    cache.answers.insert(self.key, policy.clone(), self.bounds);
                 }
-                Err(error) => known.failures.insert(self.key, error.clone(), FAILURES),
+                Err(error) => cache.failures.insert(self.key, error.clone(), FAILURES),
             }
         }
-        drop(known);
+        drop(cache);
         self.outcome.send_replace(Some(outcome));
     }
 
-    /// Is not under way any more. Answers whether it was what is known to be.
-    fn leave(&self, known: &mut Cached) -> bool {
-        let is_known = known.running.get(&self.key).is_some_and(|running| running.number == self.number);
+    /// Removes the attempt from the running ones. Returns whether it was still registered.
+    fn unregister(&self, cache: &mut Cached) -> bool {
+        let is_known = cache.running.get(&self.key).is_some_and(|running| running.number == self.number);
         if is_known {
-            known.running.remove(&self.key);
+            cache.running.remove(&self.key);
         }
         is_known
     }
@@ -495,16 +499,16 @@ impl Drop for Attempt {
             return;
         }
         if thread::panicking() {
-            // So that those who wait do not try the same one after the other.
+            // So that waiting requests do not repeat the panic one after the other.
             self.end(Err(StoreError::other("the policy resolver has panicked")));
         } else {
-            // Before they find out that nobody will tell them, so that the next one begins anew.
-            self.leave(&mut self.shared.lock());
+            // Before waiting requests notice the drop, so that the next one starts a new attempt.
+            self.unregister(&mut self.shared.lock());
         }
     }
 }
 
-// By hand: `derive` would ask for `V: Clone`.
+// Not derived: `derive` would require `V: Clone`.
 impl<V> Clone for PolicyResolver<V> {
     fn clone(&self) -> Self {
         Self { resolve: self.resolve.clone(), shared: Arc::clone(&self.shared), ..*self }
@@ -525,9 +529,9 @@ mod tests {
     use super::*;
     use crate::rate_limit::Quota;
 
-    /// With each new answer the memory backend would find that the key was counted by another policy, and go the long way from then on.
+    /// With a new policy for each answer, the memory backend would take its slow path for the key.
     #[tokio::test(start_paused = true)]
-    async fn an_answer_that_says_the_same_is_the_same_policy() {
+    async fn equal_answer_keeps_cached_policy() {
         let quota = Arc::new(Mutex::new(5));
         let resolver = PolicyResolver::new({
             let quota = Arc::clone(&quota);
@@ -539,15 +543,15 @@ mod tests {
         let question = resolver.question(&Key::GLOBAL, None).unwrap();
         let resolve = async || match resolver.resolve(&Key::GLOBAL, &question, Duration::from_secs(1)).await.unwrap() {
             Resolved::Fresh(policy) => policy,
-            Resolved::Cached(_) | Resolved::Stale(..) => panic!("the answer has become old"),
+            Resolved::Cached(_) | Resolved::Stale(..) => panic!("expected a fresh answer"),
         };
         let first = resolve().await;
         tokio::time::advance(Duration::from_secs(61)).await;
         assert!(resolve().await.is_same_as(&first));
-        assert!(resolver.known(&Key::GLOBAL).unwrap().is_same_as(&first));
+        assert!(resolver.cached_policy(&Key::GLOBAL).unwrap().is_same_as(&first));
         *quota.lock().unwrap() = 6;
         tokio::time::advance(Duration::from_secs(61)).await;
         assert_eq!(resolve().await.limits()[0].capacity(), 6);
-        assert_eq!(resolver.known(&Key::GLOBAL).unwrap().limits()[0].capacity(), 6);
+        assert_eq!(resolver.cached_policy(&Key::GLOBAL).unwrap().limits()[0].capacity(), 6);
     }
 }

@@ -107,7 +107,9 @@ where
         let Some(key) = &key else { return self.pass(request) };
         let (cost, core, primary) = (settings.cost.cost(&request), &settings.core, policy.is_none());
         let (mut resolved, is_known) = match &core.resolver {
-            Some(resolver) if primary => resolver.known(key).map_or((None, false), |policy| (Some(policy), true)),
+            Some(resolver) if primary => {
+                resolver.cached_policy(key).map_or((None, false), |policy| (Some(policy), true))
+            }
             _ => (policy, true),
         };
         let policy = resolved.as_ref().unwrap_or(&core.policy);
@@ -192,7 +194,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
             && let Some(primary) = descriptors.iter_mut().find(|descriptor| descriptor.primary)
         {
             if primary.policy.is_none()
-                && let Some(policy) = resolver.known(&primary.key)
+                && let Some(policy) = resolver.cached_policy(&primary.key)
             {
                 primary.count_by(policy);
             }

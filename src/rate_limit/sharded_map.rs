@@ -8,40 +8,40 @@ use tokio::time::Instant;
 use super::policy::Policy;
 use crate::key::Key;
 
-/// More than any machine has cores that would all ask at once.
+/// More than the cores of any machine that would call at the same time.
 const MAX_SHARDS: usize = 64;
-/// With fewer entries than this to a shard, shards cost more than they save.
+/// With fewer entries per shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
-/// How many entries are looked at to find the one that can go.
+/// How many entries are examined to find one to evict.
 const SAMPLE: usize = 8;
 
-/// What a decorator remembers of some of the subjects that are counted: a bounded map in parts, each under its own lock.
+/// A bounded map from policy and key to an entry, in shards with one lock each. Used by stores that decorate others.
 ///
-/// Keys are hashed with a secret of the process, so nobody can choose keys that collide.
+/// Keys are hashed with a random seed of the process, so clients cannot choose colliding keys.
 #[derive(Debug)]
-pub(super) struct Shards<T, B> {
+pub(super) struct ShardedMap<T, B> {
     hasher: RandomState,
     shards: Box<[Mutex<Shard<T, B>>]>,
 }
 
-/// Something that says nothing any more from some instant on.
+/// An entry that expires.
 pub(super) trait Expiry {
-    fn ends(&self) -> Instant;
+    fn expires_at(&self) -> Instant;
 }
 
-/// A part of the subjects. Entries lie in a dense array behind the map, so that a few can be looked at by number.
+/// A part of the map. Entries are in a dense array, so that a few can be examined by index.
 #[derive(Debug)]
 pub(super) struct Shard<T, B> {
-    /// The books of whoever owns it.
-    pub(super) books: B,
-    // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
+    /// State of the owner of the map, one for each shard.
+    pub(super) state: B,
+    // Without a hasher: the keyed hash that selects the shard is reused here.
     slots: IndexMap<Descriptor, T, ()>,
     capacity: usize,
-    // Where to look next for entries that can go.
-    hand: usize,
+    // The index at which the search for expired entries continues.
+    sweep_cursor: usize,
 }
 
-/// Who is counted, and by which policy.
+/// A policy and the key under which it counts.
 #[derive(Debug)]
 struct Descriptor {
     policy: Policy,
@@ -50,45 +50,46 @@ struct Descriptor {
 
 impl Descriptor {
     fn is(policy: &Policy, key: &Key) -> impl Fn(&Descriptor) -> bool {
-        move |subject| subject.key == *key && subject.policy.shares_counts_with(policy)
+        move |descriptor| descriptor.key == *key && descriptor.policy.shares_counts_with(policy)
     }
 }
 
-/// Where a subject is, if it is anywhere.
+/// The location of a descriptor, whether or not it has an entry.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct Location {
     pub(super) hash: u64,
     shard: usize,
 }
 
-impl<T, B: Default> Shards<T, B> {
-    /// Room for at most `capacity` entries, and for at least one.
+impl<T, B: Default> ShardedMap<T, B> {
+    /// Creates a map with room for at most `capacity` entries, and for at least one.
     pub(super) fn new(capacity: usize) -> Self {
         let fitting = (capacity / MIN_SHARD).clamp(1, MAX_SHARDS);
         let count = if fitting.is_power_of_two() { fitting } else { fitting.next_power_of_two() / 2 };
         let capacity = (capacity / count).max(1);
-        let shard = || Mutex::new(Shard { books: B::default(), slots: IndexMap::with_hasher(()), capacity, hand: 0 });
+        let shard =
+            || Mutex::new(Shard { state: B::default(), slots: IndexMap::with_hasher(()), capacity, sweep_cursor: 0 });
         Self { hasher: RandomState::new(), shards: (0..count).map(|_| shard()).collect() }
     }
 
-    pub(super) fn place(&self, policy: &Policy, key: &Key) -> Place {
+    pub(super) fn locate(&self, policy: &Policy, key: &Key) -> Location {
         let mut hasher = self.hasher.build_hasher();
         hasher.write(key.as_bytes());
         let hash = hasher.finish() ^ policy.counts_hash();
-        // The map inside the shard uses the low bits.
-        Place { hash, shard: (hash >> 48) as usize & (self.shards.len() - 1) }
+        // The map in the shard uses the low bits.
+        Location { hash, shard: (hash >> 48) as usize & (self.shards.len() - 1) }
     }
 
-    pub(super) fn lock(&self, place: Place) -> MutexGuard<'_, Shard<T, B>> {
-        lock(&self.shards[place.shard])
+    pub(super) fn lock(&self, location: Location) -> MutexGuard<'_, Shard<T, B>> {
+        lock(&self.shards[location.shard])
     }
 
-    pub(super) fn each(&self) -> impl Iterator<Item = MutexGuard<'_, Shard<T, B>>> {
+    pub(super) fn lock_each(&self) -> impl Iterator<Item = MutexGuard<'_, Shard<T, B>>> {
         self.shards.iter().map(lock)
     }
 }
 
-/// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+/// Updates of a shard do not panic midway, so its data is intact even if the lock is poisoned.
 fn lock<T>(shard: &Mutex<T>) -> MutexGuard<'_, T> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -102,24 +103,29 @@ impl<T, B> Shard<T, B> {
         self.slots.values()
     }
 
-    pub(super) fn entries_with_books(&mut self) -> (impl Iterator<Item = (&Key, &mut T)>, &mut B) {
-        (self.slots.iter_mut().map(|(subject, entry)| (&subject.key, entry)), &mut self.books)
+    pub(super) fn entries_with_state(&mut self) -> (impl Iterator<Item = (&Key, &mut T)>, &mut B) {
+        (self.slots.iter_mut().map(|(descriptor, entry)| (&descriptor.key, entry)), &mut self.state)
     }
 
-    pub(super) fn get_mut(&mut self, place: Place, policy: &Policy, key: &Key) -> Option<&mut T> {
-        self.get_with_books(place, policy, key).0
+    pub(super) fn get_mut(&mut self, location: Location, policy: &Policy, key: &Key) -> Option<&mut T> {
+        self.get_with_state(location, policy, key).0
     }
 
-    pub(super) fn get_with_books(&mut self, place: Place, policy: &Policy, key: &Key) -> (Option<&mut T>, &mut B) {
-        let entry = match self.slots.raw_entry_mut_v1().from_hash(place.hash, Descriptor::is(policy, key)) {
+    pub(super) fn get_with_state(
+        &mut self,
+        location: Location,
+        policy: &Policy,
+        key: &Key,
+    ) -> (Option<&mut T>, &mut B) {
+        let entry = match self.slots.raw_entry_mut_v1().from_hash(location.hash, Descriptor::is(policy, key)) {
             RawEntryMut::Occupied(entry) => Some(entry.into_mut()),
             RawEntryMut::Vacant(_) => None,
         };
-        (entry, &mut self.books)
+        (entry, &mut self.state)
     }
 
-    pub(super) fn remove(&mut self, place: Place, policy: &Policy, key: &Key) -> Option<T> {
-        match self.slots.raw_entry_mut_v1().from_hash(place.hash, Descriptor::is(policy, key)) {
+    pub(super) fn remove(&mut self, location: Location, policy: &Policy, key: &Key) -> Option<T> {
+        match self.slots.raw_entry_mut_v1().from_hash(location.hash, Descriptor::is(policy, key)) {
             RawEntryMut::Occupied(entry) => Some(entry.swap_remove()),
             RawEntryMut::Vacant(_) => None,
         }
@@ -127,49 +133,49 @@ impl<T, B> Shard<T, B> {
 }
 
 impl<T: Expiry, B> Shard<T, B> {
-    /// Puts down an entry in the place of the one there was, and drops a couple of those that have ended as a matter of course.
-    /// Where there is no room, drops the one of a few that ends soonest. `gone` is told what was dropped.
+    /// Inserts or replaces an entry, and removes up to two expired ones. If there is no room, evicts the entry of a sample that expires
+    /// first. Calls `on_removed` with each removed entry.
     pub(super) fn put(
         &mut self,
-        place: Place,
+        location: Location,
         policy: &Policy,
         key: &Key,
         entry: T,
         now: Instant,
-        mut gone: impl FnMut(&mut B, T),
+        mut on_removed: impl FnMut(&mut B, T),
     ) {
-        match self.slots.raw_entry_mut_v1().from_hash(place.hash, Descriptor::is(policy, key)) {
+        match self.slots.raw_entry_mut_v1().from_hash(location.hash, Descriptor::is(policy, key)) {
             RawEntryMut::Occupied(mut slot) => {
-                gone(&mut self.books, slot.insert(entry));
+                on_removed(&mut self.state, slot.insert(entry));
                 return;
             }
             RawEntryMut::Vacant(_) => {}
         }
         for _ in 0..2 {
-            self.hand = if self.hand + 1 < self.slots.len() { self.hand + 1 } else { 0 };
-            if self.slots.get_index(self.hand).is_some_and(|(_, entry)| entry.ends() <= now) {
-                self.evict(self.hand, &mut gone);
+            self.sweep_cursor = if self.sweep_cursor + 1 < self.slots.len() { self.sweep_cursor + 1 } else { 0 };
+            if self.slots.get_index(self.sweep_cursor).is_some_and(|(_, entry)| entry.expires_at() <= now) {
+                self.evict(self.sweep_cursor, &mut on_removed);
             }
         }
         if self.slots.len() >= self.capacity {
-            // Spread over the whole array, because neighbours came at the same time.
+            // Spread over the array, since neighbours were inserted at about the same time.
             let (len, stride) = (self.slots.len(), self.slots.len().div_ceil(SAMPLE));
-            let sample = (0..SAMPLE).map(|step| (self.hand + step * stride) % len);
-            if let Some(victim) = sample.min_by_key(|index| self.slots[*index].ends()) {
-                self.evict(victim, &mut gone);
+            let sample = (0..SAMPLE).map(|step| (self.sweep_cursor + step * stride) % len);
+            if let Some(victim) = sample.min_by_key(|index| self.slots[*index].expires_at()) {
+                self.evict(victim, &mut on_removed);
             }
         }
         if let RawEntryMut::Vacant(slot) =
-            self.slots.raw_entry_mut_v1().from_hash(place.hash, Descriptor::is(policy, key))
+            self.slots.raw_entry_mut_v1().from_hash(location.hash, Descriptor::is(policy, key))
         {
-            slot.insert_hashed_nocheck(place.hash, Descriptor { policy: policy.clone(), key: *key }, entry);
+            slot.insert_hashed_nocheck(location.hash, Descriptor { policy: policy.clone(), key: *key }, entry);
         }
     }
 
-    /// The last one takes its place.
-    fn evict(&mut self, victim: usize, gone: &mut impl FnMut(&mut B, T)) {
+    /// Moves the last entry into the gap.
+    fn evict(&mut self, victim: usize, on_removed: &mut impl FnMut(&mut B, T)) {
         if let Some((_, entry)) = self.slots.swap_remove_index(victim) {
-            gone(&mut self.books, entry);
+            on_removed(&mut self.state, entry);
         }
     }
 }

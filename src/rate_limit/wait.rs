@@ -57,7 +57,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         };
         // If the capacity is exceeded, as far as is known, waiting does not help.
         if let Some(primary) = descriptors.iter_mut().find(|descriptor| self.is_unresolved(descriptor))
-            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.known(&primary.key))
+            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.cached_policy(&primary.key))
         {
             primary.count_by(policy);
         }
