@@ -201,7 +201,7 @@ impl Decision {
     }
 
     /// A placeholder for one of several requests that was not evaluated, since another one is denied.
-    pub(crate) fn of_none() -> Self {
+    pub(crate) fn not_evaluated() -> Self {
         Self { outcome: Outcome::Allowed, receipt: None, blocked_us: 0, limits: Limits::Several(Box::default()) }
     }
 
@@ -233,7 +233,7 @@ impl Decision {
     }
 
     /// Allows the request whatever the limits say, because they are not enforced.
-    pub(crate) fn let_pass(self) -> Self {
+    pub(crate) fn into_allowed(self) -> Self {
         Self { outcome: Outcome::Allowed, blocked_us: 0, ..self }
     }
 
@@ -511,20 +511,20 @@ impl Error for Denial {}
 /// extension. This applies to debug builds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MissingKey {
-    lack: Option<&'static str>,
+    hint: Option<&'static str>,
 }
 
 impl MissingKey {
     /// For the request that this thread handles at the moment.
     pub(super) fn new() -> Self {
-        Self { lack: lack::noted() }
+        Self { hint: lack::noted() }
     }
 }
 
 impl fmt::Display for MissingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the request carries no key to count it under")?;
-        self.lack.map_or(Ok(()), |lack| write!(f, ": {lack}"))
+        self.hint.map_or(Ok(()), |hint| write!(f, ": {hint}"))
     }
 }
 

@@ -157,7 +157,7 @@ impl<S> DenyCache<S> {
         let look_up = |Request { policy, key, cost }: &Request| self.look_up(policy, key, *cost);
         let known: Vec<_> = requests.iter().map(look_up).collect();
         if known.iter().any(Result::is_ok) {
-            return Ok(known.into_iter().map(|known| known.unwrap_or_else(|_| Decision::of_none())).collect());
+            return Ok(known.into_iter().map(|known| known.unwrap_or_else(|_| Decision::not_evaluated())).collect());
         }
         Err(known.into_iter().filter_map(Result::err).collect())
     }

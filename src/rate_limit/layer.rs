@@ -472,8 +472,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// Waiters queue in their order of arrival, in one queue for each [key](Self::key) and process. Only the first waiter of a queue calls
     /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](RateLimitHandle). It also calls
-    /// once a second, since other processes may give units back. Each such call that returns counts as a [decision](super#metrics) in the
-    /// metrics.
+    /// at least once a second, since other processes may give units back. Each such call that returns counts as a
+    /// [decision](super#metrics) in the metrics.
     ///
     /// Each time the first waiter is admitted, twice as many waiters may call at the same time, as far as there is room, until one of them
     /// is denied. So the queue empties if the quota has room for all arriving requests, and if the [burst](super::Quota::burst) is at least
@@ -495,8 +495,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); further requests are rejected.
     /// A waiter keeps the inner service that reported ready, with its permit. If you drop its future, it leaves the queue, and nothing is
     /// charged. If a waiter whose turn has come is neither polled nor dropped, it delays the waiters behind it until it is 250 ms late. If
-    /// the next waiter is not polled either, the delay is up to one second longer. Once the late waiter is polled, it is
-    /// first again.
+    /// the next waiter is not polled either, the delay is up to one second longer. Once it is polled, the late
+    /// waiter is first again.
     ///
     /// ```
     /// use std::time::Duration;

@@ -186,7 +186,7 @@ impl<B: RateLimitStore> Limiter<B> {
     fn denied(&self, key: &Key, cost: u32, decision: Decision) -> Decision {
         let enforced = self.policy.is_enforced_for(key);
         record(&self.policy, &decision, enforced, false, cost);
-        if enforced { decision } else { decision.let_pass() }
+        if enforced { decision } else { decision.into_allowed() }
     }
 
     /// Charges one unit to `key` if there is room, and returns whether it did. Use it instead of [`check`](Self::check) if you do not need

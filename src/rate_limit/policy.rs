@@ -322,7 +322,7 @@ impl Policy {
     /// Whether two policies share their counts.
     #[inline]
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
-        self.is_same_as(other) || self.is_alike(other)
+        self.is_same_as(other) || self.has_same_counts(other)
     }
 
     /// A hash for tables of many policies. Equal for policies that [share counts](Self::shares_counts_with).
@@ -333,7 +333,7 @@ impl Policy {
 
     // Not inlined, to keep callers small: nearly all comparisons are between clones.
     #[inline(never)]
-    fn is_alike(&self, other: &Policy) -> bool {
+    fn has_same_counts(&self, other: &Policy) -> bool {
         self.inner.spec.name == other.inner.spec.name && self.inner.shape == other.inner.shape
     }
 

@@ -146,7 +146,7 @@ where
     G: FnMut(Vec<Charge>) -> F,
     F: Future<Output = Result<(), StoreError>>,
 {
-    let mut open = RefundGuard { charges: Vec::with_capacity(requests.len()), give_back };
+    let mut guard = RefundGuard { charges: Vec::with_capacity(requests.len()), give_back };
     let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
     let mut denied = false;
     for request in requests {
@@ -155,11 +155,11 @@ where
             if denied { store.peek(policy, key, *cost).await } else { store.check(policy, key, *cost).await };
         match &decision {
             Ok(decision) if decision.is_allowed() && !denied => {
-                open.charges.extend(decision.receipt().map(|receipt| Charge { request: request.clone(), receipt }));
+                guard.charges.extend(decision.receipt().map(|receipt| Charge { request: request.clone(), receipt }));
             }
             _ if !denied => {
                 denied = true;
-                let given_back = open.give_back().await;
+                let given_back = guard.give_back().await;
                 // A failed charge reports its own error, which is the cause.
                 if decision.is_ok() {
                     given_back?;
@@ -172,7 +172,7 @@ where
         }
         decisions.push(decision?);
     }
-    open.charges.clear();
+    guard.charges.clear();
     Ok(decisions)
 }
 
