@@ -178,7 +178,7 @@ impl Coordinator {
 
     /// Counts one more waiter, unless `most` wait already, or half as many of its scope.
     pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
-        let waiting_per_scope: fn(&Coordinator) -> &PerScope = |home| &home.waiting_per_scope;
+        let waiting_per_scope: ScopeCounts = |home| &home.waiting_per_scope;
         let entered = match scope {
             Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, most.div_ceil(2))?)),
             None => None,
@@ -561,12 +561,15 @@ pub(crate) struct MostRunning {
     pub(crate) per_scope: usize,
 }
 
+/// The counts of one kind of work by scope.
+type ScopeCounts = fn(&Coordinator) -> &PerScope;
+
 /// Counts something that is being done until it ends in whatever way.
 pub(crate) struct Running {
     home: Arc<Coordinator>,
     count: fn(&Coordinator) -> &AtomicUsize,
     // Where it is counted for its scope, and the scope's hash.
-    scope: Option<(fn(&Coordinator) -> &PerScope, u64)>,
+    scope: Option<(ScopeCounts, u64)>,
 }
 
 impl Running {

@@ -192,19 +192,17 @@ impl Lease {
     ///
     /// Nothing happens before the future is polled. From then on, or if it is dropped, the lock is released in the background, whether or not
     /// the future is polled to its end.
-    pub fn release(self) -> impl Future<Output = Result<ReleaseOutcome, StoreError>> + Send + use<> {
-        async move {
-            let Some(mut grant) = Arc::into_inner(self.grant) else { return Ok(ReleaseOutcome::Shared) };
-            let now = Instant::now();
-            let is_lost = grant.hold.look(now).is_err();
-            let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
-            // Without a task the lease was handed off to a local waiter, or nothing is left of it.
-            let Some(mut task) = grant.give_back(now) else { return Ok(outcome) };
-            let (home, ttl) = (Arc::clone(&grant.home), grant.hold.ttl());
-            drop(grant);
-            let call = Box::pin(async move { task.carry_out(outcome).await });
-            Attended::new(home, ttl, call).await
-        }
+    pub async fn release(self) -> Result<ReleaseOutcome, StoreError> {
+        let Some(mut grant) = Arc::into_inner(self.grant) else { return Ok(ReleaseOutcome::Shared) };
+        let now = Instant::now();
+        let is_lost = grant.hold.look(now).is_err();
+        let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
+        // Without a task the lease was handed off to a local waiter, or nothing is left of it.
+        let Some(mut task) = grant.give_back(now) else { return Ok(outcome) };
+        let (home, ttl) = (Arc::clone(&grant.home), grant.hold.ttl());
+        drop(grant);
+        let call = Box::pin(async move { task.carry_out(outcome).await });
+        Attended::new(home, ttl, call).await
     }
 
     /// [`lost`](Self::lost) for whoever has the lease beside it. Means nothing once the lease was given back.

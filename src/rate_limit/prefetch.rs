@@ -688,7 +688,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
                 }
                 let prefetch = self.clone();
                 calls.spawn(async move {
-                    prefetch.return_units(prefetch.slots.locate(&guard.policy, &key), &key, receipt, guard).await
+                    prefetch.return_units(prefetch.slots.locate(&guard.policy, &key), &key, receipt, guard).await;
                 });
             }
             while let Some(ended) = calls.join_next().await {

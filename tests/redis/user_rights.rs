@@ -43,11 +43,8 @@ fn base() -> Vec<&'static str> {
 }
 
 fn for_waiting() -> Vec<&'static str> {
-    [
-        documented("Waiting for a lock or for the same request: `"),
-        documented("Cheaper batches of lock releases: `"),
-    ]
-    .concat()
+    [documented("Waiting for a lock or for the same request: `"), documented("Cheaper batches of lock releases: `")]
+        .concat()
 }
 
 /// Lets the user do what these words say, and nothing else.

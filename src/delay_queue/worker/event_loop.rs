@@ -427,7 +427,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
             self.settings.events.send(|| Event::LeasesExpired { jobs, dead });
         }
         for Died { id, attempts } in died {
-            self.notices.died(&id, *attempts, Reason::LeaseExpired, "the lease of its last attempt expired", now);
+            self.notices.died(id, *attempts, Reason::LeaseExpired, "the lease of its last attempt expired", now);
         }
     }
 
