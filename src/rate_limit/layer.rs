@@ -504,7 +504,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
     /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
-    /// The quota of the API: ten calls per second, evenly spaced.
+    /// // The quota of the API: ten calls per second, evenly spaced.
     /// let allowed = Policy::new("their-api", Quota::per_second(10).burst(1)?.token_bucket());
     /// let client = ServiceBuilder::new()
     ///     .layer(RateLimitLayer::new(MemoryBackend::new(), allowed).wait(Duration::from_secs(5)).responder(ErrorResponder))
