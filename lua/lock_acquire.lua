@@ -1,27 +1,26 @@
--- lock_acquire: take a lease if there is one to be had, or say for how long the holders may keep theirs.
+-- lock_acquire: grant the lease, or report how long the current holders may keep it.
 --
 -- KEYS[1]  lease   string, expires `keep_ms` after the last lease  prefix:2:{lock:<namespace>:<subject>}:lease
--- ARGV[1]  claim   the 16 bytes of the token, random and others for each acquisition, then 4 bytes each, little endian: ttl_ms, 10 to 86400000;
---          how many fencing tokens to set aside, 1 to 65536; keep_ms, how long the last fence is remembered after the leases, or
---          four fifths of that; how many may hold a lease at the same time, 1 to 1000; then 1 byte kind, 1 or 2, and 7 bytes floor: all
---          fences that are granted are larger than this number, which is below 2^53
+-- ARGV[1]  claim   16 bytes token, random and new for each acquisition. Then 4 bytes each, little endian: ttl_ms, 10 to 86400000;
+--          number of fences to reserve, 1 to 65536; keep_ms, how long the last fence is remembered after the leases, or four fifths of
+--          that; permits, 1 to 1000. Then 1 byte kind, 1 or 2, and 7 bytes floor: granted fences are larger than this number, which is
+--          below 2^53
 --
--- Value    lease: 1 byte the kind of its holders: 1 exclusive, 2 semaphore, and by those who stood in line (see lock_line) 3 exclusive, 4 reader,
---          5 writer, 6 semaphore; 1 and 3, 2 and 6, and 4 and 5 are of one kind of lock, and never held beside another. Then
---          7 bytes the last fence that was given out, then for each holder 7 bytes the end of the lease in us, 4 bytes its
---          length in ms, 7 bytes its first fence, little endian, and the 16 bytes of its token. One that ends at 0 was given back. Its time
---          to live is not written again where the last grant was in the same fifth of `keep_ms` and no shorter than this one: every
---          other write gives it `keep_ms` after the leases, and all scripts are given the same, so at least four fifths of that are left
--- Returns  fence granted: the fences from this one on are the holder's; -remaining_ms, less than 0, held by others; {held_as} held by a lock of
---          another kind, of which this is the byte
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: with the token of a holder its lease is made to last its whole length again, with the same fences
+-- Value    lease: 1 byte kind of the holders: 1 exclusive, 2 semaphore, and from the fair queue (see lock_line) 3 exclusive, 4 reader, 5 writer,
+--          6 semaphore. 1 and 3, 2 and 6, and 4 and 5 are one kind of lock, and no two kinds are held together. 7 bytes last fence.
+--          Then for each holder 7 bytes end of the lease in us, 4 bytes its length in ms, 7 bytes its first fence, little endian, and 16
+--          bytes token. A lease that ends at 0 was released. The expiry is written again unless the last grant was in the same fifth of
+--          keep_ms and no shorter. Each other write sets it to keep_ms after the leases, so at least four fifths of keep_ms remain
+-- Returns  fence: granted, and the fences from this one on belong to the holder; -remaining_ms, below 0: held by others; {held_as}: a lock
+--          of another kind, whose byte this is, holds the key
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
+-- Repeat   harmless: the token of a holder renews its lease and gets the same fences
 local lease, claim = KEYS[1], ARGV[1]
 local token, ttl_ms, fences, keep_ms, permits, kind, floor = struct.unpack('<c16I4I4I4I4BI7', claim)
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
--- The smallest fence that may be granted. The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+-- The smallest fence to grant. The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
 local least = floor < now and now or floor + 1
 local stored = redis.call('GET', lease)
 local held_as, fence, ends, length_ms, first = kind, 0, 0, 0, 0
@@ -30,14 +29,14 @@ if stored and #stored == 42 then
 elseif stored then
   held_as = 0
 end
--- Nearly always nobody else holds a lease, or one does and nobody may beside it: nothing of what is stored has to be kept.
+-- The common case: no other holder, or one exclusive holder. No stored holder has to be kept.
 if held_as >= 1 and held_as <= 6 then
   local left = ends - now
   if left <= 0 and fence < least then
     local mine = struct.pack('<BI7I7I4I7', kind, least + fences - 1, now + ttl_ms * 1000, ttl_ms, least) .. token
-    -- Granted in this fifth, by the clock and not ahead of it, which is when its time to live was written or was known to be long enough.
+    -- The last grant was in this fifth of keep_ms by the clock, so the expiry is long enough.
     local lives = first >= now - now % (keep_ms * 200) and length_ms >= ttl_ms and (ends == 0 or ends - length_ms * 1000 >= first)
-    -- A user may have no right to write into it.
+    -- The user may lack the right to SETRANGE.
     if not lives or type(redis.pcall('SETRANGE', lease, '0', mine)) ~= 'number' then
       redis.call('SET', lease, mine, 'PX', ttl_ms + keep_ms)
     end
@@ -54,10 +53,10 @@ if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
 end
 fence, first = struct.unpack('<I7', stored, 2), nil
 local others, soonest, latest, repaired = {}, nil, now, false
--- As many turns as there are holders.
+-- One iteration for each holder.
 for at = 9, #stored, 34 do
   local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
-  -- A lease that would last longer than it is long was written before the clock was set back.
+  -- A lease that ends later than its length from now predates a clock step back.
   if ends - now > length_ms * 1000 then
     ends, repaired = now + length_ms * 1000, true
   end

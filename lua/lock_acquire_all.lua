@@ -1,17 +1,17 @@
--- lock_acquire_all: take several leases at once, or none of them and say for how long the holders may keep theirs.
+-- lock_acquire_all: grant several leases, or none and report how long the current holders may keep them.
 --
 -- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
 -- ARGV[1]  ttl_ms   integer, 10 to 86400000
--- ARGV[2]  fences   how many fencing tokens to set aside for each, 1 to 65536
+-- ARGV[2]  fences   how many fences to reserve for each, 1 to 65536
 -- ARGV[3]  keep_ms  how long the last fence is remembered after the leases
--- ARGV[4]  floor    all fences that are granted are larger than this number, which is below 2^53
--- ARGV[5]  tokens   16 random bytes a lease, others for each acquisition
+-- ARGV[4]  floor    all granted fences are larger than this number, which is below 2^53
+-- ARGV[5]  tokens   16 random bytes a lease, new for each acquisition
 --
 -- Value    leases: see lock_acquire
--- Returns  {1, then the first fence of each} all are granted; {0, then remaining_ms of each, 0 for those that nobody holds} none is;
---          {2, then for each the byte of the kind that holds it where that is another kind of lock than this one, and 0 otherwise} none is
--- Errors   TOLLGATE if a value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: with the tokens of the holders the leases are made to last their whole length again, with the same fences
+-- Returns  {1, first fence of each}: all are granted. {0, remaining_ms of each, 0 if it is free}: none is granted. {2, for each the byte of
+--          the holding kind if it is another kind of lock, otherwise 0}: none is granted
+-- Errors   TOLLGATE if these scripts did not write a value; WRONGTYPE
+-- Repeat   harmless: the tokens of the holders renew their leases and get the same fences
 local leases, ttl_ms, fences, keep_ms, floor, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, 4
 
 local time = redis.call('TIME')
@@ -29,10 +29,10 @@ for i = 1, math.min(#leases, 128) do
     end
     last[i] = struct.unpack('<I7', stored, 2)
     local holders, latest, is_cut = {}, now, false
-    -- As many turns as there are holders.
+    -- One iteration for each holder.
     for at = 9, #stored, 34 do
       local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
-      -- A lease that would last longer than it is long was written before the clock was set back.
+      -- A lease that ends later than its length from now predates a clock step back.
       if ends - now > length_ms * 1000 then
         ends, is_cut = now + length_ms * 1000, true
       end
@@ -57,7 +57,7 @@ for i = 1, math.min(#leases, 128) do
   end
 end
 if not is_free then
-  -- Or it would be as long again for whoever asks next.
+  -- Store the shorter end, or the next caller would see the full length again.
   for i, value in pairs(repaired) do
     redis.call('SET', leases[i], value[1], 'PX', value[2])
   end
@@ -66,7 +66,7 @@ end
 local granted = {1}
 for i = 1, math.min(#leases, 128) do
   if not first[i] then
-    -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+    -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
     first[i] = math.max(last[i] + 1, least)
     last[i] = first[i] + fences - 1
   end

@@ -1,13 +1,13 @@
--- lock_inspect: who holds a lease, and for how long still. Changes nothing.
+-- lock_inspect: list the holders of a lease and their remaining time. Changes nothing.
 --
 -- KEYS[1]  lease  string, see lock_acquire  prefix:2:{lock:<namespace>:<subject>}:lease
 -- KEYS[2]  names  string, see lock_name     prefix:2:{lock:<namespace>:<subject>}:names
--- ARGV[1]  most   how many holders to tell of, 1 to 1000
+-- ARGV[1]  most   how many holders to list, 1 to 1000
 --
 -- Value    lease: see lock_acquire; names: see lock_name
--- Returns  {fence, holders, kind, then for each of the first `most` holders: its first fence, remaining_ms, held_ms, name}: fence is the last that was given
---          out, 0 if none is remembered; kind is the byte of the kind that holds it, see lock_acquire, which says nothing without holders; name is empty if there is none
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Returns  {fence, holders, kind, then for each of the first `most` holders: first fence, remaining_ms, held_ms, name}. fence: the last one,
+--          0 if none is remembered. kind: the byte of the holders, see lock_acquire, meaningless without holders. name: empty if unset
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local lease, names, most = KEYS[1], KEYS[2], ARGV[1] + 0
 
@@ -24,7 +24,7 @@ local now = time[1] * 1000000 + time[2]
 
 local called, at = {}, 2
 local list = redis.call('GET', names) or ''
--- As many turns as there are names.
+-- One iteration for each name.
 while list:byte(1) == 1 and at + 16 <= #list do
   local length = list:byte(at + 16)
   called[list:sub(at, at + 15)] = list:sub(at + 17, at + 16 + length)
@@ -32,7 +32,7 @@ while list:byte(1) == 1 and at + 16 <= #list do
 end
 
 local answer, holders = {(struct.unpack('<I7', stored, 2)), 0, held_as}, 0
--- As many turns as there are holders.
+-- One iteration for each holder.
 for at = 9, #stored, 34 do
   local ends, length_ms, first, token = struct.unpack('<I7I4I7c16', stored, at)
   local left = math.min(ends - now, length_ms * 1000)
@@ -41,7 +41,7 @@ for at = 9, #stored, 34 do
     if holders <= most then
       answer[#answer + 1] = first
       answer[#answer + 1] = math.ceil(left / 1000)
-      -- A fence says when it was given out, unless the clock was set back.
+      -- A fence is the time of its grant, unless the clock was set back.
       answer[#answer + 1] = math.max(0, math.floor((now - first) / 1000))
       answer[#answer + 1] = called[token] or ''
     end

@@ -1,26 +1,26 @@
--- lock_line: take a lease in the order in which those who want it came, or keep a place in the line for it.
+-- lock_line: grant a lease in the order of arrival, or keep the position of a waiter in the queue.
 --
 -- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after somebody in it has asked  ...:line
--- KEYS[3]  places    sorted set, kind and token by when the place is lost in us; expires with the line               ...:places
--- KEYS[4]  channel   where those who wait for it listen                                                              ...:free
--- ARGV[1]  token     16 random bytes, others for each acquisition
+-- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after the last call of a waiter  ...:line
+-- KEYS[3]  places    sorted set, kind and token by when the position is lost in us; expires with the line           ...:places
+-- KEYS[4]  channel   channel of the waiters                                                                          ...:free
+-- ARGV[1]  token     16 random bytes, new for each acquisition
 -- ARGV[2]  ttl_ms    integer, 10 to 86400000
--- ARGV[3]  fences    how many fencing tokens to set aside, 1 to 65536
+-- ARGV[3]  fences    how many fences to reserve, 1 to 65536
 -- ARGV[4]  keep_ms   how long the last fence is remembered after the leases
--- ARGV[5]  permits   how many of one kind may hold a lease at the same time, 1 to 1000
--- ARGV[6]  kind      3 exclusive; 4 shared by readers, as many as there are permits; 5 a writer beside whom there are no readers; 6 a semaphore
--- ARGV[7]  place_ms  how long a place is kept for somebody who does not ask again
--- ARGV[8]  longest   how many may stand in the line; 0 if this one does not want to
+-- ARGV[5]  permits   holders of one kind at the same time, 1 to 1000
+-- ARGV[6]  kind      3 exclusive, 4 reader, 5 writer, 6 semaphore
+-- ARGV[7]  place_ms  how long a position is kept without a call of its waiter
+-- ARGV[8]  longest   maximum length of the queue; 0 to not enter it
 -- ARGV[9]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[10] floor     all fences that are granted are larger than this number, which is below 2^53
+-- ARGV[10] floor     all granted fences are larger than this number, which is below 2^53
 --
--- Value    lease: see lock_acquire; its first byte is the kind of those who hold it. line, places: the kind, 3 to 6, and the token
--- Returns  {1, fence} granted: the fences from this one on are the holder's; {2, remaining_ms, ahead} in line, behind so many;
---          {0, remaining_ms} held, or wanted, by others; {3, remaining_ms} so many stand in line that there is no place;
---          {4, held_as} held by a lock of another kind, of which this is the byte; who stands in line stays there
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: a holder's lease is made to last its whole length again, with the same fences; who stands in line stays there
+-- Value    lease: see lock_acquire; its first byte is the kind of the holders. line, places: the kind, 3 to 6, and the token
+-- Returns  {1, fence}: granted, and the fences from this one on belong to the holder. {2, remaining_ms, ahead}: queued behind so many
+--          waiters. {0, remaining_ms}: held or awaited by others. {3, remaining_ms}: the queue is full. {4, held_as}: a lock of another
+--          kind, whose byte this is, holds the key; a queued waiter keeps its position
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
+-- Repeat   harmless: the token of a holder renews its lease and gets the same fences; a queued waiter keeps its position
 local lease, line, places, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local ttl_ms, fences, keep_ms, permits, kind = ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6]
 local place_ms, longest, publish, floor = ARGV[7] + 0, ARGV[8] + 0, ARGV[9], ARGV[10] + 0
@@ -36,10 +36,10 @@ if stored then
     return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
   end
   fence = struct.unpack('<I7', stored, 2)
-  -- As many turns as there are holders.
+  -- One iteration for each holder.
   for at = 9, #stored, 34 do
     local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
-    -- A lease that would last longer than it is long was written before the clock was set back.
+    -- A lease that ends later than its length from now predates a clock step back.
     if ends - now > length_ms * 1000 then
       ends, repaired = now + length_ms * 1000, true
     end
@@ -52,7 +52,7 @@ if stored then
   end
 end
 
--- Whoever has not asked again in time is gone. What is beyond so many goes the next time.
+-- Remove waiters that did not call in time; the rest of them at the next call.
 local gone = redis.call('ZRANGEBYSCORE', places, '-inf', now, 'LIMIT', 0, 128)
 if #gone > 0 then
   redis.call('ZREM', line, unpack(gone))
@@ -62,8 +62,8 @@ local me = kind .. token
 local head = redis.call('ZRANGE', line, 0, 0)[1]
 local place = head and head ~= me and (redis.call('ZSCORE', places, head) or math.huge)
 if place and place - now > place_ms * 1000 then
-  -- It asked before the clock was set back, or its place was evicted. The same may be so for those behind it, and the dead among them are not
-  -- to be waited for one after the other: of the first 128, who has no place gets one, and one that is too far ahead is cut.
+  -- The clock was set back, or the position was evicted. The waiters behind it may be affected as well, and dead ones must not delay the
+  -- queue one after the other. Of the first 128 waiters, restore missing positions and shorten excessive ones.
   local given = {}
   for _, waiting in ipairs(redis.call('ZRANGE', line, 0, 127)) do
     given[#given + 1] = now + place_ms * 1000
@@ -77,7 +77,7 @@ local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)
 local granted, mine = first or (is_room and (not head or head == me)), ''
 if granted then
   if not first then
-    -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+    -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
     first = math.max(fence + 1, floor + 1, now)
     fence = first + fences - 1
   end
@@ -96,10 +96,10 @@ if granted then
     redis.call('ZREM', places, me)
     head = redis.call('ZRANGE', line, 0, 0)[1]
     if head and head:sub(1, 1) == kind and #others + 1 < permits then
-      -- There is room for the next one as well. A user who may not publish has those who wait look now and then.
+      -- The next waiter has room as well. Without the right to publish, waiters poll.
       local heard = redis.pcall(publish, channel, head:sub(2))
       if publish == 'SPUBLISH' and type(heard) ~= 'number' then
-        -- Redis 6.2 does not know it.
+        -- Redis 6.2 lacks SPUBLISH.
         redis.pcall('PUBLISH', channel, head:sub(2))
       end
     end

@@ -1,23 +1,23 @@
--- lock_name: note what a holder of a lease is called, for those who look at it.
+-- lock_name: store the name of a holder of a lease, for lock_inspect.
 --
 -- KEYS[1]  lease  string, see lock_acquire                         prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  names  string, lives as long as the lease does now      prefix:2:{lock:<namespace>:<subject>}:names
+-- KEYS[2]  names  string, expires with the lease                   prefix:2:{lock:<namespace>:<subject>}:names
 -- ARGV[1]  token  of the acquisition
 -- ARGV[2]  name   at most 128 bytes
 --
--- Value    names: 1 byte version 1, then for each holder that has one the 16 bytes of its token, 1 byte the length of its name, and the name.
+-- Value    names: 1 byte version 1, then for each named holder 16 bytes token, 1 byte length of the name, and the name.
 --          lease: see lock_acquire
--- Returns  {1} noted; {0} the token holds no lease
+-- Returns  {1} stored; {0} the token holds no lease
 -- Errors   WRONGTYPE
--- Repeat   harmless: a name takes the place of the one before
+-- Repeat   harmless: the last name is kept
 local lease, names, token, name = KEYS[1], KEYS[2], ARGV[1], ARGV[2]:sub(1, 128)
 
 local stored = redis.call('GET', lease) or ''
 local holds = {}
 if (#stored - 8) % 34 == 0 then
-  -- As many turns as there are holders.
+  -- One iteration for each holder.
   for at = 9, #stored, 34 do
-    -- What lock_exchange gave back ends at 0.
+    -- A lease that lock_exchange released ends at 0.
     holds[stored:sub(at + 18, at + 33)] = struct.unpack('<I7', stored, at) > 0
   end
 end

@@ -1,14 +1,14 @@
--- lock_renew: let leases last their whole length from now on, each if it still belongs to its token.
+-- lock_renew: renew leases that their tokens still hold.
 --
 -- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
---                   Those of one key best one after the other
+--                   Leases of one key should be adjacent
 -- ARGV[1]  keep_ms  how long the last fence is remembered after a lease
 -- ARGV[2]  terms    token and ttl_ms, two arguments a lease
 --
 -- Value    leases: see lock_acquire
--- Returns  a number a lease: 1 renewed, 0 not held by this token any more, whatever is in its place
--- Errors   whatever else keeps GET from reading, a right that is missing for instance; leases before it have been renewed
--- Repeat   harmless: a lease that is gone never comes back by this
+-- Returns  a number a lease: 1 renewed, 0 the token no longer holds it
+-- Errors   any other failure of GET, for instance NOPERM; earlier leases have been renewed
+-- Repeat   harmless: a lost lease stays lost
 local leases, keep_ms, terms = KEYS, ARGV[1] + 0, ARGV
 local HOLDER, FORMAT = 34, '<I7I4I7c16'
 
@@ -19,11 +19,11 @@ local count = math.min(#leases, 128)
 local i = 1
 while i <= count do
   local lease, last = leases[i], i
-  -- Those of one key are read and written together: a semaphore has up to a thousand holders.
+  -- Leases of one key are read and written together: a semaphore has up to a thousand holders.
   while last < count and leases[last + 1] == lease do
     last = last + 1
   end
-  -- What others wrote in the place of one lease is nothing to the others.
+  -- Foreign data in one key does not affect the other leases.
   local stored = redis.pcall('GET', lease) or ''
   if type(stored) == 'table' then
     if not stored.err:find('WRONGTYPE', 1, true) then
@@ -34,11 +34,11 @@ while i <= count do
   local holders, places, latest, is_renewed = {}, {}, now, false
   local held_as = stored:byte(1) or 0
   if held_as >= 1 and held_as <= 6 and (#stored - 8) % HOLDER == 0 then
-    -- As many turns as there are holders.
+    -- One iteration for each holder.
     for at = 9, #stored, HOLDER do
       local ends, _, _, holder = struct.unpack(FORMAT, stored, at)
       holders[#holders + 1] = stored:sub(at, at + HOLDER - 1)
-      -- Whoever comes after the end may have been told already that the lease is free.
+      -- Past its end, another caller may already have seen the lease as free.
       if ends > now then
         places[holder] = #holders
       end
@@ -58,7 +58,7 @@ while i <= count do
   end
   if is_renewed then
     local lives_ms = math.ceil((latest - now) / 1000) + keep_ms
-    -- Where memory is full, something has to be written first that needs none.
+    -- On a full server the first write of a script must need no memory.
     redis.pcall('PEXPIRE', lease, lives_ms)
     redis.call('SET', lease, stored:sub(1, 8) .. table.concat(holders), 'PX', lives_ms)
   end
