@@ -8,7 +8,7 @@
 -- ARGV[3]  first     the first of at most 256 tickets
 --
 -- Value    leases, jobs, cancels: see delay_queue_claim
--- Returns  a number for each ticket: 0 the lease is lost or the job has ended; 1 renewed, even if the job's record was evicted; 2 renewed,
+-- Returns  a number for each ticket: 0 the lease is lost or the job has ended. 1 renewed, even if the job's record was evicted. 2 renewed,
 --          and the job was cancelled
 -- Errors   WRONGTYPE
 -- Repeat   harmless

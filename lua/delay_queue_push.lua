@@ -13,8 +13,8 @@
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  wake  prefix of the channels of workers
 -- ARGV[5]  count  how many jobs, at most 256
--- ARGV[6]  first  id and record of each job, without the times of the record; then for each group of jobs with one due time: the number
---   of jobs, negative if they are runs, and `when`: a delay in ms, or a negated instant in ms since 1970; then for each unique job: its
+-- ARGV[6]  first  id and record of each job, without the times of the record. Then for each group of jobs with one due time: the number
+--   of jobs, negative if they are runs, and `when`: a delay in ms, or a negated instant in ms since 1970. Then for each unique job: its
 --   position from 1, 6 bytes duration in ms (0 while the job exists), and the key
 --
 -- Value    runs: the first id of 16 waiting jobs of normal priority and one due time, whose ids differ only in the last character: 0 to F,

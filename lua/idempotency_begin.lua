@@ -1,29 +1,28 @@
--- idempotency_begin: claim an operation that nobody has begun, or say how far it is.
+-- idempotency_begin: claim an operation, or report its state.
 --
 -- KEYS[1]  record      string, expires `keep_ms` after the lease  prefix:2:{idempotency:<part>}:<scope>:<key>:record
--- KEYS[2]  records     sorted set, expires some time after its last member ends
+-- KEYS[2]  records     sorted set, expires some time after its last record     
 --                                                                 prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
--- ARGV[1]  token       16 random bytes, another for each attempt
--- ARGV[2]  head        16 bytes, the fingerprint of what is known of the request before its body is read
+-- ARGV[1]  token       16 random bytes, new for each attempt
+-- ARGV[2]  head        16 bytes, fingerprint of the request without its body
 -- ARGV[3]  lease_ms    integer, 10 to 86400000
 -- ARGV[4]  keep_ms     how long the record is kept after the lease, 1000 to 31536000000
--- ARGV[5]  takes_over  1 if an attempt whose outcome is unknown is to be made again, otherwise 0
--- ARGV[6]  most        how many records there may be, 0 for no bound
+-- ARGV[5]  takes_over  1 to execute again if the outcome is unknown, otherwise 0
+-- ARGV[6]  most        maximum number of records of the caller, 0 for no bound
 --
--- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without its answer), 4 bytes the
---          number of the attempt, 7 bytes its fence, 7 bytes the end of the lease in us, 4 bytes its length in ms (of what is
---          completed: when it was, and 0), little endian; then 16 bytes head, 16 bytes token, 24 bytes payload (the fingerprint
---          of the body: 1 byte 0 none, 1 part of it, 2 all of it; 7 bytes how much; 16 bytes digest), then the answer, or
---          before that the last checkpoint, if there is one: see idempotency_checkpoint; or five zeros in its place, where an
---          attempt of unknown outcome was taken over that had put down none
---          records: for each record of the caller the start of the SHA-1 of its key, and when it ends in ms
--- Returns  {0} another request used this key; {1, fence, attempt, payload, checkpoint} the token's to do, and what is known of
---          the attempts before; {2, remaining_ms, payload} in flight; {3, attempt, payload} outcome unknown: the lease ended
---          before it was completed; {4, payload, answer} completed; {5, payload, answer} completed, and the answer was not kept;
---          {6, remaining_ms} there is no record, and no room for one more until the first of the others ends
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: with the token in flight the lease lasts its whole length again, and the answer is the same; a token that
---          was given back claims nothing any more, until another one is given back unclaimed
+-- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without a response), 4 bytes attempt,
+--          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
+--          endian. Then 16 bytes head, 16 bytes token, 24 bytes payload: the fingerprint of the body (1 byte 0 none, 1 partial, 2
+--          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
+--          idempotency_checkpoint. Five zeros stand for the checkpoint after a takeover of an attempt without one
+--          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
+-- Returns  {0}: another request used this key. {1, fence, attempt, payload, checkpoint}: claimed, with the state of earlier attempts.
+--          {2, remaining_ms, payload}: in flight. {3, attempt, payload}: outcome unknown, since the lease ended before completion.
+--          {4, payload, response}: completed. {5, payload, response}: completed without a stored response. {6, remaining_ms}: no
+--          record, and the caller has as many as allowed until the first of them ends
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
+-- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
+--          is released unclaimed
 local record, records, token, head = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local lease_ms, keep_ms, takes_over, most = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1', ARGV[6] + 0
 
@@ -45,10 +44,10 @@ if state == 0 and holder == token then
 end
 local now_ms = math.floor(now / 1000)
 local member = most > 0 and redis.sha1hex(record):sub(1, 20)
--- A free record may be one that was released before its claim arrived, and is counted like a new one then.
+-- A record that was released before its claim arrived is not counted yet.
 if state == 0 and most > 0 and not (stored and redis.call('ZSCORE', records, member)) then
   local count = redis.call('ZCARD', records)
-  -- For each eight that come up to sixteen go, so there are never many that have ended.
+  -- Each eight new records remove up to sixteen ended ones.
   if count % 8 == 0 or count >= most then
     local ended = redis.call('ZRANGEBYSCORE', records, '-inf', now_ms, 'LIMIT', 0, 16)
     if #ended > 0 then
@@ -61,9 +60,9 @@ if state == 0 and most > 0 and not (stored and redis.call('ZSCORE', records, mem
   end
 end
 local is_ours = state == 1 and holder == token
--- What was given back is any request's again, unless something may have come of it: what has left a checkpoint, or was taken over.
+-- A released record is free for any request, unless it may have had effects: after a checkpoint or a takeover.
 if state > 0 or #rest > 0 then
-  -- Before anything else is said: whoever sends something else learns nothing about this.
+  -- Checked first: another request learns nothing about this record.
   if stored:sub(25, 40) ~= head then
     return {0}
   end
@@ -73,7 +72,7 @@ if state > 1 then
   return {state + 2, payload, rest}
 end
 if state == 1 then
-  -- A lease that would last longer than it is long was written before the clock was set back.
+  -- A lease that ends later than its length from now predates a clock step back.
   if ends - now > length_ms * 1000 then
     ends = now + length_ms * 1000
     stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, length_ms) .. stored:sub(25)
@@ -87,17 +86,17 @@ if state == 1 then
   end
 end
 if not is_ours then
-  -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+  -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
   fence = math.max(fence, now - 1) + 1
   attempt = math.min(attempt + 1, 4294967295)
   if state == 1 and #rest == 0 then
     rest = taken_over
   end
 end
--- Counted first: what cannot be counted is not begun.
+-- Count first: without room in the count, nothing is begun.
 if most > 0 and not is_ours then
   redis.call('ZADD', records, now_ms + lease_ms + keep_ms, member)
-  -- For longer than now is needed, so that this is not done each time.
+  -- Longer than needed, so that this is not repeated each time.
   if redis.call('PTTL', records) < lease_ms + keep_ms then
     redis.call('PEXPIRE', records, 2 * (lease_ms + keep_ms))
   end

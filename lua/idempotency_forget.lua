@@ -1,16 +1,16 @@
--- idempotency_forget: let an operation be any request's to begin, if it is still as somebody has found it.
+-- idempotency_forget: free an operation for any request, if it is still in the inspected state.
 --
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
--- ARGV[1]  state    as idempotency_inspect has told it, 0 to 4
--- ARGV[2]  fence    the same
+-- ARGV[1]  state    from idempotency_inspect, 0 to 4
+-- ARGV[2]  fence    from idempotency_inspect
 -- ARGV[3]  keep_ms  how long the last fence and the number of attempts are remembered
 -- ARGV[4]  publish  PUBLISH, or SPUBLISH on a cluster
--- ARGV[5]  channel  where those who wait for it listen, see idempotency_complete
+-- ARGV[5]  channel  channel of the waiters, see idempotency_complete
 --
--- Value    record: see idempotency_begin; what is left is free, of no request and of no token
--- Returns  1 forgotten; 0 it is not as it was found: somebody has begun, renewed, completed or given it back, or nothing is known of it
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: the answer is the same until somebody begins
+-- Value    record: see idempotency_begin; free, without a request and without a token
+-- Returns  1 forgotten; 0 the record changed since it was inspected, or is gone
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
+-- Repeat   harmless: the reply is the same until the next attempt
 local record, state, fence, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0
 local publish, channel = ARGV[4], ARGV[5]
 
@@ -29,19 +29,19 @@ if is == 1 then
     is = 4
   end
 elseif is == 0 and stored:sub(25) == none then
-  -- It was forgotten by this before.
+  -- This script freed it before.
   is = state
 end
 if is ~= state or last ~= fence then
   return 0
 end
--- Where memory is full, something has to be written first that needs none.
+-- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, struct.pack('<BBI4I7I7I4', 1, 0, attempt, last, 0, 0) .. none, 'PX', keep_ms)
--- A user who may not publish is served all the same; those who wait look now and then.
+-- Without the right to publish, waiters poll.
 local listeners = redis.pcall(publish, channel, '1')
 if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 does not know it.
+  -- Redis 6.2 lacks SPUBLISH.
   redis.pcall('PUBLISH', channel, '1')
 end
 return 1

@@ -1,13 +1,13 @@
--- idempotency_inspect: how far an operation is.
+-- idempotency_inspect: report the state of an operation.
 --
 -- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<part>}:<scope>:<key>:record
--- ARGV[1]  most    how many bytes a checkpoint may have; nothing is told of a longer one
+-- ARGV[1]  most    maximum bytes of a checkpoint; a longer one is not returned
 --
--- Value    record: see idempotency_begin; it stays as it is, but for the end of a lease that was written before the clock was set back
--- Returns  {} nothing is known of it | {state, fence, attempt, lasts_ms, kept_ms, checkpoint}: state is that of the record, or 4 if the lease
---          has ended and nothing more was said, so that the outcome is unknown; lasts_ms is until the end of the lease, or since then; kept_ms
---          until all of this is forgotten; checkpoint is empty if there is none
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Value    record: see idempotency_begin; unchanged, except for the end of a lease that predates a clock step back
+-- Returns  {} without a record, or {state, fence, attempt, lasts_ms, kept_ms, checkpoint}. state: that of the record, or 4 if the lease ended
+--          without a result, so that the outcome is unknown. lasts_ms: until the end of the lease, or since then. kept_ms: until the record
+--          expires. checkpoint: empty if there is none
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local record, most = KEYS[1], ARGV[1] + 0
 
@@ -26,11 +26,11 @@ end
 if state == 1 then
   local time = redis.call('TIME')
   local left = ends - time[1] * 1000000 - time[2]
-  -- A lease that would last longer than it is long was written before the clock was set back.
+  -- A lease that ends later than its length from now predates a clock step back.
   if left > length_ms * 1000 then
     ends, left = ends - left + length_ms * 1000, length_ms * 1000
     stored = stored:sub(1, 13) .. struct.pack('<I7', ends) .. stored:sub(21)
-    -- Whoever looks where memory is full is told all the same.
+    -- Report the state also if the server is out of memory.
     redis.pcall('SET', record, stored, 'KEEPTTL')
   end
   if left <= 0 then

@@ -1,17 +1,18 @@
--- idempotency_release: give an operation back that was begun and is not to be kept, if it is still the token's.
+-- idempotency_release: release an operation without a result, if the token still holds it.
 --
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- KEYS[2]  records  sorted set, see idempotency_begin             prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  keep_ms  how long the last fence and the number of attempts are remembered
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
--- ARGV[4]  channel  where those who wait for it listen, see idempotency_complete
--- ARGV[5]  most     how many records there may be, 0 for no bound
+-- ARGV[4]  channel  channel of the waiters, see idempotency_complete
+-- ARGV[5]  most     maximum number of records of the caller, 0 for no bound
 --
--- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint or was taken over: it stays that
---          of the same request then, and for no less time than it had
--- Returns  1 given back, or never begun: this token can claim it no more, until another one is given back unclaimed; 0 it is somebody else's, or completed
--- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Value    record: see idempotency_begin. A free record has no head. With a checkpoint or after a takeover it stays bound to its request,
+--          and keeps at least its expiry
+-- Returns  1 released, or never begun: this token cannot claim it until another token is released unclaimed; 0 held by another token, or
+--          completed
+-- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local record, records, token, keep_ms, publish, channel = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
 local most = ARGV[5] + 0
@@ -32,9 +33,9 @@ if stored then
     keep_ms = math.max(keep_ms, redis.call('PTTL', record))
   end
 end
--- The claim itself may still be on its way, and comes to nothing then.
+-- The claim itself may still be in flight. The token in the free record makes it fail.
 stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. payload .. checkpoint
--- Where memory is full, something has to be written first that needs none.
+-- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
 if most > 0 then
@@ -48,10 +49,10 @@ if most > 0 then
     end
   end
 end
--- A user who may not publish is served all the same; those who wait look now and then.
+-- Without the right to publish, waiters poll.
 local listeners = redis.pcall(publish, channel, '1')
 if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 does not know it.
+  -- Redis 6.2 lacks SPUBLISH.
   redis.pcall('PUBLISH', channel, '1')
 end
 return 1

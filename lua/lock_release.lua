@@ -10,7 +10,7 @@
 --                                                              prefix:2:{lock:<namespace>:<subject>}:free
 -- ARGV[4]  publish  SPUBLISH on a cluster; left out elsewhere, which means PUBLISH
 --
--- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry; line, places: see lock_line.
+-- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry. line, places: see lock_line.
 --          channel: the token of the first waiter in the queue, or 1 without a queue
 -- Returns  1 + listeners: released; -listeners: the lease had ended, or the token was only queued; 0 also if the token holds nothing
 -- Errors   WRONGTYPE
