@@ -1,4 +1,4 @@
-//! From the gate to the store, until the lease is there or there is a reason to give up.
+//! Acquisitions: from the local queue to the store, until the lease is granted or the caller gives up.
 
 use std::future::{Future, pending, ready};
 use std::pin::{Pin, pin};
@@ -27,17 +27,17 @@ use super::store::{Acquired, Claim, Line, Reach, Token};
 use crate::error::{ConfigError, StoreError};
 use crate::store::circuit::Circuit;
 
-/// How long somebody who waits goes without looking, told or not: a message may be lost.
+/// How long a waiter goes without a call to the store: a notification may be lost.
 const POLL: Duration = Duration::from_secs(1);
-/// How long it may take to begin to listen, when the lease ends sooner than that.
+/// The shortest timeout of a subscription, even if the lease ends sooner.
 const SOON: Duration = Duration::from_millis(10);
-/// What those in other processes get as a start, where they were told at the same time.
+/// Head start of other processes that got the same notification.
 const HEAD_START: Duration = Duration::from_millis(1);
-/// The pause after a call that failed, doubled with each further one up to the longest.
+/// The pause after a failed call. Doubles with each further failure, up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// One lock that a caller asks for.
+/// One requested lock.
 struct Lone {
     home: Arc<Shared>,
     lock: LockKey,
@@ -64,9 +64,9 @@ impl Request for Lone {
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Lease, LockError>> {
         let Self { lock, terms, .. } = *self;
         let (home, place) = (Arc::clone(&self.home), Place { is_back, ..self.place });
-        // Before anything can fail that they count.
+        // Create the metrics before anything can fail that they count.
         home.meters(&lock);
-        // No `async fn`: in its future there is twice what it is given.
+        // Not an `async fn`: its future would hold the arguments twice.
         Box::pin(async move { take(&home, &lock, &terms, begun, place).await })
     }
 
@@ -84,8 +84,8 @@ impl Request for Lone {
     }
 }
 
-/// Takes the leases of several locks of one shard at once, or none of them. Nobody else in this process asks for one of them
-/// meanwhile. The order in which they are named has to be the same everywhere.
+/// Takes the leases of several locks of one shard, or none. No other caller of this process asks for one of them meanwhile. All
+/// callers must name locks in the same order.
 pub(super) async fn acquire_all(
     home: &Arc<Shared>,
     locks: &[LockKey],
@@ -110,12 +110,12 @@ async fn take_all(
     for lock in locks {
         may_ask(home, lock, terms)?;
         loop {
-            // Not from hand to hand: that would be one of them without the others.
+            // No handoff: that would grant one lock without the others.
             let mut coming = pin!(wait_for_turn(home, lock, terms, begun, place, false));
             let offer = tokio::select! {
                 biased;
                 offer = &mut coming => offer?,
-                // The store is not asked for those that come before as long as this one is waited for.
+                // While waiting for this lock, the store is not called for the locks before it.
                 () = ready(()) => {
                     has_waited = true;
                     tell(&asked, Some(Failure::Busy(give_up)));
@@ -134,7 +134,7 @@ async fn take_all(
     acquire_once(home, &mut asked, terms, give_up).await
 }
 
-/// Takes the lease of a lock, for whoever counts what becomes of asking for it.
+/// Takes the lease of one lock. The caller counts the outcome.
 pub(super) async fn take(
     home: &Arc<Shared>,
     lock: &LockKey,
@@ -170,7 +170,7 @@ fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), Lock
     Ok(())
 }
 
-/// Waits until it is our turn to ask the store for a lock, or somebody in this process hands over the lease, if that would do.
+/// Waits until this caller may call the store, or gets the lease by handoff if that suffices.
 async fn wait_for_turn(
     home: &Arc<Shared>,
     lock: &LockKey,
@@ -179,23 +179,23 @@ async fn wait_for_turn(
     place: Place,
     by_hand: bool,
 ) -> Result<Handoff, LockError> {
-    // What this process is giving back is free for it, and the store is not to say that it is held.
+    // Locks in release by this process count as free, so wait for these releases before calling the store.
     if let Some(releases) = home.gate.releases(lock, terms.deadline) {
         Box::pin(releases).await;
     }
     let entered =
         if terms.is_fair { home.join(*lock, terms, place.is_back)? } else { home.enter(*lock, terms, place, by_hand)? };
     match entered {
-        // A shutdown that has begun since this was looked at may not have seen that somebody is here.
+        // A shutdown that began since the last check may have missed this caller.
         Entered::LeaderPermit(_) if home.is_closed() => Err(Closed.into()),
         Entered::LeaderPermit(turn) => Ok(Handoff::LeaderPermit(turn)),
-        // Apart, so that who need not wait has no room for it to carry along.
+        // Boxed to keep the fast path's future small.
         entered => Box::pin(wait_in_queue(home, *lock, *terms, entered, begun, place, by_hand)).await,
     }
 }
 
-/// Waits behind whoever is in front: in line, for as long as the caller is ready to, and then for what the store says to them. That is
-/// why the caller does not get the lock, so those who are told of a store that fails are told by the store.
+/// Waits behind the leader: in the queue for as long as the caller wants, then for the leader's next answer. That answer is the
+/// reason why the caller does not get the lock, so it also reports store errors.
 async fn wait_in_queue(
     home: &Arc<Shared>,
     lock: LockKey,
@@ -206,14 +206,14 @@ async fn wait_in_queue(
     by_hand: bool,
 ) -> Result<Handoff, LockError> {
     let give_up = after(begun, terms.wait);
-    // The wait may be over when it comes, as after a release of this process that took its time.
+    // The wait may be over already, for instance after a slow release of this process.
     let mut answer_by = after(give_up.max(Instant::now()), terms.limit());
     loop {
         match entered {
             Entered::LeaderPermit(_) if home.is_closed() => return Err(Closed.into()),
             Entered::LeaderPermit(turn) => return Ok(Handoff::LeaderPermit(turn)),
             Entered::Line { mut waiting, is_free_soon, news } => {
-                // What is being given back is waited for also by those who do not want to wait.
+                // Callers that do not wait still wait for a release in progress.
                 let until = if is_free_soon { answer_by } else { give_up };
                 tokio::select! {
                     biased;
@@ -235,7 +235,7 @@ async fn wait_in_queue(
                 () = sleep_until(answer_by) => {}
             },
         }
-        // Replicas take their time, which is no failure of the store.
+        // Replication takes time, which is no store error.
         answer_by = answer_by.max(after(give_up, home.gate.limit(&lock)));
         if Instant::now() >= answer_by {
             return Err(home.gate.busy(&lock).into());
@@ -244,13 +244,13 @@ async fn wait_in_queue(
         entered = match home.gate.overhear(&lock) {
             Some(Ok(news)) => Entered::Behind(news),
             Some(Err(refusal)) => return Err(refusal.error(lock, &terms)),
-            // Whoever was in front has gone without an answer.
+            // The leader has gone without an answer.
             None => home.enter(lock, &terms, place, by_hand)?,
         };
     }
 }
 
-/// Ready with the last failure when the circuit to the store has opened, for those who heed that.
+/// Resolves with the last failure once the circuit opens, for callers that heed it.
 async fn circuit_opens(home: &Shared, news: Option<FailureWatch>) -> StoreError {
     if let Some(mut news) = news {
         while news.changed().await.is_ok() {
@@ -280,16 +280,16 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// What is asked for, all at once: nearly always one lock.
+/// The locks of one call: nearly always one.
 type Asked = SmallVec<[(Acquisition, LeaderPermit); 1]>;
 type Leases = SmallVec<[Lease; 1]>;
 
-/// Lets others in this process know what the store says; `None` before it is asked.
+/// Tells other callers of this process what the store answered; `None` before a call.
 fn tell(asked: &Asked, refusal: Option<Failure>) {
     asked.iter().for_each(|(_, turn)| turn.hears(refusal.clone()));
 }
 
-/// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
+/// Calls the store until it grants all leases, on behalf of all waiters of this process.
 async fn acquire_once(
     home: &Arc<Shared>,
     asked: &mut Asked,
@@ -303,12 +303,12 @@ async fn acquire_once(
         Ok((answers, now)) if answers.iter().all(|answer| fence(answer).is_some()) => {
             granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
-        // Apart, so that who gets them at once has no room for it to carry along.
+        // Boxed to keep the fast path's future small.
         heard => Box::pin(retry(home, heard, asked, terms, give_up)).await,
     }
 }
 
-/// Goes on asking after the first answers.
+/// Retries after the first answer.
 async fn retry(
     home: &Arc<Shared>,
     mut heard: Result<(Answers, Instant), StoreError>,
@@ -318,12 +318,12 @@ async fn retry(
 ) -> Result<Leases, LockError> {
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
-    // When a message came that the lock was given back, and nothing else since.
+    // When the last notification of a release arrived, if nothing happened since.
     let mut told = None;
     let mut ask_at = Instant::now();
     loop {
         let answer = heard.map(|heard| {
-            // What takes longest, if anything does.
+            // The obstacle with the longest remaining time.
             let obstacles = heard.0.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
             let is_foreign = |answer: &Acquired| matches!(answer, Acquired::OtherKind { .. });
             let obstacle = obstacles
@@ -371,7 +371,7 @@ async fn retry(
                     ask_at = Instant::now() + POLL / 2;
                     home.ask_holders(lock, terms.deadline);
                 }
-                // Those further back get nothing when the lease ends.
+                // Waiters further back get no grant when the lease ends.
                 let is_first = !matches!(answer, Acquired::InLine { is_first: false, .. });
                 if turn.wakeups.is_none() {
                     let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
@@ -380,7 +380,7 @@ async fn retry(
                         wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
                         () = home.closed() => return Err(Closed.into()),
                     }
-                    // What was given back before anybody listened is found by asking again.
+                    // A release before the subscription is found by another call.
                 } else if let Some(wakeups) = &mut turn.wakeups {
                     let mut poll = jittered(POLL);
                     if is_first {
@@ -391,7 +391,7 @@ async fn retry(
                         () = sleep_until(give_up.min(after(Instant::now(), poll))) => None,
                         () = home.closed() => return Err(Closed.into()),
                     };
-                    // Whoever has no time left looks no more.
+                    // Without time left, do not call again.
                     if told.is_none() && Instant::now() < give_up {
                         home.meters(&lock).polled();
                     }
@@ -400,14 +400,14 @@ async fn retry(
                     return Err(Busy::new(lock, remaining).into());
                 }
             }
-            // A connection may just have broken, and there is another one. To ask again with the same token is harmless.
+            // A connection may just have broken, and another may work. Repeating the call with the same token is harmless.
             Err(error)
                 if error.is_unavailable()
                     && !Circuit::is_cause_of(&error)
                     && !std::mem::replace(&mut is_second, true) => {}
             Err(error) => {
                 tell(asked, Some(Failure::Failed(error.clone())));
-                // Who is refused now is refused the next time.
+                // A refused call would be refused again.
                 let is_passing = error.is_timeout() || error.is_unavailable();
                 let is_cut_off = terms.heeds_circuit && home.circuit().admit_no_probe().is_err();
                 let next = Instant::now() + jittered(pause);
@@ -421,8 +421,8 @@ async fn retry(
                 }
             }
         }
-        // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
-        // nothing any more.
+        // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
+        // needs a new token.
         if home.store.scope() == Reach::Quorum {
             asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
         }
@@ -430,20 +430,20 @@ async fn retry(
     }
 }
 
-/// The attempts to take a lease by one token. If one of them may have come to pass, it is undone when this is dropped; who stands in
-/// line leaves it then.
+/// The attempts to take a lease with one token. Dropping it undoes an attempt that may have succeeded, and leaves the store's
+/// queue.
 struct Acquisition {
     home: Arc<Shared>,
     lock: LockKey,
     claim: Claim,
-    // How long one call may take, and the lease be kept.
+    // The longest duration of one call, and of the lease.
     limit: Duration,
     max_hold: Option<Duration>,
-    // When the last attempt was sent, if the token may hold the lease or stand in line for it.
+    // When the last attempt was sent, if the token may hold the lease or a position in the queue.
     sent: Option<Instant>,
-    // The same of the attempts before that, which is not forgotten if the last one was not even carried out.
+    // The same for earlier attempts. Kept if the last attempt was not even executed.
     sent_before: Option<Instant>,
-    // Until when one of which no answer came may still come to pass, if there was one.
+    // Until when an attempt without a reply may still be executed, if there is one.
     settles: Option<Instant>,
 }
 
@@ -454,7 +454,7 @@ impl Acquisition {
             (true, true) => Line::Respect,
             (true, false) => Line::Join,
         };
-        // From hand to hand goes what nobody else is in line for.
+        // Handoff is allowed only if no queue in the store would be bypassed.
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
         let Terms { ttl, kind, is_shared, deadline, max_hold, .. } = *terms;
@@ -464,7 +464,7 @@ impl Acquisition {
         Ok(Self { home, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
     }
 
-    /// Who stands in line, if anybody does.
+    /// The token of a caller in the store's queue.
     fn in_line(&self) -> Option<Token> {
         (self.claim.line == Line::Join).then_some(self.claim.token)
     }
@@ -472,13 +472,13 @@ impl Acquisition {
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
             Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
-            // The claim may still have its position in the queue of the store, and has to leave it.
+            // The claim may still have its position in the store's queue, and has to leave it.
             Ok(Acquired::OtherKind { .. }) if self.claim.line == Line::Join => {}
-            // An earlier attempt may still be on its way.
+            // An earlier attempt may still be in flight.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. })
                 if self.settles.is_some() => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. }) => self.sent = None,
-            // The store has said no, if for another reason, or was not asked.
+            // The store refused for another reason, or was not called.
             Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
                 if self.settles.is_none() {
                     self.sent = self.sent_before;
@@ -488,12 +488,12 @@ impl Acquisition {
         }
     }
 
-    /// When the last attempt was sent, if there is time left at `now` in a lease that it was granted.
+    /// When the last attempt was sent, if a lease granted by it is still usable at `now`.
     fn good_since(&self, now: Instant) -> Option<Instant> {
         self.sent.filter(|sent| now < *sent + safe_ttl(self.claim.ttl))
     }
 
-    /// Makes a lease of what was granted, unless there is no time left in it at `now`. The turn is to be dropped after that.
+    /// Makes a lease from a grant, unless it is over at `now`. Drop the permit after that.
     fn granted(&mut self, turn: &mut LeaderPermit, fence: u64, now: Instant) -> Option<Lease> {
         let sent = self.good_since(now)?;
         self.sent = None;
@@ -513,7 +513,7 @@ impl Drop for Acquisition {
 }
 
 impl Acquisition {
-    /// Goes on as somebody else who has not asked for anything yet.
+    /// Starts over with a new token.
     fn begin_again(&mut self) -> Result<(), StoreError> {
         self.undo();
         self.claim.token = Token::random()?;
@@ -533,7 +533,7 @@ impl Acquisition {
     }
 }
 
-/// What there is to have of a lease, and when, if it is granted at all.
+/// The first fence of a granted lease.
 const fn fence(answer: &Acquired) -> Option<u64> {
     match answer {
         Acquired::Granted { fence } => Some(*fence),
@@ -541,7 +541,7 @@ const fn fence(answer: &Acquired) -> Option<u64> {
     }
 }
 
-/// How long whoever holds a lease may keep it.
+/// How long the current holder may keep the lease.
 const fn remaining(answer: &Acquired) -> Duration {
     match answer {
         Acquired::Granted { .. } | Acquired::NotReplicated { .. } | Acquired::OtherKind { .. } => Duration::ZERO,
@@ -551,18 +551,18 @@ const fn remaining(answer: &Acquired) -> Duration {
     }
 }
 
-/// Makes leases of what was granted; of none if one of them is over already.
+/// Makes leases from the grants, or none if one of them is over.
 fn granted(asked: &mut Asked, answers: &[Acquired], now: Instant) -> Option<Leases> {
     let asked = asked.iter_mut().zip(answers);
     asked.map(|((attempts, turn), answer)| attempts.granted(turn, fence(answer)?, now)).collect()
 }
 
-/// One call of the store. Answers when that was heard, too. If it is dropped half way, it is carried on in the background, and what it
-/// brings is given back.
+/// One call to the store, with the time of its reply. If it is dropped before the reply, it continues in the background, and
+/// releases what it is granted.
 struct Attempt<'a> {
     home: &'a Arc<Shared>,
     asked: &'a mut Asked,
-    // `None` once it is answered.
+    // `None` after the reply.
     call: Option<Call<Result<Answers, StoreError>>>,
 }
 
@@ -581,16 +581,16 @@ impl<'a> Attempt<'a> {
     }
 }
 
-/// Notes what the store says.
+/// Records the answers of the store.
 fn answered(
     home: &Shared,
     asked: &mut Asked,
     answers: Result<Answers, StoreError>,
 ) -> Result<(Answers, Instant), StoreError> {
-    // An answer for each, or it is none.
+    // The store must answer for each lock.
     let answers = answers.and_then(|answers| {
         let is_whole = answers.len() == asked.len();
-        if is_whole { Ok(answers) } else { Err(StoreError::other("a store has answered half of what it was asked")) }
+        if is_whole { Ok(answers) } else { Err(StoreError::other("the store did not answer for each lock")) }
     });
     match &answers {
         Ok(_) => home.circuit().answered(home),
@@ -602,7 +602,7 @@ fn answered(
     answers.map(|answers| (answers, Instant::now()))
 }
 
-/// What was granted so late that there is no time left in it is to be asked for again.
+/// Retry if the lease expired before its reply arrived.
 fn in_time(asked: &Asked, (answers, now): (Answers, Instant)) -> Result<(Answers, Instant), StoreError> {
     let is_granted = answers.iter().all(|answer| fence(answer).is_some());
     let is_late = asked.iter().any(|(attempts, _)| attempts.good_since(now).is_none());
@@ -629,7 +629,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
         let (home, mut asked) = (Arc::clone(self.home), std::mem::take(self.asked));
-        // What becomes of it is not known either if the task is dropped with its runtime.
+        // The outcome is also unknown if the task is dropped with its runtime.
         let settles = Some(Instant::now() + IN_FLIGHT_GRACE);
         let before: SmallVec<[_; 1]> =
             asked.iter_mut().map(|(attempts, _)| std::mem::replace(&mut attempts.settles, settles)).collect();
@@ -651,7 +651,7 @@ mod tests {
     use crate::MemoryBackend;
     use crate::lock::{Locks, Semaphore};
 
-    /// Between the look at that and the turn a shutdown could begin and end, and the lock was granted after it.
+    /// A shutdown could begin and end between the check and the permit, and the lock was granted after it.
     #[tokio::test(start_paused = true)]
     async fn who_comes_while_a_shutdown_begins_is_told_so() {
         let semaphore = Semaphore::new(MemoryBackend::new(), 1);
@@ -664,7 +664,7 @@ mod tests {
             locks.shutdown().await;
             let came = wait_for_turn(home, &lock, &terms, Instant::now(), home.gate.place(), true).await;
             assert!(matches!(came, Err(LockError::Closed(_))));
-            // And leaves nothing behind.
+            // Nothing is left behind.
             locks.shutdown().await;
         }
     }

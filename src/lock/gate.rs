@@ -1,4 +1,5 @@
-//! The queues of this process, one for each key that a caller wants: what [`LocalQueue`] decides reaches callers and the store.
+//! The local wait queues of this process, one for each key. They connect the decisions of [`LocalQueue`] with callers and the
+//! store.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,74 +22,75 @@ use super::release_task::ReleaseTask;
 use super::store::Notifications;
 use crate::error::StoreError;
 
-/// More than threads would be in here at once.
+/// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
 
-/// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
+/// The locks that callers in this process hold or want. Other locks have no entry.
 pub(super) struct LocalQueues {
     shards: [Mutex<Shard>; SHARDS],
-    // How many queues and crowds are in the shards, and turns apart from these. Whoever adds one looks whether all is closed after that, and whoever closes it looks at
-    // this after that, so these are in one order for all: one of the two sees the other.
+    // The number of queues and fair waiters in the shards, and of leader permits outside of them. A caller increments it and
+    // then checks whether the locks are closed. A shutdown closes them and then reads it. Both use one total order, so one of
+    // them sees the other.
     locks: AtomicUsize,
     next_position: AtomicU64,
-    // How many releases are in the shards.
+    // The number of pending releases in the shards.
     releases: AtomicUsize,
 }
 
 #[derive(Default)]
 struct Shard {
     queues: HashMap<LockKey, QueueEntry, KnownHash>,
-    // How many stand in the line that the store keeps for a lock. That knows who is first.
+    // The number of callers in the queue that the store keeps for a lock. The store knows their order.
     fair_waiters: HashMap<LockKey, usize, KnownHash>,
-    // What is being given back, but for the leases that a queue is in front with.
+    // Pending releases, except of leases that the queue holds.
     releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, KnownHash>,
 }
 
-/// The queue of a key, and what its waiters are to know of the store.
+/// The queue of a key, and the store's last answer for its waiters.
 struct QueueEntry {
     queue: LocalQueue<Arc<Grant>, Waiter>,
-    // How long the store may take to answer whoever asks, if that one waits for replicas; zero otherwise.
+    // How long the store may take to answer a leader that waits for replicas; otherwise zero.
     limit: Duration,
-    // What the store said last, unless the lease is held here.
+    // The store's last answer, unless the lease is held here.
     heard: Option<Failure>,
-    // For those who want to hear what it says next, if there are any.
+    // Notifies callers that wait for the next answer, if there are any.
     news: Option<watch::Sender<Option<Failure>>>,
 }
 
-/// Why the store has not granted a lease, for all in this process who want it.
+/// Why the store has not granted a lease, for all callers in this process.
 #[derive(Clone)]
 pub(super) enum Failure {
-    /// Others have it until then, unless they renew it.
+    /// Held by others until then, unless they renew it.
     Busy(Instant),
-    /// So few replicas know of it. Whoever is in front asks again until then.
+    /// Only this many replicas have the lease. The leader retries until then.
     NotReplicated { replicas: u32, until: Instant },
-    /// The store has failed.
+    /// The store failed.
     Failed(StoreError),
 }
 
-/// Tells what whoever is in front hears of the store. Ends when nobody is in front any more.
+/// Delivers the answers that the leader gets from the store. Closed when there is no leader.
 pub(super) type FailureWatch = watch::Receiver<Option<Failure>>;
 
 struct Waiter {
-    // The length of a lease that would do from hand to hand, if any would, and how many replicas have to know of it.
+    // The lease length and the number of replicas that a handed-off lease must have; `None` to refuse handoffs.
     fits: Option<(Duration, u32)>,
-    // How long the store may take to answer this one, if it waits for replicas; zero otherwise.
+    // How long the store may take to answer this caller if it waits for replicas; otherwise zero.
     limit: Duration,
     max_hold: Option<Duration>,
-    // Whether whoever holds the lease is asked for it when this one is first.
+    // Whether the holder is asked to release the lease when this caller is first.
     asks: bool,
     offer: oneshot::Sender<Handoff>,
 }
 
-/// What somebody in the line is given.
+/// What a queued caller receives.
 pub(super) enum Handoff {
-    /// The lease, from hand to hand.
+    /// The lease of the previous holder.
     Lease(Lease),
-    /// The right to ask the store.
+    /// The right to call the store.
     LeaderPermit(LeaderPermit),
 }
 
-/// What whoever comes to the gate finds.
+/// What a caller finds when it enters.
 pub(super) enum Entered {
     LeaderPermit(LeaderPermit),
     Line {
@@ -96,34 +98,34 @@ pub(super) enum Entered {
         is_free_soon: bool,
         news: Option<FailureWatch>,
     },
-    /// What the store says to whoever is in front goes for this one, too.
+    /// The store's answer to the leader applies to this caller as well.
     Behind(FailureWatch),
 }
 
-/// The right to ask the store for a lock, which one at a time has. Whoever has it and drops it passes it on.
+/// The right to call the store for a lock. One caller at a time has it; dropping it passes it on.
 pub(super) struct LeaderPermit {
     home: Arc<Shared>,
     lock: LockKey,
-    /// The subscription, which whoever comes next need not make again.
+    /// The subscription, which the next leader reuses.
     pub(super) wakeups: Option<Notifications>,
-    /// Whether others, in other processes, were told at the same time that the lock is free.
+    /// Whether waiters in other processes got the same notification.
     pub(super) is_shared: bool,
     is_over: bool,
-    // Whether this is one of those who ask by themselves, since the store has a line for them.
+    // Whether the store keeps the queue, so that each caller calls it by itself.
     is_in_crowd: bool,
-    // Whether this is one that nobody stands in line behind.
+    // Whether no caller is queued behind this one.
     is_apart: bool,
 }
 
-/// Where a caller stands in the queue of its process.
+/// The position of a caller in the local queue.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) position: Position,
-    /// Whether it has waited there before, and has missed a lease. It was let in then.
+    /// Whether the caller waited before and missed a grant. It was admitted then.
     pub(super) is_back: bool,
 }
 
-/// A place in the line. Whoever drops it leaves.
+/// A position in the local queue. Dropping it leaves the queue.
 pub(super) struct Waiting {
     home: Arc<Shared>,
     lock: LockKey,
@@ -131,7 +133,7 @@ pub(super) struct Waiting {
     offer: oneshot::Receiver<Handoff>,
 }
 
-/// A lease that is being given back. A caller of this process that wants the same key waits for the end of this.
+/// A release in progress. Callers of this process that want the same key wait for its end.
 pub(super) struct PendingRelease {
     home: Arc<Shared>,
     lock: LockKey,
@@ -148,7 +150,7 @@ impl LocalQueues {
         }
     }
 
-    /// The place of a caller that comes now.
+    /// The position of a new caller.
     pub(super) fn place(&self) -> Place {
         Place { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_back: false }
     }
@@ -157,17 +159,17 @@ impl LocalQueues {
         self.locks.load(Ordering::SeqCst) == 0
     }
 
-    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned shard is intact.
     fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
         self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why somebody who waits no longer is turned away, or who tells that next. `None` if nobody is in front.
+    /// The answer for a caller that no longer waits, or a watch of the next one. `None` without a leader.
     pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<FailureWatch, Failure>> {
         self.shard(lock).queues.get_mut(lock).map(QueueEntry::overhear)
     }
 
-    /// The error of a caller whose wait is over, whatever the leader does.
+    /// The error of a caller whose wait is over.
     pub(super) fn busy(&self, lock: &LockKey) -> Busy {
         let shard = self.shard(lock);
         let until = shard.queues.get(lock).and_then(|entry| match (entry.queue.front(), &entry.heard) {
@@ -179,7 +181,7 @@ impl LocalQueues {
         Busy::new(*lock, remaining)
     }
 
-    /// Ends when the leases of this key that are being given back now have been, or after `limit`. `None` if there are none.
+    /// Resolves when the current releases of this key have ended, or after `limit`. `None` if there are none.
     pub(super) fn releases(&self, lock: &LockKey, limit: Duration) -> Option<impl Future<Output = ()> + Send + use<>> {
         if self.releases.load(Ordering::Relaxed) == 0 {
             return None;
@@ -187,7 +189,7 @@ impl LocalQueues {
         let pending = self.shard(lock).releases.get(lock)?.clone();
         let all = async move {
             for release in pending {
-                // It has no permits, and is closed in the end.
+                // It never has permits, and is closed at the end.
                 let _ = release.acquire().await;
             }
         };
@@ -196,14 +198,14 @@ impl LocalQueues {
         })
     }
 
-    /// How long the store may take to answer whoever is in front, if that one waits for replicas; zero otherwise.
+    /// How long the store may take to answer a leader that waits for replicas; otherwise zero.
     pub(super) fn limit(&self, lock: &LockKey) -> Duration {
         self.shard(lock).queues.get(lock).map_or(Duration::ZERO, |queue| queue.limit)
     }
 }
 
 impl Failure {
-    /// The same for somebody who asks now, unless so much time has gone by that the store has more to say.
+    /// Whether the answer still applies to a new caller.
     fn lasts(&self) -> bool {
         match self {
             Self::Busy(until) => Instant::now() < *until,
@@ -211,7 +213,7 @@ impl Failure {
         }
     }
 
-    /// What that is for somebody behind whoever was told, who may have asked for more or fewer replicas.
+    /// The error for a caller behind the leader, which may require another number of replicas.
     pub(super) fn error(self, lock: LockKey, terms: &Terms) -> LockError {
         let required = terms.replication.count();
         match self {
@@ -231,7 +233,7 @@ impl QueueEntry {
         Self { queue: LocalQueue::new(), limit, heard: None, news: None }
     }
 
-    /// Why somebody who does not wait is turned away, or who tells that next.
+    /// The answer for a caller that does not wait, or a watch of the next one.
     fn overhear(&mut self) -> Result<FailureWatch, Failure> {
         let refusal = match self.queue.front() {
             Front::Held(hold) => Some(Failure::Busy(hold.expires())),
@@ -245,11 +247,11 @@ impl QueueEntry {
     }
 
     fn tell(&mut self, refusal: Failure) {
-        // Until nobody wants to hear it any more.
+        // Drop the sender once no caller listens.
         let _ = self.news.take_if(|news| news.send(Some(refusal)).is_err());
     }
 
-    /// Asks for the lease on behalf of whoever is first.
+    /// Asks the holder to release the lease, on behalf of the first waiter.
     fn ask(&self) {
         if let Front::Held(hold) = self.queue.front()
             && self.queue.first().is_some_and(|waiter| waiter.asks)
@@ -260,7 +262,7 @@ impl QueueEntry {
 }
 
 impl Shared {
-    /// Comes to the gate: to ask the store where nobody is in front, or to stand in line.
+    /// Enters the local queue: becomes the leader if there is none, otherwise waits.
     pub(super) fn enter(
         self: &Arc<Self>,
         lock: LockKey,
@@ -270,7 +272,7 @@ impl Shared {
     ) -> Result<Entered, LockError> {
         let gate = &self.gate;
         if self.is_semaphore && terms.wait.is_zero() {
-            // Whoever is in front may have to wait for a reason of their own.
+            // The leader may wait for other reasons, so try beside it.
             let mut turn = LeaderPermit::new(self, lock);
             turn.is_over = true;
             turn.is_apart = true;
@@ -287,14 +289,14 @@ impl Shared {
             Entry::Occupied(occupied) => occupied.into_mut(),
         };
         let is_free_soon = entry.queue.is_free_soon();
-        // Whoever asks the store is not waited for while nobody else would ask it.
+        // Do not wait for a leader whose calls an open circuit would refuse.
         if (terms.wait.is_zero() || terms.heeds_circuit) && !matches!(entry.queue.front(), Front::Held(_)) {
             self.circuit().admit_no_probe()?;
         }
         if terms.wait.is_zero() && !is_free_soon {
             return entry.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, terms));
         }
-        // Whoever is next to ask is behind nobody.
+        // The next leader waits behind no other caller.
         if entry.queue.len() >= terms.max_waiters && !is_free_soon && !place.is_back {
             return Err(QueueFull::new(lock).into());
         }
@@ -315,12 +317,12 @@ impl Shared {
         Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, position, offer }, is_free_soon, news })
     }
 
-    /// Comes to ask the store beside all others, since the store has a line of its own for those who wait.
+    /// Calls the store beside other callers: the store keeps the queue.
     pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms, is_back: bool) -> Result<Entered, LockError> {
         let gate = &self.gate;
         let mut shard = gate.shard(&lock);
         let crowd = shard.fair_waiters.get(&lock).copied().unwrap_or_default();
-        // Whoever asks first of all does not wait yet.
+        // The first caller does not wait yet.
         if crowd > terms.max_waiters && !terms.wait.is_zero() && !is_back {
             return Err(QueueFull::new(lock).into());
         }
@@ -347,14 +349,14 @@ impl Shared {
         }
     }
 
-    /// One of those that the gate counts is gone.
+    /// Removes one entry from the count.
     fn leave_gate(&self) {
         if self.gate.locks.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.ended();
         }
     }
 
-    /// Whoever is next in line to ask the store. Closes the gate behind the last one.
+    /// The next leader. Removes the queue after the last caller.
     fn next(&self, lock: &LockKey) -> Option<Waiter> {
         let mut shard = self.gate.shard(lock);
         let entry = shard.queues.get_mut(lock)?;
@@ -369,7 +371,7 @@ impl Shared {
         waiter
     }
 
-    /// Lets the next in line ask the store, and whoever comes behind if that one has gone.
+    /// Makes the next caller the leader, or the one behind it if it has gone.
     fn pass_on(&self, mut turn: LeaderPermit, mut waiter: Waiter) {
         while let Err(Handoff::LeaderPermit(back)) = waiter.offer.send(Handoff::LeaderPermit(turn)) {
             turn = back;
@@ -383,8 +385,8 @@ impl Shared {
         }
     }
 
-    /// Takes a lease back from whoever is done with it. The next in line gets it from hand to hand, if it is still good for
-    /// that; otherwise the answer is what is left to do.
+    /// Takes a lease back from a holder. Hands it off to the next waiter if it is still good for that; otherwise returns the
+    /// release task.
     pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) -> Option<ReleaseTask> {
         let gate = &self.gate;
         loop {
@@ -407,7 +409,7 @@ impl Shared {
                     return Some(ReleaseTask::release(self, hold, LeaderPermit::new(self, *hold.lock()), now));
                 }
                 GivenBack::Unknown => {
-                    // First of all, so that a shutdown sees one of them.
+                    // Register the release first, so that a shutdown sees either the queue or the release.
                     let errand = ReleaseTask::given_back(self, hold, now);
                     self.keeper.remove(hold);
                     return Some(errand);
@@ -423,7 +425,7 @@ impl Shared {
         }
     }
 
-    /// Lets others ask the store for a lock whose lease was lost, also if whoever had it does not care.
+    /// Lets other callers call the store for a lost lease, even if its holder keeps it.
     pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Grant>) {
         let mut shard = self.gate.shard(hold.lock());
         if shard.queues.get_mut(hold.lock()).is_some_and(|entry| entry.queue.lost(hold)) {
@@ -434,7 +436,7 @@ impl Shared {
 }
 
 impl LeaderPermit {
-    /// Only for whoever has just put themselves in front.
+    /// Only for a caller that has just become the leader.
     fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
         Self {
             home: Arc::clone(home),
@@ -447,10 +449,10 @@ impl LeaderPermit {
         }
     }
 
-    /// The store has granted the lease: it stays in front until it is given back. This is to be dropped once the lease is being kept.
+    /// The store granted the lease, which the queue holds until its release. Drop the permit once the lease is being renewed.
     pub(super) fn holds(&mut self, hold: &Arc<Grant>) {
         if self.home.is_semaphore || self.is_in_crowd {
-            // The next one may ask for another, or asks already.
+            // The next caller may want another lock, or calls the store already.
             return;
         }
         self.is_over = true;
@@ -464,9 +466,9 @@ impl LeaderPermit {
         }
     }
 
-    /// Lets the others in this process know why the store has not granted the lease; `None` if it is about to be asked.
+    /// Tells the other callers why the store has not granted the lease; `None` before a call.
     pub(super) fn hears(&self, refusal: Option<Failure>) {
-        // Those who are not in front ask for themselves alone.
+        // Callers beside the queue call for themselves only.
         if self.is_over {
             return;
         }
@@ -505,7 +507,7 @@ impl Drop for LeaderPermit {
 }
 
 impl Waiting {
-    /// Waits to be next. `None` if that can never be.
+    /// Waits for the turn of this caller. `None` if that cannot happen any more.
     pub(super) async fn offer(&mut self) -> Option<Handoff> {
         (&mut self.offer).await.ok()
     }
@@ -519,7 +521,7 @@ impl Drop for Waiting {
         if entry.queue.leave(self.position) {
             entry.ask();
         }
-        // An offer that came in the last moment is dropped with the channel, which passes it on.
+        // A handoff that arrived in the last moment is dropped with the channel, which passes it on.
     }
 }
 
