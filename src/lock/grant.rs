@@ -11,25 +11,24 @@ use super::error::LossReason;
 use super::lock_key::LockKey;
 use super::store::{Claim, Renewal, Replicas, Token};
 
-/// How many fencing tokens are set aside with each lease, one for each of those who have it one after the other.
+/// Number of fences that each lease reserves, one for each successive holder of this process.
 pub(super) const FENCES: u32 = 16;
-/// For how long a lease may go from hand to hand in this process while others may be waiting elsewhere.
+/// How long local handoffs may go on while other processes wait.
 const MAX_LOCAL_HANDOFF: Duration = Duration::from_millis(100);
 
-/// How long the store remembers the name of a holder at the least, without being told again. It does so for as long as it
-/// remembers a fence, which is twice as long.
+/// How long the store keeps the name of a holder at least. It keeps names as long as fences, which is twice as long.
 const NAMED_FOR: Duration = Duration::from_secs(300);
 
-/// A lease as the store knows it: one token, one expiry. It may go from hand to hand within this process, one at a time, with
-/// a fence for each.
+/// A lease as the store knows it: one token, one expiry. Successive holders of this process may share it by handoff, each with
+/// its own fence.
 pub(super) struct Grant {
     lock: LockKey,
     token: Token,
     ttl: Duration,
-    // How long one call of the store about it may take, but for those that wait for replicas.
+    // The longest duration of a store call, except of calls that wait for replicas.
     limit: Duration,
     replicas: Replicas,
-    // Until when an acquisition of this token may still come to pass somewhere on the way, if one may.
+    // Until when an earlier attempt with this token may still be executed.
     settles: Option<Instant>,
     standing: Mutex<LimitInfo>,
     changed: Notify,
@@ -37,33 +36,33 @@ pub(super) struct Grant {
 
 struct LimitInfo {
     since: Instant,
-    // Up to here the lease is good, whatever happens: counted from before the command was sent that the store granted it by.
+    // The lease is good until then. Counted from before the command that granted it was sent.
     deadline: Instant,
-    // Until when the lease may last in the store, also by renewals of which nothing was heard; and when the one was sent that is under way.
+    // When the lease ends in the store at the latest, renewals without a reply included; and when the pending renewal was sent.
     expires: Instant,
     renewing: Option<Instant>,
     renew_at: Instant,
-    // Where `max_hold` of the present holder ends.
+    // End of the holder's `max_hold`.
     ends: Option<Instant>,
     lost: Option<LossReason>,
-    // Whether the loss was told to those who watch.
+    // Whether watchers were notified of the loss.
     is_noted: bool,
-    // Renewals that failed since the last one that did not.
+    // Failed renewals since the last success.
     failures: u32,
     fence: u64,
     fences_left: u32,
-    // Whether nobody has had it yet.
+    // Whether no caller has held it yet.
     is_first: bool,
-    // When the store was told the name of the holder.
+    // When the holder's name was last stored.
     named: Option<Instant>,
-    // Whether the present holder was asked to give it back.
+    // Whether the holder was asked to release it.
     is_asked: bool,
-    // Whether the store has taken it back.
+    // Whether the store has released it.
     is_returned: bool,
 }
 
 impl Grant {
-    /// A lease that was granted to a command sent at `sent`.
+    /// A lease granted to a command that was sent at `sent`.
     pub(super) fn new(
         lock: LockKey,
         claim: &Claim,
@@ -117,24 +116,24 @@ impl Grant {
         self.limit
     }
 
-    /// How long the answer to a renewal that is sent at `now` may take.
+    /// The longest duration of a renewal sent at `now`.
     pub(super) fn patience(&self, now: Instant) -> Duration {
         let limit = self.replicas.limit(self.limit);
         self.look(now).map_or(Duration::ZERO, |until| until - now).min(limit)
     }
 
-    /// Until when an acquisition of this token may still come to pass, if one may at `now`.
+    /// Until when an earlier attempt with this token may still be executed, if one may at `now`.
     pub(super) fn settles(&self, now: Instant) -> Option<Instant> {
         self.settles.filter(|settles| now < *settles)
     }
 
-    /// Hands the lease to somebody, and answers the fence of that grant, if it is good for as much as a new one nearly. Only
-    /// whoever has it may call this: the one before is done with it.
+    /// Hands the lease off to a new holder and returns its fence, if the lease is nearly as good as a new one. The previous
+    /// holder must be done with it.
     pub(super) fn hand_to(&self, max_hold: Option<Duration>, now: Instant) -> Option<u64> {
         let mut standing = self.standing();
         let is_fresh = standing.failures == 0 && standing.look(now).is_ok_and(|until| until - now >= self.ttl / 2);
         let may_pass = is_fresh && standing.fences_left > 0 && now - standing.since < MAX_LOCAL_HANDOFF;
-        // The first one gets what was granted just now, however little of it is left.
+        // The first holder gets the new grant, however short it is by now.
         if !std::mem::take(&mut standing.is_first) && !may_pass {
             return None;
         }
@@ -146,26 +145,26 @@ impl Grant {
         Some(fence)
     }
 
-    /// Until when the lease is good, or why it is not any more. That it is lost is for good.
+    /// Until when the lease is good, or how it was lost. A loss is final.
     pub(super) fn look(&self, now: Instant) -> Result<Instant, LossReason> {
         self.standing().look(now)
     }
 
-    /// How the lease was lost, for whoever asks first.
+    /// How the lease was lost, for the first caller only.
     pub(super) fn note_loss(&self, now: Instant) -> Option<LossReason> {
         let mut standing = self.standing();
         let reason = standing.look(now).err()?;
         (!std::mem::replace(&mut standing.is_noted, true)).then_some(reason)
     }
 
-    /// How the lease was lost, once that is [noted](Self::note_loss).
+    /// How the lease was lost, once that was [recorded](Self::note_loss).
     pub(super) fn noted_loss(&self) -> Option<LossReason> {
         let standing = self.standing();
         standing.lost.filter(|_| standing.is_noted)
     }
 
-    /// Notes that the store did not know the lease when it was given back, and says whether it was lost by that. One that has come to its
-    /// end meanwhile may have ended by itself.
+    /// Records that the store did not know the lease at its release, and returns whether that is a loss. A lease that has
+    /// reached its end may have expired.
     pub(super) fn was_gone(&self, now: Instant) -> bool {
         let mut standing = self.standing();
         let is_loss = !standing.is_noted && now < standing.deadline;
@@ -180,30 +179,30 @@ impl Grant {
         self.standing().failures > 0
     }
 
-    /// Until when the lease may last in the store, unless it is renewed.
+    /// When the lease ends in the store, unless it is renewed.
     pub(super) fn expires(&self) -> Instant {
         let standing = self.standing();
         standing.renewing.map_or(standing.expires, |sent| standing.expires.max(sent + self.ttl))
     }
 
-    /// How much longer a lease lasts in the store than it is relied on.
+    /// How much longer a lease lasts in the store than here.
     pub(super) fn margin(&self) -> Duration {
         self.ttl - safe_ttl(self.ttl)
     }
 
-    /// When the lease is to be renewed, and when it has to be looked at, which may be earlier.
+    /// When to renew the lease, and when to check it, which may be earlier.
     pub(super) fn due(&self) -> (Instant, Instant) {
         let standing = self.standing();
         let ends = standing.ends.unwrap_or(standing.deadline);
         (standing.renew_at, standing.renew_at.min(standing.deadline).min(ends))
     }
 
-    /// Notes that a renewal is under way.
+    /// Records that a renewal was sent.
     pub(super) fn renewing(&self, sent: Instant) {
         self.standing().renewing = Some(sent);
     }
 
-    /// Notes a renewal that was sent at `sent`. One that comes too late is none.
+    /// Records a renewal that was sent at `sent`. A late reply counts as none.
     pub(super) fn renewed(&self, sent: Instant, now: Instant) {
         let mut standing = self.standing();
         standing.renewing = None;
@@ -215,7 +214,7 @@ impl Grant {
         }
     }
 
-    /// Notes a renewal of which nothing is known, but for one that was refused; `pause` says how long to wait after so many failures.
+    /// Records a renewal without a result, unless it was refused. `pause` gives the wait after a number of failures.
     pub(super) fn suspended(&self, now: Instant, is_refused: bool, pause: impl FnOnce(u32) -> Duration) {
         let mut standing = self.standing();
         standing.renewing = None;
@@ -226,7 +225,7 @@ impl Grant {
         standing.renew_at = now + pause(standing.failures);
     }
 
-    /// Whether the name of the holder is to be told to the store at `now`, the first time or once more.
+    /// Whether to store the holder's name at `now`, for the first time or again.
     pub(super) fn is_name_due(&self, now: Instant) -> bool {
         let mut standing = self.standing();
         let is_due = standing.named.is_none_or(|named| now - named >= NAMED_FOR);
@@ -236,18 +235,18 @@ impl Grant {
         is_due
     }
 
-    /// Notes that the store may not have heard the name: it is due again.
+    /// Records that the name may not be stored: store it again.
     pub(super) fn unnamed(&self) {
         self.standing().named = None;
     }
 
-    /// Asks the present holder to give it back.
+    /// Asks the holder to release it.
     pub(super) fn ask(&self) {
         self.standing().is_asked = true;
         self.changed.notify_waiters();
     }
 
-    /// Waits until the present holder is asked: from this process, or by way of the store.
+    /// Waits until the holder is asked to release, by this process or through the store.
     pub(super) async fn asked(&self, store: Arc<dyn DynStore>) {
         let by_others = async {
             let mut wakeups = store.watch_asks(self.lock).await;
@@ -267,19 +266,19 @@ impl Grant {
         }
     }
 
-    /// Notes that the store says no.
+    /// Records that the store refused the renewal.
     pub(super) fn taken(&self) {
         self.standing().lost.get_or_insert(LossReason::Taken);
         self.changed.notify_waiters();
     }
 
-    /// Notes that the store has taken it back.
+    /// Records that the store has released it.
     pub(super) fn returned(&self) {
         self.standing().is_returned = true;
         self.changed.notify_waiters();
     }
 
-    /// Waits until the store has taken it back, or until `at`, and says whether it has.
+    /// Waits until the store has released it, or until `at`. Returns whether it has.
     pub(super) async fn returned_by(&self, at: Instant) -> bool {
         let look = || match self.standing().is_returned {
             false if Instant::now() < at => Ok(at),
@@ -288,17 +287,17 @@ impl Grant {
         self.over(look).await
     }
 
-    /// Wakes those who wait for its end: [`look`](Self::look) has found that it is lost, or its holder is done with it.
+    /// Wakes callers that wait for its end: [`look`](Self::look) found a loss, or the holder is done.
     pub(super) fn tell(&self) {
         self.changed.notify_waiters();
     }
 
-    /// Waits until the lease is lost. By the clock: nobody has to answer anything for that.
+    /// Waits until the lease is lost. Uses the clock only, so no reply is needed.
     pub(super) async fn lost(&self) -> LossReason {
         self.over(|| self.look(Instant::now())).await
     }
 
-    /// Waits until `look` fails, which it is asked whenever something has changed, and at the instant that it named last.
+    /// Waits until `look` fails. Calls it after each change, and at the instant it returned last.
     pub(super) async fn over<E>(&self, look: impl Fn() -> Result<Instant, E>) -> E {
         loop {
             let mut changed = pin!(self.changed.notified());
@@ -332,7 +331,7 @@ impl LimitInfo {
     }
 }
 
-/// Tokens are of one acquisition alone.
+/// Tokens belong to one acquisition.
 impl PartialEq for Grant {
     fn eq(&self, other: &Self) -> bool {
         self.token == other.token
@@ -345,12 +344,12 @@ impl fmt::Debug for Grant {
     }
 }
 
-/// For how long a lease is relied on. Less than it lasts in the store, whose clock may run faster than ours.
+/// How long to rely on a lease. Shorter than in the store, whose clock may run faster.
 pub(super) fn safe_ttl(ttl: Duration) -> Duration {
     ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
 }
 
-/// An instant that no program sees, for times that are too long to be added.
+/// The far future, for times too long to be added.
 const FAR: Duration = Duration::from_secs(86_400 * 365 * 30);
 
 pub(super) fn after(now: Instant, time: Duration) -> Instant {
@@ -394,13 +393,13 @@ mod tests {
         let sent = Instant::now() + Duration::from_millis(100);
         hold.renewed(sent, sent + Duration::from_millis(500));
         assert_eq!(hold.look(sent), Ok(sent + safe_ttl(hold.ttl())));
-        // An answer that overtook a later one takes nothing back.
+        // A late reply does not revoke a newer one.
         hold.renewed(sent - Duration::from_millis(50), sent + Duration::from_millis(500));
         assert_eq!(hold.look(sent), Ok(sent + safe_ttl(hold.ttl())));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_goes_from_hand_to_hand_with_rising_fences_for_a_while() {
+    async fn handoffs_have_rising_fences_and_end_in_time() {
         let hold = hold(30_000);
         let now = Instant::now();
         let fences: Vec<_> = std::iter::from_fn(|| hold.hand_to(None, now)).collect();

@@ -17,30 +17,30 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
 
-/// What all clones of one [`Locks`](super::Locks) and all of its leases have in common.
+/// The state that all clones of one [`Locks`](super::Locks) and their leases share.
 pub(super) struct Shared {
     pub(super) store: Arc<dyn DynStore>,
     pub(super) gate: LocalQueues,
     pub(super) keeper: RenewalScheduler,
-    /// Whether several may hold what one of them would otherwise hold alone: nobody is in front then but for asking the store.
+    /// Whether a key can have several holders. Then callers queue locally only to call the store.
     pub(super) is_semaphore: bool,
-    // Both are made when they are first needed: by then it is known how the circuit is to be, and what the locks are called.
+    // Both are created at first use, when the settings and the name are known.
     circuit: OnceLock<Circuit>,
     meters: OnceLock<(Key, Meters)>,
-    // How the circuit is to be.
+    // The settings of the circuit breaker.
     breaker: Mutex<CircuitBreaker>,
-    // What holders are called, if anything.
+    // The name of holders, if set.
     holder: RwLock<Option<Arc<str>>>,
-    // How many have asked for a lock that they are ready to wait for, and have not got it yet.
+    // Number of callers that wait for a lock.
     asking: AtomicUsize,
     is_closed: AtomicBool,
     closing: Notify,
-    // What is being given back, and tasks that finish what somebody left half done.
+    // Releases in progress, and background tasks.
     background: AtomicUsize,
-    /// Acquisitions of which nothing is known, and which are being undone.
+    /// Acquisitions with an unknown outcome that are being undone.
     pub(super) undone: AtomicUsize,
     idle: Notify,
-    // A runtime for what is dropped where there is none.
+    // A runtime for leases that are dropped outside of one.
     runtime: Mutex<Option<Handle>>,
 }
 
@@ -65,7 +65,7 @@ impl Shared {
         }
     }
 
-    /// The circuit to the store is to be like this, if nothing was asked of it yet.
+    /// Sets the circuit breaker, unless the store was called already.
     pub(super) fn set_circuit(&self, breaker: CircuitBreaker) {
         if self.circuit.get().is_some() {
             tracing::warn!(
@@ -82,7 +82,7 @@ impl Shared {
         self.circuit.get_or_init(make)
     }
 
-    /// What holders are called from now on.
+    /// Sets the name of holders.
     pub(super) fn set_holder(&self, name: Arc<str>) {
         *self.holder.write().unwrap_or_else(PoisonError::into_inner) = Some(name);
     }
@@ -91,7 +91,7 @@ impl Shared {
         self.holder.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Named after the first lock that is asked for: were there some for each namespace, there might be any number of them.
+    /// Named after the first requested lock: one set of metrics for each namespace could be any number.
     pub(super) fn meters(&self, lock: &LockKey) -> &Meters {
         let (_, meters) = self.meters.get_or_init(|| (*lock.namespace(), Meters::new(lock.namespace().as_str())));
         meters
@@ -101,12 +101,12 @@ impl Shared {
         self.meters.get().map(|(_, meters)| meters)
     }
 
-    /// What the log and the meters call these locks, if any was asked for.
+    /// The name of these locks in the log and the metrics, once one was requested.
     fn called(&self) -> Option<&str> {
         self.meters.get().map(|(namespace, _)| namespace.as_str())
     }
 
-    /// Notes a request that goes without its lock. It has asked for it, so the meters are there.
+    /// Counts a request that passes without its lock. The metrics exist, since the lock was requested.
     pub(super) fn passed_unprotected(&self) {
         self.meters_so_far().inspect(|meters| meters.passed_unprotected());
     }
@@ -122,7 +122,7 @@ impl Shared {
         self.is_closed.load(Ordering::SeqCst)
     }
 
-    /// Waits until nobody may begin anything any more.
+    /// Waits for the start of a shutdown.
     pub(super) async fn closed(&self) {
         let mut closing = pin!(self.closing.notified());
         closing.as_mut().enable();
@@ -136,12 +136,12 @@ impl Shared {
         self.closing.notify_waiters();
     }
 
-    /// Waits until nothing is held, waited for or under way.
+    /// Waits until no lease, waiter or task is left.
     pub(super) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            // In this order: whoever leaves one of these for the next is in both for a moment, and is seen in one of them.
+            // In this order: an item that moves to the next collection is in both for a moment, and is seen in one of them.
             if self.gate.is_empty() && self.keeper.is_empty() && self.background.load(Ordering::SeqCst) == 0 {
                 return;
             }
@@ -149,7 +149,7 @@ impl Shared {
         }
     }
 
-    /// To be called when something has ended.
+    /// Call this when an item has ended.
     pub(super) fn ended(&self) {
         self.idle.notify_waiters();
     }
@@ -159,13 +159,13 @@ impl Shared {
         *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(runtime);
     }
 
-    /// Runs `task` in the background: in the runtime of the caller, or in the one where leases are renewed. Where that is
-    /// gone nothing is left to do it, and the lease expires.
+    /// Runs `task` in the background: in the caller's runtime, or in that of the renewal task. If both are gone, the lease
+    /// expires.
     pub(super) fn spawn(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
         self.spawn_in(Handle::try_current().ok().or_else(|| self.remembered()), task);
     }
 
-    /// The same in the runtime where leases are renewed: that of the caller is at its end.
+    /// The same in the runtime of the renewal task: the caller's is ending.
     pub(super) fn spawn_elsewhere(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
         self.spawn_in(self.remembered(), task);
     }
@@ -188,8 +188,8 @@ impl Shared {
 }
 
 impl Shared {
-    /// Makes way for the task that was woken last. A worker of a runtime keeps that one for itself, and a caller that blocks the worker from now on
-    /// would block the task, too. The next task that is woken takes its place, and other workers can have it.
+    /// Yields to the task that was woken last. A worker thread keeps that task for itself, so a caller that blocks the thread
+    /// would block the task. The next woken task takes its slot, and another worker can run it.
     pub(super) fn make_way() {
         if let Ok(runtime) = Handle::try_current()
             && runtime.runtime_flavor() == RuntimeFlavor::MultiThread
@@ -224,7 +224,7 @@ impl CircuitObserver for Shared {
     }
 }
 
-/// Counts somebody who asks for a lock.
+/// Counts a caller that asks for a lock.
 pub(super) struct WaiterGuard<'a>(&'a Shared);
 
 impl Drop for WaiterGuard<'_> {
@@ -233,7 +233,7 @@ impl Drop for WaiterGuard<'_> {
     }
 }
 
-/// Counts something that is under way until it ends in whatever way.
+/// Counts an item until it ends in any way.
 pub(super) struct Running(Arc<Shared>);
 
 impl Running {

@@ -15,73 +15,72 @@ use super::store::{Claim, Released, Token};
 use crate::error::StoreError;
 use crate::store::deadline::Deadline;
 
-/// The pause before giving back again what may not have been given back, doubled each time up to the longest.
+/// The pause before a release is retried. Doubles each time, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// For how long what was asked of the store is taken to be on its way once its answer is not waited for any more. Until then what was
-/// given back is given back again, since it may come to be granted after that.
+/// How long a call without a reply is taken to be in flight. Until then a release is repeated, since a grant may still arrive
+/// after it.
 ///
-/// No bound always holds. A connection that has lost a packet sends it again after a fifth of a second and then after twice as long each
-/// time, which is four times within this. What lies with a server that stands still is carried out before what it is asked once it
-/// goes on, and until then it answers nothing, so nothing is taken to be given back. What comes later than that, over a connection that
-/// was cut off when others were not, is held by nobody and ends by itself, as all leases do.
+/// No bound always holds. TCP resends a lost packet after a fifth of a second and then after twice as long each time, four times
+/// within this. A stopped server executes earlier commands first when it resumes, and answers none before, so no release counts
+/// as done until then. A grant that arrives later, over a connection that was cut while others were not, has no holder and
+/// expires like any lease.
 pub(super) const IN_FLIGHT_GRACE: Duration = Duration::from_secs(5);
-/// How many acquisitions of which nothing is known are undone at the same time. What is beyond that expires by itself, as all of
-/// them do in the end.
+/// Maximum number of acquisitions with an unknown outcome that are undone at the same time. Further ones expire.
 const MAX_UNDONE: usize = 1_024;
 
-/// A token to be given back: carried out by whoever waits for that, and in the background if nobody does any more.
+/// A token to release: by a caller that waits for it, or in the background.
 pub(super) struct ReleaseTask {
-    // For whoever waits until nothing is under way.
+    // For a shutdown, which waits until no task is left.
     running: Running,
     lock: LockKey,
     token: Token,
     // The lease, if there is one.
     hold: Option<Arc<Grant>>,
-    // How long one call may take.
+    // The longest duration of one call.
     limit: Duration,
     turn: Option<LeaderPermit>,
-    // What callers of this process that want the key wait for, if they do not wait for the turn.
+    // Callers of this process that want the key wait for it, unless they wait for the permit.
     pending: Option<PendingRelease>,
-    // The lease has ended by itself then, also one that was granted as late as it may be.
+    // The lease has expired by then, even a late grant.
     until: Instant,
-    // Until when an acquisition of this token may still come to pass, if one may: giving it back before that is not enough.
+    // Until when an attempt with this token may still be executed. A release before that is not enough.
     settles: Option<Instant>,
-    // Whether the store has been asked, and has answered the last time.
+    // Whether the store was called, and answered the last time.
     is_asked: bool,
     is_answered: bool,
-    // Whether it is certain that the lease was lost before it was given back.
+    // Whether the lease was certainly lost before its release.
     is_lost: bool,
     is_done: bool,
     place: Place,
     undone: Option<UndoPermit>,
 }
 
-/// Where an errand is carried out. One that comes to no end there goes on in the next of these.
+/// Where the task runs. A task that ends early continues in the next of these.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
     Caller,
     Background,
-    /// In another runtime than the first one, which came to its end.
+    /// In a second runtime, after the first one ended.
     Elsewhere,
 }
 
 impl ReleaseTask {
-    /// Gives back a lease that is held, and lets the next in line ask for it.
+    /// Releases a held lease, and makes the next caller the leader.
     pub(super) fn release(home: &Arc<Shared>, hold: &Arc<Grant>, turn: LeaderPermit, now: Instant) -> Self {
         let mut errand = Self::after_loss(home, hold, now);
         errand.turn = Some(turn);
         errand
     }
 
-    /// Gives back a lease of several that are held beside each other, or what may be left of one that was lost.
+    /// Releases one of several leases of a key, or the remains of a lost one.
     pub(super) fn given_back(home: &Arc<Shared>, hold: &Arc<Grant>, now: Instant) -> Self {
         let mut errand = Self::after_loss(home, hold, now);
         errand.pending = (!errand.is_done).then(|| PendingRelease::new(home, errand.lock));
         errand
     }
 
-    /// Gives back what may be left of a lease that was lost.
+    /// Releases the remains of a lost lease.
     pub(super) fn after_loss(home: &Arc<Shared>, hold: &Arc<Grant>, now: Instant) -> Self {
         let settles = hold.settles(now);
         let is_lost = hold.look(now) == Err(LossReason::Taken);
@@ -107,8 +106,8 @@ impl ReleaseTask {
         }
     }
 
-    /// Undoes an acquisition that nobody wants any more; one of which nothing is known, should it come to pass before it settles.
-    /// Whatever it was granted ends by itself at `until`. `None` if there are too many.
+    /// Undoes an abandoned acquisition, even if it may still be executed before it settles. Its grant expires at `until`.
+    /// `None` if there are too many.
     pub(super) fn undo(
         home: &Arc<Shared>,
         lock: LockKey,
@@ -137,11 +136,11 @@ impl ReleaseTask {
         })
     }
 
-    /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try. Answers
+    /// Calls the store, and again over another connection if one just broke. After any reply the next caller may try. Returns
     /// `release` for a lease that was still held.
     pub(super) async fn carry_out(&mut self, release: ReleaseOutcome) -> Result<ReleaseOutcome, StoreError> {
         let released = match self.attempt().await {
-            // It may have been given back before the connection broke, and may as well have been lost.
+            // It may have been released before the connection broke, or lost.
             Err(error) if error.is_unavailable() => self.attempt().await?,
             answer => answer?,
         };
@@ -152,7 +151,7 @@ impl ReleaseTask {
         })
     }
 
-    /// Carries the errand out without anybody waiting for it.
+    /// Runs the task in the background.
     pub(super) fn in_background(mut self) {
         if self.is_done {
             return;
@@ -161,7 +160,7 @@ impl ReleaseTask {
         self.place = if is_elsewhere { Place::Elsewhere } else { Place::Background };
         let home = Arc::clone(self.running.home());
         let task = async move {
-            // What was given back a moment ago, and may be granted once more, need not be given back again at once.
+            // A release that may be followed by a late grant is not repeated at once.
             if !self.is_answered {
                 let _ = self.attempt().await;
             }
@@ -179,7 +178,7 @@ impl ReleaseTask {
         if is_elsewhere { home.spawn_elsewhere(task) } else { home.spawn(task) }
     }
 
-    /// The same, but not before `at`, and not if whoever has `hold` has given it back by then.
+    /// The same, but not before `at`, and not if the holder of `hold` has released it by then.
     pub(super) fn in_background_at(mut self, hold: Arc<Grant>, at: Instant) {
         let home = Arc::clone(self.running.home());
         home.spawn(async move {
@@ -190,12 +189,12 @@ impl ReleaseTask {
         });
     }
 
-    /// Leaves the lease to end by itself.
+    /// Leaves the lease to expire.
     fn leave(&mut self) {
         self.is_done = true;
     }
 
-    /// When to ask again after so long a pause: once more as soon as all has settled, if the store answers.
+    /// When to retry after this pause: once more as soon as no call is in flight, if the store answers.
     fn next(&self, pause: Duration) -> Instant {
         let now = Instant::now();
         let next = now + jittered(pause);
@@ -207,7 +206,7 @@ impl ReleaseTask {
         if self.is_done {
             return Ok(Released::default());
         }
-        // What was asked before may have given it back, whether or not that was heard.
+        // An earlier call may have released it, with or without a reply.
         let is_first = !std::mem::replace(&mut self.is_asked, true);
         let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
         let call = Arc::clone(&self.running.home().store).release(self.lock, self.token);
@@ -216,7 +215,7 @@ impl ReleaseTask {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
         if is_first && answer.as_ref().is_err_and(StoreError::is_refusal) {
-            // The store has done nothing, so the next answer is the first that tells of a loss.
+            // The store refused the call, so the next reply is the first that can report a loss.
             self.is_asked = false;
         }
         self.pending = None;
@@ -253,7 +252,7 @@ impl Drop for ReleaseTask {
     }
 }
 
-/// One of the acquisitions that are being undone.
+/// A permit for an acquisition that is being undone.
 struct UndoPermit(Arc<Shared>);
 
 impl UndoPermit {

@@ -1,4 +1,4 @@
-//! Keeps leases alive: one task for all leases of a process, a batch of renewals at a time.
+//! Renews leases: one task for all leases of a process, a batch of renewals at a time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -20,11 +20,11 @@ use crate::error::StoreError;
 use crate::panics::discard_joined;
 use crate::store::deadline::Deadline;
 
-/// How many leases are renewed by one call of the store.
+/// Maximum number of leases in one renewal call.
 const BATCH: usize = 128;
 /// Leases that are due within this time of each other are renewed together.
 const TOGETHER: Duration = Duration::from_millis(50);
-/// The pause after a renewal that failed, doubled with each further one up to the longest.
+/// The pause after a failed renewal. Doubles with each further failure, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
@@ -38,12 +38,12 @@ pub(super) struct RenewalScheduler {
 struct State {
     holds: HashMap<Token, Kept, KnownHash>,
     due: BTreeSet<(Instant, Token)>,
-    // What callers have that may not be polled any more.
+    // Roles of callers that may have stopped polling.
     roles: BTreeMap<Watched, Weak<dyn Role>>,
-    // Until when the task sleeps. Whatever is due later wakes nobody.
+    // Until when the task sleeps. Later work does not wake it.
     sleeps_until: Option<Instant>,
     has_task: bool,
-    // Whether the task is gone and somebody looks for a runtime for another one.
+    // Whether the task has ended and another runtime is being looked for.
     is_moving: bool,
 }
 
@@ -51,16 +51,16 @@ struct Kept {
     hold: Arc<Grant>,
     // `None` while it is being renewed.
     due: Option<Instant>,
-    // Where it was granted, unless the task has been started there or could not be.
+    // The runtime of the grant, unless the task runs there or could not be started there.
     runtime: Option<Handle>,
 }
 
-/// What a caller has, and others want: it passes on if the caller is not polled in time.
+/// A role that other callers need as well. It passes on if its caller is not polled in time.
 pub(super) trait Role: Send + Sync {
     fn expire(self: Arc<Self>, now: Instant);
 }
 
-/// A role that is watched: when it expires, and a number of its own.
+/// A watched role: its expiry and its number.
 pub(super) type Watched = (Instant, Position);
 
 impl State {
@@ -81,7 +81,7 @@ impl RenewalScheduler {
         Self { state: Mutex::default(), wake: Arc::default() }
     }
 
-    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned lock is intact.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -114,7 +114,7 @@ impl RenewalScheduler {
 }
 
 impl Shared {
-    /// Keeps a lease alive from now on, until it is removed or lost.
+    /// Renews a lease from now on, until it is removed or lost.
     pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Grant>) {
         let (_, due) = hold.due();
         let runtime = Handle::current();
@@ -129,7 +129,7 @@ impl Shared {
         }
     }
 
-    /// Watches a role until `due`. `None` where there is no runtime for that.
+    /// Watches a role until `due`. `None` without a runtime.
     pub(super) fn watch(self: &Arc<Self>, due: Instant, role: Weak<dyn Role>) -> Option<Watched> {
         let watched = (due, self.gate.place().position);
         let mut state = self.keeper.state();
@@ -148,7 +148,7 @@ impl Shared {
         self.keeper.state().roles.remove(watched);
     }
 
-    /// Starts the task, outside of the lock: where the runtime is gone it ends at once.
+    /// Starts the task, outside of the lock: in an ended runtime it ends at once.
     fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
         state.has_task = true;
         state.sleeps_until = None;
@@ -158,20 +158,20 @@ impl Shared {
         self.remember(runtime);
     }
 
-    /// Starts another task where one has ended with the runtime that it was started in, and leases of other runtimes are left.
+    /// Starts another task if one ended with its runtime and leases of other runtimes are left.
     fn start_elsewhere(self: &Arc<Self>) {
         let mut state = self.keeper.state();
         state.has_task = false;
-        // One that could not be started either, perhaps.
+        // That task may not have started either.
         if std::mem::replace(&mut state.is_moving, true) {
             return;
         }
-        // Nobody will hear what came of the renewals that were under way.
+        // Replies of pending renewals are lost.
         let now = Instant::now();
         let unheard: Vec<_> =
             state.holds.iter().filter(|(_, kept)| kept.due.is_none()).map(|(token, _)| *token).collect();
         unheard.iter().for_each(|token| state.schedule(token, Some(now)));
-        // Each runtime is tried as often as it has leases at the most.
+        // Each runtime is tried at most once for each of its leases.
         while !state.has_task {
             let there = state.holds.iter().filter(|(_, kept)| kept.runtime.is_some());
             let there: Vec<_> = there.map(|(token, _)| *token).collect();
@@ -191,8 +191,8 @@ impl Shared {
         state.is_moving = false;
     }
 
-    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that; if it fails, the
-    /// store is told with the next renewal.
+    /// Stores the holder's name in the background, unless it has no name or the store knows it. A failure is repaired by the next
+    /// renewal.
     pub(super) fn name(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
         let Some(name) = self.holder().filter(|_| hold.is_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), name);
@@ -205,7 +205,7 @@ impl Shared {
         });
     }
 
-    /// Asks those who hold a lock for it. Nobody waits for that.
+    /// Asks the holders of a lock in the background to release it.
     pub(super) fn ask_holders(self: &Arc<Self>, lock: LockKey, limit: Duration) {
         let call = Arc::clone(&self.store).ask_holders(lock);
         self.spawn(async move {
@@ -215,7 +215,7 @@ impl Shared {
         });
     }
 
-    /// Takes out the leases that are to be renewed now, lets go of those that are lost, and says when to look again.
+    /// Takes the leases that are due for renewal, drops lost ones, and returns when to look again.
     fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Grant>>, Instant) {
         let mut renew = Vec::new();
         let mut lost = Vec::new();
@@ -240,13 +240,12 @@ impl Shared {
                     state.schedule(&token, None);
                     renew.push(hold);
                 }
-                // It ends within the time that is looked at together, and has not ended yet.
+                // It ends within the batching interval, and has not ended yet.
                 Ok(_) if next == due => break,
                 Ok(_) => state.schedule(&token, Some(next)),
             }
         }
-        // An alarm stays where it was set, also if what it was for has been given back. Otherwise whoever takes one lock after the
-        // other would wake the task for each of them.
+        // An alarm stays set after its lease was released. Otherwise each of many short leases would wake the task.
         let alarm = state.sleeps_until.filter(|until| *until > now);
         let later = state.roles.split_off(&(now, Position::MAX));
         let expired = std::mem::replace(&mut state.roles, later);
@@ -264,7 +263,7 @@ impl Shared {
         (renew, next)
     }
 
-    /// Tells those who watch if a lease was lost: its holder may be the first to see that, or the keeper.
+    /// Notifies watchers of a lost lease. The holder or the renewal task may notice it first.
     pub(super) fn note_loss(&self, hold: &Grant, now: Instant) {
         if let Some(reason) = hold.note_loss(now) {
             tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
@@ -272,19 +271,19 @@ impl Shared {
         }
     }
 
-    /// Tells the holder, and lets others try.
+    /// Notifies the holder, and lets other callers try.
     fn lose(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
         self.note_loss(hold, now);
         hold.tell();
         if hold.look(now) == Err(LossReason::MaxHold) {
-            // Whoever has it may not look, and it was renewed a moment ago. Who does look has as much time as with a lease that expires.
+            // The holder may not look, and a renewal may just have succeeded. It gets as much time as with an expired lease.
             ReleaseTask::after_loss(self, hold, now).in_background_at(Arc::clone(hold), now + hold.margin());
         }
         self.abandon(hold);
         self.ended();
     }
 
-    /// Notes what came of a renewal that was sent at `sent`.
+    /// Records the result of a renewal that was sent at `sent`.
     fn renewed(self: &Arc<Self>, holds: &[Arc<Grant>], sent: Instant, answers: Result<&[bool], &StoreError>) {
         let now = Instant::now();
         for (i, hold) in holds.iter().enumerate() {
@@ -307,7 +306,7 @@ impl Shared {
             }
             let is_lost = hold.look(now).is_err();
             let mut state = self.keeper.state();
-            // One that was given back meanwhile is none of ours any more.
+            // A lease that was released meanwhile is not renewed further.
             if !state.holds.contains_key(hold.token()) {
                 continue;
             }
@@ -326,12 +325,12 @@ impl Shared {
 
 impl Drop for RenewalScheduler {
     fn drop(&mut self) {
-        // The task sees that nobody is left.
+        // The task then sees that no lease is left.
         self.wake.notify_one();
     }
 }
 
-/// What the task knows of those whose leases it keeps. When this is dropped, the task is gone.
+/// The leases and calls of the renewal task. Dropping it means that the task has ended.
 struct Task(Weak<Shared>);
 
 impl Drop for Task {
@@ -343,13 +342,13 @@ impl Drop for Task {
 }
 
 async fn keep_alive(task: Task, wake: Arc<Notify>) {
-    // Calls under way. They end with this task.
+    // Pending calls. They end with this task.
     let mut calls = JoinSet::new();
     loop {
         let Some(shared) = task.0.upgrade() else { return };
         let (mut renew, next) = shared.due(Instant::now());
-        // Those that want fewer replicas do not wait for those that want more, and those that are about to end take no time from those
-        // that are not: within one call none may wait for twice as long as another.
+        // Leases with fewer replicas do not wait for those with more, and short leases do not delay long ones: within one call,
+        // no lease waits twice as long as another.
         let now = Instant::now();
         let shard = |hold: &Arc<Grant>| {
             let patience = hold.patience(now).as_millis().max(1).ilog2();
@@ -369,8 +368,8 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
     }
 }
 
-/// Whether a lease is renewed by a call of its own. By a quorum a call fails if one of its leases is undecided, and others are not to be lost
-/// with that one. A call that waits for replicas fails if too few know of one of them, and says nothing then of one that was taken away.
+/// Whether a lease needs a renewal call of its own. By a quorum, a call fails if one of its leases is undecided, which must not
+/// cost others theirs. A replicated call fails if too few replicas have one lease, and then does not report a lost one.
 fn is_apart(shared: &Shared, hold: &Grant) -> bool {
     let may_fail_for_others = shared.store.scope() == Reach::Quorum || hold.replicas().count > 0;
     may_fail_for_others && hold.is_suspended()
@@ -383,7 +382,7 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Grant>>) {
     drop(shared);
     let sent = Instant::now();
     holds.iter().for_each(|hold| hold.renewing(sent));
-    // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
+    // A lost lease is lost at its old deadline, so do not wait beyond the first deadline.
     let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
     let answers = Deadline::new(call, limit).await;
     if let Some(shared) = home.upgrade() {
@@ -391,9 +390,9 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Grant>>) {
     }
 }
 
-/// Between half of a time and the whole of it, so that those who failed together do not try again together.
+/// Between half of a time and all of it, so that failed callers do not retry at the same time.
 pub(super) fn jittered(time: Duration) -> Duration {
-    // Without random numbers all wait for the whole of it.
+    // Without random numbers, wait for the whole time.
     let share = getrandom::u32().unwrap_or(u32::MAX);
     time / 2 + time.mul_f64(f64::from(share) / f64::from(u32::MAX) / 2.0)
 }
