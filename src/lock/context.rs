@@ -1,4 +1,4 @@
-//! Which locks are held further up by whoever runs the present task, and would be waited for in vain.
+//! The locks that the current task runs under. Waiting for one of them would be a deadlock.
 
 use std::future::Future;
 use std::iter::successors;
@@ -13,18 +13,18 @@ use super::running::Place;
 
 tokio::task_local! {
     static HELD: Held;
-    // How the call that is being made passes the lock right in front of it. One further out says nothing of that.
+    // How the current call passes the lock directly around it. A lock further out does not change it.
     static PASSAGE: Passage;
 }
 
-/// How a call passes the lock in front of it.
+/// How a call passes a lock.
 #[derive(Clone)]
 pub(super) enum Passage {
-    /// It needs none.
+    /// It needs no lock.
     Free,
-    /// With its lease, which is the innermost that is held, and with its place among those of a detached layer.
+    /// With its lease, which is the innermost held one, and with its permit of a detached layer.
     Locked(Option<Place>),
-    /// It goes without its lock, since the store fails.
+    /// Without its lock, since the store fails.
     Unprotected(Option<Place>),
 }
 
@@ -34,19 +34,19 @@ impl Passage {
         PASSAGE.sync_scope(self, call)
     }
 
-    /// That of the call that is being made.
+    /// The pass of the current call.
     pub(super) fn present() -> Self {
         PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
     }
 }
 
-/// The locks that a body or a handler is within, the innermost first.
+/// The locks around a body or handler, innermost first.
 #[derive(Clone, Default)]
 pub(crate) struct Held(Option<Arc<Frame>>);
 
 struct Frame {
-    // Locks of different `Locks` are told apart by the address of what they share, which lives as long as the lease. That two of them keep theirs
-    // in the same place is not seen: a store says nothing of where it keeps them.
+    // The address of their shared state tells different `Locks` apart; it lives as long as the lease. Two `Locks` on the same
+    // keys are not recognized as such, since a store does not name its keys.
     home: usize,
     lease: LeaseHandle,
     on_loss: OnLoss,
@@ -55,23 +55,23 @@ struct Frame {
 }
 
 impl Held {
-    /// Those of the present task.
+    /// The locks of the current task.
     pub(crate) fn present() -> Self {
         HELD.try_with(Self::clone).unwrap_or_default()
     }
 
-    /// Those of the present task, and this one.
+    /// The locks of the current task, and this one.
     pub(super) fn with(lease: &Lease) -> Self {
         Self::with_all(std::slice::from_ref(lease))
     }
 
-    /// Those of the present task, and these.
+    /// The locks of the current task, and these.
     pub(super) fn with_all(leases: &[Lease]) -> Self {
         let inside = |outer: Self, lease| outer.and(lease, OnLoss::default(), ReleaseAt::default());
         leases.iter().fold(Self::present(), inside)
     }
 
-    /// These, and that of a request on the terms of its layer.
+    /// These locks, and that of a request with the settings of its layer.
     pub(super) fn and(self, lease: &Lease, on_loss: OnLoss, release_at: ReleaseAt) -> Self {
         let (home, lease) = (address(lease.home()), lease.view());
         Self(Some(Arc::new(Frame { home, lease, on_loss, release_at, outer: self })))
@@ -81,19 +81,19 @@ impl Held {
         successors(self.0.as_deref(), |inside| inside.outer.0.as_deref())
     }
 
-    /// Runs something that these locks are held for.
+    /// Runs a function under these locks.
     pub(super) fn scope<T>(&self, run: impl FnOnce() -> T) -> T {
         HELD.sync_scope(self.clone(), run)
     }
 
-    /// The same for a future.
+    /// Runs a future under these locks.
     pub(super) fn within<F: Future>(self, body: F) -> impl Future<Output = F::Output> {
         HELD.scope(self, body)
     }
 }
 
 impl Held {
-    /// A share in each lease that is held until then, for work that goes on by itself.
+    /// A handle of each lease held so far, for detached work.
     pub(crate) fn shares(&self, until: ReleaseAt) -> Vec<Lease> {
         self.shares_of(|inside| until == ReleaseAt::HandlerDone || inside.release_at == until)
     }
@@ -102,14 +102,14 @@ impl Held {
         self.iter().filter(|inside| is_meant(inside)).filter_map(|inside| inside.lease.reenter()).collect()
     }
 
-    /// Work that goes on by itself until its end: with a share in each lease, and dropped where it stands when one is lost, unless that is only to be told.
-    /// `None` if it was dropped.
+    /// Runs detached work to its end with a handle of each lease, and drops it if a lease is lost, unless losses are only
+    /// reported. `None` if it was dropped.
     pub(crate) fn detached<F: Future>(self, work: F) -> impl Future<Output = Option<F::Output>> + use<F> {
         let leases = self.shares(ReleaseAt::HandlerDone);
         let needed = MultiLease::of(self.shares_of(|inside| inside.on_loss == OnLoss::Cancel));
         async move {
             let outcome = tokio::select! {
-                // After a standstill nothing of the work may run before this was looked at.
+                // After a stall, check this before the work runs.
                 biased;
                 _ = needed.lost() => None,
                 outcome = self.within(work) => Some(outcome),
@@ -124,7 +124,7 @@ fn address(home: &Arc<Shared>) -> usize {
     Arc::as_ptr(home) as usize
 }
 
-/// Whether the present task holds this lock, by a body or a handler that it is within. One that was lost meanwhile may be had again.
+/// Whether the current task holds this lock, by a body or handler around it. A lost lock can be taken again.
 pub(super) fn holds(home: &Arc<Shared>, lock: &LockKey) -> bool {
     let is_it =
         |inside: &Frame| inside.home == address(home) && inside.lease.lock() == lock && inside.lease.check().is_ok();

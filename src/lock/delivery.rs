@@ -1,16 +1,16 @@
-//! How the outcome of a call reaches a caller that may have stopped polling, as a state machine: it has no clock, no store and no task.
+//! Delivers the outcome of a call to a caller that may have stopped polling. A pure state machine, without clock, store or task.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long a role waits for a caller that is not polled, if a third of the lease is not shorter.
+/// How long a role waits for an unpolled caller, or a third of the lease if that is shorter.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// A call that is driven by its caller, or by a task where the caller does not end it soon. A lease that it brings waits for the caller for a moment.
+/// A call that its caller drives, or a task if the caller stops. A granted lease waits for the caller for a moment.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Delivery<O> {
-    // When the caller does not wait for the lock any more.
+    // When the caller's wait for the lock ends.
     give_up: Instant,
     grace: Duration,
     state: State<O>,
@@ -18,32 +18,32 @@ pub(super) struct Delivery<O> {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum State<O> {
-    /// The polls of the caller drive the call.
+    /// Polls of the caller drive the call.
     Attached { since: Instant },
-    /// A task drives the call. `since` when the caller drove it, until the task has found that it was not over then.
+    /// A task drives the call. `since`: when the caller last drove it, until the task has found it unfinished.
     Detached { since: Option<Instant> },
-    /// The outcome waits for the caller: for ever if it is no lease.
+    /// The outcome waits for the caller: without limit if it is no lease.
     Ready { outcome: O, made: Instant, until: Option<Instant> },
-    /// The caller has missed a lease. It waits again once it is polled.
+    /// The caller missed a lease. It waits again once it is polled.
     Stalled,
     /// The caller has the outcome, or is gone.
     Over,
 }
 
-/// What a caller that is polled does.
+/// What a polled caller does.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Polled<O> {
-    /// It drives the call, and [completes](Delivery::complete) it.
+    /// Drives the call, and [completes](Delivery::complete) it.
     Drive,
-    /// It begins the call again.
+    /// Begins the call again.
     Begin,
     Pending,
     Ready(O),
-    /// Its wait is over. A lease that came meanwhile passes on.
+    /// Its wait is over. A lease that arrived meanwhile passes on.
     Late(Option<O>),
 }
 
-/// What a caller that is not polled in time loses.
+/// What an unpolled caller loses.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Expired<O> {
     Nothing,
@@ -54,7 +54,7 @@ pub(super) enum Expired<O> {
 }
 
 impl<O> Delivery<O> {
-    /// A call that was not over when its caller polled it first. `ttl` is the time to live of the lease that it may bring.
+    /// A call that was not over at its first poll. `ttl` is that of the lease that it may bring.
     pub(super) fn new(now: Instant, give_up: Instant, ttl: Duration) -> Self {
         Self { give_up, grace: GRACE.min(ttl / 3), state: State::Attached { since: now } }
     }
@@ -69,7 +69,7 @@ impl<O> Delivery<O> {
                 self.state = state;
                 Polled::Pending
             }
-            // The store may answer after the wait is over. Before that the wait bounds how late a lease may be picked up.
+            // The store may answer after the wait. Before that, the wait bounds how late a lease is picked up.
             State::Ready { outcome, made, until: Some(_) } if made < self.give_up && self.give_up <= now => {
                 Polled::Late(Some(outcome))
             }
@@ -83,7 +83,7 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// When the caller loses what it has, unless it is polled.
+    /// When the caller loses its role or lease, unless it is polled.
     pub(super) fn due(&self) -> Option<Instant> {
         match &self.state {
             State::Attached { since } => Some(*since + self.grace / 5),
@@ -109,9 +109,9 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// The call is over. `granted` says since when the caller has a lease, if the outcome is one.
+    /// The call is over. `granted`: since when the caller has a lease, if the outcome is one.
     pub(super) fn complete(&mut self, outcome: O, granted: Option<Instant>, now: Instant) {
-        // A call that was over when the task came to it has been over since the caller left it, perhaps.
+        // A call that was over at the first poll of the task may have been over since the caller left it.
         let since = match self.state {
             State::Detached { since: Some(since) } => since,
             _ => now,
@@ -124,21 +124,21 @@ impl<O> Delivery<O> {
         matches!(self.state, State::Detached { .. })
     }
 
-    /// The task has polled the call, which goes on.
+    /// The task has polled the call, which is not over.
     pub(super) fn goes_on(&mut self) {
         if let State::Detached { since } = &mut self.state {
             *since = None;
         }
     }
 
-    /// The task is gone, as when its runtime has ended. The caller drives the call again.
+    /// The task is gone, for instance with its runtime. The caller drives the call again.
     pub(super) fn attach(&mut self, now: Instant) {
         if self.is_detached() {
             self.state = State::Attached { since: now };
         }
     }
 
-    /// The caller is gone. Answers what waited for it.
+    /// The caller is gone. Returns the outcome that waited for it.
     pub(super) fn close(&mut self) -> Option<O> {
         match std::mem::replace(&mut self.state, State::Over) {
             State::Ready { outcome, .. } => Some(outcome),

@@ -20,7 +20,7 @@ use crate::responder::Responder;
 type BoxLease = Pin<Box<dyn Future<Output = Result<Lease, LockError>> + Send>>;
 
 pin_project! {
-    /// The answer of a service behind a lock. Dropping it drops the handler and gives the lock back.
+    /// The response of a service behind a lock. Dropping it drops the handler and releases the lock.
     #[must_use = "futures do nothing unless polled"]
     pub struct ResponseFuture<S, Req, K, A>
     where
@@ -35,13 +35,13 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
-        // The lock is asked for, or waited for; the service that reported ready waits with the request.
+        // Acquiring the lock. The service that reported ready waits with the request.
         Acquiring { lease: BoxLease, place: Option<Place>, call: Option<(S, Req)> },
-        // The inner service is at work, with the lock unless the request needs none.
+        // The inner service runs, with the lock unless the request needs none.
         Calling { #[pin] future: F, stay: Option<LeaseGuard>, held: Option<Held> },
-        // The request is turned away without asking anybody.
+        // The request is rejected without a store call.
         Rejected { rejection: Option<Rejection> },
-        // The answer was given; nothing of the request or the inner service is left.
+        // The response was returned; nothing of the request or the inner service is left.
         Complete,
     }
 }
@@ -83,7 +83,7 @@ where
                     (ready!(lease.as_mut().poll(cx)), place.take(), call.take())
                 }
                 StateProj::Calling { future, stay, held } => {
-                    // After a standstill nothing of the handler may run before this was looked at.
+                    // After a stall, check this before the handler runs.
                     if let Some(Poll::Ready(lost)) = stay.as_mut().map(|stay| stay.poll_lost(cx)) {
                         this.state.set(State::Complete);
                         return Poll::Ready(answer.reject(Rejection::Lock(lost.into())));
@@ -112,7 +112,7 @@ where
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
-            // Out of the state, so that a rejected request gives up its place in the inner service at once.
+            // Leave the state first, so that a rejected request returns its permit of the inner service at once.
             let (mut ready, mut request) = call.expect("the call waits while the lock is asked for");
             match outcome {
                 Ok(lease) => {
@@ -144,7 +144,7 @@ impl<S: Service<Req>, Req, K, A> fmt::Debug for ResponseFuture<S, Req, K, A> {
 }
 
 pin_project! {
-    /// The answer of a service whose requests come to their end. Dropping it leaves the handler at work.
+    /// The response of a detached service. Dropping it leaves the handler running.
     #[must_use = "futures do nothing unless polled"]
     pub struct DetachedFuture<F, T> {
         #[pin]
@@ -180,11 +180,11 @@ impl<F: Future<Output = T>, T> Future for DetachedFuture<F, T> {
             DetachedProj::Attached { future } => future.poll(cx),
             DetachedProj::Detached { task } => match ready!(Pin::new(task).poll(cx)) {
                 Ok(Some(outcome)) => Poll::Ready(outcome),
-                // Whoever polls this hears of the loss, too, and answers.
+                // The poll that notices the loss also returns the response.
                 Ok(None) => Poll::Pending,
                 Err(error) => match error.try_into_panic() {
                     Ok(panic) => resume_unwind(panic),
-                    // The runtime comes to its end, and so does whoever polls this.
+                    // The runtime is shutting down, and so is the caller.
                     Err(_) => Poll::Pending,
                 },
             },

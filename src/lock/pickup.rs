@@ -1,4 +1,4 @@
-//! Calls that go on when their caller is not polled, and leases that pass on when their caller does not pick them up.
+//! Calls that continue while their caller is not polled, and leases that pass on if their caller does not pick them up.
 
 use std::future::{Future, pending};
 use std::pin::Pin;
@@ -16,28 +16,28 @@ use super::grant::after;
 use super::locks_state::Shared;
 use super::renewal::{Role, Watched};
 
-/// An acquisition by a caller, which can begin again after the caller has missed a lease.
+/// An acquisition that can begin again after its caller missed a grant.
 pub(super) trait Request: Unpin + Send + 'static {
     type Grant: Send + 'static;
 
     fn home(&self) -> &Arc<Shared>;
-    /// How long the caller waits, and the time to live of its lease.
+    /// The caller's wait, and the `ttl` of its lease.
     fn times(&self) -> (Duration, Duration);
-    /// Begins to ask, the first time or again. The wait counts from `begun`.
+    /// Begins an attempt, the first one or another. The wait counts from `begun`.
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Self::Grant, LockError>>;
-    /// Since when the caller has the lease. Of several, the last one.
+    /// Since when the caller has the lease; of several, the last one.
     fn since(grant: &Self::Grant) -> Instant;
     /// The error of a caller whose wait is over.
     fn busy(&self) -> LockError;
-    /// Counts what became of it.
+    /// Counts the outcome.
     fn count(&self, outcome: &Result<Self::Grant, LockError>, begun: Instant);
 }
 
-/// Waits for what a request brings. The call of the store, the leadership and the lease do not depend on whether this is polled.
+/// Waits for the outcome of an acquisition. The store call, the leader role and the lease do not depend on polls of this future.
 pub(super) struct Acquire<R: Request> {
     request: R,
     begun: Option<Instant>,
-    // Once the call had to wait.
+    // Set once the call had to wait.
     pickup: Option<Arc<Pickup<Outcome<R>>>>,
     is_over: bool,
 }
@@ -93,23 +93,23 @@ impl<R: Request> Drop for Acquire<R> {
     fn drop(&mut self) {
         if self.pickup.is_some() {
             self.close();
-            // For the next waiter, and for the call that is carried on.
+            // For the next waiter, and for the call that continues.
             Shared::make_way();
         }
     }
 }
 
-/// Waits for a call that brings no lease, and that goes on whether or not this is polled once more.
+/// Waits for a call without a lease as outcome. The call continues without polls of this future.
 pub(super) struct Attended<O: Send + 'static> {
     home: Arc<Shared>,
     ttl: Duration,
     call: Option<Call<O>>,
-    // Once the call had to wait.
+    // Set once the call had to wait.
     pickup: Option<Arc<Pickup<O>>>,
 }
 
 impl<O: Send + 'static> Attended<O> {
-    /// A call that is about a lease with this time to live.
+    /// A call that concerns a lease with this `ttl`.
     pub(super) fn new(home: Arc<Shared>, ttl: Duration, call: Call<O>) -> Self {
         Self { home, ttl, call: Some(call), pickup: None }
     }
@@ -129,7 +129,7 @@ impl<O: Send + 'static> Future for Attended<O> {
             return Poll::Pending;
         }
         let Some(pickup) = &self.pickup else { return Poll::Pending };
-        // An outcome that is no lease is never late.
+        // An outcome without a lease is never late.
         ready!(pickup.poll(cx, || Box::pin(pending()))).map_or(Poll::Pending, Poll::Ready)
     }
 }
@@ -155,13 +155,13 @@ struct State<O> {
     call: Option<Call<O>>,
     caller: Waker,
     driver: Option<Waker>,
-    // The locks that the caller is within, for the task.
+    // The locks around the caller, for the task.
     held: Held,
     watched: Option<Watched>,
 }
 
 impl<O: Send + 'static> Pickup<O> {
-    /// Takes over a call that its caller has polled, and that is not over.
+    /// Takes over a call that its caller has polled and that is not over.
     pub(super) fn new(
         home: &Arc<Shared>,
         delivery: Delivery<O>,
@@ -176,12 +176,12 @@ impl<O: Send + 'static> Pickup<O> {
         pickup
     }
 
-    /// Nothing of the state panics halfway, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned lock is intact.
     fn state(&self) -> MutexGuard<'_, State<O>> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The outcome for the caller. `None` if its wait is over; `begin` is called where it has to ask again.
+    /// The outcome for the caller. `None` if its wait is over. Calls `begin` if it has to start again.
     pub(super) fn poll(self: &Arc<Self>, cx: &mut Context<'_>, mut begin: impl FnMut() -> Call<O>) -> Poll<Option<O>> {
         let mut state = self.state();
         loop {
@@ -202,7 +202,7 @@ impl<O: Send + 'static> Pickup<O> {
                 Polled::Pending => {}
                 Polled::Ready(outcome) => return Poll::Ready(Some(outcome)),
                 Polled::Late(outcome) => {
-                    // Outside of the lock: it goes to the next waiter.
+                    // Outside of the lock: the lease goes to the next waiter.
                     drop(state);
                     drop(outcome);
                     return Poll::Ready(None);
@@ -219,7 +219,7 @@ impl<O: Send + 'static> Pickup<O> {
         state.delivery.complete(outcome, granted, Instant::now());
     }
 
-    /// Has the caller watched for as long as it may lose something.
+    /// Watches the caller while it can lose its role or lease.
     fn watch(self: &Arc<Self>, state: &mut State<O>) {
         self.unwatch(state);
         let role = Arc::downgrade(self);
@@ -239,7 +239,7 @@ impl<O: Send + 'static> Pickup<O> {
         let left = (state.delivery.close(), state.call.take());
         let driver = state.driver.take();
         drop(state);
-        // Outside of the lock: a lease goes to the next waiter, and a call that is under way is carried on.
+        // Outside of the lock: a lease goes to the next waiter, and a pending call continues.
         drop(left);
         if let Some(driver) = driver {
             driver.wake();
@@ -293,7 +293,7 @@ impl<O: Send + 'static> Role for Pickup<O> {
     }
 }
 
-/// Polls a call for a caller that does not.
+/// Polls a call in the place of its caller.
 struct Driver<O: Send + 'static>(Arc<Pickup<O>>);
 
 impl<O: Send + 'static> Future for Driver<O> {

@@ -16,7 +16,7 @@ use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
 
-/// Locks that more than half of several independent stores have to agree on, so that they go on while the others are down.
+/// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///
 /// ```no_run
 /// use tollgate::{LockLayer, Locks, RedisBackend, lock::Redlock};
@@ -34,69 +34,68 @@ use crate::panics::discard_joined;
 /// # }
 /// ```
 ///
-/// This is the algorithm that Redis calls Redlock. All stores are asked at the same time, and a lease is granted if more than half
-/// of them grant it with time left: what is left is counted from before the first was asked, less 1 % and 2 ms for clocks of different speed,
-/// as of any lease. Otherwise it is given back everywhere. A renewal counts if more than half of the stores have it, and is tried again for as long as
-/// the lease lasts if those that fail could decide it. A store that does not answer is not waited for: once the others have decided, it has as long again as that took, or 10 ms.
+/// This is the algorithm that Redis calls Redlock. The client calls all stores at the same time. A lease is granted if a
+/// majority grants it with time left, counted from before the first call, less 1 % and 2 ms for clocks of different speed, as
+/// for any lease. Otherwise the client releases it everywhere. A renewal succeeds if a majority has it. It is retried for the
+/// rest of the lease if the failed stores could decide it. Once a majority has decided, the other stores get as long again, or
+/// 10 ms, to reply.
 ///
-/// # What holds, and what does not
+/// # Guarantees and limits
 ///
-/// * With fewer than half of the stores down, locks are granted, renewed and given back.
-/// * There is one live lease for a key as long as the stores remember what they have granted, and their clocks run at about the same
-///   speed. The stores have to be independent: primaries without replicas that could take over. One that comes back without its data
-///   forgets its grants, so it has to write each of them to disk (`appendfsync always`) or stay away for as long as the longest lease.
-///   A clock that is set forward ends leases early.
-/// * A [fence](super::Lease::fence) is the largest number that was given out by those of the stores that agreed, each of which goes by its
-///   own clock. It is larger than all that this value and its clones have granted in this process. It is larger than that of the
-///   grant before in another process unless the clocks differ by more than the time between the two grants. **This is not what one primary promises**: where it has to be right in any case, use one primary, or
-///   something with a consensus.
-/// * Who waits is told by any of the stores, and whoever asks at the same time as others may have to ask once more: the
-///   stores may have granted it to one each. There is no line, so [fair locks](super::Locks::fair),
-///   [`RwLocks`](super::RwLocks) and [`Semaphore`](super::Semaphore) are refused by name ([`ConfigError::NotByQuorum`]).
-/// * A store that is slower than the others is told in the background what is given back, for up to 5 s and while there is a clone of this value.
-///   What cannot be given back to a store that does not answer in that time stays there until it expires, and so does what a store that stood still
-///   grants late; the others do without it.
-/// * A lease stays with the stores that granted it. One that was granted by two of three, since the third was down or still
-///   held by somebody else, is lost when either of them goes down.
+/// * Locks are granted, renewed and released while fewer than half of the stores are down.
+/// * A key has one live lease as long as the stores keep their grants and their clocks run at about the same speed. The stores
+///   must be independent: primaries without replicas that could take over. A store that restarts without its data forgets its
+///   grants. So it must write each grant to disk (`appendfsync always`), or stay away for as long as the longest lease. A clock
+///   that is set forward ends leases early.
+/// * A [fence](super::Lease::fence) is the largest number of the stores that agreed, and each store uses its own clock. It is
+///   larger than all fences that this value and its clones have granted in this process. It is larger than the previous fence of
+///   another process, unless the clocks differ by more than the time between both grants. **One primary promises more.** Where
+///   fences must never go backwards, use one primary, or a consensus system.
+/// * Any store notifies waiters. Callers that try at the same time may have to retry, since the stores may grant to one caller
+///   each. There is no fair queue: [fair locks](super::Locks::fair), [`RwLocks`](super::RwLocks) and a
+///   [`Semaphore`](super::Semaphore) with more than one permit are refused ([`ConfigError::NotByQuorum`]).
+/// * A slow store receives the release in the background, for up to 5 s and while a clone of this value exists. Without a reply
+///   in that time, its grant expires there, and so does a late grant of a stalled store. The other stores do not need it.
+/// * A lease stays with the stores that granted it. If two of three granted it, because the third was down or its grant still
+///   held, the lease is lost when either of them goes down.
 ///
-/// As a store it is asked with another token each time that it has not granted what was asked for: those who have granted it
-/// give it back, and may do so late. Asked again with a token that it has granted a lease to, it may answer another fence, where other
-/// stores are heard in time than before.
+/// As a store, it must be called with a new token after each refusal: stores that granted the refused claim release it, possibly
+/// late. A repeated token may get another fence, because other stores may reply in time.
 ///
-/// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
+/// For locks that save work rather than protect data, one primary is simpler and just as good.
 pub struct Redlock<S> {
     stores: Arc<[S]>,
     floor: Arc<FenceFloor>,
-    // What is given back to stores that nobody waits for any more. It ends with the last clone.
+    // Releases in the background. They end with the last clone.
     rest: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// How long those that have not answered get at least, once the others have decided.
+/// The shortest time that the remaining stores get once a majority has decided.
 const GRACE: Duration = Duration::from_millis(10);
-/// How long those have to take something back that are not waited for any more.
+/// How long a background release may take.
 const REST: Duration = Duration::from_secs(5);
-/// How many of them are told at the same time. What is beyond that expires by itself.
+/// Maximum number of background releases. Further grants expire.
 const MAX_REST: usize = 1_024;
-/// How soon somebody asks again when nobody has got it, at the latest.
+/// The longest pause before a retry if no caller got the lock.
 const SOON_US: u32 = 15_000;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
-/// What each store has answered. `None` is no answer in time.
+/// The reply of each store; `None` without one in time.
 type Answers<T> = Vec<Option<Result<T, StoreError>>>;
 
-/// What a store says to whoever gives a lease back.
+/// The reply of a store to a release.
 struct GivenBack {
     released: Released,
-    // Whether it was asked once more, after a connection broke.
+    // Whether it was called again after a connection broke.
     is_again: bool,
 }
 
 impl<S> Redlock<S> {
-    /// A lock store over independent ones: three, or any larger number. An odd one: a fourth makes locks no safer than three.
+    /// A lock store over three or more independent stores. Use an odd number: four are no safer than three.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::TooFewStores`] for fewer than three: of two both would have to be up.
+    /// [`ConfigError::TooFewStores`] for fewer than three: of two, both would have to be up.
     pub fn new(stores: impl IntoIterator<Item = S>) -> Result<Self, ConfigError> {
         let stores: Arc<[S]> = stores.into_iter().collect();
         if stores.len() < 3 {
@@ -105,19 +104,19 @@ impl<S> Redlock<S> {
         Ok(Self { stores, floor: Arc::default(), rest: Arc::default() })
     }
 
-    /// More than half of them.
+    /// The size of a majority.
     fn quorum(&self) -> usize {
         self.stores.len() / 2 + 1
     }
 
-    /// Asks all stores at the same time, one whose connection has just broken once more, until all have answered, or some time after
-    /// what they have answered is enough.
+    /// Calls all stores at the same time, and again after a broken connection. Waits until all have replied, or for some time
+    /// after a majority has decided.
     async fn ask<'a, T>(
         &'a self,
         call: impl Fn(&'a S) -> Call<'a, T>,
         is_enough: impl Fn(&Answers<T>) -> bool,
     ) -> Answers<T> {
-        // All that is asked may be asked again with the same token.
+        // All calls may be repeated with the same token.
         let ask = async |store| match call(store).await {
             Err(error) if error.is_unavailable() => call(store).await,
             answer => answer,
@@ -125,8 +124,7 @@ impl<S> Redlock<S> {
         hear(&mut self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect::<Vec<_>>(), is_enough).await
     }
 
-    /// The same for what is given back, `call` being what does that in one store. Those that have not done so in time are left to it, without
-    /// anybody waiting for them.
+    /// The same for a release, where `call` releases in one store. Stores without a timely reply finish in the background.
     async fn give_back<T, F>(
         &self,
         call: impl Fn(Arc<[S]>, usize) -> F,
@@ -151,7 +149,7 @@ impl<S> Redlock<S> {
     }
 }
 
-/// Waits until all have answered, or for some time after what they have answered is enough. Leaves those that have not.
+/// Waits until all stores have replied, or for some time after a majority has decided. Leaves the others pending.
 async fn hear<T, F: Future<Output = Result<T, StoreError>>>(
     calls: &mut [Option<Pin<Box<F>>>],
     is_enough: impl Fn(&Answers<T>) -> bool,
@@ -178,7 +176,7 @@ async fn hear<T, F: Future<Output = Result<T, StoreError>>>(
 }
 
 impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
-    /// Takes leases everywhere, where `call` is what takes all of them or none in one store.
+    /// Takes leases everywhere. `call` takes all of them, or none, in one store.
     async fn take<'a>(
         &'a self,
         wanted: &[(LockKey, Claim)],
@@ -193,7 +191,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         let answers = self
             .ask(call, |answers| {
                 let failed = answers.iter().flatten().filter(|answer| answer.is_err()).count();
-                // What fails says nothing about who holds it: all of the others are waited for.
+                // A failure says nothing about the holder: wait for all other stores.
                 answers.iter().flatten().count() - failed >= quorum || failed > all - quorum
             })
             .await;
@@ -213,14 +211,14 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         self.refuse(wanted.len(), answers, granted)
     }
 
-    /// Gives back what was granted in vain, and what may come to be granted.
+    /// Releases grants of a failed claim, also late ones.
     async fn undo(&self, wanted: &[(LockKey, Claim)], answers: &Answers<Vec<Acquired>>) {
         let is_over = |given_back: &Answers<()>| {
             let mut both = given_back.iter().zip(answers);
             both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
         };
         let tokens: Arc<[_]> = wanted.iter().map(|(lock, claim)| (*lock, claim.token)).collect();
-        // All at once, so that a store that is silent is waited for once.
+        // At the same time, so that a silent store is waited for once.
         let call = |stores: Arc<[S]>, i: usize| {
             let tokens = Arc::clone(&tokens);
             async move {
@@ -237,7 +235,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         drop(self.give_back(call, is_over).await);
     }
 
-    /// Why too few stores have granted it.
+    /// Why too few stores granted it.
     fn refuse(
         &self,
         count: usize,
@@ -264,13 +262,13 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         }
         let busy = |i: usize| {
             if held.len() < quorum {
-                // Nobody has it: each store has granted it to somebody else, and all have to ask again, not all at once.
+                // Each store granted it to another caller. All callers must retry, at different times.
                 let share = getrandom::u32().unwrap_or_default();
                 return Duration::from_micros(u64::from(share % SOON_US));
             }
             let mut remaining: Vec<_> = held.iter().filter_map(|answers| remaining(answers.get(i)?)).collect();
             remaining.sort_unstable();
-            // When so many have let go of it that the rest does not matter.
+            // The time until enough stores are free.
             remaining.get(held.len() - quorum).copied().unwrap_or_default()
         };
         let foreign = |i: usize| held.iter().find_map(|answers| other_kind(answers.get(i)?));
@@ -280,7 +278,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         Ok((0..count).map(refusal).collect())
     }
 
-    /// The same claim, for fences that are larger than all that this process has heard of.
+    /// The same claim, with the largest fence seen as its floor.
     fn raised(&self, claim: &Claim) -> Claim {
         Claim { floor: self.floor.for_claim(claim), ..*claim }
     }
@@ -344,14 +342,14 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
             leases.all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
         };
         let answers = self.ask(call, is_decided).await;
-        // What hangs on stores that fail is to be asked again.
+        // A call that depends on failed stores is repeated.
         if !is_decided(&answers) {
             return Err(first_error(answers));
         }
         Ok((0..renewals.len()).map(|i| count(&answers, i, true) >= quorum).collect())
     }
 
-    /// What no store takes apart.
+    /// Capabilities that no store supports by quorum.
     fn shard(&self, lock: &LockKey) -> u32 {
         self.stores.iter().map(|store| store.shard(lock)).max().unwrap_or_default()
     }
@@ -360,7 +358,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
         let all = self.stores.len();
         let count = |answers: &Answers<GivenBack>| answers.iter().flatten().flatten().count();
-        // Where one store has forgotten it and another is slow, the slow one decides.
+        // If one store has forgotten it and another is slow, the slow one decides.
         let is_decided = move |answers: &Answers<GivenBack>| {
             let held = answers.iter().flatten().flatten().filter(|answer| answer.released.was_held).count();
             held >= quorum || count(answers) - held > all - quorum
@@ -382,7 +380,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         }
         let answered = || answers.iter().flatten().flatten();
         let held = answered().filter(|answer| answer.released.was_held).count();
-        // Those may have given it back before the connection broke, or have not answered.
+        // These may have released it before the connection broke, or have not replied.
         let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count()
             + (answers.len() - count(&answers));
         if held < quorum && held + unclear >= quorum {
@@ -428,7 +426,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         Notifications::any(answers.into_iter().flatten().flatten())
     }
 
-    /// Of stores that hold within a process: no more than that.
+    /// Stores of one process cover no more than the process.
     fn scope(&self) -> Reach {
         let is_shared = self.stores.iter().all(|store| store.scope() > Reach::Process);
         if is_shared { Reach::Quorum } else { Reach::Process }
@@ -445,7 +443,7 @@ fn are_refusals<T>(answers: &Answers<T>) -> bool {
     answers.iter().all(|answer| matches!(answer, Some(Err(error)) if error.is_refusal()))
 }
 
-// By hand: what is inside need not be cloned for it.
+// By hand: the inner stores need not be `Clone`.
 impl<S> Clone for Redlock<S> {
     fn clone(&self) -> Self {
         let (stores, floor, rest) = (Arc::clone(&self.stores), Arc::clone(&self.floor), Arc::clone(&self.rest));

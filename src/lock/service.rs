@@ -17,9 +17,9 @@ use crate::responder::{HttpResponder, Responder};
 
 /// A service behind a lock. See the [module docs](crate::lock#in-front-of-a-service) for examples.
 ///
-/// Ready when the inner service is: what a request locks is known only once it is there. The inner service that
-/// reported ready is held while the request waits; where that holds a permit (a concurrency limit below this layer), a rejected
-/// request gives it back unused.
+/// It is ready when the inner service is, since only the request says what to lock. The request keeps the ready inner service
+/// while it waits. If that holds a permit, for instance of a concurrency limit below this layer, a rejected request returns it
+/// unused.
 #[must_use]
 pub struct Lock<S, K = GlobalKey, A = HttpResponder> {
     inner: S,
@@ -27,22 +27,22 @@ pub struct Lock<S, K = GlobalKey, A = HttpResponder> {
 }
 
 impl<S, K, A> Lock<S, K, A> {
-    /// Puts `inner` behind the lock of `layer`, without a stack of layers.
+    /// Wraps `inner` with the lock of `layer`, without a stack of layers.
     pub fn new(inner: S, layer: LockLayer<K, A>) -> Self {
         Self { inner, shared: Arc::new(layer.into_parts()) }
     }
 
-    /// The service behind the lock.
+    /// The inner service.
     pub const fn get_ref(&self) -> &S {
         &self.inner
     }
 
-    /// The service behind the lock, to change.
+    /// The inner service, mutable.
     pub const fn get_mut(&mut self) -> &mut S {
         &mut self.inner
     }
 
-    /// Takes the service out from behind the lock.
+    /// Returns the inner service.
     pub fn into_inner(self) -> S {
         self.inner
     }
@@ -107,14 +107,14 @@ impl<S, K, A> Lock<S, K, A> {
 }
 
 impl<S: Clone, K, A> Lock<S, K, A> {
-    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+    /// Takes the instance of the inner service that reported ready, with its permit, and leaves a clone for next time.
     fn take_ready(&mut self) -> S {
         let fresh = self.inner.clone();
         mem::replace(&mut self.inner, fresh)
     }
 }
 
-// By hand: `derive` would ask for more than the inner service to be `Clone`.
+// By hand: `derive` would require more than `Clone` of the inner service.
 impl<S: Clone, K, A> Clone for Lock<S, K, A> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
@@ -127,7 +127,7 @@ impl<S: fmt::Debug, K, A> fmt::Debug for Lock<S, K, A> {
     }
 }
 
-/// A service whose requests come to their end with their lock, whether or not anybody waits for the answer: see
+/// A service whose requests run to their end under their lock, even if no caller waits for the response: see
 /// [`LockLayer::detached`](super::LockLayer::detached).
 #[derive(Clone)]
 pub struct Detach<S> {
