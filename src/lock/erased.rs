@@ -16,9 +16,9 @@ pub(super) type Answers = SmallVec<[Acquired; 1]>;
 
 pub(super) type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// A store of any type. Its calls own what they need, so one that is under way can be carried on when its caller is gone.
+/// A store of any type. Its calls own their arguments, so a pending call can continue without its caller.
 pub(super) trait DynStore: Send + Sync {
-    /// Takes all or none: there is an answer for each.
+    /// Takes all leases or none, with one answer for each.
     fn acquire(self: Arc<Self>, wanted: Wanted, limit: Duration) -> Call<Result<Answers, StoreError>>;
     fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>>;
 
@@ -36,7 +36,7 @@ impl<S: LockStore + Send + Sync + 'static> DynStore for S {
         let call = async move {
             match &*wanted {
                 [(lock, claim)] => Ok(smallvec![LockStore::acquire(&*self, lock, claim).await?]),
-                // Apart, so that who wants one has no room for it to carry along.
+                // Boxed to keep the future of a single lock small.
                 wanted => Ok(Box::pin(LockStore::acquire_all(&*self, wanted)).await?.into()),
             }
         };

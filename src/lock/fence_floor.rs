@@ -2,15 +2,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::store::Claim;
 
-/// The largest fence that the replies of a store have shown to this process. Each acquisition passes it on, so fences do not go backwards
-/// within a process although the store forgets its last fence and its clock is set back.
+/// The largest fence in the replies of a store to this process. Each acquisition passes it on. So fences do not go backwards
+/// within a process, even if the store loses its last fence and its clock is set back.
 ///
-/// A store has one of its own: the fences of two stores have nothing to do with each other.
+/// Each store has its own: fences of two stores cannot be compared.
 #[derive(Debug, Default)]
 pub(crate) struct FenceFloor(AtomicU64);
 
 impl FenceFloor {
-    /// What all fences are to be larger than that `claim` is granted.
+    /// The granted fences of `claim` must be larger than this.
     pub(crate) fn for_claim(&self, claim: &Claim) -> u64 {
         claim.floor().max(self.get())
     }
@@ -19,7 +19,7 @@ impl FenceFloor {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Notes the last of `fences` fences from `first` on. One reply that makes no sense is not to use up the numbers that there are.
+    /// Records the last of `fences` fences from `first` on. One bogus reply must not use up all numbers.
     pub(crate) fn note(&self, first: u64, fences: u32) {
         let last = first.saturating_add(u64::from(fences.saturating_sub(1)));
         if last <= Claim::MAX_FLOOR {

@@ -1,8 +1,8 @@
-//! The queue of this process for one key, as a state machine: it has no clock, no store and no task.
+//! The wait queue of this process for one key. A pure state machine, without clock, store or task.
 
 use std::collections::VecDeque;
 
-/// Where a waiter stands. Smaller numbers come first.
+/// The position of a waiter. Smaller numbers come first.
 pub(super) type Position = u64;
 
 /// The callers of this process that want one key. One of them is the leader, which calls the store or holds the lease. The others wait in order.
@@ -23,14 +23,14 @@ pub(super) enum Front<L> {
     Releasing,
 }
 
-/// Where a lease goes that its holder gives back.
+/// Where a released lease goes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum GivenBack<W, F> {
-    /// The first waiter gets it.
+    /// To the first waiter.
     Handoff(W, F),
-    /// The store gets it. [`LocalQueue::advance`] is to be called after that.
+    /// To the store. Call [`LocalQueue::advance`] after the release.
     Release,
-    /// The queue does not know of it: it was lost, or never was the leader's alone.
+    /// The queue does not hold it: it was lost, or is one of several leases of the key.
     Unknown,
 }
 
@@ -48,23 +48,23 @@ impl<L, W> LocalQueue<L, W> {
         self.waiters.len()
     }
 
-    /// The waiter that comes next.
+    /// The next waiter.
     pub(super) fn first(&self) -> Option<&W> {
         self.waiters.front().map(|(_, waiter)| waiter)
     }
 
-    /// Whether a caller that comes now is the next leader, as soon as the lease is given back.
+    /// Whether a new caller becomes the leader as soon as the lease is released.
     pub(super) fn is_free_soon(&self) -> bool {
         matches!(self.front, Front::Releasing) && self.waiters.is_empty()
     }
 
-    /// Lets a caller wait at its position, which it may have had before.
+    /// Adds a waiter at its position, which it may have had before.
     pub(super) fn enter(&mut self, position: Position, waiter: W) {
         let at = self.waiters.partition_point(|(other, _)| *other <= position);
         self.waiters.insert(at, (position, waiter));
     }
 
-    /// Takes a waiter out that gives up, and says whether it was the first one. A waiter that was offered a role has left already.
+    /// Removes a waiter that gives up, and returns whether it was the first. A waiter with an offered role has left already.
     pub(super) fn leave(&mut self, position: Position) -> bool {
         let Ok(at) = self.waiters.binary_search_by_key(&position, |(position, _)| *position) else { return false };
         self.waiters.remove(at);
@@ -76,7 +76,7 @@ impl<L, W> LocalQueue<L, W> {
         self.front = Front::Held(lease);
     }
 
-    /// The leader is done: the first waiter is the leader now. `None` if no caller is left, and the queue is to be removed.
+    /// The leader is done and the first waiter becomes the leader. `None` if no caller is left: remove the queue then.
     pub(super) fn advance(&mut self) -> Option<W> {
         self.front = Front::Acquiring;
         self.waiters.pop_front().map(|(_, waiter)| waiter)
@@ -88,7 +88,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         matches!(&self.front, Front::Held(held) if held == lease)
     }
 
-    /// The holder gives its lease back. `hand_over` says whether the lease is good enough for the first waiter.
+    /// The holder releases its lease. `hand_over`: whether the lease is good enough for the first waiter.
     pub(super) fn give_back<F>(&mut self, lease: &L, hand_over: impl FnOnce(&W) -> Option<F>) -> GivenBack<W, F> {
         if !self.is_held_by(lease) {
             return GivenBack::Unknown;
@@ -103,7 +103,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         }
     }
 
-    /// A lease was lost. Says whether it was held here: [`advance`](Self::advance) is to be called then.
+    /// A lease was lost. Returns whether it was held here: call [`advance`](Self::advance) then.
     pub(super) fn lost(&mut self, lease: &L) -> bool {
         let is_ours = self.is_held_by(lease);
         if is_ours {

@@ -4,7 +4,7 @@
 
 use super::error::{LockError, LossReason};
 
-/// What became of asking for a lock.
+/// The outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Granted,
@@ -12,7 +12,7 @@ pub(super) enum Outcome {
     QueueFull,
     Refused,
     Failed,
-    /// So many requests of a layer are at work.
+    /// The number of running requests of a layer.
     Full,
 }
 
@@ -42,12 +42,12 @@ impl Outcome {
 const REASONS: [(LossReason, &str); 3] =
     [(LossReason::Expired, "expired"), (LossReason::Taken, "taken"), (LossReason::MaxHold, "max_hold")];
 
-/// Which way a lock came from one holder to the next.
+/// How a lock passes from one holder to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HandoffKind {
-    /// From hand to hand in this process.
+    /// By handoff in this process.
     Hand,
-    /// By a message that it was given back.
+    /// By the notification of a release.
     Message,
 }
 
@@ -63,7 +63,7 @@ mod imp {
     use super::{HandoffKind, LossReason, Outcome, REASONS};
     use crate::meter::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-    /// The metrics of one [`Locks`](crate::Locks), registered when it is first used.
+    /// The metrics of one [`Locks`](crate::Locks), registered at first use.
     pub(in crate::lock) struct Meters {
         requests: [Counter; Outcome::ALL.len()],
         wait: Histogram,

@@ -1,4 +1,4 @@
-//! How many requests of a detached layer are at work.
+//! The bound on running requests of a detached layer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::lock_key::LockKey;
 use super::locks_state::Shared;
 
-/// The places of a layer and its clones, of which each request at work has one.
+/// The permits of a layer and its clones, one for each running request.
 #[derive(Clone)]
 pub(super) struct Places {
     taken: Arc<AtomicUsize>,
@@ -18,7 +18,7 @@ impl Places {
         Self { taken: Arc::default(), most }
     }
 
-    /// A place for one more request, unless all are taken.
+    /// Takes a permit for one more request, if one is left.
     pub(super) fn admit(&self, home: &Arc<Shared>, lock: &LockKey) -> Option<Place> {
         let add = |taken| (taken < self.most).then_some(taken + 1);
         self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
@@ -27,7 +27,7 @@ impl Places {
     }
 }
 
-/// The place of a request, which it shares with the task that its handler runs in. Free again once all of them have dropped it.
+/// The permit of a request, shared with the task of its handler. Returned once both have dropped it.
 #[derive(Clone)]
 pub(super) struct Place(#[expect(dead_code, reason = "is dropped")] Arc<Taken>);
 

@@ -1,7 +1,7 @@
 use std::future::{Future, poll_fn};
 use std::task::Poll;
 
-/// Waits for several futures at the same time, until all have come to their end. Answers in their order.
+/// Waits for all of several futures at the same time. Returns their results in order.
 pub(super) async fn together<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut futures: Vec<_> = futures.into_iter().map(|future| Some(Box::pin(future))).collect();
     let mut outcomes: Vec<_> = futures.iter().map(|_| None).collect();

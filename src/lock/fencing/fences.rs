@@ -4,10 +4,10 @@ use indexmap::IndexMap;
 
 use crate::key::Key;
 
-/// How many are looked at to find the one that is to be forgotten.
+/// How many keys to inspect when one must be forgotten.
 const LOOKED_AT: usize = 8;
 
-/// The largest fence that was seen for each of the keys that are remembered.
+/// The largest fence of each remembered key.
 #[derive(Debug)]
 pub(super) struct FenceTable {
     capacity: usize,
@@ -17,9 +17,9 @@ pub(super) struct FenceTable {
 #[derive(Debug, Default)]
 struct Entry {
     largest: IndexMap<Key, u64>,
-    // The largest of those that were forgotten.
+    // The largest forgotten fence.
     forgotten: u64,
-    // Where to look next for one to forget.
+    // Where to look next for a key to forget.
     hand: usize,
 }
 
@@ -28,12 +28,12 @@ impl FenceTable {
         Self { capacity: capacity.max(1), seen: Mutex::default() }
     }
 
-    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned lock is intact.
     fn seen(&self) -> MutexGuard<'_, Entry> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a fence, if it is not smaller than what was seen before. If it is the error says what that was.
+    /// Records a fence, unless it is smaller than an earlier one. The error is that larger fence.
     pub(super) fn admit(&self, key: Key, fence: u64) -> Result<(), u64> {
         let mut seen = self.seen();
         let seen = &mut *seen;
@@ -56,7 +56,7 @@ impl FenceTable {
 }
 
 impl Entry {
-    /// Of some the one with the smallest fence: the later it may come again, the better.
+    /// Forgets the smallest fence of a few keys: old fences are least likely to return.
     fn forget_one(&mut self) {
         let len = self.largest.len();
         let places = (0..LOOKED_AT.min(len)).map(|step| (self.hand + step) % len);
@@ -90,7 +90,7 @@ mod tests {
             assert_eq!(fences.admit(i.into(), 1_000 + i), Ok(()));
             assert!(fences.seen().largest.len() <= 100);
         }
-        // Whoever comes again too late is refused, remembered or not.
+        // A late fence is refused, whether its key is remembered or not.
         for i in 0..10_000_u64 {
             assert!(fences.admit(i.into(), 999 + i).is_err(), "{i}");
         }

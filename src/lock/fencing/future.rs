@@ -9,7 +9,7 @@ use super::rejection::Rejection;
 use crate::responder::Responder;
 
 pin_project! {
-    /// The answer of a service that refuses fences that are too small.
+    /// The response of a service that refuses small fences.
     #[must_use = "futures do nothing unless polled"]
     pub struct FenceFuture<F, A> {
         #[pin]
@@ -21,9 +21,9 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<F> {
-        // The inner service is at work.
+        // The inner service runs.
         Calling { #[pin] future: F },
-        // The request is turned away.
+        // The request is rejected.
         Rejected { rejection: Option<Rejection> },
     }
 }

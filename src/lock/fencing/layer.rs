@@ -7,11 +7,12 @@ use super::fences::FenceTable;
 use super::service::Fence;
 use crate::responder::HttpResponder;
 
-/// Turns away requests whose fence is smaller than one that was seen before. See the [module docs](super) for examples.
+/// Rejects requests whose fence is smaller than an earlier one of the same key. See the [module docs](super) for examples.
 ///
-/// All clones of this layer, and all services that they make, have one memory.
+/// All clones of this layer and all of their services share one table of fences.
 ///
-/// Type parameters: the [key](crate::ExtractKey), what finds the fence, and what a rejection [becomes](crate::responder::Responder).
+/// Type parameters: the [key](crate::ExtractKey), the closure that reads the fence, and the
+/// [responder](crate::responder::Responder).
 #[must_use]
 pub struct FenceLayer<K, F, A = HttpResponder> {
     shared: Arc<(K, F)>,
@@ -20,8 +21,9 @@ pub struct FenceLayer<K, F, A = HttpResponder> {
 }
 
 impl<K, F> FenceLayer<K, F> {
-    /// `key` says what a request changes, as for [`LockLayer::key`](crate::LockLayer::key), and `fence` is a closure that finds the fence of it:
-    /// with HTTP `tollgate::http::lock_fence`. Whoever has none of either, or a fence of 2^53 or more, is turned away: 400 with HTTP.
+    /// `key` names what a request changes, as for [`LockLayer::key`](crate::LockLayer::key). `fence` reads the fence of a
+    /// request: with HTTP, use `tollgate::http::lock_fence`. A request without a key, without a fence, or with a fence of 2^53
+    /// or more is rejected: 400 with HTTP.
     pub fn new(key: K, fence: F) -> Self {
         Self {
             shared: Arc::new((key, fence)),
@@ -32,13 +34,13 @@ impl<K, F> FenceLayer<K, F> {
 }
 
 impl<K, F, A> FenceLayer<K, F, A> {
-    /// How many keys are remembered, at least one. Defaults to 100,000, which takes some ten megabytes.
+    /// The number of remembered keys, at least one. Defaults to 100,000, which takes about ten megabytes.
     pub fn capacity(self, keys: usize) -> Self {
         Self { fences: Arc::new(FenceTable::new(keys)), ..self }
     }
 
-    /// What a rejection becomes. Defaults to [`HttpResponder`], 412 for a fence that is too small; [`ErrorResponder`](crate::responder::ErrorResponder) is for services
-    /// that do not speak HTTP.
+    /// The response to a rejection. Defaults to [`HttpResponder`]: 412 for a fence that is too small. Use
+    /// [`ErrorResponder`](crate::responder::ErrorResponder) for services without HTTP.
     pub fn responder<A2>(self, answer: A2) -> FenceLayer<K, F, A2> {
         let Self { shared, fences, answer: _ } = self;
         FenceLayer { shared, fences, answer }
@@ -57,7 +59,7 @@ impl<S, K, F, A: Clone> Layer<S> for FenceLayer<K, F, A> {
     }
 }
 
-// By hand: `derive` would ask for `K: Clone`.
+// By hand: `derive` would require `K: Clone`.
 impl<K, F, A: Clone> Clone for FenceLayer<K, F, A> {
     fn clone(&self) -> Self {
         let (shared, fences) = (Arc::clone(&self.shared), Arc::clone(&self.fences));

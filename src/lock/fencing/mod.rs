@@ -1,24 +1,23 @@
-//! The other side of a [fence](crate::Lease::fence): a service that refuses whoever comes too late.
+//! The receiving side of a [fence](crate::Lease::fence): a service that refuses late lock holders.
 //!
-//! A holder that stood still, in a container that was paused or on a thread that was blocked, goes on where it was when it is
-//! let go, and cannot know that its lock is somebody else's by now. What can know is what it talks to. [`FenceLayer`] is put in front of a
-//! service that changes what the lock protects: it lets a request through if its fence is not smaller than the largest that was seen for its key.
+//! A stalled holder, for instance in a paused container or on a blocked thread, continues without knowing that it lost its lock.
+//! Its requests can be refused at their target. Put [`FenceLayer`] in front of the service that changes the protected data. It
+//! admits a request if its fence is not smaller than the largest one for its key.
 //!
-//! A database does this better, in the statement that changes something: `UPDATE .. SET fence = $1 .. WHERE id = 42 AND fence <= $1`. The layer
-//! is for services that have no such place. What it does not do:
+//! A database does this better, in the statement that changes the data:
+//! `UPDATE .. SET fence = $1 .. WHERE id = 42 AND fence <= $1`. The layer is for services without such a statement. Its limits:
 //!
-//! * Each process remembers for itself, and forgets when it ends. Send all requests of one key to one process, or use a database.
-//! * It judges requests when they come. A request that was let through may still be at work when one with a larger fence is: hold what
-//!   takes long under a lock of the process, or let the handler compare again.
-//! * It believes what it is told. Who sends a fence of the far future keeps all holders of that key out until the process ends, and with
-//!   more keys than are remembered those of other keys, too: take fences only from callers that are trusted, and drop the field
-//!   from requests of others.
+//! * Each process has its own table, and loses it when it ends. Send all requests of one key to one process, or use a database.
+//! * It checks requests when they arrive. An admitted request may still run while one with a larger fence does. Run long changes
+//!   under a lock of the process, or let the handler compare the fence again.
+//! * It trusts the fences it gets. A fence of the far future shuts out all holders of that key until the process ends. With more
+//!   keys than the capacity it also shuts out other keys. Accept fences only from trusted callers, and remove the header from
+//!   other requests.
 //!
-//! A fence of 2^53 or more is none: no store grants it.
+//! Stores never grant a fence of 2^53 or more.
 //!
-//! What is remembered is bounded. What is forgotten for that is not let through unseen: whoever has a key that is not remembered
-//! needs a fence that is not smaller than the largest that was forgotten. Fences follow the clock of the store, so this turns away only leases that
-//! are older than what was forgotten.
+//! The table is bounded. A request of a key that is no longer remembered needs a fence that is not smaller than the largest
+//! forgotten one. Fences follow the clock of the store, so this rejects only leases that are older than the forgotten ones.
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -46,7 +45,7 @@
 //! # }
 //! ```
 //!
-//! A service that does not speak HTTP, and remembers less:
+//! A service without HTTP, and with a smaller table:
 //!
 //! ```
 //! use tollgate::ErrorResponder;
@@ -73,7 +72,7 @@
 //!
 //! # Cancellation
 //!
-//! A fence counts as seen when the service is called, also if the future is dropped.
+//! A fence is recorded when the service is called, even if the future is dropped.
 
 mod fences;
 mod future;

@@ -4,20 +4,20 @@ use std::fmt;
 use crate::error::BoxError;
 use crate::lock::MissingKey;
 
-/// Why a request was turned away by a [`FenceLayer`](super::FenceLayer).
+/// Why a [`FenceLayer`](super::FenceLayer) rejected a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// Somebody came with a larger fence before.
+    /// A request with a larger fence came before.
     Stale(StaleFence),
     /// The request has no key.
     Missing(MissingKey),
-    /// The request has no fence that a store could have granted.
+    /// The request has no fence that a store can grant.
     MissingFence(MissingFence),
 }
 
 impl From<Rejection> for BoxError {
-    /// The error inside: [`StaleFence`], [`MissingKey`] or [`MissingFence`], to be found by downcasting.
+    /// The error inside: [`StaleFence`], [`MissingKey`] or [`MissingFence`], for downcasting.
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Stale(error) => error.into(),
@@ -27,7 +27,7 @@ impl From<Rejection> for BoxError {
     }
 }
 
-/// The holder of a lock came too late: somebody else had it since.
+/// The request of a late lock holder: another holder had the lock since.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StaleFence {
     fence: u64,
@@ -45,7 +45,7 @@ impl StaleFence {
         self.fence
     }
 
-    /// What the fence must not be smaller than: the largest that was seen for this key, or that was forgotten.
+    /// The smallest admitted fence: the largest one for this key, or the largest forgotten one.
     #[must_use]
     pub const fn largest(&self) -> u64 {
         self.largest
@@ -60,7 +60,7 @@ impl fmt::Display for StaleFence {
 
 impl Error for StaleFence {}
 
-/// The rejection of a request that has no fence, or one that no store grants.
+/// The rejection of a request without a valid fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MissingFence;

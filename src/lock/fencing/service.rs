@@ -16,9 +16,10 @@ use crate::responder::{HttpResponder, Responder};
 /// Fences are microseconds of a clock, and stay below this.
 const NO_FENCE: u64 = 1 << 53;
 
-/// A service that refuses fences that are too small. See the [module docs](super) for examples.
+/// A service that refuses small fences. See the [module docs](super) for examples.
 ///
-/// Ready when the inner service is. Where that holds a permit (a concurrency limit below this layer), a rejected request gives it back unused.
+/// It is ready when the inner service is. If that holds a permit, for instance of a concurrency limit below this layer, a
+/// rejected request returns it unused.
 #[must_use]
 pub struct Fence<S, K, F, A = HttpResponder> {
     inner: S,
@@ -28,23 +29,23 @@ pub struct Fence<S, K, F, A = HttpResponder> {
 }
 
 impl<S, K, F, A> Fence<S, K, F, A> {
-    /// Puts `inner` behind the memory of `layer`, without a stack of layers.
+    /// Wraps `inner` with the table of `layer`, without a stack of layers.
     pub fn new(inner: S, layer: FenceLayer<K, F, A>) -> Self {
         let (shared, fences, answer) = layer.into_parts();
         Self { inner, shared, fences, answer }
     }
 
-    /// The service that is protected.
+    /// The protected service.
     pub const fn get_ref(&self) -> &S {
         &self.inner
     }
 
-    /// The service that is protected, to change.
+    /// The protected service, mutable.
     pub const fn get_mut(&mut self) -> &mut S {
         &mut self.inner
     }
 
-    /// Takes the service out from behind the fence.
+    /// Returns the protected service.
     pub fn into_inner(self) -> S {
         self.inner
     }
@@ -57,7 +58,7 @@ impl<S, K, F, A> Fence<S, K, F, A> {
         let (key, fence) = &*self.shared;
         let key = key.extract_key(request).filter(|key| !key.is_empty());
         let key = key.ok_or(Rejection::Missing(MissingKey))?;
-        // No store grants such a one, and it would keep all who come later out.
+        // No store grants such a fence, and it would shut out all later requests.
         let fence = fence(request).filter(|fence| *fence < NO_FENCE);
         let fence = fence.ok_or(Rejection::MissingFence(MissingFence))?;
         self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
@@ -91,14 +92,14 @@ where
 }
 
 impl<S: Clone, K, F, A> Fence<S, K, F, A> {
-    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+    /// Takes the instance of the inner service that reported ready, with its permit, and leaves a clone for next time.
     fn take_ready(&mut self) -> S {
         let fresh = self.inner.clone();
         mem::replace(&mut self.inner, fresh)
     }
 }
 
-// By hand: `derive` would ask for `K: Clone`.
+// By hand: `derive` would require `K: Clone`.
 impl<S: Clone, K, F, A: Clone> Clone for Fence<S, K, F, A> {
     fn clone(&self) -> Self {
         let (shared, fences) = (Arc::clone(&self.shared), Arc::clone(&self.fences));

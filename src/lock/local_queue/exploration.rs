@@ -24,7 +24,7 @@ enum Outcome {
     Busy,
 }
 
-/// What carries the turn of a caller to its call.
+/// How a caller gets the leader role.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Call {
     None,
@@ -33,7 +33,7 @@ enum Call {
     LeadershipOffered,
     /// The store is called, and called again until it grants the lease or the wait is over.
     Leads,
-    /// The reply of the store has come, and the call was not polled since.
+    /// The store has replied, and the call was not polled since.
     Replied(Option<Lease>),
 }
 
@@ -51,11 +51,11 @@ struct World {
     now: Instant,
     queue: Option<LocalQueue<Lease, usize>>,
     callers: [Caller; CALLERS],
-    /// The lease that the store knows of.
+    /// The lease in the store.
     stored: Option<Lease>,
-    /// Whether it is being given back.
+    /// Whether it is being released.
     releasing: bool,
-    /// Calls whose caller was dropped, and that are carried on.
+    /// Calls that continue after their caller was dropped.
     abandoned: u8,
 }
 
@@ -64,15 +64,15 @@ enum Event {
     /// The first poll, or another one.
     Poll(usize),
     Drop(usize),
-    /// The store answers the leader, or a call that is carried on for a caller that was dropped.
+    /// The store replies to the leader, or to a call whose caller was dropped.
     Reply,
     /// The store fails for the leader.
     Failure,
-    /// The earliest of what time brings: the end of a grace or of a wait.
+    /// The next timer: the end of a grace period or of a wait.
     Time,
-    /// The store has the lease back.
+    /// The store has completed a release.
     Returned,
-    /// The holder gives the lease back, which is good enough for the next caller or is not.
+    /// The holder releases the lease, which is good enough for the next caller or not.
     Release {
         is_good: bool,
     },
@@ -221,7 +221,7 @@ impl World {
         }
     }
 
-    /// Polls the call of a caller. Says whether it is over, and completed.
+    /// Polls the call of a caller. Returns whether it is over, and completed.
     fn drive(&mut self, at: usize) -> bool {
         let now = self.now;
         let outcome = match self.callers[at].call.clone() {
@@ -287,7 +287,7 @@ impl World {
             self.queue.as_mut().expect("a leader has a queue").granted(lease);
         }
         match self.leader() {
-            // Others hold it: the leader goes on, as long as it waits.
+            // Another process holds it: the leader retries while it waits.
             Some(at) if is_answer && lease.is_none() && self.now < self.callers[at].give_up => {}
             Some(at) => self.callers[at].call = Call::Replied(lease),
             None => {
@@ -305,7 +305,7 @@ impl World {
         (0..).find(|lease| !used.contains(lease)).expect("few leases are about")
     }
 
-    /// The leases that callers have or are offered, lost leases included.
+    /// The leases that callers have or are offered, including lost ones.
     fn leases(&self) -> Vec<Lease> {
         let mut leases = Vec::new();
         for caller in &self.callers {
@@ -362,15 +362,15 @@ impl World {
         }
     }
 
-    /// Stands for the whole of it where states are compared.
+    /// Identifies a state when states are compared.
     fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         hasher.finish()
     }
 
-    /// Goes on until nothing is left to do, with a store that answers and holders that give back what they have. Only `polled` are polled. `settled` are
-    /// the states from which that is known to come to its end.
+    /// Runs until no step is left, with a store that replies and holders that release. Only `polled` are polled. `settled` are
+    /// states that are known to end.
     fn settle(mut self, polled: &[usize], settled: &mut HashSet<u64>) {
         for _ in 0..100 {
             if !settled.insert(self.digest()) {
@@ -403,7 +403,7 @@ impl World {
 fn three_callers_are_served_in_every_order() {
     let mut seen = HashSet::new();
     let mut left = vec![World::new(Instant::now())];
-    // Not one caller is polled any more, one of them is, or all are.
+    // No caller is polled any more, one of them is, or all are.
     let mut rests = [&[][..], &[0], &[1], &[2], &[0, 1, 2]].map(|polled| (polled, HashSet::new()));
     while let Some(world) = left.pop() {
         if !seen.insert(world.digest()) {
