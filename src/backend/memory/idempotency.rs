@@ -20,51 +20,52 @@ use crate::idempotency::{
 use crate::key::Key;
 use crate::lock::{Cursor, Notifications, Reach, Token};
 
-/// More than threads would ask at once.
+/// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
-/// How many bytes of answers there is room for with each record, on the average.
+/// Room for responses per record, in bytes on average.
 const ANSWER_SHARE: usize = 1_024;
-/// How long an operation that was given back is remembered, as in Redis.
+/// How long a released operation is remembered, as in Redis.
 const KEEP_FREE: Duration = Duration::from_secs(600);
 /// The retry time of a caller with too many records. The table does not know when the first of them ends.
 const RETRY_FULL: Duration = Duration::from_secs(60);
-/// What a new record takes.
+/// The size of a new record.
 const RECORD: Amount = Amount { records: 1, bytes: 0 };
-/// How many records that have run out are dropped for each new one.
+/// Number of expired records that each new one removes.
 const SWEEP: usize = 4;
 
-/// The operations of this process. None is forgotten before its time: where there is no room, nothing can be begun.
+/// The operations of this process. None is removed before its time: without room, no operation can begin.
 pub(super) struct OperationTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     fence: AtomicU64,
-    // Records, and bytes of answers and checkpoints, by whose they are.
+    // Records, and bytes of responses and checkpoints, by caller.
     shares: Shares,
 }
 
 #[derive(Default)]
 struct Shard {
-    // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
-    // Boxed, so that a table that grows moves no records.
+    // Without a hasher: the keyed hash that selects the shard is used as it is.
+    // Boxed, so that a growing table moves no records.
     records: IndexMap<Box<Entry>, (), ()>,
-    // When to look whether a record has run out: no later than it does, one line for each record, with the hash of its operation.
+    // When to check whether a record has expired, at the latest at its end: one entry for each record, with the hash of its
+    // operation.
     due: BTreeMap<DueEntry, u64>,
     next: u64,
-    // For those who wait.
+    // Notifies waiters.
     watched: HashMap<Operation, watch::Sender<()>>,
 }
 
-/// A record, and what it is found by.
+/// A record and its identity.
 struct Entry {
     operation: Operation,
-    // No other record has it. Lines have this alone, since operations are large.
+    // Unique to the record. Entries of the schedule hold this alone, since operations are large.
     number: u64,
-    // The hash of the scope that it is counted for.
+    // The hash of the scope that it counts for.
     owner: u64,
     record: Record,
 }
 
-/// When to look at a record, and its number.
+/// When to check a record, and its number.
 type DueEntry = (Instant, u64);
 
 /// An operation and its hash.
@@ -82,10 +83,10 @@ struct Record {
     fence: u64,
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
-    // Something may have come of it, so it is that of the same request also when it is given back: it has a checkpoint, or was taken over.
+    // It has a checkpoint or was taken over, so it may have had effects. After a release it stays bound to its request.
     is_bound: bool,
     expires: Instant,
-    // When it is looked at.
+    // When it is checked next.
     due: Instant,
 }
 
@@ -102,7 +103,7 @@ impl Entry {
 }
 
 impl Record {
-    /// One that any request may begin, but not by this token.
+    /// A record that any request may begin, but not with this token.
     fn free(token: Token, now: Instant) -> Self {
         Self {
             state: State::Free,
@@ -118,7 +119,7 @@ impl Record {
         }
     }
 
-    /// It is there in its last instant still, as in Redis.
+    /// It still exists at the instant of its end, as in Redis.
     fn is_live(&self, now: Instant) -> bool {
         now <= self.expires
     }
@@ -130,7 +131,7 @@ impl Record {
     fn bytes(&self) -> usize {
         let answer = match &self.state {
             State::Completed { answer, is_kept: true } => answer.len(),
-            // A mark is no more than a part of its record, and of these there are not more than there is room for.
+            // A mark is a part of its record, and the number of records is bounded.
             State::Completed { is_kept: false, .. } | State::Free | State::InFlight { .. } => 0,
         };
         answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
@@ -169,7 +170,7 @@ impl Record {
 
 impl OperationTable {
     pub(super) fn new(capacity: usize) -> Self {
-        // A program that was started later gives out larger fences.
+        // A restarted program grants larger fences.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
             hasher: RandomState::new(),
@@ -179,17 +180,17 @@ impl OperationTable {
         }
     }
 
-    /// The scope that the record of a claim is counted for, hashed, and how many it may have.
+    /// The hashed scope that the record of a claim counts for, and its bound.
     fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
         let bound = claim.bound.as_ref();
         let (scope, most) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
         (self.hasher.hash_one(scope.as_hashed()), usize::try_from(most).unwrap_or(usize::MAX))
     }
 
-    /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    /// No code panics in the middle of a change, so a poisoned shard is intact.
     fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, Place<'a>) {
         let hash = self.hasher.hash_one(operation);
-        // The lower half of it chooses the place within the shard.
+        // The lower half selects the entry within the shard.
         let shard = (hash >> 32) as usize % SHARDS;
         let place = Place { hash, operation };
         (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), place)
@@ -205,7 +206,7 @@ impl OperationTable {
         }
     }
 
-    /// Does something, once more where there was no room for it and something was found that has run out.
+    /// Runs a function, and again if there was no room and expired records were removed.
     fn with_room<T>(&self, done: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
         loop {
             let done = done();
@@ -232,7 +233,7 @@ impl OperationTable {
                 State::Free if record.token == claim.token => {
                     return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
                 }
-                // Nothing has come of it.
+                // The attempt had no effects.
                 State::Free if !record.is_bound => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
                 State::Free => {}
@@ -276,7 +277,7 @@ impl OperationTable {
             checkpoint,
             is_bound,
             expires: now + claim.lease + claim.retention,
-            // It is looked at again then if it is not completed, which is rare.
+            // It is checked then unless it is completed, which is rare.
             due: now + claim.retention,
         };
         let granted = record.granted();
@@ -284,7 +285,8 @@ impl OperationTable {
         Ok(granted)
     }
 
-    /// Writes a record in the place of the one that may be there. Of a new one room is taken already. It has no more bytes than the one before.
+    /// Writes a record, in the place of an existing one. Room for a new record is reserved already. It has no more bytes than
+    /// the previous one.
     fn put(&self, shard: &mut Shard, place: Place<'_>, owner: u64, record: Record) {
         let (due, bytes) = (record.due, record.bytes());
         let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
@@ -305,7 +307,7 @@ impl OperationTable {
         shard.due.insert((due, number), place.hash);
     }
 
-    /// Forgets a couple of records that have run out. False if there is none to look at.
+    /// Removes a few expired records. False if there are none to check.
     fn sweep(&self, shard: &mut Shard, now: Instant) -> bool {
         for turn in 0..SWEEP {
             let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return turn > 0 };
@@ -314,7 +316,7 @@ impl OperationTable {
             let RawEntryMut::Occupied(mut entry) = named else { continue };
             let Entry { owner, record, .. } = &mut **entry.key_mut();
             if record.is_live(now) {
-                // It was made to last longer since, and is looked at again.
+                // Its end was extended since: check it again later.
                 record.due = record.expires;
                 shard.due.insert((record.due, number), hash);
             } else {
@@ -372,7 +374,7 @@ impl OperationTable {
         Ok(true)
     }
 
-    /// Sets so many bytes aside.
+    /// Reserves bytes.
     fn make_room(&self, owner: u64, bytes: usize) -> Result<(), NoRoom> {
         if bytes == 0 {
             return Ok(());
@@ -420,7 +422,7 @@ impl OperationTable {
         Ok(true)
     }
 
-    /// Keeps an answer in the place of what the record has.
+    /// Stores a response in the place of the record's data.
     fn keep(&self, shard: &mut Shard, place: Place<'_>, now: Instant, completion: &Completion) -> Result<(), NoRoom> {
         let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(()) };
         let Completion { answer, is_kept, payload, retention } = completion;
@@ -458,7 +460,7 @@ impl OperationTable {
                 free.expires = free.expires.max(record.expires);
             }
         }
-        // Nothing is to be remembered of a claim that has never come, if that costs room which there is not.
+        // Without room, do not store a record for a claim that never arrived.
         let (owner, most) = self.owner(operation, claim);
         match shard.entry(&place).map(|entry| entry.owner) {
             Some(owner) => self.put(&mut shard, place, owner, free),
@@ -480,7 +482,7 @@ impl OperationTable {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else { return false };
-        // A free one of nobody was forgotten before.
+        // A free record without a token was forgotten before.
         let is_forgotten = matches!(record.state, State::Free) && record.token == nobody();
         if !is_forgotten && !record.state(now).is_like(status.state) {
             return false;
@@ -514,7 +516,7 @@ impl OperationTable {
             return Ok(false);
         };
         if let State::Completed { answer: kept, is_kept } = &record.state {
-            // What a handler has said is not said by hand.
+            // A response of a handler cannot be replaced by an operator.
             if record.token != nobody() {
                 return Ok(false);
             }
@@ -527,7 +529,7 @@ impl OperationTable {
         }
         let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
         self.keep(&mut shard, place, now, &Completion { answer, is_kept, payload, retention })?;
-        // Whoever has begun it and is heard of again is told that its own answer is not kept.
+        // The holder of the attempt learns that its own response is not stored.
         if let Some(record) = shard.record(&place) {
             record.token = nobody();
         }
@@ -540,7 +542,7 @@ impl OperationTable {
         let Some(shard) = self.shards.get(part) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, len) = (Instant::now(), shard.records.len());
-        // From the end, since what is dropped leaves its place to the last one. Zero is the beginning of a part, and so its end.
+        // From the end, since a removed entry is replaced by the last one. Zero marks the start of a partition, and so its end.
         let start = if from.position == 0 { len } else { len.min(from.position as usize) };
         let end = start.saturating_sub(most);
         for (entry, ()) in (end..start).rev().filter_map(|place| shard.records.get_index(place)) {
@@ -576,12 +578,12 @@ impl Shard {
         }
     }
 
-    /// The record of an operation, unless it has run out.
+    /// The record of an operation, unless it has expired.
     fn live(&mut self, place: &Place<'_>, now: Instant) -> Option<&mut Record> {
         self.record(place).filter(|record| record.is_live(now))
     }
 
-    /// Looks at a record at another time.
+    /// Changes when a record is checked.
     fn move_line(&mut self, place: &Place<'_>, before: Instant, due: Instant) {
         if let Some(number) = self.entry(place).map(|entry| entry.number) {
             self.due.remove(&(before, number));
@@ -589,7 +591,7 @@ impl Shard {
         }
     }
 
-    /// Tells those who wait that an operation is done, or free.
+    /// Notifies waiters that an operation is completed or free.
     fn tell(&self, operation: &Operation) {
         if !self.watched.is_empty()
             && let Some(told) = self.watched.get(operation)
@@ -599,7 +601,7 @@ impl Shard {
     }
 }
 
-/// Why an answer is not kept.
+/// Why a response is not stored.
 fn no_room(_: NoRoom) -> StoreError {
     StoreError::out_of_memory("more answers are kept than the memory backend has room for")
 }
@@ -609,7 +611,7 @@ fn nobody() -> Token {
     Token::from_bytes(&[0; 16]).expect("that many bytes are a token")
 }
 
-/// Cleans up behind somebody who has waited.
+/// Removes the channel of a waiter that has gone.
 struct Watcher {
     table: Arc<OperationTable>,
     operation: Operation,
@@ -707,7 +709,7 @@ impl IdempotencyRegistry for MemoryBackend {
 }
 
 impl MemoryBackend {
-    /// How many operations are kept at the moment, those included that have run out and were not met yet.
+    /// Number of stored operations, including expired ones before their removal.
     #[must_use]
     pub fn operations(&self) -> usize {
         self.inner.operations.shares.records()
@@ -734,7 +736,7 @@ mod tests {
         Completion { answer, is_kept: true, payload: Payload::default(), retention }
     }
 
-    /// The books agree with what is kept.
+    /// The counts agree with the records.
     fn check(table: &OperationTable) {
         let (mut len, mut taken) = (0, HashMap::<u64, Amount>::new());
         for shard in &table.shards {
@@ -763,7 +765,7 @@ mod tests {
                 1 => assert!(table.renew(&operation, &claim, &Payload::default())),
                 _ => assert!(table.complete(&operation, &claim.token, &completion(100)).unwrap()),
             }
-            // Those that are given back last the longest: 150 of them at a time.
+            // Released records last the longest: 150 of them at a time.
             tokio::time::advance(Duration::from_secs(1)).await;
             if i % 4 == 2 {
                 let begun = table.begin(&operation, &claim).unwrap();
@@ -784,7 +786,7 @@ mod tests {
         assert!(table.begin(&c, &claim()).unwrap_err().is_out_of_memory());
         assert!(table.complete(&a, &first.token, &completion(2 * ANSWER_SHARE)).unwrap());
         assert!(table.complete(&b, &second.token, &completion(1)).unwrap_err().is_out_of_memory());
-        // That it is done is known all the same.
+        // The record of completion remains.
         assert!(table.complete(&b, &second.token, &Completion { is_kept: false, ..completion(5) }).unwrap());
         check(&table);
         for (operation, is) in [(&a, true), (&b, false)] {
@@ -793,7 +795,7 @@ mod tests {
         }
     }
 
-    /// Wherever they lie, also where none of them is let go for what is begun.
+    /// In each shard, also if none of them is removed for a new one.
     #[tokio::test(start_paused = true)]
     async fn answers_that_have_run_out_make_room_for_others() {
         let table = OperationTable::new(200);

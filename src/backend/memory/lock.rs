@@ -16,44 +16,43 @@ use crate::lock::{
 };
 use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus};
 
-/// More than threads would ask at once.
+/// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
-/// How long nobody looks at all locks again once that was done, for each lock there is: many times as long as it takes.
+/// After a sweep over all locks, the next one waits this long for each lock: many times as long as the sweep takes.
 const LOOK_AGAIN: Duration = Duration::from_nanos(200);
 
-/// The leases of this process. What nobody holds and nobody waits for is not in here, but for leases that have run out and were not
-/// met yet.
+/// The leases of this process. A lock without holder and waiter has no entry, except for expired leases that were not swept yet.
 pub(super) struct LockTable {
     shards: [Mutex<Shard>; SHARDS],
-    // When it was made, and the same by the clock of the system in us.
+    // When it was created, and that time in us by the system clock.
     since: Instant,
     since_us: u64,
     len: AtomicUsize,
     capacity: usize,
-    // When all locks were looked at for the last time, since there was no room.
+    // When all locks were swept for the last time for lack of room.
     looked: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
 struct Shard {
     locks: IndexMap<LockKey, Record, KnownHash>,
-    // The fence that was given out last, for whatever lock in here: nothing is kept of one that is free.
+    // The last fence of any lock in the shard: a free lock has no entry.
     fence: u64,
-    // Where to look next for leases that have run out.
+    // Where to look next for expired leases.
     hand: usize,
 }
 
 #[derive(Default)]
 struct Record {
-    // One, but for semaphores and readers.
+    // One, except for semaphores and readers.
     holders: SmallVec<[Holder; 1]>,
     held_as: Way,
-    // For those who wait, if there are any.
+    // Notifies waiters, if there are any.
     freed: Option<watch::Sender<()>>,
     line: Option<Box<Places>>,
 }
 
-/// In which way a lease is held. Those who hold it in different ways never hold one together.
+/// The kind of a lease. Holders of different kinds never hold a lock together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Way {
     #[default]
@@ -65,15 +64,15 @@ enum Way {
     Writer,
 }
 
-/// Those who stand in line for a lease.
+/// The fair queue of a lock.
 #[derive(Default)]
 struct Places {
     by_arrival: BTreeMap<u64, FairPosition>,
     arrivals: HashMap<Token, u64>,
-    // When which place is lost.
+    // When each position is lost.
     ends: BTreeSet<(Instant, u64)>,
     next: u64,
-    // For those of them who are told when it is their turn.
+    // Notifies queued waiters when it is their turn.
     told: HashMap<Token, watch::Sender<()>>,
 }
 
@@ -113,7 +112,7 @@ impl LockTable {
         lock.shard(SHARDS)
     }
 
-    /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    /// No code panics in the middle of a change, so a poisoned shard is intact.
     fn locked(&self, part: usize) -> MutexGuard<'_, Shard> {
         self.shards[part].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -125,7 +124,7 @@ impl LockTable {
         })
     }
 
-    /// Does something, once more where there was no room for it and leases that have run out were looked for.
+    /// Runs a function, and again after a sweep if there was no room.
     fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
         let first = done();
         if !first.as_ref().is_err_and(StoreError::is_out_of_memory) {
@@ -135,7 +134,7 @@ impl LockTable {
         done()
     }
 
-    /// Forgets all leases that have run out. Whoever comes meanwhile waits for that, and need not look again.
+    /// Removes all expired leases. Concurrent callers wait for the sweep, and need not repeat it.
     fn make_room(&self) {
         let mut looked = self.looked.lock().unwrap_or_else(PoisonError::into_inner);
         let ago = looked.and_then(|looked| Instant::now().checked_duration_since(looked));
@@ -156,7 +155,7 @@ impl LockTable {
     }
 
     fn acquire_all_if_there_is_room(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        // Always in the same order, so that two who do this never wait for each other.
+        // Always lock in the same order, so that two callers never deadlock.
         let mut parts: Vec<_> = wanted.iter().map(|(lock, _)| self.part(lock)).collect();
         parts.sort_unstable();
         parts.dedup();
@@ -220,8 +219,8 @@ impl LockTable {
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }
-        // By the clock, as in Redis, so that a program that is started later gives out larger ones. They are ahead of it only where more of them
-        // were set aside in this shard than microseconds went by. By the clock of the leases, which was read already and is never set back.
+        // By the clock, as in Redis, so that a restarted program grants larger fences. A fence is ahead of the clock only if
+        // this shard reserved more fences than microseconds passed. Uses the clock of the leases, which is never set back.
         let elapsed = now.saturating_duration_since(self.since).as_micros() as u64;
         let fence = (shard.fence + 1).max(self.since_us + elapsed).max(claim.floor() + 1);
         shard.fence = fence + u64::from(claim.fences) - 1;
@@ -229,13 +228,13 @@ impl LockTable {
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
         record.held_as = Way::of(claim);
         if record.holders.len() < record.held_as.permits(claim) {
-            // There may be room for the next in line as well.
+            // The next waiter may have room as well.
             record.wake_first(Some(record.held_as));
         }
         Ok(Acquired::Granted { fence })
     }
 
-    /// Forgets a couple of leases that have run out.
+    /// Removes a few expired leases.
     fn sweep(&self, shard: &mut Shard, now: Instant) {
         for _ in 0..2 {
             shard.hand = if shard.hand + 1 < shard.locks.len() { shard.hand + 1 } else { 0 };
@@ -262,7 +261,7 @@ impl LockTable {
         let now = Instant::now();
         let holder = record.holders.iter().position(|holder| holder.token == *token);
         let holder = holder.map(|place| record.holders.remove(place));
-        // Whoever was not first in the line holds nobody up.
+        // A waiter that was not first blocks no other.
         if holder.is_none() && !record.line.as_mut().is_some_and(|line| line.leave(token)) {
             return Released::default();
         }
@@ -313,14 +312,14 @@ impl LockTable {
         ForceReleased { holders, fence: shard.fence }
     }
 
-    /// From the last place to the first: what takes the place of something that is removed was seen already.
+    /// From the last entry to the first: an entry that is swapped into a gap was listed already.
     fn list(&self, namespace: &Key, from: Cursor, most: usize) -> LockPage {
         let mut page = LockPage { locks: Vec::new(), next: None };
         let part = from.part as usize;
         let Some(shard) = self.shards.get(part) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        // Zero is the beginning of a part, and so its end.
+        // Zero marks the start of a partition, and so its end.
         let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
         let end = start.saturating_sub(most);
         for (lock, record) in (end..start).rev().filter_map(|place| shard.locks.get_index(place)) {
@@ -366,7 +365,7 @@ impl Shard {
             held_for: now - holder.since,
             name: holder.name.as_deref().map(str::to_owned),
         });
-        // That of all locks in here.
+        // The last fence of the whole shard.
         let held_by = held().count();
         let kind = (held_by > 0).then(|| record.held_as.kind());
         LockStatus { lock: *lock, last_fence: self.fence, kind, held_by, holders: holders.collect() }
@@ -398,7 +397,7 @@ impl Way {
         }
     }
 
-    /// How many may hold a lease in this way.
+    /// Number of possible holders of this kind.
     const fn permits(self, claim: &Claim) -> usize {
         match self {
             Self::Semaphore | Self::SemaphoreInLine | Self::Reader => claim.permits as usize,
@@ -408,7 +407,7 @@ impl Way {
 }
 
 impl Places {
-    /// Forgets whoever has not asked again in time.
+    /// Removes waiters that did not call in time.
     fn sweep(&mut self, now: Instant) {
         while let Some((_, arrival)) = self.ends.first().copied().filter(|(ends, _)| *ends <= now) {
             self.remove(arrival);
@@ -419,7 +418,7 @@ impl Places {
         self.by_arrival.values().next()
     }
 
-    /// Keeps a place for somebody, and says whether it is the first. `None` if there is no place.
+    /// Keeps the position of a waiter, and returns whether it is the first. `None` if the queue is full.
     fn stand(&mut self, token: Token, way: Way, now: Instant) -> Option<bool> {
         let ends = now + Claim::PLACE;
         let arrival = match self.arrivals.get(&token).copied() {
@@ -438,7 +437,7 @@ impl Places {
         Some(self.first().is_some_and(|first| first.token == token))
     }
 
-    /// Takes somebody out of the line; true if they were the first.
+    /// Removes a waiter; true if it was the first.
     fn leave(&mut self, token: &Token) -> bool {
         let is_first = self.first().is_some_and(|first| first.token == *token);
         if let Some(arrival) = self.arrivals.get(token).copied() {
@@ -468,20 +467,20 @@ impl Record {
         self.line.as_ref().is_none_or(|line| line.by_arrival.is_empty())
     }
 
-    /// Whether somebody waits to be told.
+    /// Whether a waiter listens.
     fn is_watched(&self) -> bool {
         self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
             || self.line.as_ref().is_some_and(|line| !line.told.is_empty())
     }
 
-    /// Whether somebody waits to be told, or stands in line.
+    /// Whether a waiter listens or is queued.
     fn is_wanted(&self, now: Instant) -> bool {
         let is_alive = |line: &Places| line.ends.last().is_some_and(|(latest, _)| *latest > now);
         self.is_watched() || self.line.as_deref().is_some_and(is_alive)
     }
 
-    /// Why a lease is not granted to somebody who does not hold one, who may have got a place in the line by that. `None` if it is
-    /// theirs; then they have left the line.
+    /// Why a lease is not granted to a claim that does not hold it; the claim may get a position in the queue. `None` if it is
+    /// granted, and leaves the queue.
     fn refuse(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
         let way = Way::of(claim);
         if !self.holders.is_empty() && self.held_as.kind() != way.kind() {
@@ -507,14 +506,14 @@ impl Record {
         })
     }
 
-    /// Tells those who wait without a line.
+    /// Notifies waiters outside of the queue.
     fn wake_others(&self) {
         if let Some(freed) = &self.freed {
             freed.send_replace(());
         }
     }
 
-    /// Tells those, and everybody in the line: whoever asks first gets it.
+    /// Notifies all waiters, queued or not: the first to call gets the lease.
     fn wake_all(&self) {
         self.wake_others();
         for told in self.line.iter().flat_map(|line| line.told.values()) {
@@ -522,7 +521,7 @@ impl Record {
         }
     }
 
-    /// Tells the first of the line; where others hold the lease, only if it can be held with them.
+    /// Notifies the first queued waiter; if others hold the lease, only if both can hold it.
     fn wake_first(&self, held_as: Option<Way>) {
         let Some(line) = &self.line else { return };
         let first = line.first().filter(|first| held_as.is_none_or(|way| way == first.way));
@@ -532,7 +531,7 @@ impl Record {
     }
 }
 
-/// Cleans up behind somebody who has waited.
+/// Removes the channel of a waiter that has gone.
 struct Watcher {
     table: Arc<LockTable>,
     lock: LockKey,
@@ -614,7 +613,7 @@ impl LockRegistry for MemoryBackend {
 }
 
 impl MemoryBackend {
-    /// How many locks are held or waited for at the moment, those included whose lease has run out and that were not met yet.
+    /// Number of locks that are held or awaited, including expired leases that were not swept yet.
     #[must_use]
     pub fn locks(&self) -> usize {
         self.inner.locks.len.load(Ordering::Relaxed)
@@ -632,7 +631,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_runs_out_is_forgotten_as_others_come_and_what_is_held_never() {
+    async fn expired_locks_are_removed_by_new_ones_and_held_ones_never() {
         let table = LockTable::new(100);
         let held = LockKey::new("test", "held");
         table.acquire(&held, &claim(1_000_000)).unwrap();
@@ -682,9 +681,9 @@ mod tests {
         assert_eq!(table.len.load(Ordering::Relaxed), 0);
     }
 
-    /// All locks were looked at for each one that was refused, and those of others stood still.
+    /// Once, each refusal swept all locks, and blocked callers of other locks.
     #[tokio::test(start_paused = true)]
-    async fn a_refusal_for_want_of_room_does_not_look_at_all_locks_each_time() {
+    async fn refusals_without_room_do_not_sweep_all_locks_each_time() {
         let table = LockTable::new(20_000);
         let begun = std::time::Instant::now();
         for i in 0..20_000_u32 {
@@ -700,8 +699,8 @@ mod tests {
         assert!(!refused(&LockKey::new("test", "a")));
     }
 
-    /// They were counted from when the backend was made, and were ahead of the clock for ever after so many that a program which was
-    /// started later gave out smaller ones.
+    /// Fences once counted from the creation of the backend and could run ahead of the clock, so that a restarted program
+    /// granted smaller ones.
     #[tokio::test(start_paused = true)]
     async fn fences_rise_for_each_lock_and_follow_the_clock() {
         let table = LockTable::new(100);

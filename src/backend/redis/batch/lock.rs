@@ -1,8 +1,8 @@
-//! Locks that are asked for, and those that are given back, at the same time, in one call.
+//! Batches of lock acquisitions and releases.
 //!
-//! As with decisions: who is nearly alone goes by itself, and those beyond that wait until one of a few calls is back. Each of them
-//! has an answer of its own. Where a call of several has none to give, whoever is in it asks alone, with the same token: that is
-//! harmless, and what is refused to one is not refused to all.
+//! As with decisions, single calls go directly, and further ones wait until one of a few batches returns. Each acquisition and
+//! release has its own answer. Without an answer from its batch, a caller retries alone with the same token, which is harmless.
+//! So a refusal of one never refuses others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,9 +22,9 @@ use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, Token};
 
-/// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. But those who were
-/// answered have more to do than after a decision before they ask again: with a third part of them in each call Redis need not wait for them, and
-/// who comes late has a fourth one.
+/// A call costs Redis as much as three locks, and as much again to read and answer, so larger batches are better. Callers do
+/// more after a lock than after a decision before they call again. With a third of them in each call Redis does not wait for
+/// them, and late callers have a fourth call.
 const LIMITS: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
@@ -34,47 +34,46 @@ const LIMITS: BatchConfig = BatchConfig {
     full: 4,
 };
 
-/// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
-/// what requests have asked for.
+/// Batches of acquisitions and releases, on the connections of releases, where they do not wait behind requests.
 pub(crate) struct LockBatcher(Batcher<Pending>);
 
-/// Somebody who has not asked for a lock yet, or has not given it back.
+/// A pending acquisition or release.
 struct Pending {
     lock: LockKey,
     token: Token,
-    // For how long, how many fences, and what they are to be larger than, unless it is given back.
+    // Length, number of fences and floor of an acquisition; `None` for a release.
     terms: Option<(Duration, u32, u64)>,
     reply: oneshot::Sender<Answer>,
 }
 
-/// The number that a script answers about one of them. `None` if it has to be asked for alone.
+/// The number in the reply of the script; `None` to retry alone.
 type Answer = Result<Option<i64>, StoreError>;
 
 impl LockBatcher {
-    /// Sends what has met, until it is dropped.
+    /// Sends batches until it is dropped.
     pub(crate) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, home: &RuntimeHandle) -> Self {
         let send = move |batch, idle| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
         Self(Batcher::new(LIMITS, home, send))
     }
 
-    /// A place for somebody who may ask alone, unless others are on their way already.
+    /// A permit for a direct call, unless others are in flight.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
         self.0.try_direct()
     }
 
-    /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
+    /// The outcome of a batched acquisition; `None` to call directly.
     pub(crate) async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
         let wish = |reply| Pending::to_acquire(lock, claim, reply);
         let answer = self.0.submit(wish).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(acquired))
     }
 
-    /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
+    /// The number of listeners after a batched release; `None` to call directly.
     pub(crate) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
         let wish = |reply| Pending::to_release(lock, token, reply);
         match self.0.submit(wish).await {
             Some(Ok(answer)) => Ok(answer?.map(listeners)),
-            // What was sent may have been done. Alone it would be told that nobody holds the lease, as if it had been lost.
+            // The batch may have been executed. A direct call would report that no token held the lease, as after a loss.
             Some(Err(gone)) => Err(StoreError::unavailable(gone)),
             None => Ok(None),
         }
@@ -91,7 +90,7 @@ impl Pending {
     }
 }
 
-/// What the number stands for that a script answers to one who wants a lock.
+/// The meaning of the number that the script returns for an acquisition.
 pub(crate) const fn acquired(number: i64) -> Acquired {
     match number {
         1.. => Acquired::Granted { fence: number.unsigned_abs() },
@@ -99,12 +98,12 @@ pub(crate) const fn acquired(number: i64) -> Acquired {
     }
 }
 
-/// The same for one who gives a lock back.
+/// The same for a release.
 const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
-/// Gives leases back and asks for others, and tells each who waits for it. When Redis has answered, if it has.
+/// Sends a batch and answers its callers. Returns when Redis replied, if it did.
 async fn exchange(
     own: Servers,
     scripts: Arc<Scripts>,
@@ -120,9 +119,9 @@ async fn exchange(
     if let Err(error) = connected {
         return tell(&idle, Err(error), 0, batch).await;
     }
-    // Who has given up by the time that there is a connection need not get a lock. What is given back is given back.
+    // Callers that gave up before a connection was available need no lock. Releases are sent in any case.
     batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
-    // Nearly always all who want one want it for as long.
+    // Nearly always, all acquisitions have the same length.
     batch.sort_by_key(|wish| (wish.terms.is_none(), wish.terms));
     let mut given = batch.split_off(batch.partition_point(|wish| wish.terms.is_some()));
     let mut calls = Vec::new();
@@ -135,7 +134,7 @@ async fn exchange(
     join_all(calls).await.into_iter().max().flatten()
 }
 
-/// The same in one call, for those who want a lease on the same terms, and behind them those who give one back.
+/// The same in one call: acquisitions with the same parameters, then releases.
 async fn exchange_alike(
     own: &Servers,
     scripts: &Scripts,
@@ -155,7 +154,7 @@ async fn exchange_alike(
     let reply = tokio::select! {
         biased;
         reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences, floor) => reply,
-        // What was sent is done all the same, and whoever gives back what may not have been sent asks again.
+        // The batch is executed anyway, and a release that may not have been sent is retried.
         () = given_up(&mut group, |wish| &mut wish.reply) => return None,
     };
     if let Ok(reply) = &reply {
@@ -164,7 +163,7 @@ async fn exchange_alike(
     tell(idle, reply, wanted, group).await
 }
 
-/// Tells those who have met what the script says about each of them, of whom so many want a lease. When there was an answer, if there was.
+/// Answers the callers of a batch; `wanted` of them are acquisitions. Returns when Redis replied, if it did.
 async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, group: Vec<Pending>) -> Option<Instant> {
     let answered = reply.is_ok().then(Instant::now);
     let numbers = match reply.map_err(store_error) {
@@ -183,7 +182,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     };
     idle.then(move || {
         for (wish, number) in group.into_iter().zip(numbers) {
-            // Who has given up meanwhile is not interested.
+            // The caller may have given up.
             let _ = wish.reply.send(Ok((number != 0).then_some(number)));
         }
     })
@@ -191,8 +190,8 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     answered
 }
 
-/// What the script answers to each of so many: one number for most of those who want a lease, 1 for most of the others, and another one
-/// for those that it names.
+/// The answers of the script: one number for most acquisitions, 1 for most releases, and other numbers for the ones that it
+/// lists.
 fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
     let Value::Array(values) = reply else { return None };
     let [Value::Int(first), others @ ..] = values.as_slice() else { return None };
@@ -206,7 +205,7 @@ fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
     Some(answers)
 }
 
-/// The fences that the script grants to those who want a lease, of whom there are so many.
+/// The fences that the script grants to acquisitions.
 fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
     let values = match reply {
         Value::Array(values) if wanted > 0 => values.as_slice(),
@@ -223,7 +222,7 @@ fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
     })
 }
 
-/// What the script says to those who meet: to each who gives back, and to each who wants.
+/// The answers to releases and acquisitions.
 #[cfg(test)]
 pub(crate) async fn exchange_together(
     own: Servers,

@@ -48,7 +48,7 @@ impl IdempotencyStore for RedisBackend {
         token: &Token,
         completion: &Completion,
     ) -> Result<bool, StoreError> {
-        // Answers are large, and a caller waits: not where renewals must not wait behind them.
+        // Responses are large and a caller waits: not on the connections of renewals.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let publish = (self.publish(), &*channel);
@@ -63,7 +63,8 @@ impl IdempotencyStore for RedisBackend {
         let release =
             |records, most| scripts.idempotency_release(locks.apart(), [&record, records], &claim.token, most, publish);
         let reply = match release(&records, most).await {
-            // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself when the record would have ended.
+            // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
+            // record's end.
             Err(error) if is_refused_for_now(&error) => release(&record, 0).await?,
             reply => reply?,
         };
@@ -81,23 +82,23 @@ impl IdempotencyStore for RedisBackend {
 }
 
 impl RedisBackend {
-    /// Where the records of a caller are counted, and how many there may be. If they are not counted, the number is 0 and the key that of the
-    /// record: a script with a single key is not refused while its slot moves.
+    /// The key that counts the records of a caller, and the bound. Without a bound, the bound is 0 and the key is the record's:
+    /// a script with one key works while its slot moves.
     fn bound(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
         let Some(bound) = claim.bound.as_ref().filter(|bound| bound.most > 0) else { return (record.to_owned(), 0) };
         let Inner { servers, keys, .. } = &*self.inner;
-        // All keys of a script are in one slot, so on a cluster there is a count for each part.
+        // All keys of a script share a slot, so on a cluster each partition has a count.
         let is_cluster = servers.is_cluster();
         let most = if is_cluster { share(bound.most) } else { bound.most };
         (keys.records(&bound.scope, operation, is_cluster), most.min(MOST_COUNTED))
     }
 }
 
-/// More than a script can count exactly, as good as no bound.
+/// More than a script can count exactly: no bound.
 const MOST_COUNTED: u64 = 1 << 53;
 
-/// How many records one of the parts of a cluster may have, so that together they have `most`. Keys fall on parts at random: with four standard
-/// deviations of room hardly any part is full before its caller has as many as that.
+/// The bound of one partition of a cluster, so that all together have `most`. Keys fall on partitions at random: four standard
+/// deviations of room keep a partition from filling before its caller has `most`.
 fn share(most: u64) -> u64 {
     let fair = most.div_ceil(PARTS);
     fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
@@ -128,7 +129,7 @@ impl IdempotencyRegistry for RedisBackend {
         if !matches!(state, OperationState::Unknown { .. } | OperationState::Completed { .. }) {
             return Ok(false);
         }
-        // Answers are large: not where renewals must not wait behind them.
+        // Responses are large: not on the connections of renewals.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, kept, publish) = ((number_of(*state), *fence), (answer, retention), (self.publish(), &*channel));
@@ -138,11 +139,11 @@ impl IdempotencyRegistry for RedisBackend {
     async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
         let (records, next) = scan(locks.apart(), from, &keys.operations(scope), most).await?;
-        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let looks = try_join_all(found.map(|operation| async move {
             match IdempotencyRegistry::inspect(self, &operation).await {
-                // What others wrote is no operation, and hides none of those behind it.
+                // Foreign data is no operation, and hides no other operation.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status,
             }
@@ -152,7 +153,7 @@ impl IdempotencyRegistry for RedisBackend {
     }
 }
 
-/// What `idempotency_inspect.lua` calls it.
+/// The number of the state in `idempotency_inspect.lua`.
 const fn number_of(state: OperationState) -> u8 {
     match state {
         OperationState::Free => 0,
@@ -163,7 +164,7 @@ const fn number_of(state: OperationState) -> u8 {
     }
 }
 
-/// The reply of `idempotency_inspect.lua`; `None` if it is none of it.
+/// The reply of `idempotency_inspect.lua`; `None` if it is malformed.
 fn status(operation: &Operation, reply: &Value) -> Option<Option<OperationStatus>> {
     let Value::Array(values) = reply else { return None };
     let [Value::Int(state), fence, attempts, lasts_ms, kept_ms, Value::BulkString(checkpoint)] = values.as_slice()

@@ -19,13 +19,13 @@ use crate::lock::{
     Acquired, Claim, Line, LockKey, LockKind, LockStore, Notifications, Reach, Released, Renewal, Replicas, Token,
 };
 
-/// The connections that only locks need, opened when they do.
+/// The connections that only locks use, opened on demand.
 pub(crate) struct LockLinks {
-    // Renewals and releases, and what goes together with these, do not wait behind what requests have asked for.
+    // Renewals, releases and related calls do not wait behind requests.
     own: Servers,
-    // For leases that replicas have to know of: when they are granted, and when they are renewed.
+    // For replicated leases: when they are granted and renewed.
     careful: [CarefulServers; 2],
-    // How long one answer is waited for.
+    // The timeout of a reply.
     patience: Duration,
     source: Source,
     home: Arc<RuntimeHandle>,
@@ -43,23 +43,23 @@ impl LockLinks {
         Self { own, careful, patience, source, home, subscriber: OnceLock::new() }
     }
 
-    /// The same connections, listening by themselves.
+    /// The same connections, with a subscriber of their own.
     #[cfg(test)]
     pub(crate) fn again(&self) -> Self {
         Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone(), Arc::clone(&self.home))
     }
 
-    /// Where nothing waits behind what requests have asked for.
+    /// Where calls do not wait behind requests.
     pub(crate) const fn apart(&self) -> &Servers {
         &self.own
     }
 
-    /// Where tasks live.
+    /// Where tasks run.
     pub(crate) fn home(&self) -> &RuntimeHandle {
         &self.home
     }
 
-    /// How long one answer is waited for.
+    /// The timeout of a reply.
     pub(crate) const fn patience(&self) -> Duration {
         self.patience
     }
@@ -81,7 +81,7 @@ impl LockStore for RedisBackend {
             Some((place, _)) => place,
             None => None,
         };
-        // Apart, so that who goes together with others has no room for it to carry along.
+        // Boxed to keep the future of a batched call small.
         Box::pin(self.acquire_alone(lock, claim)).await
     }
 
@@ -108,7 +108,8 @@ impl LockStore for RedisBackend {
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        // One script for each shard, all of them at once. They come back in the order of the shards, in which those of a semaphore are side by side.
+        // One script for each shard, all at once. Replies are in the order of the shards, in which the leases of a semaphore are
+        // adjacent.
         let mut order: Vec<_> = (0..renewals.len()).collect();
         order.sort_by_cached_key(|&i| (self.shard(&renewals[i].lock), renewals[i].lock.known_hash()));
         let sorted: Vec<_> = order.iter().map(|&i| &renewals[i]).collect();
@@ -124,7 +125,7 @@ impl LockStore for RedisBackend {
         Ok(answers)
     }
 
-    /// A script reaches one slot of a cluster, and all of any other server.
+    /// A script reaches one slot of a cluster, and everything on other servers.
     fn shard(&self, lock: &LockKey) -> u32 {
         let Inner { servers, keys, .. } = &*self.inner;
         if servers.is_cluster() { slot(&keys.lease(lock)).into() } else { 0 }
@@ -133,7 +134,7 @@ impl LockStore for RedisBackend {
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
         let released = |(was_held, listeners)| {
-            // This backend may listen itself, still or again.
+            // This backend may be subscribed itself, still or again.
             let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free(lock));
             let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
@@ -170,7 +171,7 @@ impl LockStore for RedisBackend {
         };
         let mut answer = locks.own.send(&lease, &ask(self.publish())).await;
         if locks.own.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
-            // Redis 6.2 does not know it.
+            // Redis 6.2 lacks SPUBLISH.
             answer = locks.own.send(&lease, &ask("PUBLISH")).await;
         }
         answer.map(drop).map_err(store_error)
@@ -187,12 +188,12 @@ impl LockStore for RedisBackend {
 }
 
 impl RedisBackend {
-    /// A cluster sends what is published by PUBLISH to all of its nodes.
+    /// A cluster sends PUBLISH messages to all of its nodes.
     pub(crate) fn publish(&self) -> &'static str {
         if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
     }
 
-    /// Where those meet who ask at the same time.
+    /// The batches of concurrent calls.
     fn calls(&self) -> Option<&LockBatcher> {
         let Inner { servers, scripts, keys, locks, lock_batcher, .. } = &*self.inner;
         let start = || LockBatcher::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.home());
@@ -219,14 +220,14 @@ impl RedisBackend {
         }
     }
 
-    /// In a call of its own. Answers whether it was held, and how many were listening.
+    /// In a call of its own. Returns whether it was held, and the number of listeners.
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
         let names = [&lease, &line, &places].map(String::as_str);
         let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
         let reply = match release(&names).await {
-            // The slot is on its way. Those who stand in line look once a second.
+            // The slot moves. Queued waiters poll once a second.
             Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
             reply => reply,
         };
@@ -239,7 +240,7 @@ impl RedisBackend {
 
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         match self.renew_together(renewals).await {
-            // The slot is on its way, and some of the keys have gone. Each of them is somewhere.
+            // The slot moves, and some of the keys have gone. Each of them is on one of the nodes.
             Err(error) if is_refused_for_now(&error) => {
                 let locks = renewals.chunk_by(|one, other| one.lock == other.lock);
                 let renewed = try_join_all(locks.map(|renewals| self.renew_together(renewals))).await;
@@ -275,7 +276,7 @@ impl RedisBackend {
     }
 }
 
-/// What `lock_acquire` answers beside a number.
+/// The reply of `lock_acquire` if it is not a number.
 fn other_kind(reply: &Value) -> Option<Acquired> {
     match *numbers(reply)? {
         [held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
@@ -283,7 +284,7 @@ fn other_kind(reply: &Value) -> Option<Acquired> {
     }
 }
 
-/// What `lock_line` answers.
+/// The reply of `lock_line`.
 fn in_line(reply: &Value) -> Option<Acquired> {
     let numbers = numbers(reply)?;
     let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());

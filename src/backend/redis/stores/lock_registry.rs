@@ -1,4 +1,4 @@
-//! Who holds what, for those who run locks.
+//! Inspects and releases locks for operators.
 
 use std::time::Duration;
 
@@ -41,11 +41,11 @@ impl LockRegistry for RedisBackend {
     async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
         let (leases, next) = scan(locks.apart(), from, &keys.leases(namespace), most).await?;
-        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
         let looks = try_join_all(found.map(|lock| async move {
             match LockRegistry::inspect(self, &lock).await {
-                // What others wrote is no lock, and hides none of those behind it.
+                // Foreign data is no lock, and hides no other lock.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status.map(Some),
             }
@@ -73,7 +73,7 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     Some(LockStatus { lock: *lock, last_fence, kind, held_by, holders: holders.collect::<Option<_>>()? })
 }
 
-/// Looks at about `most` of what there is for keys that match a pattern, and says where to go on.
+/// Scans about `most` keys that match a pattern, and returns the next cursor.
 pub(crate) async fn scan(
     servers: &Servers,
     from: Cursor,
@@ -81,7 +81,7 @@ pub(crate) async fn scan(
     most: usize,
 ) -> Result<(Vec<String>, Option<Cursor>), StoreError> {
     let command = |part| {
-        // What was the position in another server means nothing to this one.
+        // A cursor of another server is meaningless here.
         let position = if part == from.part { from.position } else { 0 };
         let mut command = redis::cmd("SCAN");
         command.arg(position).arg("MATCH").arg(pattern).arg("COUNT").arg(most);
@@ -93,13 +93,13 @@ pub(crate) async fn scan(
     let next = if position > 0 {
         Some(Cursor { part, position })
     } else {
-        // Whether there is another server is known when it is asked.
+        // Whether there is another server shows when it is called.
         servers.is_cluster().then_some(Cursor { part: part + 1, position: 0 })
     };
     Ok((keys, next))
 }
 
-/// Where to go on, and keys.
+/// The next cursor, and keys.
 fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(position), Value::Array(keys)] = values.as_slice() else { return None };
