@@ -13,30 +13,33 @@ use super::pickup::Attended;
 use super::release_task::ReleaseTask;
 use crate::error::StoreError;
 
-/// A lock that is held: until it is given back, dropped or lost.
+/// A held lock: until it is released, dropped or lost.
 ///
-/// It is renewed in the background for as long as there is a handle. [`reenter`](Self::reenter) makes another handle; the lock
-/// is given back with the last one.
+/// It is renewed in the background while a handle exists. [`reenter`](Self::reenter) makes another handle. Releasing the last
+/// handle releases the lock.
 ///
 /// # Loss
 ///
-/// A lease can end while it is held. If nobody answers the renewals, every handle knows of that before the store can grant the lock to
-/// somebody else, and without asking anybody, because the deadline is counted from before the command was sent that set the
-/// lease's expiry. If it is taken away in the store (the key is deleted or evicted, [force-unlocked](super::LockAdmin::force_unlock), or the
-/// clock of the server is set forward), somebody else can have it before that is known here, with the next renewal. And nothing
-/// in the process can help against the process itself being stopped between a [`check`](Self::check) and what it does next. So
-/// give the [`fence`](Self::fence) to what is being changed and let that refuse a smaller one than it has seen.
+/// A lease can end while it is held. If the store stops replying, every handle knows of the loss before the store can grant the
+/// lock again. That needs no call, because the deadline counts from before the command that set the expiry was sent.
+///
+/// If the store ends the lease, another client can get it before the next renewal reports the loss here. That happens if the key
+/// is deleted or evicted, if the lock is [force-unlocked](super::LockAdmin::force_unlock), or if the server's clock is set
+/// forward.
+///
+/// And a process can be stopped between a [`check`](Self::check) and the next step. So send the [`fence`](Self::fence) with each
+/// change, and let the receiver refuse smaller ones.
 ///
 /// # Cancellation
 ///
-/// Dropping the last handle gives the lock back in the background, in or out of a runtime. `std::mem::forget` keeps the
+/// Dropping the last handle releases the lock in the background, inside or outside of a runtime. `std::mem::forget` keeps the
 /// lock until [`max_hold`](super::Locks::max_hold) ends, or the process.
 #[must_use = "the lock is given back when the lease is dropped"]
 pub struct Lease {
     grant: Arc<LeaseInner>,
 }
 
-/// What all handles of one lease share.
+/// The state that all handles of one lease share.
 struct LeaseInner {
     home: Arc<Shared>,
     hold: Arc<Grant>,
@@ -45,34 +48,34 @@ struct LeaseInner {
     is_returned: bool,
 }
 
-/// How a lease stands.
+/// The state of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LeaseState {
-    /// The lock is ours.
+    /// The lock is held.
     Held,
-    /// The lock is ours, but the last renewal failed. It is being tried again, and time is running out.
+    /// The lock is held, but the last renewal failed. It is retried until the lease ends.
     Suspended,
-    /// The lock is not ours any more, or cannot be told to be. That is for good.
+    /// The lock is lost, or may be. That is final.
     Lost,
 }
 
-/// What became of a handle that was given back. What is further down is worse.
+/// The outcome of a release. Later variants are worse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReleaseOutcome {
-    /// The lock is free, or somebody else's by now.
+    /// The lock is free, or has another holder by now.
     Released,
-    /// There are other handles of this lease, which keep the lock.
+    /// Other handles of this lease keep the lock.
     Shared,
-    /// The lock is free, or somebody else's by now, and it is not known whether the lease was still ours: a connection broke before the
-    /// answer came, and over another one the store has found nothing of the lease; or the answer came so late that the lease may have
-    /// ended by itself. Nearly always it was given back over the first one. This is not counted as a loss, and
-    /// [`run`](super::Locks::run) answers as if the lease had been ours. It was lost before if the store had forgotten it, as after a failover, or if it was
-    /// [taken away](super::LockAdmin::force_unlock); by our own clock it had not ended. What has to be right in any case takes the
-    /// [fence](Lease::fence).
+    /// The lock is free or has another holder, and it is unknown whether the lease was still held. Either a connection broke
+    /// before the reply, and over another one the store found no lease; or the reply came so late that the lease may have
+    /// expired. Nearly always the first call had released it. This does not count as a loss, and [`run`](super::Locks::run)
+    /// returns as if the lease had been held. It was lost if the store had forgotten it, for instance after a failover, or if it
+    /// was [released by force](super::LockAdmin::force_unlock). By the local clock it had not ended. Use the
+    /// [fence](Lease::fence) where this matters.
     Uncertain,
-    /// The lease had been lost before, or the store does not know it any more: somebody else may have had the lock already.
+    /// The lease was lost before, or the store no longer has it: another client may have held the lock already.
     Lost,
 }
 
@@ -82,27 +85,28 @@ impl Lease {
         Self { grant: Arc::new(LeaseInner { home, hold, fence, since, is_returned: false }) }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub fn lock(&self) -> &LockKey {
         self.grant.hold.lock()
     }
 
-    /// The number of this grant: larger than that of every grant of this lock before it.
+    /// The number of this grant: larger than that of every earlier grant of this lock by one backend value and its clones.
     ///
-    /// Send it along with each change to what the lock protects, and let the receiver refuse a number that is smaller than the
-    /// largest it has seen: `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. Where no row was changed the holder is too late, and has to stop.
-    /// A fence is below 2^53, so it fits a signed column of 64 bits and a number of JSON.
+    /// Send it with each change to the protected data, and let the receiver refuse a number smaller than the largest so far:
+    /// `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. If no row changed, the holder is too late and must stop. A fence is
+    /// below 2^53, so it fits a signed 64-bit column and a JSON number.
     ///
-    /// On one primary that remembers the last grant this holds whatever happens to processes, and if its clock is set back by up to ten minutes.
-    /// If it has forgotten the last grant, this holds within each process, and between processes as long as its clock is not behind the
-    /// time of that grant: see [fences](super#fences). [`Redlock`](super::Redlock) has promises of its own.
+    /// If one primary still remembers the last grant, this holds across all processes, even if its clock is set back by up to
+    /// ten minutes. If the primary has forgotten the last grant, this holds within each process. Between processes it then holds
+    /// as long as the primary's clock is not behind the time of that grant: see [fences](super#fences).
+    /// [`Redlock`](super::Redlock) has guarantees of its own.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.grant.fence
     }
 
-    /// How the lease stands at this moment.
+    /// The current state of the lease.
     #[must_use]
     pub fn state(&self) -> LeaseState {
         let hold = &self.grant.hold;
@@ -113,45 +117,45 @@ impl Lease {
         }
     }
 
-    /// Whether the lock is still ours. Cheap: asks the clock and nobody else. A good thing to do before a step that cannot be
-    /// taken back.
+    /// Whether the lock is still held. Cheap: reads the local clock only. Call it before a step that cannot be undone.
     ///
-    /// The clock is that of [`tokio::time::Instant`], which on Linux and some other systems stands still while the machine is suspended. After
-    /// that this may be `Ok` for a lease that has ended, until a renewal is answered.
+    /// Uses the clock of [`tokio::time::Instant`], which stops on Linux and some other systems while the machine is suspended.
+    /// After that it may return `Ok` for an ended lease, until the next renewal.
     ///
     /// # Errors
     ///
-    /// Says how the lease was lost.
+    /// How the lease was lost.
     pub fn check(&self) -> Result<(), Lost> {
         let hold = &self.grant.hold;
         hold.look(Instant::now()).map(drop).map_err(|reason| Lost::new(*hold.lock(), reason))
     }
 
-    /// For how long the lock is ours, should no renewal succeed any more. Zero once it is lost.
+    /// How long the lock is held if no further renewal succeeds. Zero once it is lost.
     #[must_use]
     pub fn remaining(&self) -> Duration {
         let now = Instant::now();
         self.grant.hold.look(now).map_or(Duration::ZERO, |until| until - now)
     }
 
-    /// Waits until the lease is lost, which a healthy one never is. For `select!`, beside the work.
+    /// Waits until the lease is lost; a healthy one never is. Use it in `select!`, beside the work.
     pub fn lost(&self) -> impl Future<Output = Lost> + Send + use<'_> {
         let hold = &self.grant.hold;
         async move { Lost::new(*hold.lock(), hold.lost().await) }
     }
 
-    /// Waits until somebody who waits for the lock [asks](super::Locks::request_release) for it, or has asked before. For `select!`, beside the work: to come to an end
-    /// sooner than one would otherwise, or not to care.
+    /// Waits until a waiter [asks](super::Locks::request_release) for the lock, or returns at once if one did. Use it in
+    /// `select!`, beside the work, to finish early. You may ignore the request.
     ///
     /// # Cancellation
     ///
-    /// May be dropped and called again. Who asks in another process is heard only while somebody waits here, and asks again once a second.
+    /// May be dropped and called again. Requests of other processes arrive only while this is awaited; a waiter repeats them
+    /// once a second.
     pub fn asked(&self) -> impl Future<Output = ()> + Send + use<'_> {
         self.grant.hold.asked(Arc::clone(&self.grant.home.store))
     }
 
-    /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The lock is given
-    /// back with the last handle.
+    /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The last handle
+    /// releases the lock.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -171,27 +175,27 @@ impl Lease {
         Self { grant: Arc::clone(&self.grant) }
     }
 
-    /// Something that looks at this lease and keeps nothing, to be handed around.
+    /// A handle that observes this lease without keeping it.
     #[must_use]
     pub fn view(&self) -> LeaseHandle {
         LeaseHandle { grant: Arc::downgrade(&self.grant), hold: Arc::clone(&self.grant.hold), fence: self.grant.fence }
     }
 
-    /// Gives the lock back, and says when that is done.
+    /// Releases the lock.
     ///
-    /// If the store does not know the lease any more, the answer is [`ReleaseOutcome::Lost`]. The log and the
-    /// [metrics](super#metrics) tell of that, also of a lease that is dropped. A lease that goes on to the next
-    /// waiter of this process is [`ReleaseOutcome::Released`] without asking the store; its last holder finds out.
+    /// If the store no longer has the lease, the outcome is [`ReleaseOutcome::Lost`]. The log and the [metrics](super#metrics)
+    /// report such a loss, also for dropped leases. A lease that is handed off to the next waiter of this process is
+    /// [`ReleaseOutcome::Released`] without a store call; its last holder learns of a loss.
     ///
     /// # Errors
     ///
-    /// If the store does not answer. Whether the lock is free is not known then; giving it back is tried again in the background
-    /// until it has expired.
+    /// If the store does not reply. Whether the lock is free is unknown then; the release is retried in the background until the
+    /// lease has expired.
     ///
     /// # Cancellation
     ///
-    /// Nothing happens before the future is polled. From then on, or if it is dropped, the lock is released in the background, whether or not
-    /// the future is polled to its end.
+    /// Nothing happens before the future is polled. From then on, or if it is dropped, the lock is released in the background,
+    /// whether or not you poll the future to its end.
     pub async fn release(self) -> Result<ReleaseOutcome, StoreError> {
         let Some(mut grant) = Arc::into_inner(self.grant) else { return Ok(ReleaseOutcome::Shared) };
         let now = Instant::now();
@@ -205,7 +209,7 @@ impl Lease {
         Attended::new(home, ttl, call).await
     }
 
-    /// [`lost`](Self::lost) for whoever has the lease beside it. Means nothing once the lease was given back.
+    /// [`lost`](Self::lost) with a lifetime of its own. Meaningless after the release.
     pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
         let hold = Arc::clone(&self.grant.hold);
         async move { Lost::new(*hold.lock(), hold.lost().await) }
@@ -215,7 +219,7 @@ impl Lease {
         &self.grant.hold
     }
 
-    /// Since when it is somebody's.
+    /// When this holder got it.
     pub(super) fn since(&self) -> Instant {
         self.grant.since
     }
@@ -224,7 +228,7 @@ impl Lease {
         &self.grant.home
     }
 
-    /// Drops a handle that nobody has had, and that is not to give anything back.
+    /// Drops a handle that no caller received, without releasing its lease.
     pub(super) fn forget(mut self) {
         if let Some(grant) = Arc::get_mut(&mut self.grant) {
             grant.is_returned = true;
@@ -237,7 +241,7 @@ impl LeaseInner {
         self.is_returned = true;
         self.home.meters(self.hold.lock()).held(now - self.since);
         self.home.note_loss(&self.hold, now);
-        // Nobody is to have it before those who look at this grant can know that it is over.
+        // Observers of this grant must see its end before the next holder gets the lease.
         self.hold.tell();
         self.home.give_back(&self.hold, now)
     }
@@ -251,18 +255,17 @@ impl Drop for LeaseInner {
         if let Some(errand) = self.give_back(Instant::now()) {
             errand.in_background();
         }
-        // For the task that gives it back, or for the next holder.
+        // For the release task, or the next holder.
         Shared::make_way();
     }
 }
 
-/// A look at a [`Lease`], without a share in it: what a request carries in its extensions.
+/// Observes a [`Lease`] without keeping it: the layer adds it to the extensions of a request.
 ///
-/// The lock is given back when the lease is, whoever has a view. What becomes of the lease is lost on a view from then on:
-/// [`check`](Self::check) fails.
+/// The lock is released with the lease, however many observers there are. After the release [`check`](Self::check) fails.
 ///
-/// A request that passes without its lock has none, as with a safe method, also where it has that of a layer further out. With the feature `axum` it is an argument that a handler can take: `LeaseHandle`, or an
-/// `Option` of it where there may be none.
+/// A request that passes without its lock has none, for instance with a safe method, even inside of another lock layer. With the
+/// feature `axum`, a handler can take it as an argument: `LeaseHandle`, or an `Option` of it where there may be none.
 #[derive(Clone)]
 pub struct LeaseHandle {
     grant: Weak<LeaseInner>,
@@ -271,7 +274,7 @@ pub struct LeaseHandle {
 }
 
 impl LeaseHandle {
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub fn lock(&self) -> &LockKey {
         self.hold.lock()
@@ -283,7 +286,7 @@ impl LeaseHandle {
         self.fence
     }
 
-    /// How the lease stands at this moment: see [`Lease::state`]. [`Lost`](LeaseState::Lost) once it was given back.
+    /// The current state of the lease: see [`Lease::state`]. [`Lost`](LeaseState::Lost) after the release.
     #[must_use]
     pub fn state(&self) -> LeaseState {
         match self.until() {
@@ -293,38 +296,38 @@ impl LeaseHandle {
         }
     }
 
-    /// Whether the lock is still ours: see [`Lease::check`].
+    /// Whether the lock is still held: see [`Lease::check`].
     ///
     /// # Errors
     ///
-    /// Says how the lease was lost, or that it was given back.
+    /// How the lease was lost, or that it was released.
     pub fn check(&self) -> Result<(), Lost> {
         self.until().map(drop)
     }
 
-    /// For how long the lock is ours, should no renewal succeed any more: see [`Lease::remaining`].
+    /// How long the lock is held if no further renewal succeeds: see [`Lease::remaining`].
     #[must_use]
     pub fn remaining(&self) -> Duration {
         self.until().map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
     }
 
-    /// Waits until the lease is lost, or given back.
+    /// Waits until the lease is lost or released.
     pub async fn lost(&self) -> Lost {
         self.hold.over(|| self.until()).await
     }
 
-    /// Waits until somebody asks for the lock: see [`Lease::asked`]. For ever if it was given back before.
+    /// Waits until a waiter asks for the lock: see [`Lease::asked`]. Never returns if it was released before.
     pub async fn asked(&self) {
         if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
             self.hold.asked(store).await;
         }
-        // Whoever has it from hand to hand by now was asked, and not this one.
+        // After a handoff, the request went to the next holder.
         if self.grant.strong_count() == 0 {
             pending::<()>().await;
         }
     }
 
-    /// A handle that keeps the lock, if it was not given back yet: see [`Lease::reenter`].
+    /// A handle that keeps the lock, unless it was released: see [`Lease::reenter`].
     #[must_use]
     pub fn reenter(&self) -> Option<Lease> {
         Some(Lease { grant: self.grant.upgrade()? })
@@ -332,7 +335,7 @@ impl LeaseHandle {
 
     fn until(&self) -> Result<Instant, Lost> {
         let lost = |reason| Lost::new(*self.lock(), reason);
-        // Somebody else may have it from hand to hand by now.
+        // After a handoff, the lease belongs to another holder.
         if self.grant.strong_count() == 0 {
             return Err(lost(LossReason::GivenBack));
         }

@@ -15,98 +15,96 @@ use super::kind::LockKind;
 use super::lock_key::LockKey;
 use crate::error::{ConfigError, StoreError};
 
-/// What locks need of a backend: leases that are taken, renewed and given back, each in one atomic step.
+/// What locks need from a backend: leases that are acquired, renewed and released, each in one atomic step.
 ///
-/// Each acquisition has a [`Token`] of its own, and everything may be asked again with it: a reply that was lost is asked for
-/// once more, and nothing is held twice or given back for somebody else. The backend keeps the time.
+/// Each acquisition has its own [`Token`], and each call may be repeated with it. So a lost reply can be requested again,
+/// without holding a lease twice or releasing one of another client. The backend owns the clock.
 ///
-/// Every backend passes the same contract tests, which `tollgate::testing` (feature `testing`) has for others.
+/// All backends pass the same contract tests. `tollgate::testing` (feature `testing`) has them for your own backend.
 ///
 /// # Cancellation
 ///
-/// Dropping a returned future may or may not have done what was asked.
+/// If you drop a returned future, the call may or may not have been executed.
 pub trait LockStore {
-    /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one in the same way, and if
-    /// nobody comes before this one: see [`Line`]. While a lock of another [kind](Claim::kind) is held, the answer is
+    /// Acquires a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others of the same kind hold one, and
+    /// no waiter precedes this one: see [`Line`]. While a lock of another [kind](Claim::kind) is held, the answer is
     /// [`Acquired::OtherKind`].
     ///
-    /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before, but for the
-    /// fence of a quorum.
+    /// If the token holds the lease already, this renews it and returns the same answer, except for the fence of a quorum.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
-    /// Takes the leases of several locks, each as [`acquire`](Self::acquire) does, or none of them: either all of the answers are
-    /// [`Acquired::Granted`], or each says how long the lock is held by others, not at all if it is free. Asked of up to
-    /// [`Claim::MAX_TOGETHER`] locks with the same [`shard`](Self::shard), for one holder each, all with the same times, and without
-    /// a line.
+    /// Acquires the leases of several locks, each like [`acquire`](Self::acquire), or none. Either all answers are
+    /// [`Acquired::Granted`], or each says how long the lock is held by others, zero if it is free. Accepts up to
+    /// [`Claim::MAX_TOGETHER`] locks with the same [`shard`](Self::shard), for one holder each, with equal times, and without a
+    /// queue.
     fn acquire_all(
         &self,
         wanted: &[(LockKey, Claim)],
     ) -> impl Future<Output = Result<Vec<Acquired>, StoreError>> + Send;
 
-    /// Lets leases last their whole time from now on, each if its token still holds it. Answers so for each, in order. A lease
-    /// that has ended does not come back.
+    /// Renews leases for their whole time, each if its token still holds it. Returns whether, in order. An ended lease does not
+    /// come back.
     fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// What has the same number here is taken and renewed together; the rest in calls of their own, so that what fails for some leases does
-    /// not fail for all. The same for all locks unless a store says otherwise.
+    /// Locks with the same number are acquired and renewed together. Others get calls of their own, so that a failure does not
+    /// affect all leases. The default is one number for all locks.
     fn shard(&self, lock: &LockKey) -> u32 {
         let _ = lock;
         0
     }
 
-    /// Gives a lease back if `token` holds it, or takes the token out of the line, and wakes those who [watch](Self::watch)
-    /// for that: all of them, or who is first in the line.
+    /// Releases a lease if `token` holds it, or removes the token from the queue, and notifies [watchers](Self::watch): all of
+    /// them, or the first in the queue.
     fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
 
-    /// Wake-ups for somebody who waits for the lease: whenever it is given back and nobody stands in line for it, or for the token of somebody
-    /// who does, when it may be their turn. The future is ready once no release can be missed any more: the caller tries again then, and
-    /// after each wake-up. A store that cannot tell answers [`Notifications::none`].
+    /// Notifications for a waiter: whenever the lease is released and no waiter is queued, or for the token of a queued waiter
+    /// when it may be its turn. The future is ready once no release can be missed. Call [`acquire`](Self::acquire) again then,
+    /// and after each notification. A store without notifications returns [`Notifications::none`].
     fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Notifications> + Send;
 
-    /// Notes what a holder is called, for those who look at the lock. Unless a store has a place for that this is nothing.
+    /// Stores the name of a holder, for [`LockRegistry::inspect`](super::LockRegistry::inspect). Does nothing by default.
     fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
         let _ = (lock, token, name);
         std::future::ready(Ok(()))
     }
 
-    /// Asks those who hold the lease to give it back, as far as they [listen](Self::watch_asks) to that. None of them has to. Unless a store has a
-    /// way to reach them this is nothing.
+    /// Asks the holders to release the lease, if they [listen](Self::watch_asks). They may ignore it. Does nothing by default.
     fn ask_holders(&self, lock: &LockKey) -> impl Future<Output = Result<(), StoreError>> + Send {
         let _ = lock;
         std::future::ready(Ok(()))
     }
 
-    /// Wake-ups for a holder, whenever the lease is [asked for](Self::ask_holders). Ready once none can be missed any more.
+    /// Notifications for a holder, whenever the lease is [asked for](Self::ask_holders). Ready once none can be missed.
     fn watch_asks(&self, lock: &LockKey) -> impl Future<Output = Notifications> + Send {
         let _ = lock;
         std::future::ready(Notifications::none())
     }
 
-    /// Among whom the leases exclude each other.
+    /// The reach of the leases.
     fn scope(&self) -> Reach;
 }
 
-/// Who holds a lease: 16 random bytes, others for each acquisition.
+/// Identifies the holder of a lease: 16 random bytes, new for each acquisition.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Token([u8; 16]);
 
 impl Token {
-    /// A token that nobody else has.
+    /// A unique token.
     ///
     /// # Errors
     ///
-    /// If the system has no random numbers to give.
+    /// If the system has no random numbers.
     pub fn random() -> Result<Self, StoreError> {
         POOL.with_borrow_mut(Pool::take)
     }
 
-    /// The token that a store has kept. `None` if that is not 16 bytes long.
+    /// The token from a store. `None` unless it has 16 bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         bytes.try_into().map(Self).ok()
     }
 
-    /// The token as a store keeps it.
+    /// The bytes of the token for a store.
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
@@ -117,7 +115,7 @@ thread_local! {
     static POOL: RefCell<Pool> = const { RefCell::new(Pool { tokens: [[0; 16]; Pool::SIZE], left: 0 }) };
 }
 
-/// Random numbers for some tokens: the system is not asked for each of them.
+/// Random numbers for several tokens, to save system calls.
 struct Pool {
     tokens: [[u8; 16]; Pool::SIZE],
     left: usize,
@@ -132,13 +130,13 @@ impl Pool {
             self.left = Self::SIZE;
         }
         self.left -= 1;
-        // It is nowhere but with whoever asked from now on.
+        // From now on only the caller has it.
         Ok(Token(std::mem::take(&mut self.tokens[self.left])))
     }
 }
 
 impl Hash for Token {
-    // Random as it is.
+    // It is random already.
     fn hash<H: Hasher>(&self, state: &mut H) {
         let [first, _] = self.0.as_chunks().0 else { return };
         state.write_u64(u64::from_le_bytes(*first));
@@ -146,73 +144,73 @@ impl Hash for Token {
 }
 
 impl fmt::Debug for Token {
-    // Whoever knows a token can give its lease back, so a log does not tell all of it.
+    // A client with the token can release the lease, so logs show only a part of it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, ..] = self.0;
         write!(f, "Token({a:02x}{b:02x}{c:02x}{d:02x}..)")
     }
 }
 
-/// What an acquisition asks for.
+/// The parameters of an acquisition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// Who asks.
+    /// The caller's token.
     pub token: Token,
-    /// How long the lease is to last, from [`Claim::MIN_TTL`] to [`Claim::MAX_TTL`].
+    /// Length of the lease, from [`Claim::MIN_TTL`] to [`Claim::MAX_TTL`].
     pub ttl: Duration,
-    /// How many fencing tokens to set aside for the holder, at least 1.
+    /// Number of fences to reserve for the holder, at least 1.
     pub fences: u32,
-    /// As what kind of lock the key is to be held.
+    /// The kind of the lock.
     pub kind: LockKind,
-    /// How many may hold a lease at the same time, this one included, up to [`Claim::MAX_PERMITS`]: of a semaphore, or of readers. 1
-    /// for all others.
+    /// Maximum number of holders, this one included, up to [`Claim::MAX_PERMITS`]: of a semaphore, or of readers. 1 for all
+    /// others.
     pub permits: u32,
-    /// Whether it is shared, as by the readers of [`LockKind::ReadWrite`]: those who share never hold a lease together with others. They always
-    /// respect the line.
+    /// Whether the lease is shared, as by the readers of [`LockKind::ReadWrite`]. Shared and exclusive leases are never held
+    /// together. Shared claims always respect the queue.
     pub is_shared: bool,
-    /// What all fences that are granted are to be larger than. Defaults to 0; more than [`Claim::MAX_FLOOR`] is that.
+    /// Granted fences are larger than this number. Defaults to 0; values above [`Claim::MAX_FLOOR`] are cut to it.
     pub floor: u64,
-    /// Who comes first.
+    /// The place of this claim in the queue.
     pub line: Line,
-    /// Who else has to know of the lease for it to be granted.
+    /// The replication that a grant requires.
     pub replicas: Replicas,
 }
 
-/// How many replicas of a server have to have a lease before it counts, and how long they are waited for.
+/// How many replicas of a server must have a lease before it counts, and how long to wait for them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Replicas {
-    /// How many. Defaults to none.
+    /// Number of replicas. Defaults to none.
     pub count: u32,
-    /// How long they are waited for.
+    /// How long to wait for them.
     pub within: Duration,
 }
 
 impl Replicas {
-    /// How long a call that waits for them may take, where others may take `deadline`: Redis looks ten times a second whether their time is
-    /// over, and the answer is to come all the same.
+    /// The longest duration of a call that waits for replicas, where other calls take `deadline`. Redis checks WAIT timeouts ten
+    /// times a second, and its reply must still arrive.
     pub(super) const fn limit(self, deadline: Duration) -> Duration {
         if self.count == 0 { deadline } else { deadline.saturating_add(Duration::from_millis(100)) }
     }
 }
 
-/// Who comes first of those who want the same lease.
+/// The order of the claims for one lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Line {
-    /// Whoever asks when it is free.
+    /// First come, first served, once it is free.
     #[default]
     Ignore,
-    /// Those who stand in line. This one goes away again if somebody does.
+    /// Queued waiters first. This claim does not enter the queue.
     Respect,
-    /// Those who have stood in line for longer. This one stands there as well, if the lease cannot be had now, until it is granted or
-    /// [given back](LockStore::release), or was not asked for again for [`Claim::PLACE`].
+    /// Earlier waiters first. If the lease is not free, this claim enters the queue. It stays until it is granted or
+    /// [released](LockStore::release), or does not call again for [`Claim::PLACE`].
     Join,
 }
 
 impl Claim {
-    /// A lease for one holder, whoever asks when it is free.
+    /// A claim for one holder, first come, first served.
     #[must_use]
     pub const fn new(token: Token, ttl: Duration) -> Self {
         Self {
@@ -234,56 +232,56 @@ impl Claim {
         self.floor.min(Self::MAX_FLOOR)
     }
 
-    /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
+    /// How long a position is kept without a call of its waiter. A dead waiter blocks the queue for this long.
     pub const PLACE: Duration = Duration::from_secs(3);
-    /// How many leases are taken at once.
+    /// Maximum number of leases in one call.
     pub const MAX_TOGETHER: usize = 128;
-    /// How many may stand in the line for one lease, in all processes together.
+    /// Maximum number of queued waiters for one lease, of all processes together.
     pub const MAX_LINE: u32 = 10_000;
-    /// The shortest lease there is.
+    /// The shortest lease.
     pub const MIN_TTL: Duration = Duration::from_millis(10);
-    /// The longest lease there is. What is to be held for longer is renewed, and free soon after its holder has died.
+    /// The longest lease. A renewed short lease serves longer holds, and ends soon after its holder dies.
     pub const MAX_TTL: Duration = Duration::from_secs(86_400);
-    /// The most that may hold a lease at the same time.
+    /// Maximum number of holders.
     pub const MAX_PERMITS: u32 = 1_000;
     /// The largest [floor](Self::floor). Fences that are granted above it still stay below 2^53.
     pub const MAX_FLOOR: u64 = (1 << 53) - (1 << 40);
 }
 
-/// What came of an acquisition.
+/// The answer to an acquisition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Acquired {
-    /// The lease belongs to the token now.
+    /// The token holds the lease.
     Granted {
-        /// The first of the fencing tokens that are the holder's. All of them are larger than any that was given out before.
+        /// The first of the holder's fences. All of them are larger than every earlier one.
         fence: u64,
     },
-    /// Others hold it.
+    /// Others hold the lease.
     Busy {
         /// Until the first of their leases ends, unless it is renewed.
         remaining: Duration,
     },
-    /// A lock of another kind is held under this key. The token holds nothing; if it stood in line it still does.
+    /// A lock of another kind holds the key. The token holds nothing; a queued one keeps its position.
     OtherKind {
-        /// Which kind.
+        /// The kind that holds it.
         held: LockKind,
     },
-    /// Others hold it, or come first: the token stands in line.
+    /// Others hold the lease or precede this claim: the token is queued.
     InLine {
-        /// Whether nobody stands in front of it.
+        /// Whether it is the first in the queue.
         is_first: bool,
-        /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
+        /// Until the first of the held leases ends, unless it is renewed. Zero if none is held.
         remaining: Duration,
     },
-    /// Fewer replicas know of the lease than were asked for. The token may hold it: it is to be given back, or asked for again.
+    /// Fewer replicas have the lease than required. The token may hold it: release it, or call again.
     NotReplicated {
-        /// How many do.
+        /// Number of replicas that have it.
         replicas: u32,
     },
-    /// So many stand in line that there is no place.
+    /// The queue is full.
     LineFull {
-        /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
+        /// Until the first of the held leases ends, unless it is renewed. Zero if none is held.
         remaining: Duration,
     },
 }
@@ -292,57 +290,57 @@ pub enum Acquired {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Renewal {
-    /// Which lock.
+    /// The lock.
     pub lock: LockKey,
-    /// Who holds it.
+    /// The token of the holder.
     pub token: Token,
-    /// How long it is to last from now on.
+    /// How long it lasts from now on.
     pub ttl: Duration,
-    /// Who else has to know of that: if fewer do, the call fails with an error that is
-    /// [unavailable](StoreError::is_unavailable), for all leases that it is about.
+    /// The required replication. If fewer replicas have the renewal, the whole call fails with an
+    /// [unavailable](StoreError::is_unavailable) error.
     pub replicas: Replicas,
 }
 
 impl Renewal {
-    /// A renewal that no replica has to know of.
+    /// A renewal without replication.
     #[must_use]
     pub const fn new(lock: LockKey, token: Token, ttl: Duration) -> Self {
         Self { lock, token, ttl, replicas: Replicas { count: 0, within: Duration::ZERO } }
     }
 }
 
-/// What came of giving a lease back.
+/// The answer to a release.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Released {
-    /// Whether the token still held it.
+    /// Whether the token still held the lease.
     pub was_held: bool,
-    /// Whether others, who do not share this backend value, were waiting for it, as far as is known.
+    /// Whether waiters outside of this backend value exist, as far as is known.
     pub is_wanted: bool,
 }
 
 impl Released {
-    /// For stores: whether the token still held it. Nobody was waiting, as far as is known.
+    /// For stores: whether the token still held the lease. No waiter, as far as is known.
     #[must_use]
     pub const fn new(was_held: bool) -> Self {
         Self { was_held, is_wanted: false }
     }
 }
 
-/// Among whom leases exclude each other, quotas are counted together, operations run once and queues are the same.
+/// The processes among which leases exclude each other, quotas are shared, operations run once and queues are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Reach {
-    /// Only within this process.
+    /// This process only.
     Process,
-    /// All processes that use the same Redis primary.
+    /// All processes with the same Redis primary.
     Redis,
-    /// All processes that use the same independent stores, of which more than half agree: see [`Redlock`](super::Redlock).
+    /// All processes with the same independent stores, by majority: see [`Redlock`](super::Redlock).
     Quorum,
 }
 
 impl Reach {
-    /// An error if this is less than what is `needed`.
+    /// An error if this is less than `needed`.
     pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {
         if self < needed { Err(ConfigError::ScopeTooSmall { needed, has: self }) } else { Ok(()) }
     }
@@ -358,30 +356,30 @@ impl fmt::Display for Reach {
     }
 }
 
-/// Tells somebody who waits when to look again: see [`LockStore::watch`].
+/// Notifies a waiter when to look again: see [`LockStore::watch`].
 pub struct Notifications {
     changes: SmallVec<[watch::Receiver<()>; 1]>,
-    // What ends the subscriptions when it is dropped. After the receivers, so that they are not counted any more.
+    // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
     keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
 }
 
-/// How long somebody who is told by one of several waits for what the others have to say, at the most.
+/// How long notifications of several sources are merged, at most.
 const LONGEST_LULL_US: u32 = 4_000;
 
 impl Notifications {
-    /// A wake-up for each time that something is sent. `keep` is dropped with the last of them.
+    /// A notification for each message. `keep` is dropped with the last of them.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { changes: smallvec![changes], keep: smallvec![keep] }
     }
 
-    /// No wake-ups: whoever waits has to look now and then.
+    /// No notifications: the waiter has to poll.
     #[must_use]
     pub const fn none() -> Self {
         Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
     }
 
-    /// All wake-ups of several: those that come shortly after each other are one, and somebody else's come at another moment.
+    /// Merges several sources. Notifications shortly after each other become one, at different times for different waiters.
     #[must_use]
     pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
         let mut all = Self::none();
@@ -392,7 +390,7 @@ impl Notifications {
         all
     }
 
-    /// Waits until there is a reason to look again that came up since the last time.
+    /// Waits for a notification since the last call.
     pub async fn next(&mut self) {
         loop {
             let gone = match &mut *self.changes {
@@ -418,7 +416,7 @@ impl Notifications {
                     at
                 }
             };
-            // It has nothing to say any more.
+            // The sender is gone.
             self.changes.remove(gone);
         }
         let share = getrandom::u32().unwrap_or_default();
