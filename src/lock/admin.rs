@@ -9,16 +9,16 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::deadline::Deadline;
 
-/// What those who run locks ask of a backend, and no holder needs: who holds what, and to take it away.
+/// What operators need from a backend, and holders do not: inspect locks and release them by force.
 pub trait LockRegistry: LockStore {
-    /// Who holds a lease. An answer about one that nobody holds has no holders.
+    /// The holders of a lease; none if it is free.
     fn inspect(&self, lock: &LockKey) -> impl Future<Output = Result<LockStatus, StoreError>> + Send;
 
-    /// Takes a lease away from all who hold it.
+    /// Releases a lease of all holders by force.
     fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
-    /// The leases of a namespace that are held. Looks at about `most` of what it keeps and answers with those of them that are held, if any, and
-    /// where to go on.
+    /// The held leases of a namespace. Scans about `most` stored entries, and returns the held ones among them and the next
+    /// cursor.
     fn list(
         &self,
         namespace: &Key,
@@ -27,50 +27,50 @@ pub trait LockRegistry: LockStore {
     ) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
 }
 
-/// A lock, as those see it who do not hold it.
+/// The state of a lock, for operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockStatus {
-    /// Which lock.
+    /// The lock.
     pub lock: LockKey,
-    /// No fence that was given out for it so far is larger. 0 if none is remembered.
+    /// The largest fence so far. 0 if none is remembered.
     pub last_fence: u64,
-    /// As what kind of lock it is held. `None` if it is not held.
+    /// The kind of the lock. `None` if it is free.
     pub kind: Option<LockKind>,
-    /// How many hold it: one, but for semaphores and readers.
+    /// Number of holders: one, except for semaphores and readers.
     pub held_by: usize,
-    /// Who they are: the first [`MAX_HOLDERS`](Self::MAX_HOLDERS).
+    /// The first [`MAX_HOLDERS`](Self::MAX_HOLDERS) holders.
     pub holders: Vec<LockHolder>,
 }
 
 impl LockStatus {
-    /// How many holders are told of.
+    /// Maximum number of listed holders.
     pub const MAX_HOLDERS: usize = 100;
 
-    /// For stores: a lock that nobody holds, and of which no fence is remembered.
+    /// For stores: a free lock without a remembered fence.
     #[must_use]
     pub const fn new(lock: LockKey) -> Self {
         Self { lock, last_fence: 0, kind: None, held_by: 0, holders: Vec::new() }
     }
 
-    /// Whether anybody holds it.
+    /// Whether the lock is held.
     #[must_use]
     pub const fn is_held(&self) -> bool {
         self.held_by > 0
     }
 }
 
-/// Somebody who holds a lock.
+/// A holder of a lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockHolder {
-    /// The first fence of the lease. Where it goes from hand to hand in a process the present one may be larger.
+    /// The first fence of the lease. After handoffs within a process, the current one may be larger.
     pub fence: u64,
     /// Until the lease ends, unless it is renewed.
     pub remaining: Duration,
-    /// For how long the lease has been held, from hand to hand in its process. By the clock of the store, which may have been set since.
+    /// How long the lease has been held, handoffs included. By the clock of the store, which may have been set since.
     pub held_for: Duration,
-    /// What it is called, if it is [called](crate::Locks::holder) anything.
+    /// Its [name](crate::Locks::holder), if it has one.
     pub name: Option<String>,
 }
 
@@ -82,53 +82,53 @@ impl LockHolder {
     }
 }
 
-/// What came of taking a lease away.
+/// The outcome of a forced release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ForceReleased {
-    /// How many have held it.
+    /// Number of holders.
     pub holders: usize,
-    /// All fences that the store gives out for this lock from now on are larger than this one. What it protects may refuse those up to here at once. A process
-    /// whose lease went from hand to hand may still have handed it on a moment ago or do so now, with a smaller fence than this, until it hears of the loss.
+    /// All later fences of this lock are larger than this one. The protected data may refuse fences up to it at once. A process
+    /// with handoffs may still use a fence smaller than this one until it learns of the loss.
     pub fence: u64,
 }
 
 impl ForceReleased {
-    /// For stores: so many have held it, and all later fences are larger than this one.
+    /// For stores: the number of holders, and a fence below all later ones.
     #[must_use]
     pub const fn new(holders: usize, fence: u64) -> Self {
         Self { holders, fence }
     }
 }
 
-/// Where a [list](LockAdmin::list) goes on. Means nothing to others than the backend that it came from.
+/// Where a [list](LockAdmin::list) continues. Valid only for the backend that returned it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Cursor {
-    /// Which part of the backend: a node of a cluster, for instance.
+    /// The part of the backend, for instance a node of a cluster.
     pub part: u32,
-    /// Where in it.
+    /// The position within the part.
     pub position: u64,
 }
 
-/// A part of a [list](LockAdmin::list).
+/// A page of a [list](LockAdmin::list).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockPage {
-    /// Locks that are held. There may be none, and more on the next page.
+    /// Held locks. A page may be empty although more follow.
     pub locks: Vec<LockStatus>,
-    /// Where to go on, unless this is the end.
+    /// The next cursor; `None` at the end.
     pub next: Option<Cursor>,
 }
 
 impl LockPage {
-    /// For stores: these locks, and where to go on, unless this is the end.
+    /// For stores: these locks, and the next cursor; `None` at the end.
     #[must_use]
     pub const fn new(locks: Vec<LockStatus>, next: Option<Cursor>) -> Self {
         Self { locks, next }
     }
 }
 
-/// Looks at locks, and takes them away: for those who run a service, and not for the service.
+/// Inspects locks and releases them by force: for operators, not for the service itself.
 ///
 /// ```
 /// use tollgate::{Locks, MemoryBackend, lock::LockAdmin};
@@ -160,7 +160,7 @@ impl LockPage {
 /// # }
 /// ```
 ///
-/// On Redis a user needs `+scan` for [`list`](Self::list), and nothing more than for locks otherwise.
+/// On Redis, [`list`](Self::list) needs the permission `+scan`; the rest needs no more than locks do.
 #[derive(Clone)]
 pub struct LockAdmin<B> {
     store: B,
@@ -169,28 +169,29 @@ pub struct LockAdmin<B> {
 }
 
 impl<B: LockRegistry + Sync> LockAdmin<B> {
-    /// Looks at the locks that `store` keeps, which is a backend.
+    /// Inspects the locks in `store`, which is a backend.
     pub fn new(store: B) -> Self {
         Self { store, namespace: Key::new("default"), deadline: Duration::from_secs(1) }
     }
 
-    /// Whose locks: see [`Locks::namespace`](crate::Locks::namespace). Defaults to `default`. Those of layers are in `requests`, the permits of semaphores in
-    /// `semaphores`, those of [`RwLocks`](crate::lock::RwLocks) in `rw_locks`, unless they were told otherwise. A segment of
-    /// [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. [`Redlock`](crate::lock::Redlock) is looked at one server after the other.
+    /// The namespace: see [`Locks::namespace`](crate::Locks::namespace). Defaults to `default`. By default, layers use
+    /// `requests`, semaphores `semaphores`, and [`RwLocks`](crate::lock::RwLocks) `rw_locks`. A segment of
+    /// [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. Inspect the servers of
+    /// [`Redlock`](crate::lock::Redlock) one by one.
     #[must_use]
     pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// How long one call of the store may take. Defaults to 1 s.
+    /// The longest duration of a store call. Defaults to 1 s.
     #[must_use]
     pub const fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Who holds the lock of `key`.
+    /// The holders of the lock of `key`.
     ///
     /// # Errors
     ///
@@ -200,11 +201,12 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
         Deadline::new(self.store.inspect(&lock), self.deadline).await
     }
 
-    /// The locks of the namespace that are held, a page at a time: begin with [`Cursor::default`] and go on with
-    /// [`LockPage::next`] until there is none. A page comes from looking at about `most` of what the backend keeps, 1 to 1,000.
+    /// The held locks of the namespace, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
+    /// it is `None`. Each page scans about `most` entries of the backend, 1 to 1,000.
     ///
-    /// What others wrote in the place of a lock is left out, and is an error when that lock is [inspected](Self::inspect). A lock that is held all the while is on one page at least, unless a cluster moves its slot or a replica takes over meanwhile; it may be on two. Takes a look at everything that
-    /// the backend keeps in the end: not for requests.
+    /// Foreign data in the place of a lock is left out, and is an error for [`inspect`](Self::inspect). A lock that is held all
+    /// the time is on one or two pages, unless a cluster moves its slot or a replica is promoted meanwhile. In the end this
+    /// scans the whole backend: do not use it for requests.
     ///
     /// # Errors
     ///
@@ -213,14 +215,15 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
         Deadline::new(self.store.list(&self.namespace, from, most.clamp(1, 1_000)), self.deadline).await
     }
 
-    /// Takes the lock of `key` away from whoever holds it. For a holder that hangs, and that cannot be stopped where it runs.
+    /// Releases the lock of `key` by force, for a holder that hangs and cannot be stopped.
     ///
-    /// **The holder is not stopped by this.** It finds out when it renews its lease next, after a third of its time at the latest if it runs at all, and
-    /// believes until then to have the lock, while somebody else may have it already. What keeps the two apart is the [fence](crate::Lease::fence).
+    /// **This does not stop the holder.** It learns of the loss at its next renewal, after at most a third of its time if it
+    /// runs at all. Until then it believes to hold the lock, and another client may hold it already. The
+    /// [fence](crate::Lease::fence) tells both apart.
     ///
     /// # Errors
     ///
-    /// If the store fails. Whether the lock was taken away is not known then.
+    /// If the store fails. Whether the lock was released is unknown then.
     pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
         let lock = LockKey::new(self.namespace, key);
         let seized = Deadline::new(self.store.seize(&lock), self.deadline).await?;

@@ -6,36 +6,37 @@ use super::kind::LockKind;
 use super::lock_key::LockKey;
 use crate::error::{ConfigError, ContentionHint, StoreError};
 
-/// Why there is no lease, or no longer one. Each case is a type of its own, so "held by somebody else" and "the store is down"
-/// cannot be confused.
+/// Why there is no lease, or no longer one. Each case is a type of its own, so that a held lock and a failed store cannot be
+/// confused.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockError {
-    /// Somebody else holds the lock, and still did when the time to wait was over; or it was one of [several](super::Locks::lock_all), and lost
-    /// before all of them were there.
+    /// The lock was held until the wait was over. Or it was one of [several](super::Locks::lock_all), and its lease was lost
+    /// before all were granted.
     Busy(Busy),
-    /// So many wait for it already that one more is not let in.
+    /// The queue is full.
     QueueFull(QueueFull),
-    /// Fewer replicas have the lease than [`Locks::replication`](super::Locks::replication) asks for. It is given back in the background.
+    /// Fewer replicas have the lease than [`Locks::replication`](super::Locks::replication) requires. It is released in the
+    /// background.
     NotReplicated(NotReplicated),
-    /// The caller holds this lock itself, a few calls further up.
+    /// The caller already holds this lock, further up the call stack.
     Nested(Nested),
-    /// The key is held as a lock of another kind. It is a mistake of the program: give the two kinds different
-    /// [namespaces](super::Locks::namespace).
+    /// The key is held as a lock of another kind. This is a bug of the program: use different
+    /// [namespaces](super::Locks::namespace) for both kinds.
     OtherKind(OtherKind),
-    /// The lease was lost while its body ran, which was cancelled.
+    /// The lease was lost while its body ran. The body was cancelled.
     Lost(Lost),
     /// [`Locks::shutdown`](super::Locks::shutdown) was called.
     Closed(Closed),
-    /// A setting cannot work; nothing was asked of the store.
+    /// A setting is invalid; the store was not called.
     Config(ConfigError),
-    /// The store failed. If it granted the lease all the same, that is given back in the background, or expires by itself while that is under
-    /// way for 1,024 others already.
+    /// The store failed. A late grant is released in the background. If 1,024 such releases are pending already, the grant
+    /// expires.
     Store(StoreError),
 }
 
 impl LockError {
-    /// Whether somebody else holds the lock.
+    /// Whether the lock is held by another holder.
     #[must_use]
     pub const fn is_busy(&self) -> bool {
         matches!(self, Self::Busy(_))
@@ -96,7 +97,7 @@ cases!(
     Store(StoreError)
 );
 
-/// Somebody else holds the lock.
+/// Another holder has the lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Busy {
     lock: LockKey,
@@ -108,13 +109,13 @@ impl Busy {
         Self { lock, occupied: ContentionHint(retry_after) }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
     }
 
-    /// When the lock is free at the latest, unless its holder renews it, as most do; it may be given back at any time.
+    /// When the lock is free at the latest, unless its holder renews it, as most do. It may be released at any time.
     #[must_use]
     pub const fn retry_after(&self) -> Duration {
         self.occupied.0
@@ -133,7 +134,7 @@ impl Error for Busy {
     }
 }
 
-/// So many wait for the lock that one more is not let in.
+/// Too many callers wait for the lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueFull {
     lock: LockKey,
@@ -144,7 +145,7 @@ impl QueueFull {
         Self { lock }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
@@ -163,7 +164,7 @@ impl Error for QueueFull {
     }
 }
 
-/// Fewer replicas have the lease than it takes, so a failover could forget it.
+/// Fewer replicas have the lease than required, so a failover could forget it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotReplicated {
     lock: LockKey,
@@ -176,19 +177,19 @@ impl NotReplicated {
         Self { lock, replicas, required }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
     }
 
-    /// How many replicas had it in time.
+    /// Number of replicas that had it in time.
     #[must_use]
     pub const fn replicas(&self) -> u32 {
         self.replicas
     }
 
-    /// How many it takes.
+    /// Number of required replicas.
     #[must_use]
     pub const fn required(&self) -> u32 {
         self.required
@@ -204,12 +205,12 @@ impl fmt::Display for NotReplicated {
 
 impl Error for NotReplicated {}
 
-/// The caller holds this lock already and would wait for itself. [`Lease::reenter`](super::Lease::reenter) is how to go in
-/// again.
+/// The caller already holds this lock and would wait for itself. Use [`Lease::reenter`](super::Lease::reenter) to share the
+/// lease.
 ///
-/// Seen within the body of a [`run`](super::Locks::run) and within a handler behind a [`LockLayer`](super::LockLayer), in the same task, and if the lock is asked for by
-/// the same [`Locks`](super::Locks) or a clone. Made a second time on the same backend they know nothing of each other: the second waits for
-/// the first as long as it is told to. Make them once and clone them.
+/// Detected within the body of [`run`](super::Locks::run) and within a handler behind a [`LockLayer`](super::LockLayer), in the
+/// same task, and for the same [`Locks`](super::Locks) or a clone. Two `Locks` made on the same backend do not know each other:
+/// the second waits for the first. Make them once and clone them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nested {
     lock: LockKey,
@@ -220,7 +221,7 @@ impl Nested {
         Self { lock }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
@@ -235,7 +236,7 @@ impl fmt::Display for Nested {
 
 impl Error for Nested {}
 
-/// The key is held as a lock of another kind, beside which no claim of this kind can be granted.
+/// The key is held as a lock of another kind, which excludes this kind.
 ///
 /// A key has one kind for as long as it is held: exclusive, read/write, or a semaphore of any number of permits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -250,19 +251,19 @@ impl OtherKind {
         Self { lock, wanted, held }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
     }
 
-    /// As what kind the caller asked for it.
+    /// The requested kind.
     #[must_use]
     pub const fn wanted(&self) -> LockKind {
         self.wanted
     }
 
-    /// As what kind it is held.
+    /// The kind that holds the key.
     #[must_use]
     pub const fn held(&self) -> LockKind {
         self.held
@@ -291,7 +292,7 @@ impl fmt::Display for Closed {
 
 impl Error for Closed {}
 
-/// The lease is not the holder's any more, or cannot be told to be. That is for good.
+/// The lease is lost, or may be. That is final.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
     lock: LockKey,
@@ -302,13 +303,13 @@ pub struct Lost {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LossReason {
-    /// It could not be renewed in time: the store did not answer, or this process stood still.
+    /// It could not be renewed in time: the store did not reply, or this process stalled.
     Expired,
-    /// The store says that it belongs to nobody, or to somebody else: it was deleted, evicted, or forgotten in a failover.
+    /// The store no longer has it, or has another holder: it was deleted, evicted, or forgotten in a failover.
     Taken,
     /// It was held for as long as [`max_hold`](super::Locks::max_hold) allows.
     MaxHold,
-    /// It was given back. Only a [`LeaseHandle`](super::LeaseHandle) lives to see that.
+    /// It was released. Only a [`LeaseHandle`](super::LeaseHandle) can observe that.
     GivenBack,
 }
 
@@ -317,13 +318,13 @@ impl Lost {
         Self { lock, reason }
     }
 
-    /// Which lock.
+    /// The lock.
     #[must_use]
     pub const fn lock(&self) -> &LockKey {
         &self.lock
     }
 
-    /// How it was lost.
+    /// How the lease was lost.
     #[must_use]
     pub const fn reason(&self) -> LossReason {
         self.reason
@@ -342,14 +343,14 @@ impl fmt::Display for Lost {
     }
 }
 
-// Whoever shows this as an error of its own, as `LockError` does, has the same source.
+// Errors that display this as their own, such as `LockError`, have the same source.
 impl Error for Lost {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&PartialEffects)
     }
 }
 
-/// Beneath every [`Lost`], to be found by its type: what was done under the lease may have been cut off half way.
+/// The source of every [`Lost`], for downcasting: work under the lease may be incomplete.
 #[derive(Debug)]
 pub(crate) struct PartialEffects;
 

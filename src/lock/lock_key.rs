@@ -4,45 +4,45 @@ use std::sync::LazyLock;
 
 use crate::key::Key;
 
-/// Which lock: a key within a namespace.
+/// Identifies a lock: a key within a namespace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LockKey {
-    // What tells most of them apart comes first. Taken once: a lock is looked up in several places each time that it is taken.
+    // The most distinctive part first. Hashed once, since each acquisition looks the lock up several times.
     hash: u64,
     subject: Key,
     namespace: Key,
 }
 
-/// Of this process, so that nobody outside knows which keys have the same hash.
+/// A secret of this process, so that clients cannot choose colliding keys.
 static SEED: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 impl LockKey {
-    /// The lock of `subject` among those of `namespace`.
+    /// The lock of `subject` in `namespace`.
     pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
         let (namespace, subject) = (namespace.into(), subject.into());
         let hash = SEED.hash_one((namespace.as_hashed(), subject.as_hashed()));
         Self { hash, subject, namespace }
     }
 
-    /// What keeps the locks of one purpose apart from those of others.
+    /// Separates the locks of one purpose from others.
     #[must_use]
     pub const fn namespace(&self) -> &Key {
         &self.namespace
     }
 
-    /// What is locked.
+    /// The key.
     #[must_use]
     pub const fn subject(&self) -> &Key {
         &self.subject
     }
 
-    /// The same for equal locks, in this process.
+    /// Equal for equal locks, in this process.
     #[cfg(feature = "redis")]
     pub(crate) const fn known_hash(&self) -> u64 {
         self.hash
     }
 
-    /// Which of so many shards the lock belongs to. The other half of the hash is for the map in there.
+    /// The shard of the lock. The other half of the hash is for the map in the shard.
     pub(crate) const fn shard(&self, shards: usize) -> usize {
         (self.hash >> 32) as usize % shards
     }
@@ -66,10 +66,10 @@ impl fmt::Display for LockKey {
     }
 }
 
-/// For maps by what has its hash with it: [`LockKey`] and [`Token`](super::Token).
+/// For maps with keys that carry their hash: [`LockKey`] and [`Token`](super::Token).
 pub(crate) type KnownHash = BuildHasherDefault<Known>;
 
-/// Takes the hash as it is.
+/// Uses the hash as it is.
 #[derive(Default)]
 pub(crate) struct Known(u64);
 

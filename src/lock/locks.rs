@@ -37,14 +37,14 @@ use crate::store::circuit::CircuitBreaker;
 /// # }
 /// ```
 ///
-/// Make one for a purpose and clone it: clones have their settings apart, and everything else in common. Those who wait in
-/// one process stand in one line then, and only the first of them asks the store.
+/// Make one for each purpose and clone it. Clones have their own settings and share everything else: all waiters of one process
+/// share one queue, and only the first of them calls the store.
 ///
 /// # Cancellation
 ///
-/// Any future may be dropped at any time. A lease that the store grants afterwards is given back in the background, and who
-/// stands in line behind comes forward. [`shutdown`](Self::shutdown) waits for that. A future that is kept without being polled loses
-/// a lease that it does not pick up within 250 ms: see [waiting](crate::lock#waiting).
+/// You may drop any future at any time. If the store grants the lease afterwards, it is released in the background, and the next
+/// waiter moves up. [`shutdown`](Self::shutdown) waits for that. A future that is kept without polling loses a lease that it
+/// does not pick up within 250 ms: see [waiting](crate::lock#waiting).
 #[derive(Clone)]
 pub struct Locks {
     shared: Arc<Shared>,
@@ -52,10 +52,10 @@ pub struct Locks {
     terms: Terms,
 }
 
-/// The longest name of a holder, in bytes.
+/// Maximum length of a holder's name, in bytes.
 const MAX_NAME: usize = 128;
 
-/// How a lock is taken and held.
+/// How a lock is acquired and held.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
     pub(super) ttl: Duration,
@@ -69,13 +69,13 @@ pub(super) struct Terms {
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
     pub(super) asks: bool,
-    /// Whether nobody waits while the circuit to the store is open.
+    /// Whether waiters give up while the circuit is open.
     pub(super) heeds_circuit: bool,
     pub(super) replication: Replication,
 }
 
 impl Terms {
-    /// What a claim asks of replicas.
+    /// The replication that a claim requires.
     pub(super) fn replicas(&self) -> Replicas {
         match self.replication {
             Replication::Primary => Replicas::default(),
@@ -83,25 +83,25 @@ impl Terms {
         }
     }
 
-    /// How long an attempt to take the lock may last.
+    /// The longest duration of a store call.
     pub(super) fn limit(&self) -> Duration {
         self.replicas().limit(self.deadline)
     }
 
-    /// The same if it waits for replicas, and otherwise zero.
+    /// The same if it waits for replicas, otherwise zero.
     pub(super) fn replicas_limit(&self) -> Duration {
         if self.replication.count() == 0 { Duration::ZERO } else { self.limit() }
     }
 }
 
-/// Who has to know of a lease before it is relied on. Defaults to [`Primary`](Self::Primary).
+/// Where a lease must be stored before it counts. Defaults to [`Primary`](Self::Primary).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Replication {
-    /// The server that it is asked of. A failover forgets what its replicas do not know yet.
+    /// The called server. A failover forgets leases that its replicas do not have yet.
     #[default]
     Primary,
-    /// So many replicas of that server as well: see [`Locks::replication`].
+    /// This many replicas of that server as well: see [`Locks::replication`].
     Require(u32),
 }
 
@@ -115,12 +115,12 @@ impl Replication {
 }
 
 impl Locks {
-    /// Locks that `store` keeps, which is a backend: see [`backend`](crate::backend).
+    /// Locks in `store`, which is a backend: see [`backend`](crate::backend).
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
         Self::with(Shared::new(Arc::new(store), false), "default", LockKind::Exclusive, 1)
     }
 
-    /// Locks of which `permits` may be held at the same time.
+    /// Locks with `permits` holders at the same time.
     pub(super) fn with(shared: Shared, namespace: &str, kind: LockKind, permits: u32) -> Self {
         let terms = Terms {
             ttl: Duration::from_secs(30),
@@ -140,61 +140,60 @@ impl Locks {
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
 
-    /// What keeps these locks apart from others with the same keys. Defaults to `default`.
+    /// Separates these locks from others with the same keys. Defaults to `default`.
     #[must_use]
     pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// What the log calls them.
+    /// The name of these locks in the log.
     pub(super) fn called(&self) -> &str {
         self.namespace.as_str()
     }
 
-    /// How long the lock outlives a holder that has died. Defaults to 30 s. A living holder renews it after a third of that.
+    /// How long the lock outlives a dead holder. Defaults to 30 s. A live holder renews it after a third of that.
     ///
-    /// From 10 ms to a day; anything else is a [`LockError::Config`] when a lock is asked for. A short one is lost when the
-    /// store, the network or the process stands still for that long.
+    /// From 10 ms to a day; other values are a [`LockError::Config`] when a lock is requested. A short lease is lost when the
+    /// store, the network or the process stalls for that long.
     #[must_use]
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.terms.ttl = ttl;
         self
     }
 
-    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds, and for the store's last answer after that. Defaults to
-    /// 10 s; with zero it waits for nothing but that answer.
+    /// How long [`lock`](Self::lock) waits for a held lock, and for the store's last reply after that. Defaults to 10 s; with
+    /// zero it waits only for that reply.
     ///
-    /// A lease that comes before the wait is over has to be picked up before that: a caller that is polled only later gets
-    /// [`LockError::Busy`].
+    /// You must pick up a granted lease before the wait is over: a caller that is polled only later gets [`LockError::Busy`].
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;
         self
     }
 
-    /// How long a lease is renewed at the most; it is [lost](super::LossReason::MaxHold) then. A holder that does not give it back then has a hundredth of
-    /// its [ttl](Self::ttl) left, and 2 ms, before that is done in its place. Defaults to no limit: a
-    /// holder that hangs keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is asked for.
+    /// How long a lease is renewed at most; then it is [lost](super::LossReason::MaxHold). The holder has a hundredth of its
+    /// [ttl](Self::ttl) left, plus 2 ms, to release it before it is released for it. Defaults to no limit: a hanging holder
+    /// keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is requested.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.terms.max_hold = Some(max_hold);
         self
     }
 
-    /// How many may stand in line for one lock in this process, behind the one that has it or asks the store for it. Defaults to 1,000. One more
-    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock, or while it is being given back. In
-    /// fair locks and read/write locks, where all who wait ask the store, one more may than is said here, whoever has the lock.
+    /// How many callers may wait for one lock in this process, behind the leader that has it or calls the store. Defaults to
+    /// 1,000. One more is a [`LockError::QueueFull`]. With zero, one caller may still wait while another process has the lock,
+    /// or while it is being released. With fair locks and read/write locks, where each waiter calls the store, one more may wait.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
         self
     }
 
-    /// First come, first served among all processes, and not only within this one: see [waiting](super#waiting) for how, and for
-    /// what that costs. Defaults to whoever asks first when the lock is free.
+    /// First come, first served among all processes, not only within this one: see [waiting](super#waiting) for how, and for the
+    /// cost. By default, the first caller after a release gets the lock.
     ///
-    /// All who want the same locks have to do the same: who is not fair passes those who are.
+    /// All users of the same locks must set this: unfair callers overtake fair ones.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -211,11 +210,11 @@ impl Locks {
         self
     }
 
-    /// Asks whoever holds a lock to give it back, for as long as somebody waits for it. Defaults to waiting for it in silence.
+    /// Asks the holder of a lock to release it while a caller waits for it. Off by default.
     ///
-    /// The holder is told by [`Lease::asked`], if it listens, and does as it likes: nothing is taken away. For work that is worth less than what
-    /// comes after it, as an upload whose client has long since connected again. Of those who wait in one process the first one asks ([each](Self::fair) where
-    /// locks are fair), and asks again once a second, since a message may be lost. Costs a command each time, which nobody waits for.
+    /// The holder learns it from [`Lease::asked`] and may ignore it. Use it for work that is worth less than its successor, such
+    /// as an upload whose client has reconnected. The first waiter of a process asks, with [fair](Self::fair) locks each waiter,
+    /// and again once a second, because a message may be lost. Each time costs a command in the background.
     ///
     /// ```
     /// use std::time::Duration;
@@ -242,28 +241,27 @@ impl Locks {
         self
     }
 
-    /// How many may be waiting for locks in this process, of whatever keys and over all clones, those included who ask for theirs at the moment and are
-    /// ready to wait. Defaults to 100,000. One more is a [`LockError::QueueFull`].
+    /// How many callers may wait for locks in this process, over all keys and clones, including current callers of the store. Defaults to 100,000. One more is a [`LockError::QueueFull`].
     #[must_use]
     pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
         self.terms.max_asking = waiters;
         self
     }
 
-    /// When to stop asking a store that fails for locks, and how soon to try again. Defaults to [`CircuitBreaker::new`]. Leases are renewed and given
-    /// back all the same.
+    /// When to stop calling a failing store for new locks, and when to try again. Defaults to [`CircuitBreaker::new`]. Renewals
+    /// and releases are not affected.
     ///
-    /// For all clones: what was said last before the first lock is asked for counts. What comes later is a warning in the log.
+    /// Applies to all clones: the last setting before the first lock is requested. A later one logs a warning.
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.shared.set_circuit(breaker);
         self
     }
 
-    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: the service, the process, the machine. Defaults to no name. At most
-    /// 128 bytes; what is longer is cut off. Costs a command more, which nobody waits for, for each lease that the store grants.
+    /// The holder's name for [`LockAdmin`](super::LockAdmin): the service, the process, the machine. Defaults to no name. At
+    /// most 128 bytes; longer names are cut. Costs one more command in the background for each lease that the store grants.
     ///
-    /// For all clones: what was said last counts, for the leases that are granted after that.
+    /// Applies to all clones: the last setting counts for leases that are granted later.
     #[must_use]
     pub fn holder(self, name: impl AsRef<str>) -> Self {
         let name = name.as_ref();
@@ -272,40 +270,41 @@ impl Locks {
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms; zero is a [`LockError::Config`] when a lock is asked for. Who waits tries
-    /// again after that. One that waits for [replicas](Self::replication) may take 100 ms more, and whoever asks for the same lock meanwhile waits for
-    /// what that one is told.
+    /// The longest duration of a store call. Defaults to 100 ms; zero is a [`LockError::Config`] when a lock is requested. A
+    /// waiter retries after that. A call that waits for [replicas](Self::replication) may take 100 ms more, and other callers of
+    /// that lock wait for its result.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;
         self
     }
 
-    /// Who has to know of a lease before it is relied on, when it is granted and whenever it is renewed. Defaults to
-    /// [`Replication::Primary`].
+    /// Where a lease must be stored before it counts, at its grant and at each renewal. Defaults to [`Replication::Primary`].
     ///
-    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have half of the
-    /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter: Redis says up to a tenth
-    /// of a second later that it is over, so the call may take as much longer. Those who ask at the same time share the wait; if all connections
-    /// are waiting for as long as that, nothing is asked for, and no replica knows of it; or the store fails, where the server says nothing on
-    /// any of them. With too few, it is tried again for as long as the caller is ready to wait, and is a [`LockError::NotReplicated`] then; what
-    /// was granted is given back. A renewal that they do not have in time
-    /// makes the lease [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
-    /// replica that takes over does not let go of a lease before its holder does, unless its clock is ahead of that of the primary: by as much
-    /// the lease ends sooner there.
+    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`). They have half of the [deadline](Self::deadline) for
+    /// that, or of the response timeout of the connections if that is shorter. Redis reports the end of the wait up to 100 ms
+    /// late, so the call may take as much longer. Concurrent calls share the wait. If all connections wait for that long, no
+    /// call is made and no replica has the lease. If the server does not reply on any of them, that is a store error.
     ///
-    /// This makes the gap of a failover smaller and does not close it: WAIT is no consensus, and a replica that does not have the
-    /// lease may be the one that takes over. Require as many as Sentinel or the cluster could choose from, less those that may be down, and set
-    /// `min-replicas-to-write`, so that a primary which is cut off refuses. What has to be right in any case takes the [fence](Lease::fence).
+    /// With too few replicas, the acquisition is retried while the caller waits, and is a [`LockError::NotReplicated`] then;
+    /// grants are released. A renewal that too few replicas have in time makes the lease
+    /// [suspended](super::LeaseState::Suspended). It is lost at its old deadline unless a later renewal succeeds. A promoted
+    /// replica does not end a lease before its holder does, unless its clock is ahead of the primary's; then the lease ends
+    /// earlier by that difference.
     ///
-    /// A store without replicas has none of them, so nothing is granted there.
+    /// This narrows the gap of a failover and does not close it: WAIT is no consensus, and a replica without the lease may be
+    /// promoted. Require as many replicas as Sentinel or the cluster could choose from, minus replicas that may be down. Set
+    /// `min-replicas-to-write`, so that an isolated primary refuses writes. Use the [fence](Lease::fence) where two holders must
+    /// never overlap.
+    ///
+    /// A store without replicas grants nothing.
     #[must_use]
     pub fn replication(mut self, replication: Replication) -> Self {
         self.terms.replication = replication;
         self
     }
 
-    /// Takes the lock of `key`, and waits for it if somebody else holds it.
+    /// Acquires the lock of `key`, and waits while it is held.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -319,14 +318,14 @@ impl Locks {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. Nothing is held then, or what is held all the same is given back in the background; while that is under way for 1,024
-    /// others already, it expires by itself.
+    /// See [`LockError`]. No lease is held then; a late grant is released in the background. If 1,024 such releases are pending
+    /// already, the grant expires.
     pub fn lock(&self, key: impl Into<Key>) -> LockRequest {
         let lock = LockKey::new(self.namespace, key);
         LockRequest { shared: Arc::clone(&self.shared), lock, terms: self.terms }
     }
 
-    /// Takes the lock of `key`, or says at once that somebody else holds it.
+    /// Acquires the lock of `key`, or returns at once that it is held.
     ///
     /// # Errors
     ///
@@ -370,13 +369,13 @@ impl Locks {
         self.terms.wait
     }
 
-    /// Among whom the locks exclude each other: [`Reach::Process`] on the memory backend.
+    /// The reach of the locks: [`Reach::Process`] on the memory backend.
     #[must_use]
     pub fn scope(&self) -> Reach {
         self.shared.store.scope()
     }
 
-    /// Makes sure that the locks hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    /// Checks that the locks reach far enough, for instance that the backend is not the memory backend.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend, lock::Reach};
@@ -386,17 +385,17 @@ impl Locks {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.scope().require(scope)?;
         Ok(self)
     }
 
-    /// Grants nothing any more, and waits until every lease has been given back, also those that were dropped and are on their
-    /// way. Whoever waits for a lock is told [`LockError::Closed`]. For all clones.
+    /// Grants no more locks, and waits until every lease is released, including pending releases of dropped leases. Waiters get
+    /// [`LockError::Closed`]. Applies to all clones.
     ///
-    /// Takes as long as the holders do; what cannot be given back takes until it has expired. Where the answer to an attempt to take a
-    /// lock never came, what it may yet be granted is given back for five seconds more. Use `tokio::time::timeout` around it.
+    /// This takes as long as the holders do. A failed release takes until the lease has expired. After an acquisition without a
+    /// reply, possible late grants are released for five more seconds. Wrap it in `tokio::time::timeout`.
     pub async fn shutdown(&self) {
         self.shared.close();
         self.shared.wait_idle().await;
@@ -409,7 +408,7 @@ impl fmt::Debug for Locks {
     }
 }
 
-/// A lock that is about to be taken: `.await` it, or [`run`](Self::run) something.
+/// An acquisition: `.await` it, or [`run`](Self::run) a body under the lock.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct LockRequest {
     shared: Arc<Shared>,
@@ -423,40 +422,42 @@ impl LockRequest {
         self
     }
 
-    /// Does not wait while the circuit to the store is open.
+    /// Do not wait while the circuit is open.
     pub(super) fn heeding_circuit(mut self) -> Self {
         self.terms.heeds_circuit = true;
         self
     }
 
-    /// How long the lock outlives a holder that has died: see [`Locks::ttl`].
+    /// How long the lock outlives a dead holder: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.terms.ttl = ttl;
         self
     }
 
-    /// How long to wait while somebody else holds it: see [`Locks::wait`].
+    /// How long to wait while the lock is held: see [`Locks::wait`].
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;
         self
     }
 
-    /// How long the lease is renewed at the most: see [`Locks::max_hold`].
+    /// How long the lease is renewed at most: see [`Locks::max_hold`].
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.terms.max_hold = Some(max_hold);
         self
     }
 
-    /// Runs `body` with the lease, and gives it back when that is done. If the lease is lost before, `body` is dropped where it
-    /// stands, and the error says so.
+    /// Runs `body` with the lease, and releases it afterwards. If the lease is lost before, `body` is dropped at its current
+    /// await point, and the error says so.
     ///
-    /// If the store turns out not to know the lease any more when it is given back, `body` has ended, and [`RunError::Unprotected`] carries what it
-    /// has returned. That is found out where the store is asked, so not of a lease that goes on to the next waiter of this process.
+    /// If the release finds that the store no longer has the lease, [`RunError::Unprotected`] carries the output of `body`. Only
+    /// a store call can find that out, so a lease that is handed off to the next waiter of this process is not checked.
     ///
-    /// Nobody else runs under this lock at the same time, unless this process stands still or the lease is [lost](super#a-lease-and-not-a-lock)
-    /// in the store, which the [fence](Lease::fence) is for. What `body` has spawned goes on by itself: [`Lease::lost`] and [`Lease::reenter`] are for that.
-    /// A lock that `body` asks for though it has it is [`LockError::Nested`], if it asks these [`Locks`] or a clone: others on the same backend
-    /// are others who wait, even in here, for as long as they are ready to. It cannot be seen either from a task that `body` has spawned.
+    /// No other client runs under this lock at the same time, unless this process stalls or the lease is
+    /// [lost](super#a-lease-and-not-a-lock) in the store: use the [fence](Lease::fence) against that. Tasks that `body` has
+    /// spawned continue: see [`Lease::lost`] and [`Lease::reenter`].
+    ///
+    /// If `body` requests its own lock from these [`Locks`] or a clone, the result is [`LockError::Nested`]. Other `Locks` on
+    /// the same backend, and tasks that `body` has spawned, are not recognized and wait for the lock.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -475,12 +476,12 @@ impl LockRequest {
     ///
     /// # Errors
     ///
-    /// See [`RunError`]. That the lock could not be given back in time is none: it is tried again in the background. Neither is a release
-    /// of which the outcome is [uncertain](super::ReleaseOutcome::Uncertain).
+    /// See [`RunError`]. A release that is late or [uncertain](super::ReleaseOutcome::Uncertain) is no error: it is retried in
+    /// the background.
     ///
     /// # Cancellation
     ///
-    /// Dropping the future drops `body` and gives the lock back.
+    /// Dropping the future drops `body` and releases the lock.
     pub async fn run<T, F>(self, body: impl FnOnce(Lease) -> F + Send) -> Result<T, RunError<T>>
     where
         F: Future<Output = T> + Send,
@@ -497,13 +498,13 @@ impl LockRequest {
     }
 }
 
-/// Waits for the end of a body, or until what it runs under is lost.
+/// Waits for the end of a body, or the loss of its lease.
 pub(super) async fn unless_lost<T>(
     body: Pin<&mut impl Future<Output = T>>,
     lost: impl Future<Output = Lost>,
 ) -> Result<T, LockError> {
     tokio::select! {
-        // After a standstill nothing of the body may run before this was looked at.
+        // After a stall, check this before the body runs.
         biased;
         lost = lost => Err(lost.into()),
         value = body => Ok(value),

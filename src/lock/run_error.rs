@@ -6,31 +6,31 @@ use super::grant::Grant;
 use super::lease::ReleaseOutcome;
 use crate::error::StoreError;
 
-/// Why a body was not under its lock from its beginning to its end.
+/// Why a body did not run under its lock from start to end.
 ///
-/// A function that has no use for the output turns it into a [`LockError`] with `?`.
+/// If you do not need the output, `?` turns this into a [`LockError`].
 #[non_exhaustive]
 pub enum RunError<T> {
-    /// The body has not begun, or it was cancelled since its lease was [lost](LockError::Lost).
+    /// The body did not start, or was cancelled because its lease was [lost](LockError::Lost).
     Lock(LockError),
-    /// The body has ended. When its lease was given back, the store did not know it any more: somebody else may have had the lock while the body
-    /// ran.
+    /// The body has ended. At its release, the store no longer had the lease: another client may have held the lock while the
+    /// body ran.
     Unprotected {
         /// How the lease was lost.
         lost: Lost,
-        /// What the body has returned.
+        /// The output of the body.
         output: T,
     },
 }
 
 impl<T> RunError<T> {
-    /// Whether somebody else holds the lock, so that the body has not begun.
+    /// Whether another holder has the lock, so that the body did not start.
     #[must_use]
     pub const fn is_busy(&self) -> bool {
         matches!(self, Self::Lock(error) if error.is_busy())
     }
 
-    /// Whether the lease was lost, before the body had ended or after.
+    /// Whether the lease was lost, before or after the end of the body.
     #[must_use]
     pub const fn is_lost(&self) -> bool {
         match self {
@@ -39,7 +39,7 @@ impl<T> RunError<T> {
         }
     }
 
-    /// What the body has returned, if it has come to its end.
+    /// The output of the body, if it has ended.
     #[must_use]
     pub fn into_output(self) -> Option<T> {
         match self {
@@ -49,7 +49,7 @@ impl<T> RunError<T> {
     }
 }
 
-/// What comes of a body that has ended, once the store has said what became of its leases.
+/// The result of a body after its release.
 pub(super) fn ended<'a, T>(
     output: T,
     release: Result<ReleaseOutcome, StoreError>,
@@ -72,7 +72,7 @@ impl<T> From<LockError> for RunError<T> {
 }
 
 impl<T> From<RunError<T>> for LockError {
-    /// Without the output.
+    /// The error without the output.
     fn from(error: RunError<T>) -> Self {
         match error {
             RunError::Lock(error) => error,
