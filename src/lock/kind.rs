@@ -1,7 +1,6 @@
 use std::fmt;
 
-/// In which way a key is locked. While a key is held as one kind, a claim of another kind is refused with
-/// [`OtherKind`](super::OtherKind).
+/// The kind of a lock. While a key is held as one kind, a claim of another kind is refused with [`OtherKind`](super::OtherKind).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LockKind {
@@ -10,7 +9,7 @@ pub enum LockKind {
     Exclusive,
     /// By readers together or one writer: [`RwLocks`](super::RwLocks).
     ReadWrite,
-    /// By as many holders as there are permits, whatever their number: [`Semaphore`](super::Semaphore).
+    /// By a number of holders, whatever the number of permits: [`Semaphore`](super::Semaphore).
     Semaphore,
 }
 

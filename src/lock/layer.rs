@@ -25,15 +25,15 @@ use crate::key::{GlobalKey, Key};
 use crate::responder::HttpResponder;
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
-/// Lets one request at a time through, for each key. See the [module docs](crate::lock#in-front-of-a-service) for examples.
+/// Admits one request at a time for each key. See the [module docs](crate::lock#in-front-of-a-service) for examples.
 ///
-/// With HTTP a rejection is a response, and the lock is held until the *body* of the answer has ended. A service that does not
-/// speak HTTP needs [`.responder(ErrorResponder)`](Self::responder).
+/// With HTTP, a rejection is a response, and the lock is held until the response *body* has ended. A service without HTTP needs
+/// [`.responder(ErrorResponder)`](Self::responder).
 ///
-/// A handler that asks for the lock of its own request is told [`Nested`](super::Nested) by the [`Locks`] that the layer was made
-/// [with](Self::with_locks), and by no other: others on the same backend wait, for as long as they are ready to.
+/// A handler that requests the lock of its own request gets [`Nested`](super::Nested) from the [`Locks`] that the layer was made
+/// [with](Self::with_locks). Other `Locks` on the same backend wait.
 ///
-/// Type parameters: the [key](crate::ExtractKey), what a rejection [becomes](crate::responder::Responder), and whether handlers are
+/// Type parameters: the [key](crate::ExtractKey), the [responder](crate::responder::Responder), and whether handlers are
 /// [detached](Self::detached) from their clients.
 #[must_use]
 pub struct LockLayer<K = GlobalKey, A = HttpResponder, D = Attached> {
@@ -47,11 +47,11 @@ pub struct LockLayer<K = GlobalKey, A = HttpResponder, D = Attached> {
 #[derive(Debug)]
 pub enum Attached {}
 
-/// Handlers go on when their clients have gone: see [`LockLayer::detached`].
+/// Handlers continue without their clients: see [`LockLayer::detached`].
 #[derive(Debug)]
 pub enum Detached {}
 
-/// What has nothing to do with the type of requests and answers. Cheap to clone.
+/// The settings that do not depend on request and response types. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Settings {
     pub(super) locks: Locks,
@@ -61,13 +61,13 @@ pub(super) struct Settings {
     pub(super) release_at: ReleaseAt,
     pub(super) safe: Safe,
     is_rw: bool,
-    // For requests whose handlers are detached.
+    // The bound on detached requests.
     places: Option<Places>,
-    // Whether the log has been told that requests pass without a lock.
+    // Whether the log has reported that requests pass without a lock.
     unprotected: Arc<OutageTracker>,
 }
 
-/// What requests take that change nothing.
+/// What safe requests acquire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Safe {
     Nothing,
@@ -75,78 +75,80 @@ pub(super) enum Safe {
     Lock,
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
+/// What to do with a request without a key, or with an empty one. Defaults to [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
+    /// Reject it: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
     #[default]
     Reject,
     /// All such requests share one lock.
     Shared,
-    /// It passes without a lock and without a lease in its extensions.
+    /// Pass it without a lock and without a lease in its extensions.
     Pass,
 }
 
-/// What happens to a request when the store fails. Defaults to [`Deny`](Self::Deny).
+/// What to do with a request when the store fails. Defaults to [`Deny`](Self::Deny).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {
-    /// It is turned away: 503 with HTTP, the [`StoreError`] without.
+    /// Reject it: 503 with HTTP, the [`StoreError`] without.
     #[default]
     Deny,
-    /// It passes without a lock and without a lease in its extensions. The log has a line when that begins, and when it ends, and the
-    /// [metrics](crate::lock#metrics) count such requests.
+    /// Pass it without a lock and without a lease in its extensions. The log has a line at the start and at the end of such a
+    /// time, and the [metrics](crate::lock#metrics) count these requests.
     Allow,
 }
 
-/// What happens to a request whose lease is lost while it is served. Defaults to [`Cancel`](Self::Cancel).
+/// What to do when a running request loses its lease. Defaults to [`Cancel`](Self::Cancel).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnLoss {
-    /// Its handler is dropped where it stands, and the answer is 503 with HTTP. If the answer has begun, its body fails, or ends with
-    /// a status in the trailers with gRPC.
+    /// Drop its handler and respond with 503 over HTTP. If the response has begun, its body fails, or ends with a status in the
+    /// trailers over gRPC.
     #[default]
     Cancel,
-    /// Nothing is cancelled. The [`LeaseHandle`](super::LeaseHandle) in the extensions of the request says so: [`lost`](super::LeaseHandle::lost) ends and
-    /// [`check`](super::LeaseHandle::check) fails. To ignore a loss is the same, and not to look: the answer of a handler that does not is sent as if nothing
-    /// had happened. The log and the metrics tell of it in any case.
+    /// Cancel nothing. The [`LeaseHandle`](super::LeaseHandle) in the extensions of the request reports the loss:
+    /// [`lost`](super::LeaseHandle::lost) resolves and [`check`](super::LeaseHandle::check) fails. If the handler does not look,
+    /// its response is sent as usual. The log and the metrics report each loss.
     Notify,
 }
 
-/// When the lock of a request is given back. Defaults to [`BodyEnd`](Self::BodyEnd).
+/// When the lock of a request is released. Defaults to [`BodyEnd`](Self::BodyEnd).
 ///
-/// A connection that is upgraded, to a WebSocket for instance, goes on when its answer has ended: a 101 has no body. The task that serves it keeps the lock
-/// by a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see [`LockLayer::with_semaphore`] for an example.
+/// An upgraded connection, such as a WebSocket, outlives its response: a 101 has no body. The task that serves it keeps the lock
+/// with a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see [`LockLayer::with_semaphore`] for an
+/// example.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReleaseAt {
-    /// When the body of the answer has ended, has failed or is dropped. A client that reads slowly holds the lock meanwhile, up to
-    /// [`max_hold`](LockLayer::max_hold). An answer that has no such body does not keep it, as with [`ErrorResponder`](crate::responder::ErrorResponder), and one
-    /// of your own only if it [says so](super::BindLease::occupy).
+    /// When the response body has ended, failed or been dropped. A slow client holds the lock meanwhile, up to
+    /// [`max_hold`](LockLayer::max_hold). Without such a body the lock is released earlier, as with
+    /// [`ErrorResponder`](crate::responder::ErrorResponder). A responder of your own keeps it only by
+    /// [`BindLease`](super::BindLease::occupy).
     #[default]
     BodyEnd,
-    /// When the handler has answered. What it streams then is no longer under the lock.
+    /// When the handler has returned its response. The body is then sent without the lock.
     HandlerDone,
 }
 
 impl LockLayer {
-    /// Locks by what `store` keeps, which is a backend. Until a [key](Self::key) is named, all requests share one lock.
+    /// Locks in `store`, which is a backend. Until you set a [key](Self::key), all requests share one lock.
     ///
-    /// All layers on one backend have the same locks where their keys are the same, in other processes, too: `requests` is their
-    /// [namespace](Self::namespace) unless each is given its own. A handler that calls another service behind such a layer finds its own lock held there, if
-    /// the keys are the same.
+    /// All layers on one backend share locks with equal keys, also across processes: their [namespace](Self::namespace) is
+    /// `requests` unless you set one. A handler that calls another service behind such a layer finds its own lock held there if
+    /// the keys are equal.
     ///
-    /// A setting that cannot work (a [ttl](Self::ttl) out of range, a [deadline](Self::deadline) or [`max_hold`](Self::max_hold) of zero) is found
-    /// when the first lock is asked for: each request that needs one is answered 500 with HTTP then, [`LockError::Config`](super::LockError::Config) without, and the
-    /// log has a line.
+    /// An invalid setting (a [ttl](Self::ttl) out of range, a [deadline](Self::deadline) or [`max_hold`](Self::max_hold) of
+    /// zero) shows at the first lock request. Each request that needs a lock is then answered with 500 over HTTP,
+    /// [`LockError::Config`](super::LockError::Config) without, and the log has a line.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
         let locks = Locks::new(store).namespace("requests").ttl(Duration::from_secs(15)).wait(Duration::ZERO);
         Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
     }
 
-    /// Locks as `locks` does, and in one line with whoever else uses it. With its settings: what the methods below default to is what [`new`](Self::new)
-    /// has, and not what `locks` has, which waits for 10 s and knows no [`max_hold`](Self::max_hold) unless it is told otherwise.
+    /// Uses `locks` with their settings, and shares their local queue. The defaults of the methods below belong to
+    /// [`new`](Self::new): `locks` wait for 10 s and have no [`max_hold`](Self::max_hold) by default.
     pub fn with_locks(locks: Locks) -> Self {
         let settings = Settings {
             locks,
@@ -162,11 +164,11 @@ impl LockLayer {
         Self { settings, key: Arc::new(GlobalKey), answer: HttpResponder::default(), handlers: PhantomData }
     }
 
-    /// Lets as many requests at a time through for each key as the semaphore has permits, with its [settings](Self::with_locks): a limit of what runs at the same time, over
-    /// all processes that share the store.
+    /// Admits as many requests at a time for each key as the semaphore has permits, with its [settings](Self::with_locks): a
+    /// concurrency limit over all processes that share the store.
     ///
-    /// A permit whose process has died is free again when its [time to live](Self::ttl) is over, so the number never drifts. Requests that change nothing need a
-    /// permit only if [told so](Self::lock_safe_methods).
+    /// The permit of a dead process is free again after its [ttl](Self::ttl), so the count never drifts. Safe requests need a
+    /// permit only with [`lock_safe_methods`](Self::lock_safe_methods).
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -176,7 +178,7 @@ impl LockLayer {
     /// use tollgate::responder::BusyStatus;
     /// use tollgate::{HttpResponder, LockLayer, MemoryBackend};
     ///
-    /// // Five reports at a time for each tenant; who comes sixth waits for up to two seconds.
+    /// // Five reports at a time for each tenant; a sixth waits for up to two seconds.
     /// let reports = Semaphore::new(MemoryBackend::new(), 5).namespace("reports");
     /// let layer = LockLayer::with_semaphore(reports.wait(Duration::from_secs(2)))
     ///     .lock_safe_methods(true)
@@ -186,8 +188,8 @@ impl LockLayer {
     /// # }
     /// ```
     ///
-    /// An upgraded connection, of a WebSocket for instance, is none of that number by itself: its request is over with the 101. The task that serves it has to
-    /// keep the permit, and to end when that is lost, which [`max_hold`](Self::max_hold) sees to:
+    /// An upgraded connection, for instance of a WebSocket, does not count by itself: its request ends with the 101. The task
+    /// that serves it must keep the permit, and end when the permit is lost. [`max_hold`](Self::max_hold) bounds that:
     ///
     /// ```
     /// # #[cfg(feature = "axum")] {
@@ -198,7 +200,7 @@ impl LockLayer {
     ///
     /// # async fn serve(_: hyper::upgrade::Upgraded) {}
     /// async fn socket(view: LeaseHandle, request: Request) -> impl IntoResponse {
-    ///     // Here and not in the task: with the answer the permit would be gone.
+    /// // Take the permit here, not in the task: it is released with the response.
     ///     let Some(permit) = view.reenter() else { return Err(StatusCode::SERVICE_UNAVAILABLE) };
     ///     tokio::spawn(async move {
     ///         if let Ok(connection) = hyper::upgrade::on(request).await {
@@ -211,7 +213,7 @@ impl LockLayer {
     ///     Ok((StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]))
     /// }
     ///
-    /// // Five sockets at a time, for an hour each; GET needs no permit unless told so.
+    /// // Five sockets at a time, for an hour each; GET needs a permit only if configured.
     /// let sockets = Semaphore::new(MemoryBackend::new(), 5).namespace("sockets").wait(Duration::ZERO);
     /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600))).lock_safe_methods(true);
     /// let app: Router = Router::new().route("/socket", get(socket)).layer(layer);
@@ -221,11 +223,11 @@ impl LockLayer {
         Self::with_locks(semaphore.locks)
     }
 
-    /// Lets requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) through together, and any other one by itself, for each key: the first take the
-    /// read side of its lock, the others the write side. With the [settings](Self::with_locks) of the locks.
+    /// Admits safe requests (GET, HEAD, OPTIONS and TRACE with HTTP) together, and any other request alone, for each key: safe
+    /// requests take the read side of the lock, the others the write side. Uses the [settings](Self::with_locks) of the locks.
     ///
-    /// What a reader sees is not changed while its answer is sent. A service that does not speak HTTP has no requests of which that is known, so all of them
-    /// write.
+    /// The data of a reader does not change while its response is sent. Without HTTP no request is known to be safe, so all of
+    /// them write.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -253,38 +255,39 @@ impl<K, A, D> LockLayer<K, A, D> {
         LockLayer { settings, key: Arc::new(key), answer, handlers }
     }
 
-    /// What a rejection becomes. Defaults to [`HttpResponder`]; [`ErrorResponder`](crate::responder::ErrorResponder) is for services that do not
-    /// speak HTTP.
+    /// The response to a rejection. Defaults to [`HttpResponder`]; use [`ErrorResponder`](crate::responder::ErrorResponder) for
+    /// services without HTTP.
     ///
-    /// With a type of your own it is also up to its [`BindLease`](super::BindLease) which requests are [safe](Self::lock_safe_methods), where a handler finds its
-    /// [`LeaseHandle`](super::LeaseHandle), and that the lock is held until the [body has ended](ReleaseAt::BodyEnd): see the
-    /// [examples](crate::responder#examples).
+    /// A responder of your own also decides, through [`BindLease`](super::BindLease), which requests are
+    /// [safe](Self::lock_safe_methods), where a handler finds its [`LeaseHandle`](super::LeaseHandle), and that the lock is held
+    /// until the [body has ended](ReleaseAt::BodyEnd): see the [examples](crate::responder#examples).
     pub fn responder<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
         let Self { settings, key, answer: _, handlers } = self;
         LockLayer { settings, key, answer, handlers }
     }
 
-    /// Lets a handler that has begun come to its end when its client goes away, with its lock, in a task of its own. Defaults to dropping it where it
-    /// stands and giving the lock back.
+    /// Lets a running handler finish in a task of its own, with its lock, when its client disconnects. By default, the handler
+    /// is dropped and the lock released.
     ///
-    /// For handlers that must not be cut off in the middle: of a payment, say. A request that still waits for its lock ends with its client all the
-    /// same, a lease that is [lost](OnLoss::Cancel) still cancels the handler, and [`max_hold`](Self::max_hold) bounds how long
-    /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
-    /// not detached; those that pass without theirs since the [store fails](OnStoreError::Allow) are, and nothing bounds how long they go on.
-    /// [`max_running`](LockLayer::max_running) bounds how many requests of the layer are at work.
-    /// [`shutdown`](Self::shutdown) waits for those that are.
+    /// Use it for handlers that must not be interrupted, for instance payments. A request that still waits for its lock ends
+    /// with its client. A [lost](OnLoss::Cancel) lease still cancels the handler, and [`max_hold`](Self::max_hold) bounds its
+    /// time. Its response is dropped, and its response body is never polled. Requests that need no lock are not detached.
+    /// Requests that pass because the [store fails](OnStoreError::Allow) are, without a bound on their time.
     ///
-    /// Inside of another lock, of a layer further out or of [`Locks::run`], a handler that goes on with its own keeps that one, too, until its end, and ends
-    /// with it as it would if its client were still there. One that passes without its own keeps no other.
+    /// [`max_running`](LockLayer::max_running) bounds the number of running requests, and [`shutdown`](Self::shutdown) waits for
+    /// them.
+    ///
+    /// Inside of another lock, of an outer layer or of [`Locks::run`], a detached handler with its own lock keeps the outer lock
+    /// until its end as well, and is cancelled with it as usual. A handler without its own lock keeps no outer one.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { mut settings, key, answer, handlers: _ } = self;
         settings.places.get_or_insert_with(|| Places::new(MAX_RUNNING));
         LockLayer { settings, key, answer, handlers: PhantomData }
     }
 
-    /// Lets no request in any more, and waits until every lock of this layer and its clones has been given back: by handlers that go on without their
-    /// client, too. Requests that come then are turned away as when the store fails. See [`Locks::shutdown`], which this is for
-    /// [the same locks](LockLayer::with_locks).
+    /// Admits no more requests, and waits until every lock of this layer and its clones is released, also by detached handlers.
+    /// New requests are rejected as for a store error. See [`Locks::shutdown`], which does this for [shared
+    /// locks](LockLayer::with_locks).
     pub async fn shutdown(&self) {
         self.settings.locks.shutdown().await;
     }
@@ -294,79 +297,82 @@ impl<K, A, D> LockLayer<K, A, D> {
         self
     }
 
-    /// What keeps the locks of these requests apart from others with the same keys. Defaults to `requests`, which all [new](LockLayer::new) layers
-    /// on one backend have in common.
+    /// Separates the locks of these requests from others with the same keys. Defaults to `requests`, which all
+    /// [new](LockLayer::new) layers on one backend share.
     pub fn namespace(self, namespace: impl Into<Key>) -> Self {
         self.with(|locks| locks.namespace(namespace))
     }
 
-    /// How long the lock outlives a process that has died, from 10 ms to a day: see [`Locks::ttl`]. Defaults to 15 s.
+    /// How long the lock outlives a dead process, from 10 ms to a day: see [`Locks::ttl`]. Defaults to 15 s.
     pub fn ttl(self, ttl: Duration) -> Self {
         self.with(|locks| locks.ttl(ttl))
     }
 
-    /// How long a request waits for its lock. Defaults to zero: it is turned away when somebody else holds it, 409 with HTTP.
+    /// How long a request waits for its lock. Defaults to zero: a request for a held lock is rejected, 409 with HTTP.
     ///
-    /// A request that waits holds the place in the inner service that was reserved for it.
+    /// A waiting request keeps the inner service that reported ready, with its permit.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|locks| locks.wait(wait))
     }
 
-    /// Asks whoever holds the lock to give it back, while a request [waits](Self::wait) for it. Defaults to waiting in silence. The handler that has it is told
-    /// by [`LeaseHandle::asked`](super::LeaseHandle::asked), and goes on or comes to its end, as it likes: see [`Locks::request_release`].
+    /// Asks the holder to release the lock while a request [waits](Self::wait) for it. Off by default. The handler learns it
+    /// from [`LeaseHandle::asked`](super::LeaseHandle::asked), and may ignore it: see [`Locks::request_release`].
     pub fn request_release(self) -> Self {
         self.with(Locks::request_release)
     }
 
-    /// First come, first served among all processes, for requests that [wait](Self::wait), and those that do not pass none of them: see [`Locks::fair`].
-    /// Defaults to whoever asks first when the lock is free. All layers with the same locks have to do the same.
+    /// First come, first served among all processes, for requests that [wait](Self::wait); other requests overtake none of them:
+    /// see [`Locks::fair`]. By default, the first request after a release gets the lock. All layers with the same locks must
+    /// agree.
     pub fn fair(self) -> Self {
         self.with(Locks::fair)
     }
 
-    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: see [`Locks::holder`]. Defaults to no name.
+    /// The name of the holders for [`LockAdmin`](super::LockAdmin): see [`Locks::holder`]. Defaults to no name.
     pub fn holder(self, name: impl AsRef<str>) -> Self {
         self.with(|locks| locks.holder(name))
     }
 
-    /// Who has to know of a lease before a request is let through, and whenever it is renewed: see [`Locks::replication`]. Defaults to
-    /// [`Replication::Primary`]. A request whose lease too few know of is turned away, 503 with HTTP, whatever happens when the
-    /// [store fails](Self::on_store_error).
+    /// Where a lease must be stored before a request is admitted, and at each renewal: see [`Locks::replication`]. Defaults to
+    /// [`Replication::Primary`]. With too few replicas the request is rejected, 503 with HTTP, whatever you set for [store
+    /// errors](Self::on_store_error).
     pub fn replication(self, replication: Replication) -> Self {
         self.with(|locks| locks.replication(replication))
     }
 
-    /// How many requests may wait for one lock in this process, behind the one that has it or asks the store for it. Defaults to 64. One more is turned away, 503 with HTTP.
+    /// How many requests may wait for one lock in this process, behind the leader that has it or calls the store. Defaults to
+    /// 64. One more is rejected, 503 with HTTP.
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
     }
 
-    /// How many requests may be waiting for their locks in this process in total, those included that ask for theirs at the moment and are ready to
-    /// wait. Defaults to 1,000. One more is turned away, 503 with HTTP. Nothing counts that does not [wait](Self::wait).
+    /// How many requests may wait for locks in this process, including requests that call the store. Defaults to 1,000. One more is
+    /// rejected, 503 with HTTP. Requests that do not [wait](Self::wait) do not count.
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters_in_total(waiters))
     }
 
-    /// How long a request has its lock at the most, which is not zero; it is lost then. Defaults to 5 minutes.
+    /// How long a request holds its lock at most; then the lock is lost. Must not be zero. Defaults to 5 minutes.
     pub fn max_hold(self, max_hold: Duration) -> Self {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// How long one call of the store may take, which is not zero: see [`Locks::deadline`]. Defaults to 100 ms.
+    /// The longest duration of a store call: see [`Locks::deadline`]. Must not be zero. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))
     }
 
-    /// When the layer stops to ask a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`]. Meanwhile requests are
-    /// [turned away](Self::on_store_error) at once, and do not take the deadline each; those that [wait](Self::wait) do not wait for the store either.
+    /// When the layer stops calling a failing store: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`]. While
+    /// the circuit is open, requests are [rejected](Self::on_store_error) at once, also requests that [wait](Self::wait).
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|locks| locks.circuit_breaker(breaker))
     }
 
-    /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
-    /// no [`LeaseHandle`](super::LeaseHandle) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side with false, and the write
-    /// side with true. With gRPC, and where no HTTP is spoken, no request is known to be one of them, and with an
-    /// answer [of your own](Self::responder) those are that it [says so](super::BindLease::is_safe) of.
+    /// Whether safe requests (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass
+    /// without a lock, and have no [`LeaseHandle`](super::LeaseHandle) in their extensions. With [read/write
+    /// locks](LockLayer::with_rw_locks) they take the read side with false, and the write side with true. Over gRPC and without
+    /// HTTP no request is known to be safe. A [responder](Self::responder) of your own decides by
+    /// [`is_safe`](super::BindLease::is_safe).
     pub fn lock_safe_methods(mut self, locks_safe: bool) -> Self {
         self.settings.safe = match (locks_safe, self.settings.is_rw) {
             (true, _) => Safe::Lock,
@@ -376,35 +382,35 @@ impl<K, A, D> LockLayer<K, A, D> {
         self
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    /// What to do with a request without a key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(mut self, on_missing_key: OnMissingKey) -> Self {
         self.settings.on_missing_key = on_missing_key;
         self
     }
 
-    /// What happens to a request when the store fails. Defaults to [`OnStoreError::Deny`].
+    /// What to do with a request when the store fails. Defaults to [`OnStoreError::Deny`].
     pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
         self.settings.on_store_error = on_store_error;
         self
     }
 
-    /// What happens to a request whose lease is lost while it is served. Defaults to [`OnLoss::Cancel`].
+    /// What to do when a running request loses its lease. Defaults to [`OnLoss::Cancel`].
     pub fn on_loss(mut self, on_loss: OnLoss) -> Self {
         self.settings.on_loss = on_loss;
         self
     }
 
-    /// When the lock of a request is given back. Defaults to [`ReleaseAt::BodyEnd`].
+    /// When the lock of a request is released. Defaults to [`ReleaseAt::BodyEnd`].
     pub fn release_at(mut self, release_at: ReleaseAt) -> Self {
         self.settings.release_at = release_at;
         self
     }
 
-    /// Makes sure that the locks hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    /// Checks that the locks reach far enough, for instance that the backend is not the memory backend.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.settings.locks.scope().require(scope)?;
         Ok(self)
@@ -416,11 +422,11 @@ impl<K, A, D> LockLayer<K, A, D> {
 }
 
 impl<K, A> LockLayer<K, A, Detached> {
-    /// How many requests of this layer and its clones may be at work, those included whose client has gone. Defaults to 10,000. One more is turned
-    /// away before its lock is asked for: 503 with HTTP, [`Full`] without.
+    /// How many requests of this layer and its clones may run, including those without a client. Defaults to 10,000. One more is
+    /// rejected before its lock is requested: 503 with HTTP, [`Full`] without.
     ///
-    /// A request is at work from when it asks for its lock until its handler has answered, also while it [waits](Self::wait). One that needs
-    /// no lock does not count.
+    /// A request counts from its lock request until the response of its handler, also while it [waits](Self::wait). A request
+    /// that needs no lock does not count.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -438,11 +444,11 @@ impl<K, A> LockLayer<K, A, Detached> {
     }
 }
 
-/// How many requests of a detached layer are at work unless told otherwise.
+/// The default of `max_running`.
 const MAX_RUNNING: usize = 10_000;
 
 impl Settings {
-    /// The place of a request whose handler is detached, where there is one; `None` for any other.
+    /// The permit of a detached request; `None` for any other.
     pub(super) fn admit(&self, lock: &LockKey) -> Result<Option<Place>, Full> {
         let Some(places) = &self.places else { return Ok(None) };
         let home = self.locks.home();
@@ -453,7 +459,7 @@ impl Settings {
         place.map(Some).ok_or(Full)
     }
 
-    /// Whether a request passes without a lock because of this, and if so the log and the metrics are told.
+    /// Whether a request passes without a lock for this reason. If so, logs and counts it.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {
             return false;
@@ -491,7 +497,7 @@ impl<S, K, A: Clone> Layer<S> for LockLayer<K, A, Detached> {
     }
 }
 
-// By hand: `derive` would ask for `K: Clone`.
+// By hand: `derive` would require `K: Clone`.
 impl<K, A: Clone, D> Clone for LockLayer<K, A, D> {
     fn clone(&self) -> Self {
         let (settings, key, answer) = (self.settings.clone(), Arc::clone(&self.key), self.answer.clone());
@@ -520,7 +526,7 @@ impl Settings {
 
 /// The time in which a request has its lock. Ends when it is dropped.
 pub struct LeaseGuard {
-    // Before the lease, which means nothing to it once it was given back.
+    // Dropped before the lease: the loss is meaningless after the release.
     loss: Option<Pin<Box<dyn Future<Output = Lost> + Send>>>,
     lease: Lease,
 }
@@ -536,7 +542,7 @@ impl LeaseGuard {
         &self.lease
     }
 
-    /// Ready when the lease is lost, and the request is to be [cancelled](OnLoss::Cancel) for that. Not to be polled again then.
+    /// Resolves when the lease is lost and the request is to be [cancelled](OnLoss::Cancel). Do not poll again after that.
     pub fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<Lost> {
         let Some(loss) = &mut self.loss else { return Poll::Pending };
         loss.as_mut().poll(cx)

@@ -26,19 +26,17 @@ use crate::error::StoreError;
 use crate::key::Key;
 
 impl Locks {
-    /// Takes the locks of all keys, or none of them.
+    /// Acquires the locks of all keys, or none.
     ///
-    /// Up to 128 keys on one server are taken in one step, in which nobody sees some of them held and others not. On a cluster that is so for
-    /// keys of one slot; slots, [fair](Self::fair) locks and keys beyond that number are taken one after the other in an order that is the
-    /// same everywhere, so those who want some of the same keys never wait for each other in a circle; when one cannot be had in
-    /// time, those before it are given back. If one of those is lost meanwhile, as when it was held for [as long as it may be](Self::max_hold),
-    /// all are given back at once, and the error is [`LockError::Busy`].
+    /// Up to 128 keys on one server are acquired in one atomic step. On a cluster, that applies to keys of one slot. Slots,
+    /// [fair](Self::fair) locks and further keys are acquired one after the other in a global order, so callers with common keys
+    /// never deadlock. If one lock is not granted in time, the earlier ones are released. If an earlier one is lost meanwhile,
+    /// for instance by its [`max_hold`](Self::max_hold), all are released, and the error is [`LockError::Busy`].
     ///
-    /// Nothing is held while it waits for keys that are taken in one step, so other processes that take single ones of them all the time
-    /// can keep it waiting until its time is over; with [fair](Self::fair) locks they cannot.
+    /// While waiting for keys of one step, nothing is held. So other processes that keep acquiring single keys can delay it
+    /// until its wait is over; with [fair](Self::fair) locks they cannot.
     ///
-    /// Whoever waits for one of the keys keeps others in this process from asking for any of them. A key that is named twice
-    /// counts once.
+    /// A waiter for one of the keys blocks other callers of this process from all of them. A repeated key counts once.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -55,7 +53,7 @@ impl Locks {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. Nothing is held then.
+    /// See [`LockError`]. No lock is held then.
     pub fn lock_all<K: Into<Key>>(&self, keys: impl IntoIterator<Item = K>) -> MultiRequest {
         let mut keys: Vec<Key> = keys.into_iter().map(Into::into).collect();
         keys.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
@@ -64,7 +62,7 @@ impl Locks {
     }
 }
 
-/// Several locks that are about to be taken: `.await` it, or [`run`](Self::run) something.
+/// An acquisition of several locks: `.await` it, or [`run`](Self::run) a body under the locks.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct MultiRequest {
     locks: Locks,
@@ -73,7 +71,7 @@ pub struct MultiRequest {
 }
 
 impl MultiRequest {
-    /// How long the locks outlive a holder that has died: see [`Locks::ttl`].
+    /// How long the locks outlive a dead holder: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.locks = self.locks.ttl(ttl);
         self
@@ -85,15 +83,15 @@ impl MultiRequest {
         self
     }
 
-    /// How long the leases are renewed at the most: see [`Locks::max_hold`]. Where they are taken one after the other, that of the first has to
-    /// last until the last one is there.
+    /// How long the leases are renewed at most: see [`Locks::max_hold`]. If they are acquired one after the other, the first one
+    /// must last until the last one is granted.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.locks = self.locks.max_hold(max_hold);
         self
     }
 
-    /// Runs `body` with the leases, and gives them back when that is done. If one of them is lost before, `body` is dropped where it
-    /// stands, and the error says which one: as [`LockRequest::run`](super::LockRequest::run) does with one.
+    /// Runs `body` with the leases, and releases them afterwards. If one is lost before, `body` is dropped, and the error names
+    /// it: see [`LockRequest::run`](super::LockRequest::run).
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -110,11 +108,11 @@ impl MultiRequest {
     ///
     /// # Errors
     ///
-    /// See [`RunError`]. That a lock could not be given back in time is none: it is tried again in the background.
+    /// See [`RunError`]. A late release is no error: it is retried in the background.
     ///
     /// # Cancellation
     ///
-    /// Dropping the future drops `body` and gives the locks back.
+    /// Dropping the future drops `body` and releases the locks.
     pub async fn run<T, F>(self, body: impl FnOnce(MultiLease) -> F + Send) -> Result<T, RunError<T>>
     where
         F: Future<Output = T> + Send,
@@ -131,7 +129,7 @@ impl MultiRequest {
     }
 }
 
-/// The locks that a caller asks for together.
+/// The locks of one request.
 struct Several {
     home: Arc<Shared>,
     locks: Vec<LockKey>,
@@ -163,7 +161,7 @@ impl Request for Several {
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<MultiLease, LockError>> {
         let (home, locks, terms) = (Arc::clone(&self.home), self.locks.clone(), self.terms);
         let (give_up, place) = (after(begun, self.wait), Place { is_back, ..self.place });
-        // Before anything can fail that they count.
+        // Create the metrics before anything can fail that they count.
         if let Some(lock) = locks.first() {
             home.meters(lock);
         }
@@ -177,7 +175,7 @@ impl Request for Several {
     fn busy(&self) -> LockError {
         let busy = self.locks.iter().map(|lock| self.home.gate.busy(lock));
         let longest = busy.max_by_key(Busy::retry_after);
-        // There is nothing to wait for without a lock.
+        // Without locks there is nothing to wait for.
         longest.map_or_else(|| Closed.into(), LockError::from)
     }
 
@@ -197,7 +195,7 @@ impl MultiLease {
         place: Place,
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
-        // In a line of the store each is waited for by itself.
+        // With a queue in the store, wait for each lock by itself.
         let most = if terms.is_fair { 1 } else { Claim::MAX_TOGETHER };
         let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
         for locks in shards.flat_map(|shard| shard.chunks(most)) {
@@ -210,20 +208,20 @@ impl MultiLease {
             match taken {
                 Ok(taken) => leases.leases.extend(taken),
                 Err(error) => {
-                    // Whatever cannot be given back now is tried again in the background.
+                    // A failed release is retried in the background.
                     let _ = leases.release().await;
                     return Err(error);
                 }
             }
         }
         leases.leases.sort_by(|one, other| one.lock().subject().as_str().cmp(other.lock().subject().as_str()));
-        // The first ones may have been lost while the last ones were waited for.
+        // An early lease may have been lost while waiting for a later one.
         leases.check().map_err(|lost| lost_before(&lost))?;
         Ok(leases)
     }
 }
 
-/// What it is that a lock was lost before all were there: nothing was done under it that could be half done.
+/// The error of a lease that is lost before all are granted: no work was done under it.
 fn lost_before(lost: &Lost) -> LockError {
     Busy::new(*lost.lock(), Duration::ZERO).into()
 }
@@ -243,7 +241,7 @@ impl fmt::Debug for MultiRequest {
     }
 }
 
-/// Several locks that are held together: see [`Locks::lock_all`]. Dropping it gives all of them back.
+/// Several locks that are held together: see [`Locks::lock_all`]. Dropping it releases all of them.
 #[derive(Debug)]
 #[must_use = "the locks are given back when this is dropped"]
 pub struct MultiLease {
@@ -260,16 +258,16 @@ impl MultiLease {
         &self.leases
     }
 
-    /// Whether all locks are still ours: see [`Lease::check`].
+    /// Whether all locks are still held: see [`Lease::check`].
     ///
     /// # Errors
     ///
-    /// Says which one was lost, and how.
+    /// Which one was lost, and how.
     pub fn check(&self) -> Result<(), Lost> {
         self.leases.iter().try_for_each(Lease::check)
     }
 
-    /// For how long all locks are ours, should no renewal succeed any more. Of no locks, for ever.
+    /// How long all locks are held if no further renewal succeeds. Without locks, for ever.
     #[must_use]
     pub fn remaining(&self) -> Duration {
         self.leases.iter().map(Lease::remaining).min().unwrap_or(Duration::MAX)
@@ -290,11 +288,11 @@ impl MultiLease {
         Self { leases: self.leases.iter().map(Lease::reenter).collect() }
     }
 
-    /// Gives all of them back, and says what became of the one that fared worst.
+    /// Releases all of them, and returns the worst outcome.
     ///
     /// # Errors
     ///
-    /// The first error of the store there was, if any. All are given back in any case, or tried again in the background.
+    /// The first store error, if any. The other locks are released anyway, or retried in the background.
     pub async fn release(mut self) -> Result<ReleaseOutcome, StoreError> {
         let outcomes = together(self.leases.drain(..).map(Lease::release)).await;
         outcomes.into_iter().try_fold(ReleaseOutcome::Released, |worst, outcome| Ok(worst.max(outcome?)))

@@ -6,20 +6,20 @@ use super::layer::LeaseGuard;
 use super::lease::LeaseHandle;
 use crate::error::BoxError;
 
-/// Why a request was turned away by a [`LockLayer`](super::LockLayer), or cancelled.
+/// Why a [`LockLayer`](super::LockLayer) rejected or cancelled a request.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// There is no lease, or no longer one.
+    /// The lease was not granted, or was lost.
     Lock(LockError),
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer [rejects](super::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
-    /// So many requests of the layer are at work that one more is not let in.
+    /// The layer has as many running requests as allowed.
     Full(Full),
 }
 
 impl From<Rejection> for BoxError {
-    /// The error inside: [`LockError`], [`MissingKey`] or [`Full`], to be found by downcasting.
+    /// The error inside: [`LockError`], [`MissingKey`] or [`Full`], for downcasting.
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Lock(error) => error.into(),
@@ -29,7 +29,7 @@ impl From<Rejection> for BoxError {
     }
 }
 
-/// The rejection of a request that has no key.
+/// The rejection of a request without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MissingKey;
@@ -42,8 +42,7 @@ impl fmt::Display for MissingKey {
 
 impl Error for MissingKey {}
 
-/// The rejection of a request by a layer that has as many requests at work as it
-/// [may have](super::LockLayer::max_running).
+/// The rejection of a request by a layer with [`max_running`](super::LockLayer::max_running) running requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Full;
@@ -56,37 +55,36 @@ impl fmt::Display for Full {
 
 impl Error for Full {}
 
-/// What a lock has to do with requests and responses of one kind.
+/// Connects locks with one type of requests and responses.
 ///
-/// Implemented for the same types as [`Responder`](crate::responder::Responder), which has the other half of the answer.
+/// Implemented for the same types as [`Responder`](crate::responder::Responder), which makes the response.
 ///
-/// A method that is left out changes what the lock protects: every request takes it then, handlers find no [`LeaseHandle`], and it is given back
-/// before the body of the answer has ended. Over HTTP an answer of your own passes them on to [`HttpResponder`](crate::responder::HttpResponder), as in the
-/// [examples](crate::responder#examples).
+/// The default methods change what the lock protects: every request takes the lock, handlers find no [`LeaseHandle`], and the
+/// lock is released before the response body has ended. Over HTTP, a responder of your own forwards them to
+/// [`HttpResponder`](crate::responder::HttpResponder), as in the [examples](crate::responder#examples).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say which of the requests `{Req}` need a lock, and how long the answers `{Res}` keep it",
     note = "the default answers with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
     note = "an answer of your own for a lock implements `BindLease` beside `Responder`; over HTTP all of its methods are passed on to `HttpResponder`, or the lock is given back before the body of the answer has ended"
 )]
 pub trait BindLease<Req, Res> {
-    /// Whether the request changes nothing, so that it needs no lock. Unless told otherwise every request may.
+    /// Whether the request changes nothing, so that it needs no lock. By default, no request is safe.
     fn is_safe(&self, request: &Req) -> bool {
         let _ = request;
         false
     }
 
-    /// Gives a request a look at its lease. Unless told otherwise there is no place for that.
+    /// Adds a handle of its lease to a request. By default, does nothing.
     fn attach(&self, lease: LeaseHandle, request: &mut Req) {
         let _ = (lease, request);
     }
 
-    /// Takes from a request that passes without its lock the look at the lease of a layer further out, which it would take for its own. Unless told otherwise
-    /// there is none.
+    /// Removes the lease handle of an outer layer from a request that passes without its own lock. By default, does nothing.
     fn pass(&self, request: &mut Req) {
         let _ = request;
     }
 
-    /// Lets `response` keep the lock until it has come to its end. Unless told otherwise it has, when it is there.
+    /// Keeps the lock with `response` until its end. By default, the response ends at once.
     fn occupy(&self, stay: LeaseGuard, response: &mut Res) {
         let _ = response;
         drop(stay);

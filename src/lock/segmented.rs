@@ -22,10 +22,10 @@ use super::run_error::{RunError, ended};
 use crate::error::StoreError;
 use crate::key::Key;
 
-/// A lock in several segments, for what would otherwise be one hot key: whoever comes takes any segment that is free.
+/// A lock in several segments, for a hot key: each caller takes any free segment.
 ///
-/// One lock lets through one piece of work after the other: 50 a second if each takes 20 ms. A stock of 1,000 in 20 segments of 50
-/// lets through 20 at a time. Each segment is a lock of its own, and lies in a slot of its own on a cluster.
+/// One lock admits one piece of work after the other: 50 a second if each takes 20 ms. A stock of 1,000 in 20 segments of 50
+/// admits 20 at a time. Each segment is a lock of its own, in a slot of its own on a cluster.
 ///
 /// ```
 /// use tollgate::{Locks, MemoryBackend, lock::Segmented};
@@ -34,7 +34,7 @@ use crate::key::Key;
 /// let stock = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 20);
 /// let mut left = [50; 20];
 ///
-/// // Whatever segment is free, of those that are not sold out.
+/// // Any free segment that is not sold out.
 /// let segment = stock.any().among(|index| left[usize::from(index)] > 0).await?;
 /// left[usize::from(segment.index())] -= 1;
 /// segment.release().await?;
@@ -42,7 +42,7 @@ use crate::key::Key;
 /// # }
 /// ```
 ///
-/// If all there is to do is to count down, one atomic script needs no lock at all, and is faster.
+/// If you only count down, one atomic script needs no lock and is faster.
 #[derive(Clone, Debug)]
 pub struct Segmented {
     locks: Locks,
@@ -51,30 +51,29 @@ pub struct Segmented {
 }
 
 impl Segmented {
-    /// `segments` locks in the place of the one of `key`. At least one: zero counts as one.
+    /// `segments` locks instead of one for `key`. Zero counts as one.
     pub fn new(locks: &Locks, key: impl Into<Key>, segments: u16) -> Self {
         Self { locks: locks.clone(), key: key.into(), segments: segments.max(1) }
     }
 
-    /// How many segments there are.
+    /// The number of segments.
     #[must_use]
     pub const fn segments(&self) -> u16 {
         self.segments
     }
 
-    /// Takes any segment that is free, and waits if none is, for as long as [`Locks::wait`] says.
+    /// Acquires any free segment, and waits if none is free, as long as [`Locks::wait`].
     ///
-    /// One after the other is tried, beginning anywhere: a command for each that is not known to be held in this process. If none is free
-    /// one of them is waited for, and after 100 ms all are tried again.
+    /// It tries one segment after the other from a random start: one command for each that is not known to be held in this
+    /// process. If none is free, it waits for one of them, and after 100 ms tries all again.
     ///
-    /// One for which the store fails, or that too few replicas know of, is passed over like one that is held: another one may lie on a server
-    /// that works. What it said first is the error only where none is granted in time.
+    /// A segment with a store error or too few replicas is skipped like a held one: another may be on a working server. The
+    /// first such error is returned only if no segment is granted in time.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
         SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
     }
 
-    /// Takes one certain segment, to move what is left in it to another one for instance. Numbers beyond the last begin again
-    /// with the first.
+    /// Acquires one given segment, for instance to move its remaining stock. Numbers beyond the last one wrap around.
     pub fn one(&self, index: u16) -> LockRequest {
         self.locks.lock(self.name(index))
     }
@@ -88,7 +87,7 @@ impl Segmented {
     }
 }
 
-/// A segment that is about to be taken: `.await` it, or [`run`](Self::run) something.
+/// An acquisition of a segment: `.await` it, or [`run`](Self::run) a body under it.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct SegmentRequest<F> {
     segmented: Segmented,
@@ -96,48 +95,48 @@ pub struct SegmentRequest<F> {
     among: F,
 }
 
-/// For how long one segment is waited for before all are tried again.
+/// How long to wait for one segment before all are tried again.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// The pause after the store has failed for all that are to be waited for.
+/// The pause after the store failed for all segments.
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl<F> SegmentRequest<F> {
-    /// How long the segment outlives a holder that has died: see [`Locks::ttl`].
+    /// How long the segment outlives a dead holder: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.segmented.locks = self.segmented.locks.ttl(ttl);
         self
     }
 
-    /// How long its lease is renewed at the most: see [`Locks::max_hold`].
+    /// How long its lease is renewed at most: see [`Locks::max_hold`].
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.segmented.locks = self.segmented.locks.max_hold(max_hold);
         self
     }
 
-    /// How long to wait while no segment is free; with zero all of them are tried once. Where the store does not answer for some of
-    /// them, the others are tried for as long as twice the [deadline](Locks::deadline) after that.
+    /// How long to wait while no segment is free; with zero, each is tried once. If the store does not reply for some segments,
+    /// the others are tried for up to twice the [deadline](Locks::deadline) after that.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
         self
     }
 
-    /// Takes only segments for which `among` is true. If that is none, the request is [`LockError::Busy`].
+    /// Acquires only segments for which `among` is true. Without any, the result is [`LockError::Busy`].
     pub fn among<F2: Fn(u16) -> bool>(self, among: F2) -> SegmentRequest<F2> {
         SegmentRequest { segmented: self.segmented, wait: self.wait, among }
     }
 }
 
 impl<F: Fn(u16) -> bool> SegmentRequest<F> {
-    /// Runs `body` with the segment, and gives that back when it is done. If its lease is lost before, `body` is dropped where it stands,
-    /// and the error says so: see [`LockRequest::run`].
+    /// Runs `body` with the segment, and releases it afterwards. If its lease is lost before, `body` is dropped, and the error
+    /// says so: see [`LockRequest::run`].
     ///
     /// # Errors
     ///
-    /// See [`RunError`]. That the segment could not be given back in time is none: it is tried again in the background.
+    /// See [`RunError`]. A late release is no error: it is retried in the background.
     ///
     /// # Cancellation
     ///
-    /// Dropping the future drops `body` and gives the segment back.
+    /// Dropping the future drops `body` and releases the segment.
     pub fn run<B, R, T>(self, body: B) -> impl Future<Output = Result<T, RunError<T>>> + Send + use<F, B, R, T>
     where
         B: FnOnce(Segment) -> R + Send,
@@ -170,7 +169,7 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
     }
 }
 
-/// The segments of which a caller asks for one.
+/// The candidate segments of one acquisition.
 struct AnySegment {
     segmented: Segmented,
     wait: Duration,
@@ -196,7 +195,7 @@ impl Request for AnySegment {
     }
 
     fn begin(&mut self, begun: Instant, _: bool) -> Call<Result<Segment, LockError>> {
-        // Before anything can fail that they count. What becomes of each try does not count by itself.
+        // Create the metrics before anything can fail that they count. Single tries do not count.
         self.meters();
         let (segmented, wait, candidates) = (self.segmented.clone(), self.wait, self.candidates.clone());
         Box::pin(async move { take_any(&segmented, begun, wait, candidates).await })
@@ -224,8 +223,8 @@ async fn take_any(
 ) -> Result<Segment, LockError> {
     let (home, terms) = segmented.locks.parts();
     let give_up = after(begun, wait);
-    // Once the time is up, and the store has failed for one, each may take half of what is left: one for which it hangs leaves some of that to
-    // the others.
+    // After the wait, if the store failed for one segment, each try may use half of the remaining time: a hanging segment leaves
+    // some to the others.
     let limit = terms.limit();
     let answer_by = after(give_up, limit.saturating_mul(2));
     let left = || give_up.saturating_duration_since(Instant::now());
@@ -239,14 +238,14 @@ async fn take_any(
         let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })
     };
-    // Notes what may be otherwise with another segment, or in a moment. What came first was said by the store; after that there may have been
-    // no time left for it to say anything.
+    // Keeps the first failure that may differ for another segment or later. The first one came from the store; later ones may be
+    // due to lack of time.
     let pass_over = |failed: Option<LockError>, error| {
         let first = failed.unwrap_or(error);
         if Instant::now() < answer_by { Ok(Some(first)) } else { Err(first) }
     };
     loop {
-        // Begins anywhere, so that those who come at the same time do not all try the same.
+        // A random start, so that concurrent callers do not all try the same segment.
         let start = getrandom::u32().unwrap_or_default() as usize % candidates.len().max(1);
         let (before, behind) = candidates.split_at(start);
         let candidates = || behind.iter().chain(before);
@@ -266,7 +265,7 @@ async fn take_any(
         for index in candidates() {
             match take(*index, left().min(PATIENCE), failed.is_some()).await {
                 Err(error @ (LockError::QueueFull(_) | LockError::Nested(_))) => refused = error,
-                // Another one may have become free.
+                // Another segment may have become free.
                 Err(LockError::Busy(_)) => {
                     has_waited = true;
                     break;
@@ -278,18 +277,18 @@ async fn take_any(
         match failed {
             _ if has_waited => {}
             Some(_) => sleep(jittered(PAUSE).min(left())).await,
-            // None of them is to be waited for.
+            // No segment is worth waiting for.
             None => return Err(refused),
         }
     }
 }
 
-/// Whether that is no reason not to take another segment.
+/// Whether another segment may still be granted.
 const fn is_taken(error: &LockError) -> bool {
     matches!(error, LockError::Busy(_) | LockError::QueueFull(_) | LockError::Nested(_))
 }
 
-/// Whether the store may have another answer for another segment, or for the same one later.
+/// Whether the store may answer differently for another segment, or later.
 fn is_passing(error: &LockError) -> bool {
     match error {
         LockError::NotReplicated(_) => true,
@@ -304,7 +303,7 @@ impl<F> fmt::Debug for SegmentRequest<F> {
     }
 }
 
-/// A segment that is held.
+/// A held segment.
 #[derive(Debug)]
 #[must_use = "the segment is given back when this is dropped"]
 pub struct Segment {
@@ -324,11 +323,11 @@ impl Segment {
         &self.lease
     }
 
-    /// Gives the segment back: see [`Lease::release`].
+    /// Releases the segment: see [`Lease::release`].
     ///
     /// # Errors
     ///
-    /// If the store does not answer.
+    /// If the store does not reply.
     pub fn release(self) -> impl Future<Output = Result<ReleaseOutcome, StoreError>> + Send + use<> {
         self.lease.release()
     }
@@ -341,7 +340,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Four were tried, and then one of them was waited for.
+    /// It tried four segments, and then waited for one of them.
     #[tokio::test(start_paused = true)]
     async fn one_that_is_free_is_found_at_once_among_many_that_are_not() {
         let backend = MemoryBackend::new();
@@ -357,7 +356,7 @@ mod tests {
             assert_eq!((segment.index(), begun.elapsed()), (17, Duration::ZERO));
             segment.release().await.unwrap();
         }
-        // Whichever is given back, it is found soon.
+        // The release of any segment is noticed soon.
         let _rest = ours.one(17).await.unwrap();
         let (segment, ()) = tokio::join!(ours.any().wait(LONG).into_future(), async {
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -368,9 +367,9 @@ mod tests {
         assert!(ours.any().among(|_| false).wait(LONG).await.is_err_and(|error| error.is_busy()));
     }
 
-    /// What one segment refuses, another may grant.
+    /// A segment may be granted although another one was refused.
     #[tokio::test(start_paused = true)]
-    async fn one_that_the_caller_has_or_that_too_many_wait_for_is_passed_over() {
+    async fn own_and_crowded_segments_are_skipped() {
         let locks = Locks::new(MemoryBackend::new()).wait(LONG).max_waiters(1);
         let segments = Segmented::new(&locks, "sku:1", 2);
         for _ in 0..20 {
