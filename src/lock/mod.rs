@@ -1,53 +1,62 @@
-//! One at a time, however many processes there are: locks that end by themselves, say when they are lost, and can be waited
-//! for.
+//! Locks that one holder has at a time, across all processes. They expire by themselves, report their loss, and can be awaited.
 //!
-//! [`Locks`] hands out a [`Lease`] by key; [`LockLayer`] does so in front of a tower service. The lease lies in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend))
-//! or in Redis, where all processes see it.
+//! [`Locks`] grants a [`Lease`] by key, and [`LockLayer`] does so in front of a tower service. A backend stores the lease: in
+//! this process ([`MemoryBackend`](crate::MemoryBackend)), or in Redis, which all processes share.
 //!
 //! # A lease, and not a lock
 //!
-//! Nothing in a network can keep a holder from dying, or from standing still. So what is called a lock here ends by itself, some
-//! time after its holder was last heard of ([`ttl`](Locks::ttl)), and a holder that is alive renews it. What follows from that:
+//! A holder can die or stall at any time. So a lock here is a lease: it expires some time after the last sign of life of its
+//! holder ([`ttl`](Locks::ttl)), and a live holder renews it. The consequences:
 //!
-//! * On one Redis primary there is at most one live lease for a key.
-//! * The holder of a lease that runs out knows so *before* the lock can be granted to somebody else. The deadline is counted from before the
-//!   command was sent that set the expiry, with a margin for clocks of different speed (1 % and 2 ms), and is kept by the clock:
-//!   no answer has to come for that. [`Locks::run`] drops its body then.
-//! * A lease that is taken away in the store is known to be lost with the next renewal, after a third of its time, or when it is given back. It may
-//!   be somebody else's before: where its key is deleted or evicted, by [`LockAdmin::force_unlock`], or if the clock of the server is set forward.
-//!   [`Locks::run`] answers [`RunError::Unprotected`] if the release finds that. Each loss is logged at WARN and counted once, whoever finds it.
-//! * A process that stands still (a blocked thread, a stopped container) cannot know anything until it goes on. Nor can one on a machine that
-//!   was suspended (a laptop, a virtual machine), and not even then where the clock of the process has not gone on meanwhile, as
-//!   on Linux: [`Lease::check`] may take the lease for ours until a renewal is answered. This is what
-//!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
-//!   number than it has seen. Use it where two at a time would be worse than a failure.
-//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. What that does to fences is said [below](#fences).
+//! * One Redis primary has at most one live lease for a key.
+//! * The holder of an expiring lease knows the end *before* the lock can be granted again. The deadline counts from before the
+//!   command
+//!   that set the expiry was sent, with a margin for clocks of different speed (1 % and 2 ms). It uses the local clock and needs no
+//!   reply. [`Locks::run`] drops its body then.
+//! * If the store ends a lease, the holder learns it at the next renewal, after a third of the lease, or at the release. Another
+//!   client may
+//!   have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_unlock`], or if the clock of the server
+//!   was set
+//!   forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged at WARN and counted
+//!   once.
+//! * A stalled process (a blocked thread, a stopped container) learns nothing until it resumes. The same holds for a suspended
+//!   machine.
+//!   If the clock of the process stands still meanwhile, as on Linux, [`Lease::check`] may accept an ended lease until the next
+//!   renewal.
+//!   Use the [`Lease::fence`] against that: each grant has a larger number than all before, and the protected data refuses smaller
+//!   numbers. Use it where two holders at a time would be worse than a failure.
+//! * A failover to a replica forgets unreplicated leases, so it may grant a held lock. [`Locks::replication`] makes that less
+//!   likely. For
+//!   fences, see [below](#fences).
 //!
 //! # Fences
 //!
-//! A fence is the time of the store's clock in microseconds, or one more than the largest that is known where that is larger. Known are the last fence
-//! of the key, which the store remembers for ten minutes after the lease, and the largest fence that any grant has shown to the
-//! process, which each acquisition passes on. A backend and its clones have one such number; it is not shared between two backends.
+//! A fence is the time of the store's clock in microseconds, or the largest known fence plus one if that is larger. Known are
+//! the last fence of the key, which the store keeps for ten minutes after the lease, and the largest fence of any grant to this
+//! process, which each acquisition passes on. A backend and its clones have one such number; two backends do not share it. On a
+//! cluster it covers all nodes, so the clock of one node can raise the fences of another.
 //!
-//! * Fences of a key rise whatever happens to processes, and if the clock of the store is set back by up to ten minutes.
-//! * If the store forgets the key (`FLUSHALL`, eviction, a failover that loses the last grant), fences still rise within each process, whatever the
-//!   clock does.
-//! * What remains: the store has forgotten the last fence of a key *and* its clock is behind the time of that grant. Then a process
-//!   that has not seen a fence as large, as one that has just started, may be granted a smaller one than another process before it.
-//! * A reply with a number of 2^53 - 2^40 or more is not remembered, so one wrong reply cannot use up the numbers below 2^53.
+//! * Fences of a key rise across process restarts, and if the clock of the store is set back by up to ten minutes.
+//! * If the store forgets the key (`FLUSHALL`, eviction, a failover that loses the last grant), fences still rise within each
+//!   process,
+//!   for any clock.
+//! * One gap remains: the store has forgotten the last fence of a key, *and* its clock is behind the time of that grant. Then a
+//!   process
+//!   without a fence as large, for instance a new one, may get a smaller fence than another process before.
+//! * A reply of 2^53 - 2^40 or more is not remembered, so one wrong reply cannot use up the numbers below 2^53.
 //!
 //! # One kind for a key
 //!
-//! While a key is held it is of one kind: exclusive ([`Locks`], fair or not), read/write ([`RwLocks`]) or a semaphore ([`Semaphore`], with whatever
-//! number of permits). A claim of another kind is refused with [`LockError::OtherKind`], which names both. Each type has its own default
-//! namespace, so their keys are apart unless you give them the same one.
+//! A held key has one kind: exclusive ([`Locks`], fair or not), read/write ([`RwLocks`]) or semaphore ([`Semaphore`], with any
+//! number of permits). A claim of another kind is refused with [`LockError::OtherKind`], which names both. Each type has its own
+//! default namespace, so their keys do not meet unless you set the same one.
 //!
-//! [`Redlock`] goes on while some of several independent servers are down, with promises of its own. If what you need is consensus, use
-//! etcd or ZooKeeper, and fence all the same.
+//! [`Redlock`] works while some of several independent servers are down, with guarantees of its own. If you need consensus, use
+//! etcd or ZooKeeper, and fences as well.
 //!
 //! # Examples
 //!
-//! As it comes:
+//! With the defaults:
 //!
 //! ```
 //! use tollgate::{Locks, MemoryBackend};
@@ -64,7 +73,7 @@
 //! # }
 //! ```
 //!
-//! And with everything said, the loss of the lease handled by hand:
+//! All options, with the loss of the lease handled by hand:
 //!
 //! ```
 //! use std::time::Duration;
@@ -93,13 +102,13 @@
 //! # }
 //! ```
 //!
-//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time, [`RwLocks`] many readers or one writer.
-//! What would be one hot key can be [`Segmented`]: any of several locks will do.
+//! [`Locks::lock_all`] acquires several keys or none. [`Semaphore`] admits several holders at a time, [`RwLocks`] many readers
+//! or one writer. For a hot key use [`Segmented`]: any of several locks.
 //!
 //! # In front of a service
 //!
-//! [`LockLayer`] lets one request at a time through for each key. As it comes, requests that find the lock held are turned away
-//! with 409 and `Retry-After`, GET and its like need no lock, and the lock is held until the body of the answer has ended:
+//! [`LockLayer`] admits one request at a time for each key. By default, a request for a held lock is rejected with 409 and
+//! `Retry-After`. Safe requests such as GET need no lock. The lock is held until the response body has ended:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -118,7 +127,7 @@
 //! # }
 //! ```
 //!
-//! With everything said:
+//! All options:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -152,7 +161,7 @@
 //!
 //! | | with HTTP | problem | with gRPC |
 //! | --- | --- | --- | --- |
-//! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `busy` | `ABORTED`, `RetryInfo` |
+//! | held, also after waiting | 409 (or 423, 429), `Retry-After` | `busy` | `ABORTED`, `RetryInfo` |
 //! | too many wait | 503, `Retry-After` | `queue-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | too many of a [detached](LockLayer::detached) layer are at work | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `unavailable` | `UNAVAILABLE`, `RetryInfo` |
@@ -161,65 +170,71 @@
 //! | no key | 400 | `about:blank` | `INVALID_ARGUMENT` |
 //! | a [setting](LockLayer::new) that cannot work, or a key that is held as [another kind](#one-kind-for-a-key) | 500 | `about:blank` | `INTERNAL` |
 //!
-//! The `type` of a problem document is `urn:tollgate:lock:` with the name behind it.
+//! The `type` of a problem document is `urn:tollgate:lock:` and the name.
 //!
-//! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the
-//! `grpc-timeout` of a call, which servers such as tonic's look at outside of all layers. It is not looked at here.
+//! A request also stops waiting when an outer timeout or a disconnected client ends it. Servers such as tonic's apply the
+//! `grpc-timeout` of a call outside of all layers; this layer does not read it.
 //!
-//! [`LockLayer::with_semaphore`] lets several requests of a key through at a time, [`LockLayer::with_rw_locks`] those that change nothing together.
+//! [`LockLayer::with_semaphore`] admits several requests of a key at a time, [`LockLayer::with_rw_locks`] all safe requests
+//! together.
 //!
-//! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
-//! instead, for up to 10,000 requests at work unless [`max_running`](LockLayer::max_running) says otherwise. A handler that goes on inside of an [idempotency layer](crate::idempotency#together-with-other-layers) keeps the lock until its end. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
-//! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
+//! When a client disconnects, its handler is dropped and the lock released. [`LockLayer::detached`] lets the handler finish
+//! instead, for up to 10,000 running requests by default ([`max_running`](LockLayer::max_running)). A handler that an inner
+//! [idempotency layer](crate::idempotency#together-with-other-layers) lets finish keeps the lock until its end. While the store
+//! keeps failing, it is called only now and then: see [`CircuitBreaker`].
+//!
+//! Put a rate limit outside of this layer, and a timeout for the handler inside. Services behind the handler can refuse late
+//! holders: see [`fencing`].
 //!
 //! # Waiting
 //!
-//! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
-//! lease goes from hand to hand inside the process, a new fence with each hand, for up to 16 grants or 100 ms at a time. Between
-//! processes whoever is first gets the lock, unless told otherwise; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
-//! a message when the lock is given back, and looks once a second in any case, since messages get lost.
+//! The waiters of one process share a queue and are served in order. Only the leader, the first of them, calls the store. Within
+//! the process the lease is handed off, with a new fence each time, for up to 16 grants or 100 ms. Between processes, the first
+//! call after a release gets the lock by default. That is not fair, but processes with a notification get a head start. A
+//! notification tells waiters of a release. They also call once a second, because notifications can be lost.
 //!
-//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each
-//! of them asks by itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
-//! stopped, has lost it, and holds the others up for no longer than that and one more second. Whoever learns of a grant only after that
-//! lease has ended has lost the turn, and goes to the end of the line. Only who is next is told when the
-//! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
-//! a process. Up to 10,000 stand in one line.
+//! [`Locks::fair`] and [`RwLocks`] are fair between processes: the store keeps one queue of all waiters, by its own clock. Each
+//! waiter calls the store once a second, which keeps its position. A dead or stopped waiter loses its position after three
+//! seconds, and delays the others by at most one second more. A waiter that learns of its grant after the lease has ended moves
+//! to the back of the queue. A release notifies only the next waiter. This costs one or two more commands for each grant after
+//! waiting, and there is no handoff within a process. A queue holds up to 10,000 waiters.
 //!
-//! A waiter whose task stops polling it holds up no other waiter. A call of the store that takes longer than 50 ms goes on in a task of the locks.
-//! A lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the next waiter.
-//! The caller keeps its position among the waiters of its process, and its own [`wait`](Locks::wait). Once it is polled again it waits on, or gets
-//! [`LockError::Busy`] if its wait is over. In fair locks and read/write locks it joins the queue of the store again, at the end.
+//! A waiter that is no longer polled delays no other waiter. A store call of more than 50 ms continues in a task of the locks. A
+//! lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the
+//! next waiter. The caller keeps its position in its process, and its own [`wait`](Locks::wait). When it is polled again it
+//! continues to wait, or gets [`LockError::Busy`] if its wait is over. With fair locks and read/write locks it enters the queue
+//! of the store again, at the end: a kept position would delay all processes.
 //!
-//! [`Locks::request_release`] has those who wait ask the holder to give the lock back: [`Lease::asked`] tells the holder, who decides.
+//! With [`Locks::request_release`] waiters ask the holder to release the lock. [`Lease::asked`] tells the holder, which decides.
 //!
 //! # What is asked of the store
 //!
-//! Taking and giving back a free lock are one command each. On one Redis server those that are taken at the same time share a command, and so do those that are given
-//! back. A lease is renewed after a third of its time; leases that are due
-//! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
-//! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
-//! One task renews all leases of a [`Locks`] and its clones. It runs in the runtime where the first lease was taken, which has to be at work for that; when that
-//! runtime ends, it moves to another one in which a lease was taken.
+//! Acquiring and releasing a free lock cost one command each. On one Redis server, concurrent acquisitions share a command, and
+//! so do releases. A lease is renewed after a third of its time. Leases that are due at the same time share a command, on a
+//! connection of their own. A failed renewal makes the lease [suspended](LeaseState::Suspended), and is retried for the rest of
+//! the lease.
+//!
+//! One task renews all leases of a [`Locks`] and its clones. It runs in the runtime of the first acquisition, which must keep
+//! running. When that runtime ends, the task moves to the runtime of another acquisition.
 //!
 //! # Operations
 //!
-//! [`LockAdmin`] says who holds a lock and for how long, lists those that are held, and takes one away. [`Locks::holder`] gives holders a name for
-//! that.
+//! [`LockAdmin`] shows the holders of a lock and for how long, lists held locks, and releases a lock by force. [`Locks::holder`]
+//! sets the name of holders.
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` locks count with the `metrics` facade. A metric that an
-//! exporter has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used. The label
-//! `locks` is the namespace of the first lock that one [`Locks`] and its clones were asked for; a key is never a label.
+//! With the feature `metrics`, locks report to the `metrics` facade. A metric that an exporter has dropped after its idle
+//! timeout appears [again](crate::rate_limit#metrics) at its next use. The label `locks` is the namespace of the first lock that
+//! a [`Locks`] and its clones requested; a key is never a label.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `full` where a detached layer has too many requests at work, `refused` for any other reason | what became of asking for a lock, or for [several](Locks::lock_all) at once, or for [any](Segmented::any) of some segments, unless nobody waited for that |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `full` where a detached layer has too many requests at work, `refused` for any other reason | outcomes of requests for a lock, for [several](Locks::lock_all) at once, or for [any](Segmented::any) segment, unless the caller was dropped |
 //! | `tollgate_lock_wait_seconds` | `locks` | the time until it was granted, a histogram |
 //! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
 //! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |
-//! | `tollgate_lock_fallback_polls_total` | `locks` | how often somebody who waits looked without being told |
+//! | `tollgate_lock_fallback_polls_total` | `locks` | polls of waiters without a notification |
 //! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
 //! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost, each once, whether a renewal, a deadline or the release found it |
 //! | `tollgate_lock_handlers_running` | `locks` | requests of [detached](LockLayer::detached) layers at work, from asking for the lock until the handler has answered, a gauge |
@@ -229,12 +244,12 @@
 //!
 //! # Cancellation
 //!
-//! Any future may be dropped at any time, and any lease anywhere, also where there is no runtime. What was granted to nobody is
-//! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
+//! You may drop any future at any time, and any lease anywhere, also outside of a runtime. A grant without a caller is released
+//! in the background, and a dropped waiter leaves the queue. No lease outlives its `ttl` in any case.
 //!
-//! An acquisition first waits for the leases of the same key that its own process is giving back, for one [deadline](Locks::deadline) at most.
-//! So `try_lock` after `drop(lease)` finds the lock free, for every kind of lock, if both are of the same `Locks` or a clone of it. A future may
-//! also be kept without being polled: see [waiting](#waiting).
+//! An acquisition first waits for pending releases of the same key in its own process, for one [deadline](Locks::deadline) at
+//! most. So `try_lock` after `drop(lease)` finds the lock free, for every kind of lock, if both belong to the same `Locks` or a
+//! clone. A future may also be kept without polling: see [waiting](#waiting).
 
 mod admin;
 mod error;

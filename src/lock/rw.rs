@@ -30,23 +30,22 @@ use crate::store::circuit::CircuitBreaker;
 /// # }
 /// ```
 ///
-/// Each reader has a [`Lease`](super::Lease) of its own, which is renewed, lost and given back as that of a lock is: a reader that
-/// has died holds writers up until its own lease ends, whatever other readers do. Up to 1,000 read one key at a time.
+/// Each reader has its own [`Lease`](super::Lease), which is renewed, lost and released like that of a lock. A dead reader
+/// blocks writers until its own lease ends. Up to 1,000 readers share a key.
 ///
-/// Whoever came first is served first, in all processes together: readers who come while a writer waits stand behind it, so writers do
-/// not starve, and neither do readers, since a writer who comes later stands behind them. See
-/// [fair locks](Locks::fair) for what that costs. A reader that asks for the same key again waits for the writer that waits for it;
-/// use [`Lease::reenter`](super::Lease::reenter) instead.
+/// Requests are served first come, first served, across all processes. Readers behind a waiting writer wait for it, so writers
+/// do not starve. Later writers wait behind these readers, so readers do not starve either. See [fair locks](Locks::fair) for
+/// the cost. A reader that requests the same key again waits for the waiting writer: use
+/// [`Lease::reenter`](super::Lease::reenter) instead.
 ///
-/// Fences rise with each grant, of readers and of writers. What [`Locks`] says of waiting, of dropping and of shutting down holds
-/// here as well.
+/// Fences rise with each grant, of readers and writers. The notes of [`Locks`] on waiting, dropping and shutdown apply.
 #[derive(Clone, Debug)]
 pub struct RwLocks {
     pub(super) locks: Locks,
 }
 
 impl RwLocks {
-    /// Locks that `store` keeps, which is a backend.
+    /// Locks in `store`, which is a backend.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
         let shared = Shared::new(Arc::new(store), false);
         Self { locks: Locks::with(shared, "rw_locks", LockKind::ReadWrite, 1).fair() }
@@ -56,13 +55,13 @@ impl RwLocks {
         Self { locks: change(self.locks) }
     }
 
-    /// What keeps these locks apart from others with the same keys. Defaults to `rw_locks`.
+    /// Separates these locks from others with the same keys. Defaults to `rw_locks`.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<Key>) -> Self {
         self.with(|locks| locks.namespace(namespace))
     }
 
-    /// How long a lease outlives a holder that has died: see [`Locks::ttl`]. Defaults to 30 s.
+    /// How long a lease outlives a dead holder: see [`Locks::ttl`]. Defaults to 30 s.
     #[must_use]
     pub fn ttl(self, ttl: Duration) -> Self {
         self.with(|locks| locks.ttl(ttl))
@@ -74,91 +73,92 @@ impl RwLocks {
         self.with(|locks| locks.wait(wait))
     }
 
-    /// How long a lease is renewed at the most: see [`Locks::max_hold`]. Defaults to no limit.
+    /// How long a lease is renewed at most: see [`Locks::max_hold`]. Defaults to no limit.
     #[must_use]
     pub fn max_hold(self, max_hold: Duration) -> Self {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// Asks all who hold a lease to give it back, for as long as somebody waits who cannot have one beside theirs: see [`Locks::request_release`]. Defaults to
-    /// waiting in silence.
+    /// Asks all holders to release their leases, while a caller waits that they exclude: see [`Locks::request_release`]. Off by
+    /// default.
     #[must_use]
     pub fn request_release(self) -> Self {
         self.with(Locks::request_release)
     }
 
-    /// How many may wait for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
+    /// How many callers may wait for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
     }
 
-    /// How many may be waiting for leases in this process, of whatever keys: see [`Locks::max_waiters_in_total`]. Defaults to 100,000.
+    /// How many callers may wait for leases in this process, over all keys: see [`Locks::max_waiters_in_total`]. Defaults to
+    /// 100,000.
     #[must_use]
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters_in_total(waiters))
     }
 
-    /// When to stop asking a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`].
+    /// When to stop calling a failing store: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`].
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|locks| locks.circuit_breaker(breaker))
     }
 
-    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: see [`Locks::holder`]. Defaults to no name.
+    /// The name of the holders for [`LockAdmin`](super::LockAdmin): see [`Locks::holder`]. Defaults to no name.
     #[must_use]
     pub fn holder(self, name: impl AsRef<str>) -> Self {
         self.with(|locks| locks.holder(name))
     }
 
-    /// Who has to know of a lease before it is relied on: see [`Locks::replication`].
+    /// Where a lease must be stored before it counts: see [`Locks::replication`].
     #[must_use]
     pub fn replication(self, replication: Replication) -> Self {
         self.with(|locks| locks.replication(replication))
     }
 
-    /// How long one call of the store may take: see [`Locks::deadline`]. Defaults to 100 ms.
+    /// The longest duration of a store call: see [`Locks::deadline`]. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))
     }
 
-    /// Takes a lease of `key` together with other readers, and waits while a writer has it or came before.
+    /// Acquires a lease of `key` together with other readers, and waits while a writer has it or came before.
     pub fn read(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.lock(key).shared()
     }
 
-    /// Takes a lease of `key` together with other readers, or says at once that a writer has it or waits for it.
+    /// Acquires a lease of `key` together with other readers, or returns at once that a writer has it or waits for it.
     pub fn try_read(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.try_lock(key).shared()
     }
 
-    /// Takes the lease of `key` alone, and waits while others have it or came before.
+    /// Acquires the lease of `key` alone, and waits while others have it or came before.
     pub fn write(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.lock(key)
     }
 
-    /// Takes the lease of `key` alone, or says at once that others have it or wait for it.
+    /// Acquires the lease of `key` alone, or returns at once that others have it or wait for it.
     pub fn try_write(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.try_lock(key)
     }
 
-    /// Among whom the locks hold: see [`Locks::scope`].
+    /// The reach of the locks: see [`Locks::scope`].
     #[must_use]
     pub fn scope(&self) -> Reach {
         self.locks.scope()
     }
 
-    /// Makes sure that the locks hold as far as they are meant to: see [`Locks::require`].
+    /// Checks that the locks reach far enough: see [`Locks::require`].
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         Ok(Self { locks: self.locks.require(scope)? })
     }
 
-    /// Grants nothing any more, and waits until every lease has been given back: see [`Locks::shutdown`].
+    /// Grants no more leases, and waits until every lease is released: see [`Locks::shutdown`].
     pub async fn shutdown(&self) {
         self.locks.shutdown().await;
     }
