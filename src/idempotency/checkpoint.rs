@@ -3,7 +3,7 @@ use std::fmt;
 
 use crate::error::{BoxError, StoreError};
 
-/// How far an attempt has come: see `IdempotencyHandle::checkpoint`.
+/// The progress of an attempt: see `IdempotencyHandle::checkpoint`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Checkpoint {
     number: u32,
@@ -12,13 +12,13 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The longest name of a step, in bytes.
+    /// Maximum length of a step's name, in bytes.
     pub const MAX_STEP: usize = 64;
-    /// The most data that goes with a step, in bytes.
+    /// Maximum length of a step's data, in bytes.
     pub const MAX_DATA: usize = 4_096;
     // The number, and the length of the step.
     const HEAD: usize = 5;
-    /// The most bytes that one has in a store.
+    /// Maximum length of the stored form, in bytes.
     #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "other stores do not keep bytes"))]
     pub(crate) const MAX_LEN: usize = Self::HEAD + Self::MAX_STEP + Self::MAX_DATA;
 
@@ -29,30 +29,30 @@ impl Checkpoint {
         fits.then(|| Self { number, step: step.into(), data: data.into() })
     }
 
-    /// Which one of its operation's, counted from 1.
+    /// The number within its operation, from 1.
     #[must_use]
     pub const fn number(&self) -> u32 {
         self.number
     }
 
-    /// What was done, as the handler calls it.
+    /// The step, as the handler names it.
     #[must_use]
     pub fn step(&self) -> &str {
         &self.step
     }
 
-    /// What the handler has noted with it.
+    /// The handler's data.
     #[must_use]
     pub fn data(&self) -> &[u8] {
         &self.data
     }
 
-    /// How many bytes it has in a store.
+    /// Length of the stored form, in bytes.
     pub(crate) fn len(&self) -> usize {
         Self::HEAD + self.step.len() + self.data.len()
     }
 
-    /// As it lies in a store: see `lua/idempotency_checkpoint.lua`.
+    /// The stored form: see `lua/idempotency_checkpoint.lua`.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.len());
@@ -63,7 +63,7 @@ impl Checkpoint {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) has written; `None` if it was not that.
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `None` for other bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (head, rest) = bytes.split_first_chunk::<{ Self::HEAD }>()?;
@@ -73,7 +73,7 @@ impl Checkpoint {
     }
 }
 
-// What a handler notes is its own business.
+// The handler's data may be private.
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { number, step, .. } = self;
@@ -81,17 +81,17 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// Why a checkpoint was not put down. A handler should go no further then: what it does next would not be known to the next attempt.
+/// Why a checkpoint was not stored. The handler should stop: the next attempt would not know of further steps.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The name is longer than [`Checkpoint::MAX_STEP`], or the data than [`Checkpoint::MAX_DATA`].
+    /// The name is longer than [`Checkpoint::MAX_STEP`], or the data longer than [`Checkpoint::MAX_DATA`].
     TooLarge,
-    /// The handler has read less of the body than the attempts before have, so nobody knows whether it was sent the same. Nothing was put down.
+    /// The handler has read less of the body than earlier attempts, so the body may be another one. Nothing was stored.
     Unread,
-    /// The operation is not this attempt's any more: it is completed, given back, or somebody else's.
+    /// The attempt no longer holds the operation: it is completed, released, or has another attempt.
     Lost,
-    /// The store has failed. The checkpoint may be there or not.
+    /// The store failed. The checkpoint may be stored or not.
     Store(StoreError),
 }
 

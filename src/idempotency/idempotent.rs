@@ -20,10 +20,10 @@ use crate::key::Key;
 use crate::lock::{Reach, Token};
 use crate::store::circuit::CircuitBreaker;
 
-/// Does operations once that are no requests of HTTP: messages of a broker, jobs, commands.
+/// Executes operations once that are no HTTP requests: messages of a broker, jobs, commands.
 ///
-/// What is done is named by an [`Operation`], and comes with a fingerprint, by which another thing under the same name is told apart. Its answer is
-/// bytes, which are kept, and given to whoever asks for the same again.
+/// An [`Operation`] names the work, and a fingerprint tells other work under the same name apart. The response is bytes, which
+/// are stored and returned for each repeat.
 ///
 /// ```
 /// use tollgate::idempotency::{Operation, OperationError, Idempotent};
@@ -46,7 +46,7 @@ use crate::store::circuit::CircuitBreaker;
 /// # }
 /// ```
 ///
-/// With everything said:
+/// All options:
 ///
 /// ```
 /// use std::time::Duration;
@@ -72,12 +72,12 @@ use crate::store::circuit::CircuitBreaker;
 /// # }
 /// ```
 ///
-/// Cheap to clone. What it promises, its [metrics](super#metrics) and what [`IdempotencyAdmin`](super::IdempotencyAdmin) does about operations of unknown
-/// outcome are those of the layer.
+/// Cheap to clone. Its guarantees, its [metrics](super#metrics) and the role of [`IdempotencyAdmin`](super::IdempotencyAdmin)
+/// for unknown outcomes are those of the layer.
 ///
-/// The name is part of what an operation is called in the store and in the log, in front of its scope: `Operation::new("alice", "payout-7")` of these is
-/// `Operation::new(("payouts", "alice"), "payout-7")` to [`IdempotencyAdmin`](super::IdempotencyAdmin). So those of another name are others, and so are the
-/// requests of a layer, whose scope ends with a method and a path.
+/// The name precedes the scope of an operation in the store and in the log: `Operation::new("alice", "payout-7")` is
+/// `Operation::new(("payouts", "alice"), "payout-7")` for [`IdempotencyAdmin`](super::IdempotencyAdmin). So operations of other
+/// names differ, and so do requests of a layer, whose scope ends with a method and a path.
 #[derive(Clone)]
 pub struct Idempotent {
     home: Arc<Coordinator>,
@@ -92,14 +92,16 @@ pub struct Idempotent {
     on_unknown: OnUnknown,
 }
 
-/// As good as never.
+/// Practically unlimited.
 const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 impl Idempotent {
-    /// Those called `name`, in the store, in metrics as `layer`, and in the log. Keeps records in `store`, which is a backend.
+    /// Operations under `name` in the store, in metrics as `layer`, and in the log. Records are kept in `store`, which is a
+    /// backend.
     ///
-    /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
-    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys. Two with the same name on one backend are the same.
+    /// Use a short name of letters, digits, `-`, `_` and `.`. Other bytes are percent-encoded, and a name of more than
+    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names are part of stored keys. Two with one name on one backend
+    /// are the same.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
         let name = Key::new(name.as_ref());
         Self {
@@ -116,109 +118,111 @@ impl Idempotent {
         }
     }
 
-    /// What these are called.
+    /// The name of these operations.
     #[must_use]
     pub const fn name(&self) -> &Key {
         &self.name
     }
 
-    /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
-    /// [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`], and what is beyond is cut.
+    /// How long a process may be silent before the outcome of its work is unknown. Defaults to 15 s, renewed after a third of
+    /// that. From [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`]; other values are cut.
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE);
         self
     }
 
-    /// How long an answer is kept. Defaults to a day; from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`], and what is beyond is cut.
+    /// How long a response is stored. Defaults to a day. From [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values
+    /// are cut.
     #[must_use]
     pub fn retention(mut self, retention: Duration) -> Self {
         self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
         self
     }
 
-    /// How long a call waits for the answer of the same operation that somebody is doing. Defaults to zero: it is
-    /// [`OperationError::InFlight`] at once. At most a day.
+    /// How long a call waits for the same operation in flight. Defaults to zero: [`OperationError::InFlight`] at once. At most a
+    /// day.
     ///
-    /// For messages that are delivered again while the first one is at work. A call that waits is told by the store when the other one is done, and looks
-    /// once a second in any case, and when the other one's lease would end. What was given back meanwhile it does itself.
+    /// For messages that are redelivered while the first one is in work. A notification ends the wait; the call also polls once
+    /// a second and when the other lease ends. It executes an operation itself that was released meanwhile.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait.min(Duration::from_secs(86_400));
         self
     }
 
-    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more is answered as if it were not to wait.
+    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more does not wait.
     #[must_use]
     pub const fn max_waiters_in_total(mut self, calls: usize) -> Self {
         self.max_waiting = calls;
         self
     }
 
-    /// How long the work may take. It is dropped then, which is [`OperationError::Cancelled`], and what came of it is unknown. Defaults to no limit: one that
-    /// hangs is in flight for as long as its process lives. Zero is an [`OperationError::Config`].
+    /// How long the work may take. It is dropped then ([`OperationError::Cancelled`]), and its outcome is unknown. Defaults to
+    /// no limit: hanging work stays in flight for as long as its process lives. Zero is an [`OperationError::Config`].
     #[must_use]
     pub const fn max_runtime(mut self, max_runtime: Duration) -> Self {
         self.max_runtime = Some(max_runtime);
         self
     }
 
-    /// How many bytes of an answer are kept; of a larger one no more than that there was one. Defaults to 64 KiB.
+    /// Maximum size of a stored response in bytes; for a larger one only its completion is stored. Defaults to 64 KiB.
     #[must_use]
     pub const fn max_answer(mut self, bytes: usize) -> Self {
         self.max_answer = bytes;
         self
     }
 
-    /// What becomes of an operation whose work fails with an error, or panics. Defaults to [`ResponsePolicy::SafeRetry`].
+    /// What happens to an operation whose work fails with an error, or panics. Defaults to [`ResponsePolicy::SafeRetry`].
     ///
-    /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is given back, and the next call begins it again: what the work did before
-    /// it failed is done twice then, also where it failed since no answer came in time. With [`All`](ResponsePolicy::All) its outcome is unknown when its lease has
-    /// ended, so that nothing is done twice, and each failure waits for somebody who [finds out](super::IdempotencyAdmin) what became of it, unless
-    /// [`OnUnknown::Retry`] lets the next call begin. An error of which more is known says so itself, as that of a lock that was lost does: see [`Failed`]. A panic cannot.
+    /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is released, and the next call
+    /// executes it again. Effects before the failure are repeated then, also after a timeout. With [`All`](ResponsePolicy::All)
+    /// its outcome is unknown when its lease ends. So nothing is repeated, and each failure waits for an
+    /// [operator](super::IdempotencyAdmin), unless [`OnUnknown::Retry`] lets the next call execute it. An error that knows more
+    /// can say so, for instance that of a lost lock: see [`Failed`]. A panic cannot.
     #[must_use]
     pub const fn keep(mut self, keep: ResponsePolicy) -> Self {
         self.keep = keep;
         self
     }
 
-    /// What happens to an operation that was begun by somebody who was not heard of in time. Defaults to [`OnUnknown::Reject`].
+    /// What to do with an operation whose attempt did not report in time. Defaults to [`OnUnknown::Reject`].
     #[must_use]
     pub const fn on_unknown(mut self, then: OnUnknown) -> Self {
         self.on_unknown = then;
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms. Zero is an [`OperationError::Config`].
+    /// The longest duration of a store call. Defaults to 100 ms. Zero is an [`OperationError::Config`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.home = Arc::new(self.home.with(|terms| terms.limit = deadline));
         self
     }
 
-    /// When to stop asking a store that fails before anything is begun. Defaults to [`CircuitBreaker::new`].
+    /// When to stop calling a failing store for new operations. Defaults to [`CircuitBreaker::new`].
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
         self.home = Arc::new(self.home.with(|terms| terms.breaker = breaker));
         self
     }
 
-    /// Makes sure that an operation is done once among as many as it is meant to, so that the memory backend is not taken for a distributed one.
+    /// Checks that operations are unique widely enough, for instance that the backend is not the memory backend.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if it is so among fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.home.scope().require(scope)?;
         Ok(self)
     }
 
-    /// Does an operation, unless it was done before: then its answer is the one that was given. The lease is renewed while `work` runs. What it
-    /// fails with is not kept: the operation is given back, and the next call begins it again, as it does when `work` panics, unless
-    /// [`keep`](Self::keep) or the [error](Failed) says that its outcome is unknown.
+    /// Executes an operation, or returns the response of its earlier execution. The lease is renewed while `work` runs. Errors
+    /// are not stored: the operation is released, and the next call executes it again. The same goes for a panic.
+    /// [`keep`](Self::keep) or the [error](Failed) can declare the outcome unknown instead.
     ///
-    /// Where the answer cannot be stored the caller gets it all the same. Storing is tried again in the background for the length of a lease, and after that
-    /// the outcome is unknown.
+    /// If the response cannot be stored, the caller gets it anyway. Storing is retried in the background for the length of a
+    /// lease; after that the outcome is unknown.
     ///
     /// # Errors
     ///
@@ -226,8 +230,7 @@ impl Idempotent {
     ///
     /// # Cancellation
     ///
-    /// Dropping the future drops `work` where it stands, and what came of it is unknown when its lease has ended. What is to come to its end goes
-    /// into a task of its own.
+    /// Dropping the future drops `work`, and the outcome is unknown when its lease ends. Spawn a task for work that must finish.
     pub async fn run<F, W, T, E>(
         &self,
         operation: Operation,
@@ -292,7 +295,7 @@ impl Idempotent {
         done
     }
 
-    /// Waits until nothing is told to the store in the background any more: for the end of a program.
+    /// Waits for background calls to the store: use it at the end of a program.
     pub async fn wait_idle(&self) {
         self.home.wait_idle().await;
     }
@@ -305,7 +308,7 @@ impl Idempotent {
         order.begin_or_wait(order.begin_now(), self.wait, self.max_waiting).await
     }
 
-    /// What is answered where there is nothing to be begun.
+    /// The result without an execution.
     fn declined(&self, begun: Begun) -> Result<Done, OperationError> {
         let (verdict, declined) = match begun {
             Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
@@ -320,7 +323,7 @@ impl Idempotent {
             Begun::Unknown { attempt, .. } => {
                 (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
             }
-            // `Granted` is no refusal, and without a bound no scope is full.
+            // `Granted` is no rejection, and without a bound no scope is full.
             Begun::Mismatch | Begun::Granted { .. } | Begun::ScopeFull { .. } => {
                 (Verdict::Mismatch, Err(OperationError::Mismatch))
             }
@@ -343,7 +346,7 @@ impl fmt::Debug for Idempotent {
     }
 }
 
-/// All that is known of what is asked for is known before it begins.
+/// The whole input is known before the start.
 struct Nothing;
 
 impl HasPayload for Nothing {
@@ -360,7 +363,7 @@ impl HasPayload for Nothing {
     }
 }
 
-/// Does `work` for as long as nobody else may have begun, and until then at the most; `None` if it has to stop.
+/// Runs `work` while no other attempt may start; `None` if it has to stop.
 async fn under_lease<W: Future>(
     attempt: &Attempt<Nothing>,
     until: Option<Instant>,
@@ -377,7 +380,7 @@ async fn under_lease<W: Future>(
     });
     let mut work = pin!(attempt.at_work(work));
     let under_lease = poll_fn(|cx| {
-        // After a standstill nothing of the work may run before this was looked at.
+        // After a stall, check this before the work runs.
         if attempt.is_lost() || limits.as_mut().poll(cx).is_ready() {
             return Poll::Ready(None);
         }
@@ -386,10 +389,10 @@ async fn under_lease<W: Future>(
     under_lease.await
 }
 
-/// What tells one thing that is asked for under a name from another.
+/// The fingerprint of the input of an operation.
 fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
     let mut hash = Sha256::new();
-    // With their lengths before them, so that no two run into each other.
+    // With their lengths, so that no two inputs look the same.
     for part in [operation.scope().as_bytes(), operation.key().as_bytes(), fingerprint] {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
@@ -399,22 +402,22 @@ fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
     digest
 }
 
-/// An operation that is done, by this call or before.
+/// A completed operation, by this call or an earlier one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
-    // As it lies in the store.
+    // The stored form.
     stored: Arc<[u8]>,
     is_replay: bool,
 }
 
 impl Done {
-    /// What came of it.
+    /// The response.
     #[must_use]
     pub fn answer(&self) -> &[u8] {
         read(&self.stored).unwrap_or_default()
     }
 
-    /// Whether it was done before, and not by this call.
+    /// Whether an earlier call completed it.
     #[must_use]
     pub const fn is_replay(&self) -> bool {
         self.is_replay

@@ -4,10 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::key::Key;
 
-/// More than threads would ask at once.
+/// More than the number of threads that would lock parts at once.
 const PARTS: usize = 16;
 
-/// How many of something each scope has, by a keyed hash of its name. A scope that has none takes no room.
+/// Counts by scope, with a keyed hash of its name. A scope without any takes no memory.
 #[derive(Default)]
 pub(super) struct PerScope {
     hasher: RandomState,
@@ -15,7 +15,7 @@ pub(super) struct PerScope {
 }
 
 impl PerScope {
-    /// Counts one more, unless the scope has `most` already. Answers what to [give back](Self::leave).
+    /// Counts one more, unless the scope has `most` already. Returns the hash to [give back](Self::leave).
     pub(super) fn enter(&self, scope: &Key, most: usize) -> Option<u64> {
         let hash = self.hasher.hash_one(scope.as_hashed());
         let mut part = self.part(hash);
@@ -40,9 +40,9 @@ impl PerScope {
         }
     }
 
-    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned part is intact.
     fn part(&self, hash: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
-        // The lower half chooses the place within the part.
+        // The lower half selects the entry within the part.
         self.parts[(hash >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -4,89 +4,89 @@ use std::time::Duration;
 
 use crate::error::{BoxError, ConfigError, StoreError};
 
-/// Why a request was turned away by an idempotency layer, or cancelled.
+/// Why an idempotency layer rejected or cancelled a request.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer [rejects](super::OnMissingKey::Reject) such requests.
     MissingKey,
-    /// What the request has for a key is none.
+    /// The key of the request is malformed.
     InvalidKey(InvalidKey),
-    /// It does not say who is calling.
+    /// The request does not identify its caller.
     MissingScope,
-    /// Another request was sent with the same key.
+    /// Another request used the same key.
     Mismatch,
-    /// The same request is being served.
+    /// The same request is in flight.
     InFlight {
-        /// How long to wait before asking again.
+        /// How long to wait before a retry.
         retry_after: Duration,
     },
-    /// The same request was begun, and what came of it is not known.
+    /// The same request was begun, and its outcome is unknown.
     OutcomeUnknown {
-        /// How many attempts there were.
+        /// Number of attempts.
         attempt: u32,
     },
-    /// The same request was served, and its answer was not kept.
+    /// The same request was completed, and its response was not stored.
     NotKept {
-        /// What is known of the answer, as the layer wrote it: the status.
+        /// The stored part of the response: its status.
         status: u16,
     },
-    /// The body of the request broke off, so it is not known whether it is the same.
+    /// The request body broke off, so its fingerprint is unknown.
     Unreadable,
-    /// The body of the request [stood still](crate::http::IdempotencyLayer::body_timeout) for too long while it was compared, so it is not known whether
-    /// it is the same.
+    /// The request body [stalled](crate::http::IdempotencyLayer::body_timeout) while it was compared, so its fingerprint is
+    /// unknown.
     BodyTimeout,
-    /// The body of the request is larger than may be.
+    /// The request body is too large.
     TooLarge {
-        /// Whether that was found out while a handler was reading it, which may have had effects.
+        /// Whether a handler was reading it, and may have had effects.
         has_begun: bool,
     },
-    /// The request was cancelled on the way: it has taken too long, or its lease was lost. It may have had effects.
+    /// The request was cancelled during its execution: it took too long, or lost its lease. It may have had effects.
     Cancelled,
-    /// Too many requests are being served.
+    /// Too many requests are running.
     Full,
-    /// Its caller has as much as one caller may have.
+    /// The caller has reached its limit.
     ScopeFull {
-        /// Of what.
+        /// Which limit.
         bound: ScopeBound,
-        /// How long to wait before asking again.
+        /// How long to wait before a retry.
         retry_after: Duration,
     },
-    /// A setting cannot work; nothing was asked of the store.
+    /// A setting is invalid; the store was not called.
     Config(ConfigError),
-    /// The store has failed.
+    /// The store failed.
     Store(StoreError),
 }
 
 #[cfg(feature = "http")]
 impl Rejection {
-    /// Whether a handler was dropped half way for it, so that nobody knows what it has done.
+    /// Whether a handler was dropped during its execution, so that the outcome is unknown.
     pub(crate) const fn is_half_done(&self) -> bool {
         matches!(self, Self::TooLarge { has_begun: true } | Self::Cancelled)
     }
 }
 
-/// What one caller has too much of.
+/// The limit that a caller has reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ScopeBound {
-    /// Handlers at work: see [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope).
+    /// Running handlers: see [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope).
     Running,
     /// Records in the store: see [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope).
     Records,
 }
 
-/// What is wrong with a key.
+/// The defect of a malformed key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum InvalidKey {
-    /// There is nothing in it.
+    /// It is empty.
     Empty,
     /// It has more than 255 characters.
     TooLong,
     /// It is neither a quoted string nor a token of visible ASCII characters.
     Malformed,
-    /// There is more than one.
+    /// There are several.
     Several,
 }
 

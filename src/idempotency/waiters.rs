@@ -9,13 +9,14 @@ use super::store::Begun;
 use crate::error::StoreError;
 use crate::lock::Notifications;
 
-/// How often whoever waits looks, whether or not something was heard.
+/// How often a waiter polls, with or without notifications.
 const POLL: Duration = Duration::from_secs(1);
-/// A lease that is about to end is about to be renewed, more often than not.
+/// A lease near its end is probably about to be renewed.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
 
 impl<P: HasPayload + 'static> OperationContext<P> {
-    /// Begins the operation, or waits for whoever does it, unless as many as may do so already. `begun` is what the store has said already.
+    /// Begins the operation, or waits for its attempt in flight unless too many requests wait. `begun` is the store's first
+    /// reply.
     pub(crate) async fn begin_or_wait(
         self: &Arc<Self>,
         begun: Option<Result<Begin<P>, StoreError>>,
@@ -38,14 +39,14 @@ impl<P: HasPayload + 'static> OperationContext<P> {
     }
 }
 
-/// Begins the operation once somebody else is done with it. `known` is what the store has said last: a store that fails meanwhile does
-/// not make it untrue, so nobody passes for that.
+/// Begins the operation once the attempt in flight ends. `known` is the last reply: it stays valid if the store fails, so no
+/// request passes for that.
 async fn wait<P: HasPayload + 'static>(
     mut order: Arc<OperationContext<P>>,
     mut known: Begin<P>,
     until: Instant,
 ) -> Begin<P> {
-    // What comes to pass before anybody listens is found by asking again.
+    // An end before the subscription is found by another call.
     let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
     let mut wakeups = watch.await.unwrap_or_else(|_| Notifications::none());
     loop {
@@ -57,10 +58,10 @@ async fn wait<P: HasPayload + 'static>(
         if now >= until {
             return known;
         }
-        // When the lease ends without a word nobody tells.
+        // The end of an abandoned lease sends no notification.
         let mut pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
         if has_failed {
-            // What may have been claimed is given back, so it is not claimed again.
+            // A claim that may have been granted is released: use a new one.
             let Ok(again) = order.anew() else { return known };
             (order, pause) = (again, POLL);
         }
