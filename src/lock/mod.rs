@@ -224,9 +224,9 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics`, locks report to the `metrics` facade. A metric that an exporter has dropped after its idle
-//! timeout appears [again](crate::rate_limit#metrics) at its next use. The label `locks` is the namespace of the first lock that
-//! a [`Locks`] and its clones requested; a key is never a label.
+//! With the feature `metrics`, locks report to the `metrics` facade. A metric that an exporter has dropped after its
+//! idle timeout appears [again](crate::rate_limit#metrics) at its next use. The label `locks` is the namespace of the first lock
+//! that a [`Locks`] and its clones requested; a key is never a label.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
