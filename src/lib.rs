@@ -60,7 +60,7 @@
 //! * A denied request costs nothing. If the reply to a decision is lost, the request may have been charged, and the call is not retried.
 //! * Every key in Redis has a time to live. Every client value, whatever its bytes, becomes a short [`Key`].
 //! * A decision usually takes one round trip. A key that is blocked, or that was counted under other limits before, takes two. Each shadow policy
-//!   beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`OnStoreError`] applies.
+//!   beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`RateLimitFallback`] applies.
 //! * A decision for several keys is one call. On a cluster it is one call for each key. If one of these is denied, the charges of the others
 //!   are refunded if their nodes reply.
 //! * A lock has one live lease, and its holder learns of a loss before the lock can be granted again. A failover, or a process that is
@@ -68,7 +68,7 @@
 //!   late holder.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, and no client gets the response of another scope.
 //!   Exceptions are responses that [`ResponsePolicy`](idempotency::ResponsePolicy) does not store, the settings
-//!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`](idempotency::OnStoreError::Allow), and a failover that
+//!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`], and a failover that
 //!   loses the record.
 //! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder of
 //!   its last lease can finish it. It may run more than once, and a failover may lose it.
@@ -100,6 +100,7 @@ mod error;
 mod key;
 #[cfg(feature = "metrics")]
 mod meter;
+mod on_failure;
 mod panics;
 mod store;
 
@@ -132,9 +133,8 @@ pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, Store
 pub use self::http::IdempotencyLayer;
 pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, first_of};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
-pub use self::rate_limit::{
-    DenyCache, Limiter, OnMissingKey, OnStoreError, Policy, Quota, QuotaPrefetch, RateLimitLayer,
-};
+pub use self::on_failure::{OnMissingKey, OnStoreError};
+pub use self::rate_limit::{DenyCache, Limiter, Policy, Quota, QuotaPrefetch, RateLimitFallback, RateLimitLayer};
 pub use crate::responder::{ErrorResponder, HttpResponder};
 
 /// The code in the README, run as doctests.

@@ -46,7 +46,7 @@
 //! policy = "login"
 //! key = "client_ip"
 //! charge = "failures"                    # or "successes", or "always", the default
-//! on_missing_key = "reject"              # the default; or "shared" or "pass"
+//! on_missing_key = "reject"              # the default; or "pass"
 //! on_store_error = "deny"                # or "local", the default, or "allow"
 //! deadline = "50ms"                      # for a decision; defaults to 100ms
 //!
@@ -106,8 +106,8 @@
 //! | `rules[].unlimited` | instead of `policy` and `key`, `true`: the requests pass uncounted |
 //! | `rules[].cost` | units per request, 1 or more |
 //! | `rules[].charge` | which responses are charged: `always`, `failures` (a status of 400 or above) or `successes`; see [`http::failures`](crate::http::failures). With the feature `grpc`, a gRPC response is charged by the status of the call, as with `grpc::failures` |
-//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`, for each of the keys: see [`OnMissingKey`](crate::OnMissingKey); not allowed if every request has a key, as with `global` |
-//! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
+//! | `rules[].on_missing_key` | `reject` or `pass`, for each of the keys: see [`OnMissingKey`](crate::OnMissingKey); not allowed if every request has a key, as with `global` |
+//! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`RateLimitFallback`](crate::RateLimitFallback) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas); only with the `on_store_error` `local` |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
 //! | `rules[].wait` | how long a request may wait for room, at most 1,000 requests of a rule at once: see [`RateLimitLayer::wait`](crate::RateLimitLayer::wait) |

@@ -13,7 +13,8 @@ use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visit
 use serde::{Deserialize, Deserializer};
 
 use crate::http::{OnUnreadable, contain_every_address};
-use crate::rate_limit::{Mode, OnMissingKey, OnStoreError, QuotaChange};
+use crate::on_failure::OnMissingKey;
+use crate::rate_limit::{Mode, QuotaChange, RateLimitFallback};
 
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -68,7 +69,7 @@ pub(super) struct RuleDef {
     #[serde(default, with = "on_missing_key")]
     pub(super) on_missing_key: Option<OnMissingKey>,
     #[serde(default, with = "on_store_error")]
-    pub(super) on_store_error: Option<OnStoreError>,
+    pub(super) on_store_error: Option<RateLimitFallback>,
     pub(super) replicas: Option<u32>,
     pub(super) deadline: Option<Time>,
     pub(super) wait: Option<Time>,
@@ -212,13 +213,12 @@ enum OnUnreadableDef {
 #[serde(remote = "OnMissingKey", rename_all = "snake_case")]
 enum OnMissingKeyDef {
     Reject,
-    Shared,
     Pass,
 }
 
 #[derive(Deserialize)]
-#[serde(remote = "OnStoreError", rename_all = "snake_case")]
-enum OnStoreErrorDef {
+#[serde(remote = "RateLimitFallback", rename_all = "snake_case")]
+enum RateLimitFallbackDef {
     Local,
     Allow,
     Deny,
@@ -241,7 +241,7 @@ macro_rules! optional {
 }
 
 optional!(on_missing_key: OnMissingKey as "OnMissingKeyDef");
-optional!(on_store_error: OnStoreError as "OnStoreErrorDef");
+optional!(on_store_error: RateLimitFallback as "RateLimitFallbackDef");
 
 /// Types that are parsed from text.
 macro_rules! text {

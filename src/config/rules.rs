@@ -22,7 +22,8 @@ use super::tree::{ParseError, PathSegment, path};
 use super::usage::Usage;
 use crate::error::ConfigError;
 use crate::http::{ClientIp, ForwardingHeader, contain_every_address};
-use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
+use crate::on_failure::OnMissingKey;
+use crate::rate_limit::{Limit, Policy, Quota, RateLimitFallback};
 
 /// The rules of a file: which requests are limited, and how. See the [module docs](crate::config) for the format.
 ///
@@ -72,7 +73,7 @@ pub(super) struct Rule {
     pub(super) counts: Vec<(Policy, RuleKey)>,
     pub(super) cost: u32,
     pub(super) on_missing_key: OnMissingKey,
-    pub(super) on_store_error: OnStoreError,
+    pub(super) on_store_error: RateLimitFallback,
     pub(super) replicas: u32,
     pub(super) deadline: Option<Duration>,
     /// Zero if requests do not wait.
@@ -320,13 +321,12 @@ impl CompiledRules {
             cost: first.cost.max(second.cost),
             on_missing_key: match (first.on_missing_key, second.on_missing_key) {
                 (OnMissingKey::Reject, _) | (_, OnMissingKey::Reject) => OnMissingKey::Reject,
-                (OnMissingKey::Shared, _) | (_, OnMissingKey::Shared) => OnMissingKey::Shared,
                 (OnMissingKey::Pass, OnMissingKey::Pass) => OnMissingKey::Pass,
             },
             on_store_error: match (first.on_store_error, second.on_store_error) {
-                (OnStoreError::Deny, _) | (_, OnStoreError::Deny) => OnStoreError::Deny,
-                (OnStoreError::Local, _) | (_, OnStoreError::Local) => OnStoreError::Local,
-                (OnStoreError::Allow, OnStoreError::Allow) => OnStoreError::Allow,
+                (RateLimitFallback::Deny, _) | (_, RateLimitFallback::Deny) => RateLimitFallback::Deny,
+                (RateLimitFallback::Local, _) | (_, RateLimitFallback::Local) => RateLimitFallback::Local,
+                (RateLimitFallback::Allow, RateLimitFallback::Allow) => RateLimitFallback::Allow,
             },
             replicas: first.replicas.max(second.replicas),
             deadline: first.deadline,
@@ -520,7 +520,7 @@ impl Rule {
         if def.replicas == Some(0) {
             return Err(ParseError::new("the number of replicas is at least 1").within("replicas"));
         }
-        if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != OnStoreError::Local) {
+        if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != RateLimitFallback::Local) {
             return Err(ParseError::new("has an effect only with `on_store_error = \"local\"`").within("replicas"));
         }
         if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Global)) {

@@ -11,7 +11,7 @@
 //! | costs more than a limit | 8 `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1, "do not retry" |
 //! | on the deny list | 7 `PERMISSION_DENIED` | | |
 //! | no key | 3 `INVALID_ARGUMENT` | | |
-//! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 14 `UNAVAILABLE` | `RetryInfo` of 1 s | 1000 |
+//! | store failed ([`RateLimitFallback::Deny`](crate::RateLimitFallback::Deny)) | 14 `UNAVAILABLE` | `RetryInfo` of 1 s | 1000 |
 //!
 //! [status mapping]: https://github.com/grpc/grpc/blob/master/doc/http-grpc-status-mapping.md
 //!

@@ -86,7 +86,7 @@
 //! | costs more than the quota | 429 | [`#quota-exceeded`] | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
 //! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
 //! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names the extension that the server has not set | `RateLimit-Policy` |
-//! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
+//! | store failed ([`RateLimitFallback::Deny`](crate::RateLimitFallback::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
 //! | no decision, but passed | status of the inner service | | `RateLimit-Policy` |
 //!
 //! The body of a rejection is a problem document (RFC 9457) with `type`, `title`, `status` and `detail`. The registered types also have

@@ -7,8 +7,8 @@ use super::store::{Operation, Payload};
 use crate::key::Key;
 
 /// What a handler can know of the operation that it does. [`Idempotent`](super::Idempotent) give it to what they run; a layer puts it in the extensions of the request, but for a request that passes without a record:
-/// for the lack of a key ([`OnMissingKey::Pass`](super::OnMissingKey::Pass)) or of a store
-/// ([`OnStoreError::Allow`](super::OnStoreError::Allow)). Where there may be such, ask for an `Option` of it. With the feature `axum` handlers
+/// for the lack of a key ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)) or of a store
+/// ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). Where there may be such, ask for an `Option` of it. With the feature `axum` handlers
 /// can also take it as an argument by itself, without `Extension`.
 ///
 /// ```

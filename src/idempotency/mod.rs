@@ -60,7 +60,7 @@
 //! use std::time::Duration;
 //! use http::Method;
 //! use tollgate::http::header;
-//! use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+//! use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnDisconnect, OnUnknown};
 //! use tollgate::lock::Reach;
 //! use tollgate::{HttpResponder, IdempotencyLayer, MemoryBackend};
 //!
@@ -289,6 +289,6 @@ pub use self::idempotent::{Done, Idempotent};
 #[cfg(feature = "http")]
 pub(crate) use self::metrics::Verdict;
 pub use self::operation_error::{Failed, OperationError};
-pub use self::policy::{OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, ResponsePolicy};
+pub use self::policy::{OnDisconnect, OnUnknown, ResponsePolicy};
 pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
 pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};

@@ -34,17 +34,6 @@ impl ResponsePolicy {
     }
 }
 
-/// What to do with a request without a key. Defaults to [`Reject`](Self::Reject).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnMissingKey {
-    /// Reject it: 400 with HTTP.
-    #[default]
-    Reject,
-    /// Execute it each time.
-    Pass,
-}
-
 /// What to do with a request whose operation was begun by an attempt that did not report in time. Defaults to
 /// [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,19 +52,6 @@ pub enum OnUnknown {
     /// This may repeat effects of the earlier attempt. A handler with effects elsewhere should use
     /// [checkpoints](super::IdempotencyHandle::checkpoint), or pass on [keys of its own](super::IdempotencyHandle::derive).
     Retry,
-}
-
-/// What to do with a request when the store fails before its execution. Defaults to [`Deny`](Self::Deny).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnStoreError {
-    /// Reject it: 503 with HTTP.
-    #[default]
-    Deny,
-    /// Execute it without a record. The log has a line at the start and at the end of such a time. A request that
-    /// [waits](crate::http::IdempotencyLayer::wait) for one in flight does not pass: it keeps waiting, and is rejected in the
-    /// end.
-    Allow,
 }
 
 /// What to do with a handler whose client disconnects. Defaults to [`Finish`](Self::Finish).

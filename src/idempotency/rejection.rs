@@ -8,7 +8,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Rejection {
-    /// The request has no key, and the layer [rejects](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer [rejects](crate::OnMissingKey::Reject) such requests.
     MissingKey,
     /// The key of the request is malformed.
     InvalidKey(InvalidKey),

@@ -27,7 +27,7 @@ pub use self::extract::{ExtractKey, GlobalKey, IntoKey, Or, first_of};
 ///   parts.
 ///
 /// Any bytes of any length are valid input. The empty key is a valid key, but a layer treats it as a missing key (see
-/// [`OnMissingKey`](crate::rate_limit::OnMissingKey)).
+/// [`OnMissingKey`](crate::OnMissingKey)).
 ///
 /// ```
 /// use tollgate::Key;
@@ -64,8 +64,6 @@ impl Key {
 
     /// The key that all requests share with [`GlobalKey`].
     pub const GLOBAL: Key = Key::reserved(b"!global");
-    /// The key that requests without a key share.
-    pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
     pub(crate) const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
 
@@ -347,7 +345,7 @@ impl Key {
 fn is_part(part: &str) -> bool {
     let (marks, text) = part.split_at(part.rfind('~').map_or(0, |last| last + 1));
     let digest = text.strip_prefix('#').filter(|digits| digits.len() == 32);
-    let is_reserved = [Key::GLOBAL, Key::ANONYMOUS].iter().any(|key| key.as_str() == text);
+    let is_reserved = text == Key::GLOBAL.as_str();
     let is_valid = match digest {
         Some(digits) => digits.bytes().all(|digit| BASE64URL.contains(&digit)),
         // Decoding and escaping a valid text yields the same text.
@@ -468,7 +466,6 @@ mod tests {
     #[test]
     fn input_cannot_spell_reserved_keys() {
         assert_ne!(Key::from(Key::GLOBAL.as_str()), Key::GLOBAL);
-        assert_ne!(Key::from(Key::ANONYMOUS.as_str()), Key::ANONYMOUS);
         let digest = Key::digest("secret");
         assert_ne!(Key::from(digest.as_str()), digest);
     }

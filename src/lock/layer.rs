@@ -22,6 +22,7 @@ use super::service::{Detach, Lock};
 use super::store::{LockStore, Reach};
 use crate::error::{ConfigError, StoreError};
 use crate::key::{GlobalKey, Key};
+use crate::on_failure::{OnMissingKey, OnStoreError};
 use crate::responder::HttpResponder;
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
@@ -73,31 +74,6 @@ pub(super) enum Safe {
     Nothing,
     Read,
     Lock,
-}
-
-/// What to do with a request without a key, or with an empty one. Defaults to [`Reject`](Self::Reject).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnMissingKey {
-    /// Reject it: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
-    #[default]
-    Reject,
-    /// All such requests share one lock.
-    Shared,
-    /// Pass it without a lock and without a lease in its extensions.
-    Pass,
-}
-
-/// What to do with a request when the store fails. Defaults to [`Deny`](Self::Deny).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnStoreError {
-    /// Reject it: 503 with HTTP, the [`StoreError`] without.
-    #[default]
-    Deny,
-    /// Pass it without a lock and without a lease in its extensions. The log has a line at the start and at the end of such a
-    /// time, and the [metrics](crate::lock#metrics) count these requests.
-    Allow,
 }
 
 /// What to do when a running request loses its lease. Defaults to [`Cancel`](Self::Cancel).

@@ -133,7 +133,7 @@
 //! # #[cfg(feature = "http")] {
 //! use std::time::Duration;
 //! use tollgate::http::header;
-//! use tollgate::lock::{OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Reach};
+//! use tollgate::lock::{OnLoss, Reach, ReleaseAt};
 //! use tollgate::responder::BusyStatus;
 //! use tollgate::{HttpResponder, LockLayer, MemoryBackend};
 //!
@@ -296,7 +296,7 @@ pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotRepl
 pub(crate) use self::fence_floor::FenceFloor;
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::kind::LockKind;
-pub use self::layer::{Attached, Detached, LeaseGuard, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt};
+pub use self::layer::{Attached, Detached, LeaseGuard, LockLayer, OnLoss, ReleaseAt};
 pub use self::lease::{Lease, LeaseHandle, LeaseState, ReleaseOutcome};
 pub(crate) use self::lock_key::KnownHash;
 pub use self::lock_key::LockKey;

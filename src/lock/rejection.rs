@@ -12,7 +12,7 @@ use crate::error::BoxError;
 pub enum Rejection {
     /// The lease was not granted, or was lost.
     Lock(LockError),
-    /// The request has no key, and the layer [rejects](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer [rejects](crate::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
     /// The layer has as many running requests as allowed.
     Full(Full),

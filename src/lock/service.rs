@@ -9,10 +9,11 @@ use tracing::Instrument;
 
 use super::context::{Held, Passage};
 use super::future::{DetachedFuture, ResponseFuture};
-use super::layer::{LockLayer, OnMissingKey, Safe, Settings};
+use super::layer::{LockLayer, Safe, Settings};
 use super::locks_state::{Running, Shared};
 use super::rejection::{BindLease, MissingKey, Rejection};
-use crate::key::{ExtractKey, GlobalKey, Key};
+use crate::key::{ExtractKey, GlobalKey};
+use crate::on_failure::OnMissingKey;
 use crate::responder::{HttpResponder, Responder};
 
 /// A service behind a lock. See the [module docs](crate::lock#in-front-of-a-service) for examples.
@@ -72,7 +73,6 @@ where
         }
         let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
             (Some(key), _) => key,
-            (None, OnMissingKey::Shared) => Key::ANONYMOUS,
             (None, OnMissingKey::Pass) => return self.pass(request),
             (None, OnMissingKey::Reject) => {
                 drop(self.take_ready());

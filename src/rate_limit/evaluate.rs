@@ -9,7 +9,7 @@ use tracing::Instrument;
 use super::circuit_events::ShadowPolicies;
 use super::decision::{Decision, RateLimited};
 use super::descriptor::{Descriptor, Descriptors, enforced_decided};
-use super::layer::{LayerConfig, OnStoreError};
+use super::layer::{LayerConfig, RateLimitFallback};
 use super::metrics::{Meters, Verdict};
 use super::policy::Policy;
 use super::rejection::Rejection;
@@ -28,8 +28,8 @@ pub(super) struct Evaluation {
 
 impl<B> LayerConfig<B> {
     /// The fallback for a failing store. A deadline of zero is not an outage in which each process may admit the quota.
-    pub(super) fn without_store(&self) -> OnStoreError {
-        if self.deadline.is_zero() { OnStoreError::Deny } else { self.on_store_error }
+    pub(super) fn without_store(&self) -> RateLimitFallback {
+        if self.deadline.is_zero() { RateLimitFallback::Deny } else { self.on_store_error }
     }
 }
 
@@ -243,7 +243,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Applies the fallback after an error of the store or the resolver.
     async fn fallback(&self, descriptors: &mut [Descriptor], cost: u32, error: StoreError) -> Result<(), Rejection> {
         let then = self.without_store();
-        if then == OnStoreError::Local {
+        if then == RateLimitFallback::Local {
             for descriptor in descriptors.iter_mut().filter(|descriptor| self.is_unresolved(descriptor)) {
                 descriptor.policy = Some(self.policy.clone());
             }
@@ -261,7 +261,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         let may_be_enforced =
             descriptors.iter().any(|descriptor| descriptor.enforced || self.is_unresolved(descriptor));
         match then {
-            OnStoreError::Local => {
+            RateLimitFallback::Local => {
                 for descriptor in &mut *descriptors {
                     descriptor.policy = Some(descriptor.policy(&self.policy).share_of(self.replicas));
                     descriptor.local = true;
@@ -282,11 +282,11 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
                 }
             }
             // A cost of 0 needs no room.
-            OnStoreError::Deny if may_be_enforced && cost > 0 => {
+            RateLimitFallback::Deny if may_be_enforced && cost > 0 => {
                 self.record_undecided(descriptors, Verdict::FailedClosed);
                 Err(Rejection::Store(error))
             }
-            OnStoreError::Allow | OnStoreError::Deny => {
+            RateLimitFallback::Allow | RateLimitFallback::Deny => {
                 self.record_undecided(descriptors, Verdict::FailedOpen);
                 Ok(())
             }

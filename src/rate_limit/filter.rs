@@ -42,7 +42,7 @@ pub struct Subjects {
 
 impl Subjects {
     /// Counts the request under `key` by `policy` as well. If `key` is `None` or empty, the request is one without a key, to which
-    /// [`OnMissingKey`](super::OnMissingKey) applies.
+    /// [`OnMissingKey`](crate::OnMissingKey) applies.
     pub fn push(&mut self, policy: Policy, key: Option<Key>) {
         self.found.push((policy, key));
     }

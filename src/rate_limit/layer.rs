@@ -18,6 +18,7 @@ use crate::MemoryBackend;
 use crate::error::ConfigError;
 use crate::key::GlobalKey;
 use crate::lock::Reach;
+use crate::on_failure::OnMissingKey;
 use crate::responder::HttpResponder;
 use crate::store::circuit::{Circuit, CircuitBreaker};
 use crate::store::sharded_refs::{ShardedRefs, thread_slot};
@@ -47,7 +48,7 @@ pub(super) struct LayerConfig<B> {
     pub(super) wait_config: Option<WaitConfig>,
     pub(super) max_waiters_in_total: usize,
     pub(super) on_missing_key: OnMissingKey,
-    pub(super) on_store_error: OnStoreError,
+    pub(super) on_store_error: RateLimitFallback,
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
     /// The circuit for shadow policies that are checked beside enforced ones.
@@ -111,21 +112,6 @@ impl SharedState {
     }
 }
 
-/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
-///
-/// If a request [counts under several keys](RateLimitLayer::and), this applies to each of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnMissingKey {
-    /// The request is rejected: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
-    #[default]
-    Reject,
-    /// The request is counted under one key that all such requests share.
-    Shared,
-    /// The request passes. It is counted only under the other keys that it has.
-    Pass,
-}
-
 /// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
 /// [`Local`](Self::Local).
 ///
@@ -133,7 +119,7 @@ pub enum OnMissingKey {
 /// [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum OnStoreError {
+pub enum RateLimitFallback {
     /// This process enforces the policy with its own counts in memory, which start at zero. The layer and its clones share these counts. A
     /// key that was [blocked](crate::Limiter::block) in the store is not blocked here. If you run several replicas, set their number with
     /// [`RateLimitLayer::replicas`], so that each enforces its share. A request that costs more than the share, but not more than the
@@ -218,7 +204,7 @@ impl<B> RateLimitLayer<B> {
             wait_config: None,
             max_waiters_in_total: DEFAULT_MAX_WAITERS,
             on_missing_key: OnMissingKey::default(),
-            on_store_error: OnStoreError::default(),
+            on_store_error: RateLimitFallback::default(),
             replicas: 1,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
             shadow_circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
@@ -444,7 +430,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     }
 
     /// Fails unless the backend shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a
-    /// distributed one. While the backend fails, [`OnStoreError`] applies instead.
+    /// distributed one. While the backend fails, [`RateLimitFallback`] applies instead.
     ///
     /// # Errors
     ///
@@ -462,8 +448,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.change(|core| core.on_missing_key = policy)
     }
 
-    /// Sets what happens when the store fails or is late. Defaults to [`OnStoreError::Local`].
-    pub fn on_store_error(self, policy: OnStoreError) -> Self {
+    /// Sets what happens when the store fails or is late. Defaults to [`RateLimitFallback::Local`].
+    pub fn on_store_error(self, policy: RateLimitFallback) -> Self {
         self.change(|core| core.on_store_error = policy)
     }
 
@@ -486,7 +472,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// [block](super::Limiter::block), the waiters behind it are rejected too, without a store call. This applies to waiters that cost at
     /// least as much and cannot wait that long either.
     ///
-    /// If the store or the resolver fails in a call before the denial has expired, the queue keeps waiting. [`OnStoreError`] applies once
+    /// If the store or the resolver fails in a call before the denial has expired, the queue keeps waiting. [`RateLimitFallback`] applies once
     /// the last denial from the store has expired.
     ///
     /// A request that [counts under several keys](Self::and) waits in the queue of the key with the longest denial, so it does not delay
@@ -542,7 +528,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         })
     }
 
-    /// Sets how many processes share the quota. With [`OnStoreError::Local`] each process enforces its share, rounded up. Defaults to 1; 0
+    /// Sets how many processes share the quota. With [`RateLimitFallback::Local`] each process enforces its share, rounded up. Defaults to 1; 0
     /// counts as 1.
     pub fn replicas(self, replicas: u32) -> Self {
         self.change(|core| core.replicas = replicas.max(1))
@@ -559,7 +545,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Sets how long a decision may take in total. After that it counts as a store error. Defaults to 100 ms.
     ///
-    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`OnStoreError::Deny`], whatever
+    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`RateLimitFallback::Deny`], whatever
     /// you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a [`ConfigError::ZeroTimeout`].
     ///
     /// A [resolver](Self::resolver) call has the same time before the store call, so both can take twice as long in total. If the resolver

@@ -17,7 +17,7 @@ pub(crate) enum Verdict {
     Denied,
     /// This policy had room, but another one rejected the request, and nothing was charged.
     TurnedAway,
-    /// The store failed: admitted or rejected by `OnStoreError`.
+    /// The store failed: admitted or rejected by `RateLimitFallback`.
     FailedOpen,
     FailedClosed,
     /// The store failed, and this process decided by itself.

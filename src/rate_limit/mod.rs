@@ -37,7 +37,7 @@
 //! use std::time::Duration;
 //! use axum::{Router, extract::Request, routing::get};
 //! use tollgate::http::{header, matched_path, peer_ip};
-//! use tollgate::{MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
+//! use tollgate::{MemoryBackend, OnMissingKey, RateLimitFallback, Policy, Quota, RateLimitLayer};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let policy = Policy::new("api", Quota::per_second(20).burst(50)?.token_bucket())
@@ -47,8 +47,8 @@
 //!     .key((header("x-api-key").or(peer_ip()), matched_path()))
 //!     .and(address, peer_ip()) // since clients can make up keys
 //!     .cost(|request: &Request| if request.uri().path() == "/export" { 50 } else { 1 })
-//!     .on_missing_key(OnMissingKey::Shared)
-//!     .on_store_error(OnStoreError::Deny)
+//!     .on_missing_key(OnMissingKey::Pass)
+//!     .on_store_error(RateLimitFallback::Deny)
 //!     .deadline(Duration::from_millis(20));
 //! let app: Router = Router::new().route("/", get(async || "hello")).route_layer(limit);
 //! # drop(app);
@@ -73,12 +73,12 @@
 //! # When the store fails
 //!
 //! A store call that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a denial.
-//! [`OnStoreError`] configures what happens then. By default, this process enforces the policy with its own counts until the store answers
+//! [`RateLimitFallback`] configures what happens then. By default, this process enforces the policy with its own counts until the store answers
 //! again. After several failures in a row the circuit opens, and only periodic probes reach the store: see [`CircuitBreaker`].
 //!
 //! All of this is configured per layer, so a login can fail closed while other routes fall back to local counts. (The rules of a file share
 //! one circuit breaker, since it describes the store and not the fallback.) If a [`PolicyResolver`] fails, the layer applies the same
-//! [`OnStoreError`]. The circuit ignores failures of a resolver.
+//! [`RateLimitFallback`]. The circuit ignores failures of a resolver.
 //!
 //! # When the clock is set
 //!
@@ -132,7 +132,7 @@
 //!
 //! `tracing` has a span `rate_limit` at DEBUG around each such call of a layer, and an event at DEBUG for each request over a limit. It has
 //! one WARN when a store or a resolver begins to fail, and one when a circuit opens. Warnings about shadow policies say so. The field
-//! `then` is the [`OnStoreError`] that the layer applies; if a resolver fails, it applies only to keys without a stale policy. The field
+//! `then` is the [`RateLimitFallback`] that the layer applies; if a resolver fails, it applies only to keys without a stale policy. The field
 //! `old_answer` is true if the first key that failed had a stale policy.
 //!
 //! # Without a round trip
@@ -197,7 +197,7 @@ pub use self::filter::{
 };
 pub use self::future::ResponseFuture;
 pub use self::handle::RateLimitHandle;
-pub use self::layer::{ChargeAlways, ChargeOn, OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
+pub use self::layer::{ChargeAlways, ChargeOn, RateLimitFallback, RateLimitLayer, RequestCost, UnitCost};
 pub use self::limiter::Limiter;
 #[cfg(feature = "redis")]
 pub(crate) use self::policy::EncodedLimits;

@@ -257,9 +257,9 @@ impl Policy {
         }
     }
 
-    /// Returns whether the policy is enforced for requests without a key. They count as one key.
+    /// Returns whether the policy is enforced for requests without a key. They are sampled as one key.
     pub(crate) fn is_enforced_without_key(&self) -> bool {
-        self.is_enforced_for(&Key::ANONYMOUS)
+        self.is_enforced_for(&Key::GLOBAL)
     }
 
     /// Returns the decision about a cost that can never be allowed. It needs no store.

@@ -10,11 +10,11 @@ use crate::key::Key;
 pub enum Rejection {
     /// The request is over its limit.
     Limited(RateLimited),
-    /// The request has no key, and the layer is configured to [reject](super::OnMissingKey::Reject) such requests.
+    /// The request has no key, and the layer is configured to [reject](crate::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
     /// The request is on the [deny list](super::RateLimitLayer::deny) of the layer.
     Denied(Denied),
-    /// The store failed, and the layer is configured to [deny](super::OnStoreError::Deny) requests then.
+    /// The store failed, and the layer is configured to [deny](super::RateLimitFallback::Deny) requests then.
     Store(StoreError),
 }
 

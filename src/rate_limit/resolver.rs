@@ -93,7 +93,7 @@ use crate::store::deadline::Deadline;
 ///
 /// # Errors
 ///
-/// If a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) applies to the request, as if
+/// If a resolver fails, or takes longer than the deadline of the layer, [`RateLimitFallback`](super::RateLimitFallback) applies to the request, as if
 /// the store had failed. With `Local`, the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny`, the request is
 /// rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call gets its own deadline
 /// afterwards. Failures of a resolver affect neither the metrics of the store nor its [circuit](super::CircuitBreaker).

@@ -11,12 +11,13 @@ use super::descriptor::{Descriptor, Descriptors};
 use super::evaluate::record;
 use super::filter::{FilterAction, RequestFilter, Subjects};
 use super::future::{ChargeRef, ResponseFuture};
-use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
+use super::layer::{ChargeAlways, ChargeOn, RateLimitLayer, RequestCost, Settings, UnitCost};
 use super::metrics::Verdict;
 use super::policy::Policy;
 use super::rejection::{AnnotateResponse, Rejection};
 use super::store::RateLimitStore;
 use crate::key::{ExtractKey, GlobalKey, Key, lack};
+use crate::on_failure::OnMissingKey;
 use crate::responder::{HttpResponder, Responder};
 
 /// A service behind a rate limit. See the [module docs](crate::rate_limit) for examples.
@@ -237,13 +238,12 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
         Ok(descriptors)
     }
 
-    /// The key under which the request is counted, which may be the key shared by requests without a key.
+    /// The key under which the request is counted.
     fn effective_key(&self, policy: &Policy, key: Option<Key>) -> Result<Option<Key>, Rejection> {
         if let Some(key) = key.filter(|key| !key.is_empty()) {
             return Ok(Some(key));
         }
         match self.core.on_missing_key {
-            OnMissingKey::Shared => Ok(Some(Key::ANONYMOUS)),
             OnMissingKey::Pass => Ok(None),
             OnMissingKey::Reject if !policy.is_enforced_without_key() => {
                 policy.meters().decided(Verdict::Shadow);

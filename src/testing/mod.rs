@@ -54,14 +54,14 @@
 //!
 //! ```
 //! use tollgate::testing::{FaultStore, Failure, Verb};
-//! use tollgate::{ErrorResponder, BoxError, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+//! use tollgate::{ErrorResponder, BoxError, MemoryBackend, RateLimitFallback, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
 //! let store = FaultStore::new(MemoryBackend::new());
 //! let faults = store.faults();
 //! let limit = RateLimitLayer::new(store, Policy::new("login", Quota::per_minute(5).fixed_window()))
-//!     .on_store_error(OnStoreError::Deny)
+//!     .on_store_error(RateLimitFallback::Deny)
 //!     .responder(ErrorResponder);
 //! let login = ServiceBuilder::new().layer(limit).service(service_fn(async |()| Ok::<_, BoxError>("welcome")));
 //!

@@ -967,8 +967,7 @@ async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
             [[rules]]
             path = "/other{}"
             policy = "other"
-            key = {{ header = "x-user" }}
-            on_missing_key = "shared"
+            key = [{{ header = "x-user" }}, "global"]
             "#,
             turn + 1,
             ["fixed_window", "token_bucket", "sliding_window"][turn % 3],

@@ -19,13 +19,14 @@ use support::stores::delegate_queue;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::OnMissingKey;
 use tollgate::delay_queue::{
     Ack, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Events,
     Job, JobId, JobResponder, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule,
     State, UniqueFor, WorkerError,
 };
 use tollgate::idempotency::{Idempotent, Operation, OperationError};
-use tollgate::lock::{LeaseHandle, OnMissingKey};
+use tollgate::lock::LeaseHandle;
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore, TestJob};
 use tollgate::{

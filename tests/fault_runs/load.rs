@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tollgate::backend::AnyBackend;
 use tollgate::rate_limit::{Decision, RateLimitStore, RateLimited, Receipt};
-use tollgate::{BoxError, ErrorResponder, Key, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{BoxError, ErrorResponder, Key, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError};
 use tower::util::BoxCloneSyncService;
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -25,7 +25,7 @@ pub const CALLERS: u32 = 24;
 const LANES: usize = CALLERS as usize / 2;
 const PAUSE: Duration = Duration::from_millis(5);
 /// What callers do without the store.
-const POLICIES: [OnStoreError; 3] = [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local];
+const POLICIES: [RateLimitFallback; 3] = [RateLimitFallback::Deny, RateLimitFallback::Allow, RateLimitFallback::Local];
 
 pub type Call = load::Call<Outcome>;
 
@@ -54,7 +54,7 @@ pub enum Answer {
 #[derive(Debug)]
 pub struct Outcome {
     pub subject: String,
-    pub policy: OnStoreError,
+    pub policy: RateLimitFallback,
     pub seen: Seen,
     pub answer: Answer,
     /// Whether the inner service ran.
@@ -79,8 +79,8 @@ impl Outcome {
         let answer = match (self.seen, self.policy) {
             (Seen::Admitted, _) => self.answer == Answer::Served,
             (Seen::Denied, _) => self.answer == Answer::Limited,
-            (_, OnStoreError::Deny) => self.answer == Answer::StoreError,
-            (_, OnStoreError::Allow) => self.answer == Answer::Served,
+            (_, RateLimitFallback::Deny) => self.answer == Answer::StoreError,
+            (_, RateLimitFallback::Allow) => self.answer == Answer::Served,
             // What this process counts by itself is checked per subject.
             _ => matches!(self.answer, Answer::Served | Answer::Limited),
         };

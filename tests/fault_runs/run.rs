@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
-use tollgate::OnStoreError;
+use tollgate::RateLimitFallback;
 
 use super::catalogue::{Fails, Fault, Loses, Strike, missing};
 use super::deployment::{CONNECTIONS, Deployment};
@@ -264,7 +264,7 @@ fn judge(
     row.must(twice == 0, || format!("{twice} units were charged that nobody had asked for"));
     // What this process admitted by itself.
     let mut local: HashMap<String, u64> = HashMap::new();
-    for call in failed().filter(|call| call.outcome.policy == OnStoreError::Local) {
+    for call in failed().filter(|call| call.outcome.policy == RateLimitFallback::Local) {
         *local.entry(call.outcome.subject.clone()).or_default() += u64::from(call.outcome.answer == Answer::Served);
     }
     let over_local = over(&local);

@@ -31,7 +31,7 @@ use tollgate::rate_limit::{
 use tollgate::responder::{HeaderVersion, NotExecuted, RejectionBody, Responder, UpstreamFields};
 use tollgate::{
     ExtractKey, GlobalKey, HttpResponder, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey,
-    OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
+    Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError, first_of,
 };
 use tonic_types::StatusExt;
 use tower::util::option_layer;
@@ -111,7 +111,7 @@ async fn a_request_without_key_gets_400() {
 #[tokio::test(start_paused = true)]
 async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
     let layer = RateLimitLayer::new(failing(), api(Quota::per_minute(1).fixed_window()));
-    let answer = ask(&layer.on_store_error(OnStoreError::Deny).layer(hello()), request()).await;
+    let answer = ask(&layer.on_store_error(RateLimitFallback::Deny).layer(hello()), request()).await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.headers[RETRY_AFTER], "1");
     assert_eq!(answer.headers[POLICY], r#""api";q=1;w=60"#);
@@ -220,7 +220,7 @@ async fn rejections_can_be_plain_text() {
     let quota = Quota::per_minute(1).fixed_window();
     let exhausted = layer(Quota::per_minute(0).fixed_window()).responder(plain.clone()).layer(hello());
     let keyless = layer(quota).key(header("x-api-key")).responder(plain.clone()).layer(hello());
-    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(RateLimitFallback::Deny);
     let outage = outage.responder(plain).layer(hello());
     let cases = [
         (ask(&exhausted, request()).await, 429, "the request exceeds the whole quota of rate limit `api`\n"),
@@ -237,7 +237,7 @@ async fn rejections_can_be_plain_text() {
 #[tokio::test(start_paused = true)]
 async fn undecided_request_gets_only_the_policy_field() {
     let quota = Quota::per_minute(1).fixed_window();
-    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Allow).layer(hello());
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(RateLimitFallback::Allow).layer(hello());
     let keyless = layer(quota).key(header("x-api-key")).on_missing_key(OnMissingKey::Pass).layer(hello());
     for answer in [ask(&outage, request()).await, ask(&keyless, request()).await] {
         assert_eq!(answer.status, StatusCode::OK);
@@ -251,7 +251,7 @@ async fn undecided_request_gets_only_the_policy_field() {
 async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
     let policy = Policy::new("api", Quota::per_minute(1).fixed_window()).shadow();
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key"));
-    for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass, OnMissingKey::Shared] {
+    for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass] {
         let answer = ask(&layer.clone().on_missing_key(on_missing_key).layer(hello()), request()).await;
         assert_eq!((answer.status, answer.headers.len()), (StatusCode::OK, 0), "{on_missing_key:?}");
     }
@@ -952,7 +952,7 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
     }
     assert_eq!(told.into_iter().collect::<Vec<_>>(), [3, 4, 5, 6, 7]);
 
-    let outage = RateLimitLayer::new(failing(), policy.clone()).on_store_error(OnStoreError::Deny);
+    let outage = RateLimitLayer::new(failing(), policy.clone()).on_store_error(RateLimitFallback::Deny);
     let outage = outage.responder(jittery.clone()).layer(hello());
     let mut told = BTreeSet::new();
     for _ in 0..500 {
@@ -1368,7 +1368,7 @@ async fn a_grpc_rejection_is_a_status_without_body() {
     let quota = Quota::per_minute(1).fixed_window();
     let exhausted = layer(Quota::per_minute(0).fixed_window()).responder(GrpcResponder::new()).layer(hello());
     let keyless = layer(quota).key(header("x-tenant")).responder(GrpcResponder::new()).layer(hello());
-    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(RateLimitFallback::Deny);
     let outage = outage.responder(GrpcResponder::new()).layer(hello());
     let cases = [
         (exhausted.oneshot(request()).await.unwrap(), "8", "the request exceeds the whole quota of rate limit `api`"),
@@ -1624,7 +1624,7 @@ async fn plan_is_found_by_the_api_key_of_an_axum_request() {
     let limit = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
         .key(header("x-api-key"))
         .resolver_from(api_key, plans.clone())
-        .on_store_error(OnStoreError::Deny);
+        .on_store_error(RateLimitFallback::Deny);
     let app: Router = Router::new().route("/", get(async || "hello")).layer(limit);
     let statuses = async |key: &str| {
         let mut statuses = Vec::new();

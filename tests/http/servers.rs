@@ -25,7 +25,7 @@ use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState}
 use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
 use tollgate::responder::HeaderVersion;
 use tollgate::{
-    BoxError, IdempotencyLayer, Key, LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    BoxError, IdempotencyLayer, Key, LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,
     StoreError,
 };
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -283,7 +283,7 @@ async fn tonic_clients_that_no_wait_helps_are_told_not_to_retry() {
 async fn tonic_client_of_a_broken_store_gets_retry_info() {
     within_seconds(async {
         let policy = Policy::new("servers", Quota::per_minute(3).fixed_window());
-        let layer = RateLimitLayer::new(Broken, policy).key(header("x-tenant")).on_store_error(OnStoreError::Deny);
+        let layer = RateLimitLayer::new(Broken, policy).key(header("x-tenant")).on_store_error(RateLimitFallback::Deny);
         let (server, _) = serve_tonic(layer).await;
         let mut client = GrpcClient::connect(server.addr).await;
         let status = client.say(Some("acme"), "hello").await.unwrap_err();

@@ -19,11 +19,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
+use tollgate::OnMissingKey;
+use tollgate::OnStoreError;
 use tollgate::grpc::GrpcResponder;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
     Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, OnDisconnect,
-    OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection, ResponsePolicy,
+    OnUnknown, Operation, Rejection, ResponsePolicy,
 };
 use tollgate::lock::{Cursor, OnLoss, Reach, ReleaseAt};
 use tollgate::rate_limit::RateLimited;

@@ -17,15 +17,20 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::OnMissingKey;
+use tollgate::OnStoreError;
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
-    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError,
-    Reach, ReleaseAt, Replication, RwLocks, Semaphore,
+    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, Reach, ReleaseAt, Replication,
+    RwLocks, Semaphore,
 };
 use tollgate::responder::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{BoxError, ConfigError, ErrorResponder, HttpResponder, LockError, LockLayer, Locks, MemoryBackend};
+use tollgate::{
+    BoxError, ConfigError, ErrorResponder, GlobalKey, HttpResponder, LockError, LockLayer, Locks, MemoryBackend,
+    first_of,
+};
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -955,11 +960,10 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_happens_without_a_key_is_said() {
+async fn missing_key_rejects_passes_or_falls_back() {
     let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
     let cases = [
         (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
-        (OnMissingKey::Shared, [StatusCode::OK, StatusCode::CONFLICT]),
         (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
     ];
     for (then, expected) in cases {
@@ -969,6 +973,13 @@ async fn what_happens_without_a_key_is_said() {
         let second = service.oneshot(post("/b")).await.unwrap().status();
         assert_eq!([first.await.unwrap().unwrap().status(), second], expected, "{then:?}");
     }
+    // With a fallback, requests without a key share one lock.
+    let layer = layer.key(first_of(|_: &Request<Full<Bytes>>| None::<String>, GlobalKey));
+    let service = layer.layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    assert_eq!(service.oneshot(post("/b")).await.unwrap().status(), StatusCode::CONFLICT);
+    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
 }
 
 /// A handler that is not protected found the lease of another layer, believed that it is, and wrote with a fence that says nothing of it.

@@ -15,9 +15,10 @@ use support::shared::patient;
 use support::stores::delegate_lock;
 use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
+use tollgate::OnStoreError;
 use tollgate::lock::{
-    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, OnStoreError,
-    ReleaseOutcome, Renewal, Replicas, Replication, RwLocks, Segmented,
+    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, ReleaseOutcome, Renewal,
+    Replicas, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ErrorResponder, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};

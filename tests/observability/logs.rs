@@ -23,10 +23,11 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use support::server::{RedisServer, free_port, version, wait_until};
 use tokio::sync::Barrier;
 use tokio::time::{advance, sleep, timeout};
+use tollgate::OnStoreError;
 use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{
-    Failed, IdempotencyHandle, Idempotent, OnDisconnect, OnStoreError, Operation, OperationError, ResponsePolicy,
+    Failed, IdempotencyHandle, Idempotent, OnDisconnect, Operation, OperationError, ResponsePolicy,
 };
 use tollgate::lock::{LockKey, LockStore};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
@@ -382,7 +383,7 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let layer = LockLayer::new(store.clone()).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let layer = LockLayer::new(store.clone()).on_store_error(tollgate::OnStoreError::Allow);
     let locked = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     let guard = IdempotencyLayer::new(store).scope(GlobalKey).on_store_error(OnStoreError::Allow);
     let guarded = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
@@ -429,7 +430,7 @@ async fn why_requests_pass_without_a_lock_is_told() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let layer = LockLayer::new(store).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let layer = LockLayer::new(store).on_store_error(tollgate::OnStoreError::Allow);
     let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     service.oneshot(()).await.unwrap();
     let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
@@ -449,7 +450,7 @@ async fn lines_of_an_outage_say_which_locks_they_are_of() {
     let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).responder(ErrorResponder);
     let inner = service_fn(async |_: ()| Ok::<_, BoxError>(()));
     let payments = layer("payments").layer(inner);
-    let reports = layer("reports").on_store_error(tollgate::lock::OnStoreError::Allow).layer(inner);
+    let reports = layer("reports").on_store_error(tollgate::OnStoreError::Allow).layer(inner);
     store.faults().fail(Failure::Unavailable);
     assert!(payments.clone().oneshot(()).await.is_err());
     assert!(reports.clone().oneshot(()).await.is_ok());
@@ -735,7 +736,7 @@ async fn failing_resolver_with_stale_answers_logs_one_line() {
     let service = RateLimitLayer::new(Moody::default(), policy)
         .key(|customer: &&'static str| *customer)
         .resolver(plans)
-        .on_store_error(tollgate::OnStoreError::Deny)
+        .on_store_error(tollgate::RateLimitFallback::Deny)
         .responder(ErrorResponder)
         .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
     let ask = async |customer: &'static str| service.clone().oneshot(customer).await.is_ok();

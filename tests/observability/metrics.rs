@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{ClientIp, FingerprintedBody, PeerAddr, header};
-use tollgate::idempotency::{Idempotent, OnStoreError as OnFailure, OnUnknown, Operation};
+use tollgate::idempotency::{Idempotent, OnUnknown, Operation};
 use tollgate::lock::{LockAdmin, Segmented};
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, DenyCache, PolicyResolver, QuotaPrefetch, RateLimitHandle, RateLimitStore,
@@ -30,7 +30,7 @@ use tollgate::rate_limit::{
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
-    MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    MemoryBackend, OnStoreError, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -330,7 +330,8 @@ fn a_correction_that_ends_with_its_runtime_is_lost() {
 fn charge_after_a_failed_resolver_is_counted_as_lost() {
     let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
     let fails = PolicyResolver::new(|_| std::future::ready(Err::<Policy, _>("the database is away")));
-    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).resolver(fails).on_store_error(OnStoreError::Deny);
+    let layer =
+        RateLimitLayer::new(MemoryBackend::new(), policy).resolver(fails).on_store_error(RateLimitFallback::Deny);
     let layer = layer.responder(ErrorResponder).cost(|_: &&'static str| 0).charge_on(Pays);
     let mut seen = seen_of(layer.layer(service_fn(async |client| Ok::<_, BoxError>(client))), &["alice"]);
     seen.retain(|name, _| name.starts_with("tollgate_settlements_total"));
@@ -685,7 +686,7 @@ fn operations_are_counted_by_layer_and_outcome() {
     let faults = store.faults();
     metrics::with_local_recorder(&recorder, || {
         let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_answer(500).max_body(100);
-        let open = guard.clone().name("open").on_store_error(OnFailure::Allow).layer(service_fn(pay));
+        let open = guard.clone().name("open").on_store_error(OnStoreError::Allow).layer(service_fn(pay));
         let service = guard.wait(Duration::from_secs(1)).layer(service_fn(pay));
         let ask = async |key: &str, body: &'static str| {
             let request = Request::post("/").header("x-user", "alice").header("idempotency-key", key);
@@ -895,7 +896,6 @@ fn a_store_of_locks_that_fails_from_the_start_is_seen() {
 /// Operations that were never begun are none of which nobody knows what became.
 #[test]
 fn requests_that_pass_without_their_lock_are_counted() {
-    use tollgate::lock::OnStoreError;
     for (then, unprotected) in [(OnStoreError::Allow, Some(&5)), (OnStoreError::Deny, None)] {
         let (recorder, snapshotter, runtime) = recording();
         let store = FaultStore::new(MemoryBackend::new());
@@ -992,7 +992,7 @@ fn an_outage_makes_no_attempt_unknown() {
 /// Of a request that counts for several, as with decisions.
 #[test]
 fn undecided_requests_are_counted_per_policy() {
-    for (then, outcome) in [(OnStoreError::Allow, "failed_open"), (OnStoreError::Deny, "failed_closed")] {
+    for (then, outcome) in [(RateLimitFallback::Allow, "failed_open"), (RateLimitFallback::Deny, "failed_closed")] {
         let policy = |name: &'static str| Policy::new(name, Quota::per_hour(6).fixed_window());
         let layer = RateLimitLayer::new(Down, policy("api")).on_store_error(then).responder(ErrorResponder);
         let layer = layer.key(|client: &&'static str| *client).and(policy("total"), |_: &&'static str| "all");
@@ -1038,7 +1038,7 @@ async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Respons
 
 #[test]
 fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
-    let layer = |then: OnStoreError| {
+    let layer = |then: RateLimitFallback| {
         let policy = Policy::new("api", Quota::per_hour(6).fixed_window());
         RateLimitLayer::new(Down, policy).on_store_error(then).circuit_breaker(CircuitBreaker::new().failures(3))
     };
@@ -1048,10 +1048,10 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
         ("tollgate_circuit_transitions_total{policy=api,state=open}", 1),
     ];
     for (then, decisions) in [
-        (OnStoreError::Allow, vec![("tollgate_decisions_total{policy=api,outcome=failed_open}", 8)]),
-        (OnStoreError::Deny, vec![("tollgate_decisions_total{policy=api,outcome=failed_closed}", 8)]),
+        (RateLimitFallback::Allow, vec![("tollgate_decisions_total{policy=api,outcome=failed_open}", 8)]),
+        (RateLimitFallback::Deny, vec![("tollgate_decisions_total{policy=api,outcome=failed_closed}", 8)]),
         (
-            OnStoreError::Local,
+            RateLimitFallback::Local,
             vec![
                 ("tollgate_decisions_total{policy=api,outcome=local_allowed}", 6),
                 ("tollgate_decisions_total{policy=api,outcome=local_limited}", 2),

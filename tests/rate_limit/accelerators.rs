@@ -14,7 +14,7 @@ use tollgate::rate_limit::{
     CircuitBreaker, Decision, DenyCache, Outcome, QuotaPrefetch, RateLimitStore, RateLimited, Receipt, Request,
 };
 use tollgate::{
-    BoxError, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    BoxError, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,
     StoreError,
 };
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
@@ -205,7 +205,7 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
     let layer = RateLimitLayer::new(store.clone(), fixed(3))
         .key(|client: &&'static str| *client)
         .and(total.clone(), GlobalKey)
-        .on_store_error(OnStoreError::Allow)
+        .on_store_error(RateLimitFallback::Allow)
         .circuit_breaker(CircuitBreaker::new().failures(2).probe_interval(Duration::from_secs(1)))
         .responder(ErrorResponder);
     let mut service = ServiceBuilder::new().layer(layer).service_fn(async |_: &'static str| Ok::<_, BoxError>(()));

@@ -19,8 +19,8 @@ use tollgate::rate_limit::{
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    BoxError, ConfigError, DelayQueue, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, OnMissingKey,
-    OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    BoxError, ConfigError, DelayQueue, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, OnMissingKey, Policy,
+    Quota, RateLimitFallback, RateLimitLayer, StoreError, first_of,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -50,13 +50,14 @@ async fn readiness_is_that_of_the_inner_service_and_no_store_is_asked() {
 
 #[tokio::test(start_paused = true)]
 async fn the_instance_that_was_ready_is_the_one_that_is_called() {
-    for on_missing_key in [OnMissingKey::Shared, OnMissingKey::Pass] {
-        let layer = layer(MemoryBackend::new(), per_hour(10)).key(|_: &&str| "").on_missing_key(on_missing_key);
+    for key in ["", "alice"] {
+        let layer =
+            layer(MemoryBackend::new(), per_hour(10)).key(move |_: &&str| key).on_missing_key(OnMissingKey::Pass);
         let mut service = layer.layer(Strict::default());
         for _ in 0..3 {
-            // Nothing has to be waited for, so no clone is needed.
+            // The decision is immediate, so the service needs no clone.
             let served_by = service.ready().await.unwrap().call("request").await.unwrap();
-            assert_eq!(served_by, 0, "{on_missing_key:?}");
+            assert_eq!(served_by, 0, "{key:?}");
         }
     }
     let mut service = layer(Store::counting(), per_hour(10)).layer(Strict::default());
@@ -345,7 +346,7 @@ async fn a_store_that_hangs_lets_requests_pass_after_100_ms() {
 
 #[tokio::test(start_paused = true)]
 async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
-    let layer = layer(Store::hanging(), per_hour(1)).on_store_error(OnStoreError::Deny);
+    let layer = layer(Store::hanging(), per_hour(1)).on_store_error(RateLimitFallback::Deny);
     let (mut service, mut inner) = mocked(layer);
     let start = Instant::now();
     let error = service.ready().await.unwrap().call("request").await.unwrap_err();
@@ -359,7 +360,7 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));
     let layer = RateLimitLayer::new(store.clone(), policy.clone()).responder(ErrorResponder);
     let service = layer
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .cost(|cost: &u32| *cost)
         .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
     for _ in 0..3 {
@@ -389,12 +390,12 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
 async fn the_deadline_can_be_set() {
     for millis in [1, 20, 5_000] {
         let deadline = Duration::from_millis(millis);
-        for on_store_error in [OnStoreError::Allow, OnStoreError::Deny] {
+        for on_store_error in [RateLimitFallback::Allow, RateLimitFallback::Deny] {
             let layer = layer(Store::hanging(), per_hour(1)).on_store_error(on_store_error).deadline(deadline);
             let start = Instant::now();
             let answer = layer.layer(service_fn(echo)).oneshot("request").await;
             assert_eq!(start.elapsed(), deadline);
-            assert_eq!(answer.is_ok(), on_store_error == OnStoreError::Allow);
+            assert_eq!(answer.is_ok(), on_store_error == RateLimitFallback::Allow);
         }
     }
 }
@@ -441,7 +442,7 @@ async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
     let faults = store.faults();
     faults.delay(Duration::from_millis(1));
     let expected = ConfigError::ZeroTimeout { setting: "deadline" };
-    for then in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+    for then in [RateLimitFallback::Local, RateLimitFallback::Allow, RateLimitFallback::Deny] {
         let service = |policy: Policy| {
             let layer = RateLimitLayer::new(store.clone(), policy)
                 .responder(ErrorResponder)
@@ -597,7 +598,7 @@ async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
             }
         });
         let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
-        for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+        for on_store_error in [RateLimitFallback::Local, RateLimitFallback::Allow, RateLimitFallback::Deny] {
             let layer = layer(&store, per_hour(1)).on_store_error(on_store_error);
             memory.reset(&per_hour(1), &Key::GLOBAL).await.unwrap();
             let service = layer.and(trial.clone(), tollgate::GlobalKey).layer(service_fn(echo));
@@ -629,7 +630,7 @@ async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
         });
         let shadow = |name: &str| Policy::new(name, Quota::per_hour(1).fixed_window()).shadow();
         let layer = RateLimitLayer::new(store, Policy::new("calls", Quota::per_hour(10).fixed_window()));
-        let layer = layer.on_store_error(OnStoreError::Deny).responder(ErrorResponder);
+        let layer = layer.on_store_error(RateLimitFallback::Deny).responder(ErrorResponder);
         let layer = layer.and(shadow("trial"), tollgate::GlobalKey);
         let service = match shadows {
             1 => BoxCloneService::new(layer.layer(service_fn(echo))),
@@ -666,7 +667,7 @@ async fn only_probes_wait_for_a_hanging_shadow_policy() {
         }
     });
     let trial = || Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
-    let layer = layer(store, per_hour(100)).on_store_error(OnStoreError::Deny);
+    let layer = layer(store, per_hour(100)).on_store_error(RateLimitFallback::Deny);
     let layer = layer.circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(10)));
     let service = layer.and(trial(), tollgate::GlobalKey).layer(service_fn(echo));
     let took = async || {
@@ -908,7 +909,7 @@ async fn plans_are_for_the_key_of_the_layer_alone() {
 async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
     let asked = Arc::new(AtomicUsize::new(0));
     let layer = layer(MemoryBackend::new(), per_hour(1)).key(|plan: &&'static str| *plan).resolver(plans(&asked));
-    let closed = layer.clone().on_store_error(OnStoreError::Deny).layer(service_fn(echo));
+    let closed = layer.clone().on_store_error(RateLimitFallback::Deny).layer(service_fn(echo));
     let start = Instant::now();
     let error = closed.clone().oneshot("slow").await.unwrap_err();
     assert!(error.downcast::<StoreError>().unwrap().is_timeout());
@@ -932,9 +933,9 @@ async fn resolver_failure_does_not_concern_the_layer_policy() {
         let service = layer.clone().on_store_error(on_store_error).layer(service_fn(echo));
         service.oneshot("request").await
     };
-    assert!(answer(OnStoreError::Deny).await.unwrap_err().is::<StoreError>());
-    assert_eq!(answer(OnStoreError::Allow).await.unwrap(), "request");
-    let never = answer(OnStoreError::Local).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert!(answer(RateLimitFallback::Deny).await.unwrap_err().is::<StoreError>());
+    assert_eq!(answer(RateLimitFallback::Allow).await.unwrap(), "request");
+    let never = answer(RateLimitFallback::Local).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(never.decision().outcome(), Outcome::Never);
 
     // Nor does it matter whether the layer enforces its own.
@@ -943,7 +944,9 @@ async fn resolver_failure_does_not_concern_the_layer_policy() {
         let trial = RateLimitLayer::new(MemoryBackend::new(), per_hour(9).mode(mode)).resolver(fails);
         let trial = trial.responder(ErrorResponder);
         let total = Policy::new("total", Quota::per_hour(9).fixed_window());
-        for (then, passes) in [(OnStoreError::Deny, false), (OnStoreError::Allow, true), (OnStoreError::Local, true)] {
+        for (then, passes) in
+            [(RateLimitFallback::Deny, false), (RateLimitFallback::Allow, true), (RateLimitFallback::Local, true)]
+        {
             let trial = trial.clone().on_store_error(then);
             let alone = trial.clone().layer(service_fn(echo)).oneshot("request").await;
             let several = trial.and(total.clone().shadow(), tollgate::GlobalKey).layer(service_fn(echo));
@@ -955,7 +958,8 @@ async fn resolver_failure_does_not_concern_the_layer_policy() {
     }
 
     let closed = Policy::new("closed", Quota::per_hour(0).fixed_window());
-    let service = layer.on_store_error(OnStoreError::Allow).and(closed, tollgate::GlobalKey).layer(service_fn(echo));
+    let service =
+        layer.on_store_error(RateLimitFallback::Allow).and(closed, tollgate::GlobalKey).layer(service_fn(echo));
     let never = service.oneshot("request").await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(never.violated().collect::<Vec<_>>(), ["closed"]);
 }
@@ -986,7 +990,7 @@ async fn a_resolver_that_is_slow_takes_no_time_from_the_store() {
         .responder(ErrorResponder)
         .key(|client: &u32| *client)
         .resolver(slow_plans(&asked, Duration::from_millis(95), 100))
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
     for client in 0..20 {
         let start = Instant::now();
@@ -1008,7 +1012,7 @@ async fn an_old_answer_serves_all_who_wait_for_a_new_one_that_fails() {
             }
         }
     });
-    let layer = layer(MemoryBackend::new(), per_hour(0)).resolver(flaky).on_store_error(OnStoreError::Deny);
+    let layer = layer(MemoryBackend::new(), per_hour(0)).resolver(flaky).on_store_error(RateLimitFallback::Deny);
     let service = layer.layer(service_fn(echo));
     service.clone().oneshot("request").await.unwrap();
     tokio::time::advance(Duration::from_secs(61)).await;
@@ -1092,7 +1096,7 @@ async fn slow_resolver_is_called_once_and_its_answer_cached() {
     let asked = Arc::new(AtomicUsize::new(0));
     let layer = layer(MemoryBackend::new(), per_hour(1))
         .resolver(slow_plans(&asked, Duration::from_millis(350), 100))
-        .on_store_error(OnStoreError::Deny);
+        .on_store_error(RateLimitFallback::Deny);
     let service = layer.layer(service_fn(echo));
     let start = Instant::now();
     // Twenty at a time, each of whom leaves after 100 ms. One client had enough before.
@@ -1171,7 +1175,7 @@ async fn an_error_is_remembered_for_a_second() {
     let service = layer(MemoryBackend::new(), per_hour(1))
         .key(|_: &&'static str| "alice")
         .resolver(plans.clone())
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .layer(service_fn(echo));
     let start = Instant::now();
     for _ in 0..3 {
@@ -1272,7 +1276,7 @@ async fn keys_that_come_once_take_the_place_of_nobody_who_came_again() {
 async fn a_resolver_that_hangs_is_given_up_in_the_end() {
     let asked = Arc::new(AtomicUsize::new(0));
     let hangs = slow_plans(&asked, Duration::from_secs(3_600), 1).timeout(Duration::from_secs(2));
-    let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(hangs).on_store_error(OnStoreError::Deny);
+    let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(hangs).on_store_error(RateLimitFallback::Deny);
     let service = layer.layer(service_fn(echo));
     let start = Instant::now();
     for (millis, times) in [(0, 1), (1_950, 1), (2_500, 1), (3_100, 2), (5_000, 2), (5_200, 2), (6_200, 3)] {
@@ -1291,7 +1295,7 @@ async fn resolver_calls_are_bounded_and_queued() {
         .responder(ErrorResponder)
         .key(|client: &usize| *client as u64)
         .resolver(plans)
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .layer(service_fn(async |_: usize| Ok::<_, Broken>(())));
     let ask = async |clients: std::ops::Range<usize>| {
         let mut tasks = tokio::task::JoinSet::new();
@@ -1357,7 +1361,7 @@ async fn a_resolver_that_panics_does_so_once() {
                 }
             }
         });
-        let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(plans).on_store_error(OnStoreError::Deny);
+        let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(plans).on_store_error(RateLimitFallback::Deny);
         let service = layer.layer(service_fn(echo));
         let mut tasks = tokio::task::JoinSet::new();
         (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
@@ -1378,7 +1382,7 @@ fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
         .key(|customer: &&'static str| *customer)
         .resolver(plans)
         .deadline(Duration::from_secs(1))
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .layer(service_fn(echo));
     let begin = |customer| {
         let runtime = runtime();
@@ -1570,7 +1574,7 @@ async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
 #[tokio::test(start_paused = true)]
 async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
     // What costs something is turned away with `Deny`.
-    for (then, cost) in [(OnStoreError::Deny, 0), (OnStoreError::Allow, 0), (OnStoreError::Allow, 4)] {
+    for (then, cost) in [(RateLimitFallback::Deny, 0), (RateLimitFallback::Allow, 0), (RateLimitFallback::Allow, 4)] {
         let (memory, later) = (MemoryBackend::new(), Later(Arc::default()));
         let store = FaultStore::new(memory.clone());
         let total = Policy::new("total", Quota::per_hour(9).fixed_window());
@@ -1681,7 +1685,8 @@ async fn when_the_store_answers_again_it_decides_again() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_may_be_done_without_lets_everything_pass() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
-    let layer = layer(&store, per_hour(1)).on_store_error(OnStoreError::Allow).circuit_breaker(CircuitBreaker::off());
+    let layer =
+        layer(&store, per_hour(1)).on_store_error(RateLimitFallback::Allow).circuit_breaker(CircuitBreaker::off());
     let service = layer.layer(service_fn(echo));
     for asked in 1..=10 {
         assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
@@ -1704,7 +1709,7 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
             }
         }
     });
-    let service = layer(&store, per_hour(1)).on_store_error(OnStoreError::Deny).layer(service_fn(echo));
+    let service = layer(&store, per_hour(1)).on_store_error(RateLimitFallback::Deny).layer(service_fn(echo));
     let mut times = Vec::new();
     for _ in 0..100 {
         let start = Instant::now();
@@ -1761,7 +1766,7 @@ async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
     let layer = |limit| RateLimitLayer::new(store.clone(), per_hour(limit)).responder(ErrorResponder);
     let total = Policy::new("total", Quota::per_hour(9).fixed_window());
     let banned = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(0))));
-    for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+    for on_store_error in [RateLimitFallback::Local, RateLimitFallback::Allow, RateLimitFallback::Deny] {
         let several = layer(0).and(total.clone(), tollgate::GlobalKey).on_store_error(on_store_error);
         let plan = layer(1).resolver(banned.clone().time_to_live(Duration::ZERO));
         let (several, plan) =
@@ -1889,7 +1894,7 @@ async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
         (|| StoreError::foreign_data("a list"), StoreError::is_foreign_data),
     ];
     for (error, is_that_kind) in cases {
-        let layer = layer(Store::failing(error), per_hour(1)).on_store_error(OnStoreError::Deny);
+        let layer = layer(Store::failing(error), per_hour(1)).on_store_error(RateLimitFallback::Deny);
         let (mut service, mut inner) = mocked(layer);
         let answer = service.ready().await.unwrap().call("request").await.unwrap_err();
         let answer = answer.downcast::<StoreError>().unwrap();
@@ -1901,7 +1906,7 @@ async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
 
 #[tokio::test(start_paused = true)]
 async fn the_choice_about_failures_applies_to_failed_decisions_only() {
-    for on_store_error in [OnStoreError::Allow, OnStoreError::Deny] {
+    for on_store_error in [RateLimitFallback::Allow, RateLimitFallback::Deny] {
         let turn = Arc::new(AtomicUsize::new(0));
         let store = Store::new(move |_, _, _| {
             ready(match turn.fetch_add(1, Ordering::Relaxed) % 3 {
@@ -1914,9 +1919,9 @@ async fn the_choice_about_failures_applies_to_failed_decisions_only() {
         for _ in 0..3 {
             assert!(service.clone().oneshot("allowed").await.is_ok());
             match service.clone().oneshot("failed").await {
-                Ok(_) => assert_eq!(on_store_error, OnStoreError::Allow),
+                Ok(_) => assert_eq!(on_store_error, RateLimitFallback::Allow),
                 Err(error) => {
-                    assert_eq!(on_store_error, OnStoreError::Deny);
+                    assert_eq!(on_store_error, RateLimitFallback::Deny);
                     assert!(error.is::<StoreError>());
                 }
             }
@@ -1942,15 +1947,14 @@ async fn a_request_without_key_is_rejected_unless_told_otherwise() {
 #[tokio::test(start_paused = true)]
 async fn requests_without_key_can_share_a_quota_of_their_own() {
     let service = layer(MemoryBackend::new(), per_hour(2))
-        .key(|name: &&'static str| (*name != "nobody").then_some(*name))
-        .on_missing_key(OnMissingKey::Shared)
+        .key(first_of(|name: &&'static str| (*name != "nobody").then_some(*name), GlobalKey))
         .layer(service_fn(echo));
     assert!(service.clone().oneshot("nobody").await.is_ok());
-    assert!(service.clone().oneshot("").await.is_ok(), "an empty key is no key, and counts with those");
+    assert!(service.clone().oneshot("").await.is_ok(), "an empty key counts as a missing key");
     assert!(service.clone().oneshot("nobody").await.unwrap_err().is::<RateLimited>());
     assert!(service.clone().oneshot("").await.unwrap_err().is::<RateLimited>());
-    for somebody in ["alice", "!anonymous", "!global"] {
-        assert!(service.clone().oneshot(somebody).await.is_ok(), "{somebody} has a quota of their own");
+    for client in ["alice", "!global"] {
+        assert!(service.clone().oneshot(client).await.is_ok(), "{client} has its own quota");
     }
 }
 
@@ -1975,11 +1979,9 @@ async fn requests_without_key_can_pass_uncounted() {
 async fn missing_added_key_is_rejected_unless_optional() {
     type Call = (&'static str, Option<&'static str>);
     let tenant = |call: &Call| call.1;
-    for (on_missing_key, passes, left) in [
-        (OnMissingKey::Reject, false, [Some(10), Some(10)]),
-        (OnMissingKey::Shared, true, [Some(9), Some(9)]),
-        (OnMissingKey::Pass, true, [Some(9), Some(10)]),
-    ] {
+    for (on_missing_key, passes, left) in
+        [(OnMissingKey::Reject, false, [Some(10), Some(10)]), (OnMissingKey::Pass, true, [Some(9), Some(10)])]
+    {
         for (if_present, absent) in [(false, None), (true, None), (true, Some(""))] {
             let backend = MemoryBackend::new();
             let policy = |name: &str| Policy::new(name, Quota::per_hour(10).fixed_window());
@@ -1992,11 +1994,10 @@ async fn missing_added_key_is_rejected_unless_optional() {
             let service = layer.layer(service_fn(async |_: Call| Ok::<_, Broken>(())));
             let answer = service.clone().oneshot(("alice", absent)).await;
             let remaining = async |name, key: Key| backend.peek(&policy(name), &key, 1).await.unwrap().remaining();
-            let shared = Key::ANONYMOUS;
             if if_present {
                 assert!(answer.is_ok(), "{on_missing_key:?}");
                 assert_eq!(remaining("user", "alice".into()).await, Some(9), "{on_missing_key:?}");
-                assert_eq!(remaining("tenant", shared).await, Some(10), "{on_missing_key:?}");
+                assert_eq!(remaining("tenant", Key::GLOBAL).await, Some(10), "{on_missing_key:?}");
                 // The key of the layer is as it was.
                 let answer = service.clone().oneshot(("", None)).await;
                 assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
@@ -2004,7 +2005,7 @@ async fn missing_added_key_is_rejected_unless_optional() {
                 assert_eq!(remaining("tenant", "acme".into()).await, Some(9), "{on_missing_key:?}");
             } else {
                 assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
-                let told = [remaining("user", "alice".into()).await, remaining("tenant", shared).await];
+                let told = [remaining("user", "alice".into()).await, remaining("tenant", Key::GLOBAL).await];
                 assert_eq!(told, left, "{on_missing_key:?}");
             }
         }

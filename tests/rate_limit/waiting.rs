@@ -10,7 +10,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{DenyCache, Outcome, PolicyResolver, QuotaPrefetch, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{BoxError, ErrorResponder, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+use tollgate::{
+    BoxError, ErrorResponder, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,
+};
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceExt, service_fn};
 
@@ -688,7 +690,7 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(60));
     let service = layer
         .max_waiters_in_total(1)
-        .on_store_error(OnStoreError::Deny)
+        .on_store_error(RateLimitFallback::Deny)
         .cost(|cost: &u32| *cost)
         .responder(ErrorResponder)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
@@ -714,7 +716,7 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_fails_for_a_moment_empties_no_line() {
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
-    let all = [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local];
+    let all = [RateLimitFallback::Deny, RateLimitFallback::Allow, RateLimitFallback::Local];
     for (then, is_resolver) in all.into_iter().flat_map(|then| [(then, false), (then, true)]) {
         let calls = Calls::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -944,7 +946,7 @@ async fn immediate_store_needs_no_deadline_for_several_policies() {
 async fn immediate_store_needs_no_deadline_for_shadow_policies() {
     let hourly = |name: &str| Policy::new(name, Quota::per_hour(3).fixed_window()).shadow();
     let (each, total) = (hourly("each"), hourly("total"));
-    for then in [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local] {
+    for then in [RateLimitFallback::Deny, RateLimitFallback::Allow, RateLimitFallback::Local] {
         let store = MemoryBackend::new();
         let calls = Calls::new();
         let layer = RateLimitLayer::new(store.clone(), total.clone()).deadline(Duration::ZERO).on_store_error(then);

@@ -16,7 +16,7 @@ use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore};
 use tollgate::{
-    BoxError, DelayQueue, ErrorResponder, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer,
+    BoxError, DelayQueue, ErrorResponder, Key, Limiter, Locks, Policy, Quota, RateLimitFallback, RateLimitLayer,
     RedisBackend, RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
@@ -461,8 +461,8 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     let backend = backend(&server).await;
     let inner = service_fn(async |request: u32| Ok::<_, BoxError>(request));
     let layer = RateLimitLayer::new(backend, policy()).responder(ErrorResponder).deadline(DEADLINE);
-    let open = layer.clone().on_store_error(OnStoreError::Allow).layer(inner);
-    let closed = layer.on_store_error(OnStoreError::Deny).layer(inner);
+    let open = layer.clone().on_store_error(RateLimitFallback::Allow).layer(inner);
+    let closed = layer.on_store_error(RateLimitFallback::Deny).layer(inner);
     // A busy machine may take longer than the deadline, but not each time.
     let is_served = async || {
         let begun = Instant::now();

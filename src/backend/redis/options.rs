@@ -199,7 +199,7 @@ impl RedisOptions {
 
     /// Whether [`connect`](Self::connect) returns a backend while Redis is down, so that your program can start. Defaults to `false`.
     ///
-    /// Until Redis replies, each call fails as in an outage, so [`OnStoreError`](crate::OnStoreError) applies. By default each process
+    /// Until Redis replies, each call fails as in an outage, so [`RateLimitFallback`](crate::RateLimitFallback) applies. By default each process
     /// enforces its rate limits locally, and locks and idempotency reject requests. Connections are opened by the first calls; on a
     /// cluster, the client keeps looking for nodes in the background. If the server then turns out to be unsupported, the calls fail
     /// with that error. The warning about eviction is not logged.

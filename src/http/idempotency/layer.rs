@@ -13,10 +13,11 @@ use super::service::Idempotency;
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
 use crate::idempotency::{
-    Claim, Coordinator, IdempotencyHandle, IdempotencyStore, MostRunning, OnDisconnect, OnMissingKey, OnStoreError,
-    OnUnknown, Rejection, ResponsePolicy, Verdict,
+    Claim, Coordinator, IdempotencyHandle, IdempotencyStore, MostRunning, OnDisconnect, OnUnknown, Rejection,
+    ResponsePolicy, Verdict,
 };
 use crate::lock::Reach;
+use crate::on_failure::{OnMissingKey, OnStoreError};
 use crate::responder::{HttpResponder, Responder};
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 

@@ -14,8 +14,9 @@ use super::handler::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
-use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, RecordBound, Rejection};
+use crate::idempotency::{IdempotencyHandle, Operation, RecordBound, Rejection};
 use crate::key::{ExtractKey, Key};
+use crate::on_failure::OnMissingKey;
 use crate::responder::{HttpResponder, Responder};
 
 /// A service that serves the same request once. See the [module docs](crate::idempotency) for examples.
