@@ -1,6 +1,6 @@
 -- lock_acquire: grant the lease, or report how long the current holders may keep it.
 --
--- KEYS[1]  lease   string, expires `keep_ms` after the last lease  prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  lease   string, expires `keep_ms` after the last lease  prefix:2:{lock:<name>:<key>}:lease
 -- ARGV[1]  claim   16 bytes token, random and new for each acquisition. Then 4 bytes each, little endian: ttl_ms, 10 to 86400000;
 --          number of fences to reserve, 1 to 65536; keep_ms, how long the last fence is remembered after the leases, or four fifths of
 --          that; permits, 1 to 1000. Then 1 byte kind, 1 or 2, and 7 bytes floor: granted fences are larger than this number, which is

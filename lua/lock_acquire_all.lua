@@ -1,6 +1,6 @@
 -- lock_acquire_all: grant several leases, or none and report how long the current holders may keep them.
 --
--- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<name>:<key>}:lease
 -- ARGV[1]  ttl_ms   integer, 10 to 86400000
 -- ARGV[2]  fences   how many fences to reserve for each, 1 to 65536
 -- ARGV[3]  keep_ms  how long the last fence is remembered after the leases

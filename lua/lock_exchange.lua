@@ -2,9 +2,9 @@
 -- or granted by itself. It serves calls that are made at the same time and would cost a round trip each. A lock may occur more than
 -- once, also on both sides.
 --
--- KEYS[1]  keys     leases to acquire, strings, see lock_acquire            prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  keys     leases to acquire, strings, see lock_acquire            prefix:2:{lock:<name>:<key>}:lease
 --                   then leases to release, at most 64 in all
---                   then the channels of the released                       prefix:2:{lock:<namespace>:<subject>}:free
+--                   then the channels of the released                       prefix:2:{lock:<name>:<key>}:free
 -- ARGV[1]  tokens   16 random bytes a lease, new for each acquisition, in the order of the leases
 -- ARGV[2]  ttl_ms   of the acquired leases, integer, 10 to 86400000
 -- ARGV[3]  fences   how many fences to reserve for each, 1 to 65536

@@ -1,7 +1,7 @@
 -- lock_inspect: list the holders of a lease and their remaining time. Changes nothing.
 --
--- KEYS[1]  lease  string, see lock_acquire  prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  names  string, see lock_name     prefix:2:{lock:<namespace>:<subject>}:names
+-- KEYS[1]  lease  string, see lock_acquire  prefix:2:{lock:<name>:<key>}:lease
+-- KEYS[2]  names  string, see lock_name     prefix:2:{lock:<name>:<key>}:names
 -- ARGV[1]  most   how many holders to list, 1 to 1000
 --
 -- Value    lease: see lock_acquire; names: see lock_name

@@ -1,6 +1,6 @@
 -- lock_line: grant a lease in the order of arrival, or keep the position of a waiter in the queue.
 --
--- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<name>:<key>}:lease
 -- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after the last call of a waiter  ...:line
 -- KEYS[3]  places    sorted set, kind and token by when the position is lost in us; expires with the line           ...:places
 -- KEYS[4]  channel   channel of the waiters                                                                          ...:free

@@ -1,7 +1,7 @@
 -- lock_name: store the name of a holder of a lease, for lock_inspect.
 --
--- KEYS[1]  lease  string, see lock_acquire                         prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  names  string, expires with the lease                   prefix:2:{lock:<namespace>:<subject>}:names
+-- KEYS[1]  lease  string, see lock_acquire                         prefix:2:{lock:<name>:<key>}:lease
+-- KEYS[2]  names  string, expires with the lease                   prefix:2:{lock:<name>:<key>}:names
 -- ARGV[1]  token  of the acquisition
 -- ARGV[2]  name   at most 128 bytes
 --

@@ -1,13 +1,13 @@
 -- lock_release: release a lease that the token still holds, or leave the queue for it, and notify a waiter.
 --
--- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  line     sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:line
--- KEYS[3]  places   sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:places
+-- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<name>:<key>}:lease
+-- KEYS[2]  line     sorted set, see lock_line                  prefix:2:{lock:<name>:<key>}:line
+-- KEYS[3]  places   sorted set, see lock_line                  prefix:2:{lock:<name>:<key>}:places
 --                   Left out while a slot moves, since a node refuses several keys then: the queue is taken to be empty
 -- ARGV[1]  token    of the acquisition
 -- ARGV[2]  keep_ms  how long the last fence is remembered, or up to twice that
 -- ARGV[3]  channel  channel of the waiters. Not in KEYS: a node with a moving slot would look for a key of that name
---                                                              prefix:2:{lock:<namespace>:<subject>}:free
+--                                                              prefix:2:{lock:<name>:<key>}:free
 -- ARGV[4]  publish  SPUBLISH on a cluster; left out elsewhere, which means PUBLISH
 --
 -- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry. line, places: see lock_line.

@@ -1,6 +1,6 @@
 -- lock_renew: renew leases that their tokens still hold.
 --
--- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<name>:<key>}:lease
 --                   Leases of one key should be adjacent
 -- ARGV[1]  keep_ms  how long the last fence is remembered after a lease
 -- ARGV[2]  terms    token and ttl_ms, two arguments a lease

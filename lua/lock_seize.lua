@@ -1,6 +1,6 @@
 -- lock_seize: release a lease by force, whichever token holds it.
 --
--- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<name>:<key>}:lease
 -- ARGV[1]  keep_ms  how long the last fence is remembered
 -- ARGV[2]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[3]  channel  channel of the waiters, see lock_release

@@ -274,8 +274,8 @@ impl LockRegistry for AnyBackend {
         delegate!(self, store => store.seize(lock).await)
     }
 
-    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        delegate!(self, store => LockRegistry::list(store, namespace, from, most).await)
+    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        delegate!(self, store => LockRegistry::list(store, name, from, most).await)
     }
 }
 

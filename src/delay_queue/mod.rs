@@ -125,7 +125,7 @@
 //! let limit = RateLimitLayer::new(backend.clone(), mails).wait(Duration::from_secs(10)); // jobs wait for capacity, in order
 //! let service = ServiceBuilder::new()
 //!     .layer(limit.responder(JobResponder)) // no capacity within 10 s: snoozed, and the attempt does not count
-//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).responder(JobResponder)) // one at a time for each address
+//!     .layer(LockLayer::new(backend, "mail").key(|job: &Job<String>| job.to_string()).responder(JobResponder)) // one at a time for each address
 //!     .concurrency_limit(16) // decides how many jobs are claimed
 //!     .timeout(Duration::from_secs(30)) // a timeout is a failure: the job is tried again
 //!     .service(service_fn(send));

@@ -33,7 +33,7 @@ use crate::responder::{ErrorResponder, Responder};
 /// let tokens = Policy::new("tokens", Quota::per_minute(100_000).token_bucket());
 /// let service = ServiceBuilder::new()
 ///     .layer(RateLimitLayer::new(backend.clone(), tokens).cost(|_: &Job<String>| 1_000).responder(JobResponder))
-///     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).responder(JobResponder))
+///     .layer(LockLayer::new(backend, "mail").key(|job: &Job<String>| job.to_string()).responder(JobResponder))
 ///     .service(service_fn(summarize));
 /// # let _ = service;
 /// ```

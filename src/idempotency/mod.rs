@@ -7,7 +7,7 @@
 //! # What it promises, and what not
 //!
 //! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`ResponsePolicy`] gives
-//!   back or you chose [`OnUnknown::Retry`] or [`OnStoreError::Allow`], whatever the number of processes and of retries, and whether or not its
+//!   back or you chose [`OnUnknown::Retry`] or [`OnStoreError::Allow`](crate::OnStoreError::Allow), whatever the number of processes and of retries, and whether or not its
 //!   client is still there: it goes on in a task of its own when the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
 //!   routes: the method and the path are part of the scope, and that is the whole path unless a router in front of the layer has taken a prefix
@@ -62,7 +62,7 @@
 //! use tollgate::http::header;
 //! use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnDisconnect, OnUnknown};
 //! use tollgate::lock::Reach;
-//! use tollgate::{HttpResponder, IdempotencyLayer, MemoryBackend};
+//! use tollgate::{HttpResponder, IdempotencyLayer, MemoryBackend, OnMissingKey, OnStoreError};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let guard = IdempotencyLayer::new(MemoryBackend::new())
@@ -125,7 +125,7 @@
 //! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 9651, `"abc"`, or the bare
 //! `abc` that most clients send: both are the same key. POST and PATCH are served once. All other methods pass untouched, **PUT and DELETE with a key too**,
 //! unless [`methods`](crate::http::IdempotencyLayer::methods) names them; the log has a line for the first such request. So does a request without a key pass if
-//! the layer is told [so](OnMissingKey::Pass).
+//! the layer is told [so](crate::OnMissingKey::Pass).
 //!
 //! A script in a browser that calls from another origin sees `Idempotent-Replayed` and `Retry-After` only if they are named in
 //! `Access-Control-Expose-Headers`, and may send the key only if its header is named in `Access-Control-Allow-Headers`: what answers for CORS, on the

@@ -65,7 +65,7 @@ impl Request for Lone {
         let Self { lock, terms, .. } = *self;
         let (home, place) = (Arc::clone(&self.home), Place { is_back, ..self.place });
         // Create the metrics before anything can fail that they count.
-        home.meters(&lock);
+        home.meters();
         // Not an `async fn`: its future would hold the arguments twice.
         Box::pin(async move { take(&home, &lock, &terms, begun, place).await })
     }
@@ -80,7 +80,7 @@ impl Request for Lone {
 
     fn count(&self, outcome: &Result<Lease, LockError>, begun: Instant) {
         let ended = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
-        self.home.meters(&self.lock).asked(Outcome::of(outcome), ended - begun);
+        self.home.meters().asked(Outcome::of(outcome), ended - begun);
     }
 }
 
@@ -146,7 +146,7 @@ pub(super) async fn take(
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking, place.is_back)?) };
     let mut asked: Asked = match wait_for_turn(home, lock, terms, begun, place, true).await? {
         Handoff::Lease(lease) => {
-            home.meters(lock).handed_over(HandoffKind::Hand, lease.since().elapsed());
+            home.meters().handed_over(HandoffKind::Hand, lease.since().elapsed());
             return Ok(lease);
         }
         Handoff::LeaderPermit(turn) => smallvec![(Acquisition::new(home, lock, terms)?, turn)],
@@ -333,8 +333,8 @@ async fn retry(
         });
         match answer {
             Ok(((answers, now), None)) => {
-                if let (Some(told), Some((attempts, _))) = (told, asked.first()) {
-                    home.meters(&attempts.lock).handed_over(HandoffKind::Message, now - told);
+                if let Some(told) = told {
+                    home.meters().handed_over(HandoffKind::Message, now - told);
                 }
                 return granted(asked, &answers, now).ok_or_else(|| too_late().into());
             }
@@ -393,7 +393,7 @@ async fn retry(
                     };
                     // Without time left, do not call again.
                     if told.is_none() && Instant::now() < give_up {
-                        home.meters(&lock).polled();
+                        home.meters().polled();
                     }
                 }
                 if Instant::now() >= give_up {
@@ -654,8 +654,12 @@ mod tests {
     /// A shutdown could begin and end between the check and the permit, and the lock was granted after it.
     #[tokio::test(start_paused = true)]
     async fn who_comes_while_a_shutdown_begins_is_told_so() {
-        let semaphore = Semaphore::new(MemoryBackend::new(), 1);
-        let all = [Locks::new(MemoryBackend::new()), Locks::new(MemoryBackend::new()).fair(), semaphore.locks];
+        let semaphore = Semaphore::new(MemoryBackend::new(), "semaphores", 1);
+        let all = [
+            Locks::new(MemoryBackend::new(), "default"),
+            Locks::new(MemoryBackend::new(), "default").fair(),
+            semaphore.locks,
+        ];
         for (locks, wait) in all.iter().zip([Duration::from_secs(1), Duration::from_secs(1), Duration::ZERO]) {
             let (home, mut terms) = locks.parts();
             terms.wait = wait;

@@ -17,14 +17,9 @@ pub trait LockRegistry: LockStore {
     /// Releases a lease of all holders by force.
     fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
-    /// The held leases of a namespace. Scans about `most` stored entries, and returns the held ones among them and the next
+    /// The held leases of the locks with a name. Scans about `most` stored entries, and returns the held ones among them and the next
     /// cursor.
-    fn list(
-        &self,
-        namespace: &Key,
-        from: Cursor,
-        most: usize,
-    ) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
+    fn list(&self, name: &Key, from: Cursor, most: usize) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
 }
 
 /// The state of a lock, for operators.
@@ -135,8 +130,8 @@ impl LockPage {
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 /// let backend = MemoryBackend::new();
-/// let locks = Locks::new(backend.clone()).namespace("orders").holder("billing-7f9c");
-/// let admin = LockAdmin::new(backend).namespace("orders");
+/// let locks = Locks::new(backend.clone(), "orders").holder("billing-7f9c");
+/// let admin = LockAdmin::new(backend, "orders");
 /// let lease = locks.lock("42").await?;
 /// # tokio::task::yield_now().await;
 ///
@@ -164,24 +159,17 @@ impl LockPage {
 #[derive(Clone)]
 pub struct LockAdmin<B> {
     store: B,
-    namespace: Key,
+    name: Key,
     deadline: Duration,
 }
 
 impl<B: LockRegistry + Sync> LockAdmin<B> {
-    /// Inspects the locks in `store`, which is a backend.
-    pub fn new(store: B) -> Self {
-        Self { store, namespace: Key::new("default"), deadline: Duration::from_secs(1) }
-    }
-
-    /// The namespace: see [`Locks::namespace`](crate::Locks::namespace). Defaults to `default`. By default, layers use
-    /// `requests`, semaphores `semaphores`, and [`RwLocks`](crate::lock::RwLocks) `rw_locks`. A segment of
-    /// [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. Inspect the servers of
+    /// Inspects the locks with the name `name` in `store`, which is a backend. Locks, read/write locks, semaphores and layers have a name.
+    ///
+    /// A segment of [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. Inspect the servers of
     /// [`Redlock`](crate::lock::Redlock) one by one.
-    #[must_use]
-    pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
-        self.namespace = namespace.into();
-        self
+    pub fn new(store: B, name: impl Into<Key>) -> Self {
+        Self { store, name: name.into(), deadline: Duration::from_secs(1) }
     }
 
     /// The longest duration of a store call. Defaults to 1 s.
@@ -197,11 +185,11 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     ///
     /// If the store fails.
     pub async fn inspect(&self, key: impl Into<Key>) -> Result<LockStatus, StoreError> {
-        let lock = LockKey::new(self.namespace, key);
+        let lock = LockKey::new(self.name, key);
         Deadline::new(self.store.inspect(&lock), self.deadline).await
     }
 
-    /// The held locks of the namespace, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
+    /// The held locks with this name, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
     /// it is `None`. Each page scans about `most` entries of the backend, 1 to 1,000.
     ///
     /// Foreign data in the place of a lock is left out, and is an error for [`inspect`](Self::inspect). A lock that is held all
@@ -212,7 +200,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     ///
     /// If the store fails.
     pub async fn list(&self, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        Deadline::new(self.store.list(&self.namespace, from, most.clamp(1, 1_000)), self.deadline).await
+        Deadline::new(self.store.list(&self.name, from, most.clamp(1, 1_000)), self.deadline).await
     }
 
     /// Releases the lock of `key` by force, for a holder that hangs and cannot be stopped.
@@ -225,7 +213,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     ///
     /// If the store fails. Whether the lock was released is unknown then.
     pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
-        let lock = LockKey::new(self.namespace, key);
+        let lock = LockKey::new(self.name, key);
         let seized = Deadline::new(self.store.seize(&lock), self.deadline).await?;
         tracing::warn!(%lock, holders = seized.holders, "lock taken away from its holder");
         Ok(seized)
@@ -234,6 +222,6 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
 
 impl<B> fmt::Debug for LockAdmin<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LockAdmin").field("namespace", &self.namespace).finish_non_exhaustive()
+        f.debug_struct("LockAdmin").field("name", &self.name).finish_non_exhaustive()
     }
 }

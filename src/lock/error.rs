@@ -22,7 +22,7 @@ pub enum LockError {
     /// The caller already holds this lock, further up the call stack.
     Nested(Nested),
     /// The key is held as a lock of another kind. This is a bug of the program: use different
-    /// [namespaces](super::Locks::namespace) for both kinds.
+    /// [names](super::Locks::new) for both kinds.
     OtherKind(OtherKind),
     /// The lease was lost while its body ran. The body was cancelled.
     Lost(Lost),
@@ -273,7 +273,10 @@ impl OtherKind {
 impl fmt::Display for OtherKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { lock, wanted, held } = self;
-        write!(f, "the key `{lock}` is held as {held} and cannot be taken as {wanted}: use another namespace for it")
+        write!(
+            f,
+            "the key `{lock}` is held as {held} and cannot be taken as {wanted}: use locks with another name for it"
+        )
     }
 }
 

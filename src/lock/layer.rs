@@ -11,7 +11,6 @@ use tower_layer::Layer;
 
 use super::error::Lost;
 use super::lease::Lease;
-use super::lock_key::LockKey;
 use super::locks::{Locks, Replication};
 use super::metrics::Outcome;
 use super::rejection::Full;
@@ -21,7 +20,7 @@ use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
 use super::store::{LockStore, Reach};
 use crate::error::{ConfigError, StoreError};
-use crate::key::{GlobalKey, Key};
+use crate::key::Key;
 use crate::on_failure::{OnMissingKey, OnStoreError};
 use crate::responder::HttpResponder;
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
@@ -37,12 +36,17 @@ use crate::store::circuit::{CircuitBreaker, OutageTracker};
 /// Type parameters: the [key](crate::ExtractKey), the [responder](crate::responder::Responder), and whether handlers are
 /// [detached](Self::detached) from their clients.
 #[must_use]
-pub struct LockLayer<K = GlobalKey, A = HttpResponder, D = Attached> {
+pub struct LockLayer<K = Unkeyed, A = HttpResponder, D = Attached> {
     settings: Settings,
     key: Arc<K>,
     answer: A,
     handlers: PhantomData<D>,
 }
+
+/// The key type of a [`LockLayer`] until you set its [key](LockLayer::key).
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Unkeyed;
 
 /// Handlers end with their clients: see [`LockLayer::detached`].
 #[derive(Debug)]
@@ -109,17 +113,25 @@ pub enum ReleaseAt {
 }
 
 impl LockLayer {
-    /// Locks in `store`, which is a backend. Until you set a [key](Self::key), all requests share one lock.
+    /// Locks in `store`, which is a backend. The layer needs a [key](Self::key) before you can use it.
     ///
-    /// All layers on one backend share locks with equal keys, also across processes: their [namespace](Self::namespace) is
-    /// `requests` unless you set one. A handler that calls another service behind such a layer finds its own lock held there if
-    /// the keys are equal.
+    /// Layers with the same `name` share locks with equal keys, also across processes. Give each route or service a name of its own, unless
+    /// their requests exclude each other.
+    ///
+    /// ```compile_fail
+    /// use axum::{Router, routing::post};
+    /// use tollgate::{LockLayer, MemoryBackend};
+    ///
+    /// // Without a key this does not compile.
+    /// let lock = LockLayer::new(MemoryBackend::new(), "payments");
+    /// let app: Router = Router::new().route("/payments", post(async || "paid")).layer(lock);
+    /// ```
     ///
     /// An invalid setting (a [ttl](Self::ttl) out of range, a [deadline](Self::deadline) or [`max_hold`](Self::max_hold) of
     /// zero) shows at the first lock request. Each request that needs a lock is then answered with 500 over HTTP,
     /// [`LockError::Config`](super::LockError::Config) without, and the log has a line.
-    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        let locks = Locks::new(store).namespace("requests").ttl(Duration::from_secs(15)).wait(Duration::ZERO);
+    pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
+        let locks = Locks::new(store, name).ttl(Duration::from_secs(15)).wait(Duration::ZERO);
         Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
     }
 
@@ -137,7 +149,7 @@ impl LockLayer {
             places: None,
             unprotected: Arc::new(OutageTracker::of_a_store()),
         };
-        Self { settings, key: Arc::new(GlobalKey), answer: HttpResponder::default(), handlers: PhantomData }
+        Self { settings, key: Arc::new(Unkeyed), answer: HttpResponder::default(), handlers: PhantomData }
     }
 
     /// Admits as many requests at a time for each key as the semaphore has permits, with its [settings](Self::with_locks): a
@@ -155,7 +167,7 @@ impl LockLayer {
     /// use tollgate::{HttpResponder, LockLayer, MemoryBackend};
     ///
     /// // Five reports at a time for each tenant; a sixth waits for up to two seconds.
-    /// let reports = Semaphore::new(MemoryBackend::new(), 5).namespace("reports");
+    /// let reports = Semaphore::new(MemoryBackend::new(), "reports", 5);
     /// let layer = LockLayer::with_semaphore(reports.wait(Duration::from_secs(2)))
     ///     .lock_safe_methods(true)
     ///     .key(header("x-tenant"))
@@ -172,11 +184,11 @@ impl LockLayer {
     /// use axum::{Router, extract::Request, http::StatusCode, response::IntoResponse, routing::get};
     /// use std::time::Duration;
     /// use tollgate::lock::{LeaseHandle, Semaphore};
-    /// use tollgate::{LockLayer, MemoryBackend};
+    /// use tollgate::{GlobalKey, LockLayer, MemoryBackend};
     ///
     /// # async fn serve(_: hyper::upgrade::Upgraded) {}
     /// async fn socket(view: LeaseHandle, request: Request) -> impl IntoResponse {
-    /// // Take the permit here, not in the task: it is released with the response.
+    ///     // Take the permit here, not in the task: it is released with the response.
     ///     let Some(permit) = view.reenter() else { return Err(StatusCode::SERVICE_UNAVAILABLE) };
     ///     tokio::spawn(async move {
     ///         if let Ok(connection) = hyper::upgrade::on(request).await {
@@ -190,8 +202,10 @@ impl LockLayer {
     /// }
     ///
     /// // Five sockets at a time, for an hour each; GET needs a permit only if configured.
-    /// let sockets = Semaphore::new(MemoryBackend::new(), 5).namespace("sockets").wait(Duration::ZERO);
-    /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600))).lock_safe_methods(true);
+    /// let sockets = Semaphore::new(MemoryBackend::new(), "sockets", 5).wait(Duration::ZERO);
+    /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600)))
+    ///     .key(GlobalKey)
+    ///     .lock_safe_methods(true);
     /// let app: Router = Router::new().route("/socket", get(socket)).layer(layer);
     /// # }
     /// ```
@@ -211,7 +225,7 @@ impl LockLayer {
     /// use tollgate::lock::RwLocks;
     /// use tollgate::{LockLayer, MemoryBackend};
     ///
-    /// let locks = RwLocks::new(MemoryBackend::new()).namespace("documents");
+    /// let locks = RwLocks::new(MemoryBackend::new(), "documents");
     /// let layer = LockLayer::with_rw_locks(locks).key(|request: &Request| request.uri().path().to_owned());
     /// let app: Router = Router::new().route("/documents/{id}", get(async || "read").put(async || "written")).layer(layer);
     /// # }
@@ -225,7 +239,7 @@ impl LockLayer {
 
 impl<K, A, D> LockLayer<K, A, D> {
     /// What a request locks: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
-    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
+    /// [`ExtractKey`](crate::ExtractKey). With [`GlobalKey`](crate::GlobalKey) all requests share one lock.
     pub fn key<K2>(self, key: K2) -> LockLayer<K2, A, D> {
         let Self { settings, key: _, answer, handlers } = self;
         LockLayer { settings, key: Arc::new(key), answer, handlers }
@@ -271,12 +285,6 @@ impl<K, A, D> LockLayer<K, A, D> {
     fn with(mut self, change: impl FnOnce(Locks) -> Locks) -> Self {
         self.settings.locks = change(self.settings.locks);
         self
-    }
-
-    /// Separates the locks of these requests from others with the same keys. Defaults to `requests`, which all
-    /// [new](LockLayer::new) layers on one backend share.
-    pub fn namespace(self, namespace: impl Into<Key>) -> Self {
-        self.with(|locks| locks.namespace(namespace))
     }
 
     /// How long the lock outlives a dead process, from 10 ms to a day: see [`Locks::ttl`]. Defaults to 15 s.
@@ -406,9 +414,9 @@ impl<K, A> LockLayer<K, A, Detached> {
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
-    /// use tollgate::{LockLayer, MemoryBackend};
+    /// use tollgate::{GlobalKey, LockLayer, MemoryBackend};
     ///
-    /// let layer = LockLayer::new(MemoryBackend::new()).detached().max_running(500);
+    /// let layer = LockLayer::new(MemoryBackend::new(), "payments").key(GlobalKey).detached().max_running(500);
     /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(async || "")).layer(layer);
     /// # }
     /// ```
@@ -425,12 +433,12 @@ const MAX_RUNNING: usize = 10_000;
 
 impl Settings {
     /// The permit of a detached request; `None` for any other.
-    pub(super) fn admit(&self, lock: &LockKey) -> Result<Option<Place>, Full> {
+    pub(super) fn admit(&self) -> Result<Option<Place>, Full> {
         let Some(places) = &self.places else { return Ok(None) };
         let home = self.locks.home();
-        let place = places.admit(home, lock);
+        let place = places.admit(home);
         if place.is_none() {
-            home.meters(lock).asked(Outcome::Full, Duration::ZERO);
+            home.meters().asked(Outcome::Full, Duration::ZERO);
         }
         place.map(Some).ok_or(Full)
     }
@@ -440,17 +448,17 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        self.locks.home().passed_unprotected();
+        self.locks.home().meters().passed_unprotected();
         if self.unprotected.begins() {
             let cause = error.source().map(tracing::field::display);
-            tracing::warn!(locks = self.locks.called(), %error, cause, "lock store fails: requests pass without a lock");
+            tracing::warn!(locks = self.locks.name(), %error, cause, "lock store fails: requests pass without a lock");
         }
         true
     }
 
     pub(super) fn answered(&self) {
         if self.unprotected.ends() {
-            tracing::info!(locks = self.locks.called(), "lock store answers again: requests need their lock");
+            tracing::info!(locks = self.locks.name(), "lock store answers again: requests need their lock");
         }
     }
 }

@@ -161,7 +161,7 @@ impl Lease {
     /// use tollgate::{Locks, MemoryBackend};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-    /// let locks = Locks::new(MemoryBackend::new());
+    /// let locks = Locks::new(MemoryBackend::new(), "orders");
     /// let lease = locks.lock("order:42").await?;
     /// let inner = lease.reenter();
     /// lease.release().await?;
@@ -239,7 +239,7 @@ impl Lease {
 impl LeaseInner {
     fn give_back(&mut self, now: Instant) -> Option<ReleaseTask> {
         self.is_returned = true;
-        self.home.meters(self.hold.lock()).held(now - self.since);
+        self.home.meters().held(now - self.since);
         self.home.note_loss(&self.hold, now);
         // Observers of this grant must see its end before the next holder gets the lease.
         self.hold.tell();

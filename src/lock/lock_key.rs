@@ -4,36 +4,36 @@ use std::sync::LazyLock;
 
 use crate::key::Key;
 
-/// Identifies a lock: a key within a namespace.
+/// Identifies a lock: the name of the locks, and the key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LockKey {
     // The most distinctive part first. Hashed once, since each acquisition looks the lock up several times.
     hash: u64,
-    subject: Key,
-    namespace: Key,
+    key: Key,
+    name: Key,
 }
 
 /// A secret of this process, so that clients cannot choose colliding keys.
 static SEED: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 impl LockKey {
-    /// The lock of `subject` in `namespace`.
-    pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
-        let (namespace, subject) = (namespace.into(), subject.into());
-        let hash = SEED.hash_one((namespace.as_hashed(), subject.as_hashed()));
-        Self { hash, subject, namespace }
+    /// The lock of `key` among the locks named `name`.
+    pub fn new(name: impl Into<Key>, key: impl Into<Key>) -> Self {
+        let (name, key) = (name.into(), key.into());
+        let hash = SEED.hash_one((name.as_hashed(), key.as_hashed()));
+        Self { hash, key, name }
     }
 
-    /// Separates the locks of one purpose from others.
+    /// The name of the locks, which separates the locks of one purpose from others.
     #[must_use]
-    pub const fn namespace(&self) -> &Key {
-        &self.namespace
+    pub const fn name(&self) -> &Key {
+        &self.name
     }
 
     /// The key.
     #[must_use]
-    pub const fn subject(&self) -> &Key {
-        &self.subject
+    pub const fn key(&self) -> &Key {
+        &self.key
     }
 
     /// Equal for equal locks, in this process.
@@ -62,7 +62,7 @@ impl fmt::Debug for LockKey {
 
 impl fmt::Display for LockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.namespace, self.subject)
+        write!(f, "{}:{}", self.name, self.key)
     }
 }
 

@@ -24,7 +24,7 @@ use crate::store::circuit::CircuitBreaker;
 /// use tollgate::{Locks, MemoryBackend};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
-/// let locks = Locks::new(MemoryBackend::new()).namespace("orders").ttl(Duration::from_secs(10));
+/// let locks = Locks::new(MemoryBackend::new(), "orders").ttl(Duration::from_secs(10));
 ///
 /// let lease = locks.lock("42").wait(Duration::from_secs(2)).await?;
 /// assert!(locks.try_lock("42").await.is_err_and(|error| error.is_busy()));
@@ -48,7 +48,6 @@ use crate::store::circuit::CircuitBreaker;
 #[derive(Clone)]
 pub struct Locks {
     shared: Arc<Shared>,
-    namespace: Key,
     terms: Terms,
 }
 
@@ -116,12 +115,14 @@ impl Replication {
 
 impl Locks {
     /// Locks in `store`, which is a backend: see [`backend`](crate::backend).
-    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        Self::with(Shared::new(Arc::new(store), false), "default", LockKind::Exclusive, 1)
+    ///
+    /// Equal keys under the same `name` are one lock, in all processes that share the store. Under another name they are another lock.
+    pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
+        Self::with(Shared::new(Arc::new(store), name.into(), false), LockKind::Exclusive, 1)
     }
 
     /// Locks with `permits` holders at the same time.
-    pub(super) fn with(shared: Shared, namespace: &str, kind: LockKind, permits: u32) -> Self {
+    pub(super) fn with(shared: Shared, kind: LockKind, permits: u32) -> Self {
         let terms = Terms {
             ttl: Duration::from_secs(30),
             wait: Duration::from_secs(10),
@@ -137,19 +138,12 @@ impl Locks {
             heeds_circuit: false,
             replication: Replication::Primary,
         };
-        Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
+        Self { shared: Arc::new(shared), terms }
     }
 
-    /// Separates these locks from others with the same keys. Defaults to `default`.
-    #[must_use]
-    pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
-        self.namespace = namespace.into();
-        self
-    }
-
-    /// The name of these locks in the log.
-    pub(super) fn called(&self) -> &str {
-        self.namespace.as_str()
+    /// The name of these locks.
+    pub(super) fn name(&self) -> &str {
+        self.shared.name.as_str()
     }
 
     /// How long the lock outlives a dead holder. Defaults to 30 s. A live holder renews it after a third of that.
@@ -199,7 +193,7 @@ impl Locks {
     /// use tollgate::{Locks, MemoryBackend};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
-    /// let tickets = Locks::new(MemoryBackend::new()).namespace("tickets").fair();
+    /// let tickets = Locks::new(MemoryBackend::new(), "tickets").fair();
     /// let lease = tickets.lock("front row").await?;
     /// # Ok(())
     /// # }
@@ -222,7 +216,7 @@ impl Locks {
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
     /// let backend = MemoryBackend::new();
-    /// let uploads = Locks::new(backend.clone()).request_release();
+    /// let uploads = Locks::new(backend.clone(), "orders").request_release();
     ///
     /// let lease = uploads.lock("film.mkv").await?;
     /// let holder = tokio::spawn(async move {
@@ -310,7 +304,7 @@ impl Locks {
     /// # use std::time::Duration;
     /// # use tollgate::{Locks, MemoryBackend};
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
-    /// # let locks = Locks::new(MemoryBackend::new());
+    /// # let locks = Locks::new(MemoryBackend::new(), "orders");
     /// let lease = locks.lock("order:42").ttl(Duration::from_secs(5)).wait(Duration::from_secs(2)).await?;
     /// # Ok(())
     /// # }
@@ -321,7 +315,7 @@ impl Locks {
     /// See [`LockError`]. No lease is held then; a late grant is released in the background. If 1,024 such releases are pending
     /// already, the grant expires.
     pub fn lock(&self, key: impl Into<Key>) -> LockRequest {
-        let lock = LockKey::new(self.namespace, key);
+        let lock = LockKey::new(self.shared.name, key);
         LockRequest { shared: Arc::clone(&self.shared), lock, terms: self.terms }
     }
 
@@ -358,7 +352,7 @@ impl Locks {
     }
 
     pub(super) fn lock_key(&self, key: Key) -> LockKey {
-        LockKey::new(self.namespace, key)
+        LockKey::new(self.shared.name, key)
     }
 
     pub(super) const fn parts(&self) -> (&Arc<Shared>, Terms) {
@@ -380,7 +374,7 @@ impl Locks {
     /// ```
     /// use tollgate::{Locks, MemoryBackend, lock::Reach};
     ///
-    /// assert!(Locks::new(MemoryBackend::new()).require(Reach::Redis).is_err());
+    /// assert!(Locks::new(MemoryBackend::new(), "orders").require(Reach::Redis).is_err());
     /// ```
     ///
     /// # Errors
@@ -404,7 +398,7 @@ impl Locks {
 
 impl fmt::Debug for Locks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Locks").field("namespace", &self.namespace).field("terms", &self.terms).finish_non_exhaustive()
+        f.debug_struct("Locks").field("name", &self.shared.name).field("terms", &self.terms).finish_non_exhaustive()
     }
 }
 
@@ -463,7 +457,7 @@ impl LockRequest {
     /// use tollgate::{Locks, MemoryBackend};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
-    /// let locks = Locks::new(MemoryBackend::new());
+    /// let locks = Locks::new(MemoryBackend::new(), "orders");
     /// let total = locks.run("order:42", async |lease| {
     ///     // update(42, lease.fence()).await
     ///     # drop(lease);

@@ -20,13 +20,15 @@ use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
 /// The state that all clones of one [`Locks`](super::Locks) and their leases share.
 pub(super) struct Shared {
     pub(super) store: Arc<dyn DynStore>,
+    /// The name of the locks: part of their keys, and their name in the log and the metrics.
+    pub(super) name: Key,
     pub(super) gate: LocalQueues,
     pub(super) keeper: RenewalScheduler,
     /// Whether a key can have several holders. Then callers queue locally only to call the store.
     pub(super) is_semaphore: bool,
-    // Both are created at first use, when the settings and the name are known.
+    // Both are created at first use: the circuit when its settings are known, the metrics when a recorder may be installed.
     circuit: OnceLock<Circuit>,
-    meters: OnceLock<(Key, Meters)>,
+    meters: OnceLock<Meters>,
     // The settings of the circuit breaker.
     breaker: Mutex<CircuitBreaker>,
     // The name of holders, if set.
@@ -45,9 +47,10 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(store: Arc<dyn DynStore>, is_semaphore: bool) -> Self {
+    pub(super) fn new(store: Arc<dyn DynStore>, name: Key, is_semaphore: bool) -> Self {
         Self {
             store,
+            name,
             gate: LocalQueues::new(),
             keeper: RenewalScheduler::new(),
             is_semaphore,
@@ -69,7 +72,7 @@ impl Shared {
     pub(super) fn set_circuit(&self, breaker: CircuitBreaker) {
         if self.circuit.get().is_some() {
             tracing::warn!(
-                locks = self.called(),
+                locks = self.name.as_str(),
                 "a circuit breaker of locks is ignored: it comes after the first lock was asked for"
             );
         } else {
@@ -91,24 +94,8 @@ impl Shared {
         self.holder.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Named after the first requested lock: one set of metrics for each namespace could be any number.
-    pub(super) fn meters(&self, lock: &LockKey) -> &Meters {
-        let (_, meters) = self.meters.get_or_init(|| (*lock.namespace(), Meters::new(lock.namespace().as_str())));
-        meters
-    }
-
-    fn meters_so_far(&self) -> Option<&Meters> {
-        self.meters.get().map(|(_, meters)| meters)
-    }
-
-    /// The name of these locks in the log and the metrics, once one was requested.
-    fn called(&self) -> Option<&str> {
-        self.meters.get().map(|(namespace, _)| namespace.as_str())
-    }
-
-    /// Counts a request that passes without its lock. The metrics exist, since the lock was requested.
-    pub(super) fn passed_unprotected(&self) {
-        self.meters_so_far().inspect(|meters| meters.passed_unprotected());
+    pub(super) fn meters(&self) -> &Meters {
+        self.meters.get_or_init(|| Meters::new(self.name.as_str()))
     }
 
     /// Counts a waiter, unless `most` wait already. A waiter that is back from a missed grant was admitted before.
@@ -201,26 +188,26 @@ impl Shared {
 
 impl CircuitObserver for Shared {
     fn failed(&self) {
-        self.meters_so_far().inspect(|meters| meters.store_failed());
+        self.meters().store_failed();
     }
 
     fn opened(&self) {
-        self.meters_so_far().inspect(|meters| meters.circuit(true));
-        tracing::warn!(locks = self.called(), "lock circuit opens: the store is asked by probes only");
+        self.meters().circuit(true);
+        tracing::warn!(locks = self.name.as_str(), "lock circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
-        self.meters_so_far().inspect(|meters| meters.circuit(false));
-        tracing::info!(locks = self.called(), "lock circuit closes: the store is asked again");
+        self.meters().circuit(false);
+        tracing::info!(locks = self.name.as_str(), "lock circuit closes: the store is asked again");
     }
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        tracing::warn!(locks = self.called(), %error, cause, "lock store fails");
+        tracing::warn!(locks = self.name.as_str(), %error, cause, "lock store fails");
     }
 
     fn outage_ends(&self) {
-        tracing::info!(locks = self.called(), "lock store answers again");
+        tracing::info!(locks = self.name.as_str(), "lock store answers again");
     }
 }
 

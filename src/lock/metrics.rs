@@ -1,6 +1,6 @@
 //! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
 //!
-//! Their labels are a namespace and the outcome, never a key.
+//! Their labels are the name of the locks and the outcome, never a key.
 
 use super::error::{LockError, LossReason};
 
@@ -79,8 +79,8 @@ mod imp {
     }
 
     impl Meters {
-        pub(in crate::lock) fn new(namespace: &str) -> Self {
-            let name = SharedString::from(Arc::<str>::from(namespace));
+        pub(in crate::lock) fn new(name: &str) -> Self {
+            let name = SharedString::from(Arc::<str>::from(name));
             let locks = || Label::new("locks", name.clone());
             let labels = |key: &'static str, value: &'static str| vec![locks(), Label::from_static_parts(key, value)];
             let handover = |way| histogram!("tollgate_lock_handover_seconds", labels("way", way));

@@ -48,8 +48,8 @@
 //! # One kind for a key
 //!
 //! A held key has one kind: exclusive ([`Locks`], fair or not), read/write ([`RwLocks`]) or semaphore ([`Semaphore`], with any
-//! number of permits). A claim of another kind is refused with [`LockError::OtherKind`], which names both. Each type has its own
-//! default namespace, so their keys do not meet unless you set the same one.
+//! number of permits). A claim of another kind is refused with [`LockError::OtherKind`], which names both. Locks with different names
+//! have different keys.
 //!
 //! [`Redlock`] works while some of several independent servers are down, with guarantees of its own. If you need consensus, use
 //! etcd or ZooKeeper, and fences as well.
@@ -62,7 +62,7 @@
 //! use tollgate::{Locks, MemoryBackend};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-//! let locks = Locks::new(MemoryBackend::new());
+//! let locks = Locks::new(MemoryBackend::new(), "orders");
 //!
 //! let total = locks.run("order:42", async |lease| {
 //!     // UPDATE orders SET .., fence = $1 WHERE id = 42 AND fence <= $1
@@ -81,8 +81,7 @@
 //!
 //! # async fn work(fence: u64) -> Result<(), tollgate::BoxError> { assert!(fence > 0); Ok(()) }
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-//! let locks = Locks::new(MemoryBackend::new())
-//!     .namespace("orders")
+//! let locks = Locks::new(MemoryBackend::new(), "orders")
 //!     .ttl(Duration::from_secs(10))
 //!     .max_hold(Duration::from_secs(300))
 //!     .max_waiters(64);
@@ -120,8 +119,7 @@
 //!     format!("paid by {}", lease.fence())
 //! }
 //!
-//! let lock = LockLayer::new(MemoryBackend::new())
-//!     .namespace("payments") // or it is the same lock as that of any other layer with the same key
+//! let lock = LockLayer::new(MemoryBackend::new(), "payments")
 //!     .key(|request: &Request| request.uri().path().to_owned());
 //! let app: Router = Router::new().route("/orders/{id}/payment", post(pay)).layer(lock);
 //! # }
@@ -135,12 +133,11 @@
 //! use tollgate::http::header;
 //! use tollgate::lock::{OnLoss, Reach, ReleaseAt};
 //! use tollgate::responder::BusyStatus;
-//! use tollgate::{HttpResponder, LockLayer, MemoryBackend};
+//! use tollgate::{HttpResponder, LockLayer, MemoryBackend, OnMissingKey, OnStoreError};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
-//! let lock = LockLayer::new(MemoryBackend::new())
+//! let lock = LockLayer::new(MemoryBackend::new(), "uploads")
 //!     .require(Reach::Process)? // Reach::Redis would refuse the memory backend
-//!     .namespace("uploads")
 //!     .key(header("upload-id"))
 //!     .wait(Duration::from_secs(2))
 //!     .max_waiters(8)
@@ -225,8 +222,8 @@
 //! # Metrics
 //!
 //! With the feature `metrics`, locks report to the `metrics` facade. A metric that an exporter has dropped after its
-//! idle timeout appears [again](crate::rate_limit#metrics) at its next use. The label `locks` is the namespace of the first lock
-//! that a [`Locks`] and its clones requested; a key is never a label.
+//! idle timeout appears [again](crate::rate_limit#metrics) at its next use. The label `locks` is the name of the
+//! locks; a key is never a label.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
@@ -296,7 +293,7 @@ pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotRepl
 pub(crate) use self::fence_floor::FenceFloor;
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::kind::LockKind;
-pub use self::layer::{Attached, Detached, LeaseGuard, LockLayer, OnLoss, ReleaseAt};
+pub use self::layer::{Attached, Detached, LeaseGuard, LockLayer, OnLoss, ReleaseAt, Unkeyed};
 pub use self::lease::{Lease, LeaseHandle, LeaseState, ReleaseOutcome};
 pub(crate) use self::lock_key::KnownHash;
 pub use self::lock_key::LockKey;

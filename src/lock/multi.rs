@@ -42,7 +42,7 @@ impl Locks {
     /// use tollgate::{Locks, MemoryBackend};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-    /// let accounts = Locks::new(MemoryBackend::new()).namespace("accounts");
+    /// let accounts = Locks::new(MemoryBackend::new(), "accounts");
     /// let both = accounts.lock_all(["alice", "bob"]).await?;
     /// assert!(accounts.try_lock("bob").await.is_err());
     /// both.check()?; // before the transfer
@@ -97,7 +97,7 @@ impl MultiRequest {
     /// use tollgate::{Locks, MemoryBackend};
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
-    /// let accounts = Locks::new(MemoryBackend::new()).namespace("accounts");
+    /// let accounts = Locks::new(MemoryBackend::new(), "accounts");
     /// accounts.lock_all(["alice", "bob"]).run(async |leases| {
     ///     // transfer(leases.leases()[0].fence(), leases.leases()[1].fence()).await
     ///     # drop(leases);
@@ -162,9 +162,7 @@ impl Request for Several {
         let (home, locks, terms) = (Arc::clone(&self.home), self.locks.clone(), self.terms);
         let (give_up, place) = (after(begun, self.wait), Place { is_back, ..self.place });
         // Create the metrics before anything can fail that they count.
-        if let Some(lock) = locks.first() {
-            home.meters(lock);
-        }
+        home.meters();
         Box::pin(async move { MultiLease::take(&home, &locks, terms, give_up, place).await })
     }
 
@@ -180,8 +178,8 @@ impl Request for Several {
     }
 
     fn count(&self, outcome: &Result<MultiLease, LockError>, begun: Instant) {
-        if let Some(lock) = self.locks.first() {
-            self.home.meters(lock).asked(Outcome::of(outcome), begun.elapsed());
+        if !self.locks.is_empty() {
+            self.home.meters().asked(Outcome::of(outcome), begun.elapsed());
         }
     }
 }
@@ -214,7 +212,7 @@ impl MultiLease {
                 }
             }
         }
-        leases.leases.sort_by(|one, other| one.lock().subject().as_str().cmp(other.lock().subject().as_str()));
+        leases.leases.sort_by(|one, other| one.lock().key().as_str().cmp(other.lock().key().as_str()));
         // An early lease may have been lost while waiting for a later one.
         leases.check().map_err(|lost| lost_before(&lost))?;
         Ok(leases)

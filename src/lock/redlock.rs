@@ -19,7 +19,7 @@ use crate::panics::discard_joined;
 /// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///
 /// ```no_run
-/// use tollgate::{LockLayer, Locks, RedisBackend, lock::Redlock};
+/// use tollgate::{GlobalKey, LockLayer, Locks, RedisBackend, lock::Redlock};
 ///
 /// # #[tokio::main] async fn main() -> Result<(), tollgate::BoxError> {
 /// let stores = Redlock::new([
@@ -27,8 +27,8 @@ use crate::panics::discard_joined;
 ///     RedisBackend::connect("redis://10.0.0.2").await?,
 ///     RedisBackend::connect("redis://10.0.0.3").await?,
 /// ])?;
-/// let locks = Locks::new(stores.clone());
-/// let layer = LockLayer::new(stores);
+/// let locks = Locks::new(stores.clone(), "orders");
+/// let layer = LockLayer::new(stores, "payments").key(GlobalKey);
 /// # drop((locks, layer));
 /// # Ok(())
 /// # }

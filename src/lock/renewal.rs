@@ -267,7 +267,7 @@ impl Shared {
     pub(super) fn note_loss(&self, hold: &Grant, now: Instant) {
         if let Some(reason) = hold.note_loss(now) {
             tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
-            self.meters(hold.lock()).lost(reason);
+            self.meters().lost(reason);
         }
     }
 
@@ -300,7 +300,7 @@ impl Shared {
                         jittered(pause)
                     };
                     hold.suspended(now, answers.is_err_and(StoreError::is_refusal), pause);
-                    self.meters(hold.lock()).renewal_failed();
+                    self.meters().renewal_failed();
                     tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
                 }
             }

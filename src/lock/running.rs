@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::lock_key::LockKey;
 use super::locks_state::Shared;
 
 /// The permits of a layer and its clones, one for each running request.
@@ -19,11 +18,11 @@ impl Places {
     }
 
     /// Takes a permit for one more request, if one is left.
-    pub(super) fn admit(&self, home: &Arc<Shared>, lock: &LockKey) -> Option<Place> {
+    pub(super) fn admit(&self, home: &Arc<Shared>) -> Option<Place> {
         let add = |taken| (taken < self.most).then_some(taken + 1);
         self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
-        home.meters(lock).handlers(1.0);
-        Some(Place(Arc::new(Taken { taken: Arc::clone(&self.taken), home: Arc::clone(home), lock: *lock })))
+        home.meters().handlers(1.0);
+        Some(Place(Arc::new(Taken { taken: Arc::clone(&self.taken), home: Arc::clone(home) })))
     }
 }
 
@@ -34,12 +33,11 @@ pub(super) struct Place(#[expect(dead_code, reason = "is dropped")] Arc<Taken>);
 struct Taken {
     taken: Arc<AtomicUsize>,
     home: Arc<Shared>,
-    lock: LockKey,
 }
 
 impl Drop for Taken {
     fn drop(&mut self) {
         self.taken.fetch_sub(1, Ordering::Relaxed);
-        self.home.meters(&self.lock).handlers(-1.0);
+        self.home.meters().handlers(-1.0);
     }
 }

@@ -15,7 +15,7 @@ use crate::store::circuit::CircuitBreaker;
 /// use tollgate::{MemoryBackend, lock::RwLocks};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-/// let pages = RwLocks::new(MemoryBackend::new());
+/// let pages = RwLocks::new(MemoryBackend::new(), "pages");
 ///
 /// let (one, other) = (pages.read("home").await?, pages.read("home").await?);
 /// assert!(pages.try_write("home").await.is_err_and(|error| error.is_busy()));
@@ -45,20 +45,14 @@ pub struct RwLocks {
 }
 
 impl RwLocks {
-    /// Locks in `store`, which is a backend.
-    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        let shared = Shared::new(Arc::new(store), false);
-        Self { locks: Locks::with(shared, "rw_locks", LockKind::ReadWrite, 1).fair() }
+    /// Locks in `store`, which is a backend. `name` separates them from other locks with the same keys: see [`Locks::new`].
+    pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
+        let shared = Shared::new(Arc::new(store), name.into(), false);
+        Self { locks: Locks::with(shared, LockKind::ReadWrite, 1).fair() }
     }
 
     fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {
         Self { locks: change(self.locks) }
-    }
-
-    /// Separates these locks from others with the same keys. Defaults to `rw_locks`.
-    #[must_use]
-    pub fn namespace(self, namespace: impl Into<Key>) -> Self {
-        self.with(|locks| locks.namespace(namespace))
     }
 
     /// How long a lease outlives a dead holder: see [`Locks::ttl`]. Defaults to 30 s.

@@ -31,7 +31,7 @@ use crate::key::Key;
 /// use tollgate::{Locks, MemoryBackend, lock::Segmented};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-/// let stock = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 20);
+/// let stock = Segmented::new(&Locks::new(MemoryBackend::new(), "stock"), "sku:1", 20);
 /// let mut left = [50; 20];
 ///
 /// // Any free segment that is not sold out.
@@ -178,7 +178,7 @@ struct AnySegment {
 
 impl AnySegment {
     fn meters(&self) -> &Meters {
-        self.home().meters(&self.segmented.lock_key(0))
+        self.home().meters()
     }
 }
 
@@ -344,7 +344,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn one_that_is_free_is_found_at_once_among_many_that_are_not() {
         let backend = MemoryBackend::new();
-        let (here, there) = (Locks::new(backend.clone()), Locks::new(backend));
+        let (here, there) = (Locks::new(backend.clone(), "stock"), Locks::new(backend, "stock"));
         let (ours, theirs) = (Segmented::new(&here, "sku:1", 50), Segmented::new(&there, "sku:1", 50));
         let mut held = Vec::new();
         for index in (0..50).filter(|index| *index != 17) {
@@ -370,7 +370,7 @@ mod tests {
     /// A segment may be granted although another one was refused.
     #[tokio::test(start_paused = true)]
     async fn own_and_crowded_segments_are_skipped() {
-        let locks = Locks::new(MemoryBackend::new()).wait(LONG).max_waiters(1);
+        let locks = Locks::new(MemoryBackend::new(), "stock").wait(LONG).max_waiters(1);
         let segments = Segmented::new(&locks, "sku:1", 2);
         for _ in 0..20 {
             let inner = segments.one(0).run(async |_| segments.any().await.unwrap().index()).await;

@@ -15,7 +15,7 @@ use crate::store::circuit::CircuitBreaker;
 /// use tollgate::{MemoryBackend, lock::Semaphore};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-/// let exports = Semaphore::new(MemoryBackend::new(), 2);
+/// let exports = Semaphore::new(MemoryBackend::new(), "exports", 2);
 ///
 /// let (one, other) = (exports.acquire("acme").await?, exports.acquire("acme").await?);
 /// assert!(exports.try_acquire("acme").await.is_err_and(|error| error.is_busy()));
@@ -38,19 +38,15 @@ pub struct Semaphore {
 
 impl Semaphore {
     /// Permits in `store`, which is a backend: `permits` for each key, from 1 to 1,000. Other numbers are a
-    /// [`LockError::Config`](super::LockError::Config) when a permit is requested.
-    pub fn new(store: impl LockStore + Send + Sync + 'static, permits: u32) -> Self {
-        Self { locks: Locks::with(Shared::new(Arc::new(store), true), "semaphores", LockKind::Semaphore, permits) }
+    /// [`LockError::Config`](super::LockError::Config) when a permit is requested. `name` separates these permits from other locks with the
+    /// same keys: see [`Locks::new`].
+    pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>, permits: u32) -> Self {
+        let shared = Shared::new(Arc::new(store), name.into(), true);
+        Self { locks: Locks::with(shared, LockKind::Semaphore, permits) }
     }
 
     fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {
         Self { locks: change(self.locks) }
-    }
-
-    /// Separates these permits from others with the same keys. Defaults to `semaphores`.
-    #[must_use]
-    pub fn namespace(self, namespace: impl Into<Key>) -> Self {
-        self.with(|locks| locks.namespace(namespace))
     }
 
     /// How long a permit outlives a dead holder: see [`Locks::ttl`]. Defaults to 30 s.

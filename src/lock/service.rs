@@ -9,10 +9,10 @@ use tracing::Instrument;
 
 use super::context::{Held, Passage};
 use super::future::{DetachedFuture, ResponseFuture};
-use super::layer::{LockLayer, Safe, Settings};
+use super::layer::{LockLayer, Safe, Settings, Unkeyed};
 use super::locks_state::{Running, Shared};
 use super::rejection::{BindLease, MissingKey, Rejection};
-use crate::key::{ExtractKey, GlobalKey};
+use crate::key::ExtractKey;
 use crate::on_failure::OnMissingKey;
 use crate::responder::{HttpResponder, Responder};
 
@@ -22,7 +22,7 @@ use crate::responder::{HttpResponder, Responder};
 /// while it waits. If that holds a permit, for instance of a concurrency limit below this layer, a rejected request returns it
 /// unused.
 #[must_use]
-pub struct Lock<S, K = GlobalKey, A = HttpResponder> {
+pub struct Lock<S, K = Unkeyed, A = HttpResponder> {
     inner: S,
     shared: Arc<(Settings, Arc<K>, A)>,
 }
@@ -79,7 +79,7 @@ where
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
         };
-        let place = match settings.admit(&settings.locks.lock_key(key)) {
+        let place = match settings.admit() {
             Ok(place) => place,
             Err(full) => {
                 drop(self.take_ready());

@@ -161,13 +161,13 @@
 //! }
 //!
 //! # use axum::{Extension, Router, routing::get};
-//! # use tollgate::{BoxError, LockLayer, MemoryBackend};
+//! # use tollgate::{BoxError, GlobalKey, LockLayer, MemoryBackend};
 //! # use tower::ServiceExt;
 //! # async fn pay(Extension(lease): Extension<LeaseHandle>) -> String {
 //! #     lease.fence().to_string()
 //! # }
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
-//! let lock = LockLayer::new(MemoryBackend::new()).responder(BusyAsJson(HttpResponder::new()));
+//! let lock = LockLayer::new(MemoryBackend::new(), "payments").key(GlobalKey).responder(BusyAsJson(HttpResponder::new()));
 //! let app: Router = Router::new().route("/", get(async || "unpaid").post(pay)).layer(lock);
 //!
 //! let post = || Request::post("/").body(Body::empty());

@@ -420,8 +420,8 @@ impl<S: LockRegistry + Sync> LockRegistry for FaultStore<S> {
         self.faults.around(Verb::Admin, self.inner.seize(lock)).await
     }
 
-    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        self.faults.around(Verb::Admin, self.inner.list(namespace, from, most)).await
+    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.list(name, from, most)).await
     }
 }
 

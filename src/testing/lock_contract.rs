@@ -39,7 +39,7 @@ fn claim(ttl: Duration) -> Claim {
 
 /// Generous, since these claims are not about how fast a store is.
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
-    Locks::new(store.clone()).deadline(Duration::from_secs(10))
+    Locks::new(store.clone(), "default").deadline(Duration::from_secs(10))
 }
 
 /// Takes a lock that is free; answers the fence.
@@ -74,8 +74,8 @@ pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S
     }
 }
 
-/// Other subjects and other namespaces are other locks.
-pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
+/// Other keys and other names are other locks.
+pub async fn keys_and_names_are_separate_locks<S: LockStore>(store: S) {
     for lock in [LockKey::new("a", "b"), LockKey::new("b", "a"), LockKey::new("a:b", ""), LockKey::new("", "a:b")] {
         take(&store, &lock, &claim(LONG)).await;
         busy(&store, &lock).await;
@@ -546,7 +546,7 @@ pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'stat
 /// Of a semaphore as many may be in as it has permits, those of the dead count until they expire, and who waits gets in
 /// when one is given back.
 pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
-    let semaphore = || Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10)).wait(LONG);
+    let semaphore = || Semaphore::new(store.clone(), "semaphores", 3).deadline(Duration::from_secs(10)).wait(LONG);
     let (here, there) = (semaphore(), semaphore());
     let claim = Claim { kind: LockKind::Semaphore, permits: 3, ..claim(SHORT * 2) };
     let dead = Instant::now();
@@ -588,14 +588,15 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
         assert!(matches!(semaphore.acquire("a").await, Err(LockError::Closed(_))));
     }
     for permits in [0, 1_001] {
-        let error = Semaphore::new(store.clone(), permits).acquire("a").await.unwrap_err();
+        let error = Semaphore::new(store.clone(), "semaphores", permits).acquire("a").await.unwrap_err();
         assert!(matches!(error, LockError::Config(ConfigError::PermitsOutOfRange { .. })), "{error:?}");
     }
 }
 
 /// Many who come and go are never more than there are permits, also with as many as there can be.
 pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
-    let clients = [(); 2].map(|()| Semaphore::new(store.clone(), 5).deadline(Duration::from_secs(10)).wait(LONG));
+    let clients =
+        [(); 2].map(|()| Semaphore::new(store.clone(), "semaphores", 5).deadline(Duration::from_secs(10)).wait(LONG));
     let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = JoinSet::new();
     for task in 0..24 {
@@ -612,7 +613,7 @@ pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync 
     }
     tasks.join_all().await;
     assert_eq!(most.load(Ordering::SeqCst), 5);
-    let many = Semaphore::new(store.clone(), 1_000).deadline(Duration::from_secs(10));
+    let many = Semaphore::new(store.clone(), "semaphores", 1_000).deadline(Duration::from_secs(10));
     let mut permits = Vec::new();
     for _ in 0..1_000 {
         permits.push(many.try_acquire("b").await.unwrap());
@@ -628,12 +629,12 @@ pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync 
 pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
     let all = here.lock_all(["b", "a", "c", "a"]).await.unwrap();
-    let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().subject().as_str().to_owned()).collect();
+    let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().key().as_str().to_owned()).collect();
     assert_eq!(keys, ["a", "b", "c"]);
     assert!(all.check().is_ok() && all.remaining() > Duration::ZERO);
     // What comes before the one that is held is given back.
     let error = there.lock_all(["0", "1", "b"]).wait(Duration::from_millis(200)).await.unwrap_err();
-    assert!(matches!(&error, LockError::Busy(busy) if busy.lock().subject().as_str() == "b"), "{error:?}");
+    assert!(matches!(&error, LockError::Busy(busy) if busy.lock().key().as_str() == "b"), "{error:?}");
     let others = here.lock_all(["0", "1"]).wait(Duration::ZERO).await.unwrap();
     assert_eq!(others.release().await.unwrap(), ReleaseOutcome::Released);
     assert_eq!(all.release().await.unwrap(), ReleaseOutcome::Released);
@@ -660,7 +661,7 @@ pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone
 }
 
 fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks {
-    RwLocks::new(store.clone()).deadline(Duration::from_secs(10)).wait(LONG)
+    RwLocks::new(store.clone(), "rw_locks").deadline(Duration::from_secs(10)).wait(LONG)
 }
 
 /// A claim of somebody who stands in line.
@@ -1043,7 +1044,7 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     drop(next.await.unwrap().unwrap());
     assert!(begun.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", begun.elapsed());
     // So many may wait in one process.
-    let few = RwLocks::new(store.clone()).max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
+    let few = RwLocks::new(store.clone(), "rw_locks").max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
     let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));
     store.has_line_of(2).await;
     assert!(matches!(few.write("a").await, Err(LockError::QueueFull(_))));
@@ -1096,9 +1097,9 @@ pub async fn a_key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'sta
         }
     }
     let deadline = Duration::from_secs(10);
-    let locks = locks(&store).namespace("kinds").wait(Duration::ZERO);
-    let semaphore = Semaphore::new(store.clone(), 3).namespace("kinds").deadline(deadline).wait(Duration::ZERO);
-    let rw_locks = RwLocks::new(store.clone()).namespace("kinds").deadline(deadline).wait(SHORT);
+    let locks = Locks::new(store.clone(), "kinds").deadline(deadline).wait(Duration::ZERO);
+    let semaphore = Semaphore::new(store.clone(), "kinds", 3).deadline(deadline).wait(Duration::ZERO);
+    let rw_locks = RwLocks::new(store.clone(), "kinds").deadline(deadline).wait(SHORT);
     let error = |error: LockError| match error {
         LockError::OtherKind(error) => (error.wanted(), error.held()),
         error => panic!("{error:?}"),
@@ -1207,7 +1208,7 @@ pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send +
         7
     };
     let locks = locks(store);
-    let semaphore = Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10));
+    let semaphore = Semaphore::new(store.clone(), "semaphores", 3).deadline(Duration::from_secs(10));
     let (rw_locks, fair) = (rw_locks(store), locks.clone().fair().lock("fair"));
     let requests =
         [locks.lock("a"), locks.try_lock("a"), fair, semaphore.acquire("a"), rw_locks.read("a"), rw_locks.write("b")];

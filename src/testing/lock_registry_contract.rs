@@ -18,11 +18,11 @@ use crate::testing::observed::Observed;
 const LONG: Duration = Duration::from_secs(20);
 
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
-    Locks::new(store.clone()).namespace("orders").deadline(Duration::from_secs(10))
+    Locks::new(store.clone(), "orders").deadline(Duration::from_secs(10))
 }
 
 fn admin<S: LockRegistry + Clone + Sync>(store: &S) -> LockAdmin<S> {
-    LockAdmin::new(store.clone()).namespace("orders").deadline(LONG)
+    LockAdmin::new(store.clone(), "orders").deadline(LONG)
 }
 
 /// Waits for what is done in the background.
@@ -64,18 +64,20 @@ pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'stati
         lease.release().await.unwrap();
         assert!(!admin.inspect("a").await.unwrap().is_held());
     }
-    // Another namespace is somebody else's.
+    // A lock with another name is another lock.
     let _lease = named.lock("a").await.unwrap();
-    let other = LockAdmin::new(store.clone()).namespace("others");
+    let other = LockAdmin::new(store.clone(), "others");
     assert!(!other.inspect("a").await.unwrap().is_held());
 }
 
 /// Of a semaphore all holders are told of, up to a number, and each has the name that it has.
 pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let names = ["north", "east", "south"];
-    let client = |name| Semaphore::new(store.clone(), 200).deadline(LONG).ttl(Duration::from_secs(20)).holder(name);
+    let client = |name| {
+        Semaphore::new(store.clone(), "semaphores", 200).deadline(LONG).ttl(Duration::from_secs(20)).holder(name)
+    };
     let clients = names.map(client);
-    let admin = LockAdmin::new(store.clone()).namespace("semaphores").deadline(LONG);
+    let admin = LockAdmin::new(store.clone(), "semaphores").deadline(LONG);
     let mut permits = Vec::new();
     let mut named = HashMap::new();
     for turn in 0..150 {
@@ -166,8 +168,8 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
         locks.lock(key).await.unwrap().release().await.unwrap();
     }
     let mut others = Vec::new();
-    for namespace in ["order", "orders:x", "orders*", "o?ders"] {
-        others.push(locks.clone().namespace(namespace).lock("a").await.unwrap());
+    for name in ["order", "orders:x", "orders*", "o?ders"] {
+        others.push(Locks::new(store.clone(), name).deadline(Duration::from_secs(10)).lock("a").await.unwrap());
     }
     for most in [1, 7, 1_000] {
         let mut found = HashMap::new();
@@ -186,8 +188,8 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
     }
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap().next, None);
-    // One of a namespace that looks like a pattern is what it is called.
-    let admin = LockAdmin::new(store).namespace("o?ders");
+    // A name that looks like a pattern is taken literally.
+    let admin = LockAdmin::new(store, "o?ders");
     let mut found = 0;
     let mut next = Some(Cursor::default());
     while let Some(from) = next {

@@ -208,7 +208,7 @@ macro_rules! lock_contract {
         $crate::__contract! {
             @read [lock_contract:
                 a_free_lock_is_granted_and_a_held_one_is_not
-                subjects_and_namespaces_are_apart
+                keys_and_names_are_separate_locks
                 an_acquisition_may_be_asked_again
                 fences_rise_with_every_grant
                 a_lease_ends_by_itself

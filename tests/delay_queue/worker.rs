@@ -30,8 +30,8 @@ use tollgate::lock::LeaseHandle;
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore, TestJob};
 use tollgate::{
-    BoxError, ErrorResponder, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend,
-    StoreError,
+    BoxError, ErrorResponder, GlobalKey, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer,
+    RedisBackend, StoreError,
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -408,7 +408,7 @@ async fn a_job_has_what_its_layers_know_of_it() {
     let noted = Arc::clone(&fences);
     let service = ServiceBuilder::new()
         .layer(RateLimitLayer::new(backend.clone(), policy).cost(|_: &Job<u32>| 3).responder(JobResponder))
-        .layer(LockLayer::new(backend).key(|job: &Job<u32>| job.to_string()).responder(JobResponder))
+        .layer(LockLayer::new(backend, "requests").key(|job: &Job<u32>| job.to_string()).responder(JobResponder))
         .service(service_fn(move |job: Job<u32>| {
             noted.lock().unwrap().push(job.extensions().get::<LeaseHandle>().unwrap().fence());
             job.extensions().get::<RateLimitHandle>().unwrap().settle(1);
@@ -432,13 +432,13 @@ async fn a_job_has_what_its_layers_know_of_it() {
 async fn a_job_without_its_lock_has_no_lease_of_another() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
-    let outer = LockLayer::new(MemoryBackend::new()).responder(JobResponder);
-    let inner = LockLayer::new(MemoryBackend::new()).key(|job: &Job<u32>| (**job > 0).then_some(**job));
+    let outer = LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).responder(JobResponder);
+    let inner = LockLayer::new(MemoryBackend::new(), "requests").key(|job: &Job<u32>| (**job > 0).then_some(**job));
     let service = ServiceBuilder::new()
         .layer(outer)
         .layer(inner.on_missing_key(OnMissingKey::Pass).responder(JobResponder))
         .service(service_fn(move |job: Job<u32>| {
-            noted.lock().unwrap().push(job.extensions().get::<LeaseHandle>().map(|view| *view.lock().subject()));
+            noted.lock().unwrap().push(job.extensions().get::<LeaseHandle>().map(|view| *view.lock().key()));
             ready(Ok::<_, BoxError>(()))
         }));
     for payload in [7, 0] {
@@ -455,7 +455,7 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
     let counted = Arc::clone(&done);
     let service = ServiceBuilder::new()
         .layer(
-            LockLayer::new(MemoryBackend::new())
+            LockLayer::new(MemoryBackend::new(), "requests")
                 .key(|job: &Job<u32>| (**job % 3).to_string())
                 .responder(ErrorResponder),
         )
@@ -559,7 +559,7 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
             counted.fetch_add(1, Ordering::SeqCst);
             job
         })
-        .layer(LockLayer::new(MemoryBackend::new()).key(|_: &Job<u32>| "one").responder(JobResponder))
+        .layer(LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Job<u32>| "one").responder(JobResponder))
         .service(service_fn(async |job: Job<u32>| {
             if *job == 0 {
                 sleep(secs(20)).await;

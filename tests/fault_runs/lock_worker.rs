@@ -205,11 +205,11 @@ impl Source {
     fn new(mode: Mode, backend: AnyBackend) -> Self {
         let wait = Duration::from_secs(60);
         match mode {
-            Mode::Plain => Self::Locks(Locks::new(backend).ttl(TTL).wait(wait)),
-            Mode::Fair => Self::Locks(Locks::new(backend).ttl(TTL).wait(wait).fair()),
-            Mode::ReadWrite => Self::ReadWrite(RwLocks::new(backend).ttl(TTL).wait(wait)),
-            Mode::Semaphore => Self::Semaphore(Semaphore::new(backend, PERMITS).ttl(TTL).wait(wait)),
-            Mode::All => Self::All(Locks::new(backend).ttl(TTL).wait(wait)),
+            Mode::Plain => Self::Locks(Locks::new(backend, "default").ttl(TTL).wait(wait)),
+            Mode::Fair => Self::Locks(Locks::new(backend, "default").ttl(TTL).wait(wait).fair()),
+            Mode::ReadWrite => Self::ReadWrite(RwLocks::new(backend, "rw_locks").ttl(TTL).wait(wait)),
+            Mode::Semaphore => Self::Semaphore(Semaphore::new(backend, "semaphores", PERMITS).ttl(TTL).wait(wait)),
+            Mode::All => Self::All(Locks::new(backend, "default").ttl(TTL).wait(wait)),
         }
     }
 
@@ -279,12 +279,12 @@ impl Guarded {
     /// What is there, or -1 if it cannot be told.
     async fn read(&mut self, lease: &Lease, reads: bool) -> i64 {
         let script = if reads { &self.look } else { &self.change };
-        let key = lease.lock().subject().as_str();
+        let key = lease.lock().key().as_str();
         script.key(key).arg(lease.fence()).arg("").invoke_async(&mut self.connection).await.unwrap_or(-1)
     }
 
     async fn write(&mut self, lease: &Lease, value: i64) {
-        let key = lease.lock().subject().as_str();
+        let key = lease.lock().key().as_str();
         let mut write = self.change.key(key);
         write.arg(lease.fence()).arg(value);
         // What counts is what the witness has.
@@ -349,8 +349,7 @@ async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Order
             let is_lost = lease.check().is_err();
             // Whoever was stopped as soon as it had the lock was never told that it has it.
             if until > 0 || is_lost {
-                let key =
-                    KEYS.iter().position(|key| *key == lease.lock().subject().as_str()).expect("it is one of ours");
+                let key = KEYS.iter().position(|key| *key == lease.lock().key().as_str()).expect("it is one of ours");
                 let (is_lost, reads) = (u8::from(is_lost), u8::from(reads));
                 let mut out = io::stdout().lock();
                 writeln!(out, "{key} {} {from} {until} {is_lost} {reads}", lease.fence())

@@ -307,7 +307,7 @@ async fn handlers_of_axum_take_what_layers_know() {
     let app = Router::new()
         .route("/all", post(all))
         .route("/some", get(some))
-        .layer(LockLayer::new(backend.clone()))
+        .layer(LockLayer::new(backend.clone(), "requests").key(GlobalKey))
         .layer(IdempotencyLayer::new(backend.clone()).scope(|_: &_| "shop"))
         .layer(RateLimitLayer::new(backend, policy).cost(|_: &_| 2))
         .route("/none", get(some).post(all));
@@ -338,7 +338,7 @@ async fn calls_carry_nothing_where_they_are_told_so() {
         let answer = GrpcResponder::new().extensions(extensions);
         let service = ServiceBuilder::new()
             .layer(layer(Quota::per_minute(5).fixed_window()).responder(answer.clone()))
-            .layer(LockLayer::new(MemoryBackend::new()).responder(answer))
+            .layer(LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).responder(answer))
             .service(handler);
         let response = service.oneshot(Request::post("/").body(Full::default()).unwrap()).await.unwrap();
         assert_eq!(response.extensions().get::<Decision>().is_some(), extensions);

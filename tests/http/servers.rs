@@ -398,7 +398,7 @@ async fn tonic_clients_get_the_answer_that_was_given_by_hand() {
 #[tokio::test]
 async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
     within_seconds(async {
-        let locks = Locks::new(MemoryBackend::new());
+        let locks = Locks::new(MemoryBackend::new(), "default");
         let held = locks.lock(Key::digest("acme")).await.unwrap();
         let layer = LockLayer::with_locks(locks).key(header("x-tenant")).wait(Duration::from_secs(600)).max_waiters(1);
         let (server, calls) = serve_echo(layer.responder(GrpcResponder::new()));

@@ -1341,7 +1341,7 @@ async fn a_replay_is_not_charged_and_waits_for_no_lock() {
     let service = ServiceBuilder::new()
         .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey))
         .layer(RateLimitLayer::new(backend.clone(), quota))
-        .layer(LockLayer::new(backend))
+        .layer(LockLayer::new(backend, "requests").key(GlobalKey))
         .service(service_fn(move |request: Request<_>| {
             drop::<Request<FingerprintedBody<Stream>>>(request);
             let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
@@ -1460,7 +1460,7 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
         let inside = ServiceBuilder::new()
             .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep))
             .layer(RateLimitLayer::new(backend.clone(), quota))
-            .layer(LockLayer::new(backend.clone()))
+            .layer(LockLayer::new(backend.clone(), "requests").key(GlobalKey))
             .service(service_fn(async |_: Request<FingerprintedBody<Stream>>| {
                 Ok::<_, Infallible>(Response::new(full("done")))
             }));
@@ -1471,7 +1471,7 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
         assert_eq!(ask("a").await, (200, false));
 
         // Somebody else has the lock.
-        let elsewhere = LockLayer::new(backend).layer(service_fn(async |_: Request<()>| {
+        let elsewhere = LockLayer::new(backend, "requests").key(GlobalKey).layer(service_fn(async |_: Request<()>| {
             std::future::pending::<Result<Response<Full<Bytes>>, Infallible>>().await
         }));
         let held = tokio::spawn(elsewhere.oneshot(Request::post("/").body(()).unwrap()));
@@ -1716,7 +1716,7 @@ async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
     }
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
         let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
-        let lock = || LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1));
+        let lock = || LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).max_hold(Duration::from_secs(1));
         let http = guard().layer(lock().layer(service_fn(pending)));
         let grpc = guard().layer(lock().responder(GrpcResponder::new()).layer(service_fn(pending)));
         let plain = guard().layer(lock().responder(ErrorResponder).layer(service_fn(pending)));
@@ -1774,7 +1774,8 @@ async fn response_aborted_by_an_inner_lock_is_unknown() {
     };
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
         let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
-        let lock = |secs| LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(secs));
+        let lock =
+            |secs| LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).max_hold(Duration::from_secs(secs));
         let http = || lock(1).layer(some_of_it("text/plain"));
         let grpc = || lock(1).responder(GrpcResponder::new()).layer(some_of_it("application/grpc"));
         asked_twice(guard().layer(http()), &runs, &format!("http, {keep:?}")).await;
@@ -1787,7 +1788,7 @@ async fn response_aborted_by_an_inner_lock_is_unknown() {
 /// The handler goes on without it, and what it has come to is kept.
 #[tokio::test(start_paused = true)]
 async fn outer_lock_that_aborts_a_response_leaves_the_outcome() {
-    let lock = || LockLayer::new(MemoryBackend::new());
+    let lock = || LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey);
     let service = service_fn(async |_: Request<FingerprintedBody<Stream>>| {
         let (sender, body) = stream();
         sender.send(data("some")).unwrap();
@@ -1835,7 +1836,10 @@ async fn detached_handler_keeps_its_outer_lock() {
                 Ok::<_, Infallible>(Response::new(StreamBody::new(frames)))
             }
         });
-        let service = LockLayer::new(MemoryBackend::new()).release_at(release_at).layer(guard.layer(handler));
+        let service = LockLayer::new(MemoryBackend::new(), "requests")
+            .key(GlobalKey)
+            .release_at(release_at)
+            .layer(guard.layer(handler));
         let mut first = Box::pin(service.clone().oneshot(pay("a")));
         let response = tokio::time::timeout(Duration::from_secs(1), &mut first).await;
         assert_eq!(response.is_ok(), begins);
@@ -1871,7 +1875,10 @@ async fn detached_handler_ends_with_its_outer_lock() {
                 Ok::<_, Infallible>(status(StatusCode::OK))
             }
         }));
-        let lock = LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1)).on_loss(on_loss);
+        let lock = LockLayer::new(MemoryBackend::new(), "requests")
+            .key(GlobalKey)
+            .max_hold(Duration::from_secs(1))
+            .on_loss(on_loss);
         let service = lock.layer(guarded);
         let first = service.clone().oneshot(pay("k"));
         if is_there {

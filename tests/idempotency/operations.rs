@@ -203,7 +203,7 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
 /// The story of a payment that was made twice: the lock was lost and had dropped what ran under it where it stood, which was an error like any other.
 #[tokio::test(start_paused = true)]
 async fn what_lost_its_lock_half_way_is_not_begun_again() {
-    let locks = Locks::new(MemoryBackend::new()).wait(Duration::ZERO).max_hold(Duration::from_secs(1));
+    let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::ZERO).max_hold(Duration::from_secs(1));
     let cut = async || locks.run("account", async |_| pending::<()>().await).await.unwrap_err();
     let found_out = async || {
         let lease = locks.lock("account").await.unwrap();
@@ -258,8 +258,8 @@ async fn what_lost_its_lock_half_way_is_not_begun_again() {
 #[tokio::test(start_paused = true)]
 async fn what_never_had_all_of_its_locks_is_begun_again() {
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).fair().max_hold(Duration::from_secs(2));
-    let held = Locks::new(backend).fair().lock("bob").await.unwrap();
+    let locks = Locks::new(backend.clone(), "default").fair().max_hold(Duration::from_secs(2));
+    let held = Locks::new(backend, "default").fair().lock("bob").await.unwrap();
     tokio::spawn(async move {
         sleep(Duration::from_secs(3)).await;
         drop(held);

@@ -69,7 +69,10 @@ mod on_a_cluster {
 async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    let (admin, locks) = (LockAdmin::new(backend.clone()).deadline(DEADLINE), Locks::new(backend).deadline(DEADLINE));
+    let (admin, locks) = (
+        LockAdmin::new(backend.clone(), "default").deadline(DEADLINE),
+        Locks::new(backend, "default").deadline(DEADLINE),
+    );
     for value in ["hello", "", "2345678901234567890"] {
         let _: () = redis::cmd("SET")
             .arg("tollgate:2:{lock:default:a}:lease")
@@ -101,7 +104,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let cluster = Cluster::start();
-    let locks = Locks::new(patient(cluster.url()).await).deadline(DEADLINE);
+    let locks = Locks::new(patient(cluster.url()).await, "default").deadline(DEADLINE);
     let mut leases = Vec::new();
     for key in 0..60_u32 {
         leases.push(locks.lock(key).await.unwrap());
@@ -110,7 +113,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let (mut found, mut pages) = (HashSet::new(), 0);
     while let Some(from) = next {
         // One that knows of the move.
-        let admin = LockAdmin::new(patient(cluster.url()).await).deadline(DEADLINE);
+        let admin = LockAdmin::new(patient(cluster.url()).await, "default").deadline(DEADLINE);
         let page = admin.list(from, 1_000).await.unwrap();
         found.extend(page.locks.into_iter().map(|status| status.lock));
         (next, pages) = (page.next, pages + 1);
@@ -129,7 +132,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
 async fn a_store_that_does_not_answer_is_not_waited_for() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    let admin = LockAdmin::new(backend).deadline(Duration::from_millis(100));
+    let admin = LockAdmin::new(backend, "default").deadline(Duration::from_millis(100));
     server.pause();
     let begun = Instant::now();
     assert!(admin.inspect("a").await.unwrap_err().is_timeout());
@@ -144,7 +147,10 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
 async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    let (locks, admin) = (Locks::new(backend.clone()).deadline(DEADLINE), LockAdmin::new(backend).deadline(DEADLINE));
+    let (locks, admin) = (
+        Locks::new(backend.clone(), "default").deadline(DEADLINE),
+        LockAdmin::new(backend, "default").deadline(DEADLINE),
+    );
     let lease = locks.lock("a").await.unwrap();
     server.limit_memory(1);
     assert_eq!(admin.force_unlock("a").await.unwrap().holders, 1);
@@ -167,6 +173,6 @@ async fn force_unlock_answers_a_fence_above_all_before() {
     ahead.floor = now + day_us;
     let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();
     assert!(matches!(granted, Acquired::Granted { fence } if fence > now + day_us), "{granted:?}");
-    let released = LockAdmin::new(backend.clone()).namespace("locks").force_unlock("seen").await.unwrap();
+    let released = LockAdmin::new(backend.clone(), "locks").force_unlock("seen").await.unwrap();
     assert!(released.fence > now + day_us, "{released:?}");
 }

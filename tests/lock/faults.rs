@@ -60,7 +60,7 @@ async fn impatient(server: &RedisServer) -> RedisBackend {
 }
 
 async fn locks(server: &RedisServer) -> Locks {
-    Locks::new(connect(server).await).deadline(Duration::from_secs(2))
+    Locks::new(connect(server).await, "default").deadline(Duration::from_secs(2))
 }
 
 /// Runs a command on the server, by a connection of its own.
@@ -155,7 +155,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         },
         is_free().await
     );
-    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2));
+    let rw = async || RwLocks::new(connect(&server).await, "rw_locks").deadline(Duration::from_secs(2));
     let (readers, writers) = (rw().await, rw().await);
     let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());
     drop_everywhere!(readers.read("a").into_future(), is_free().await);
@@ -275,7 +275,9 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
         is_free().await
     );
 
-    let semaphore = async || Semaphore::new(connect(&server).await, 2).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let semaphore = async || {
+        Semaphore::new(connect(&server).await, "semaphores", 2).deadline(Duration::from_secs(2)).wait(LONG / 3)
+    };
     let (exports, others) = (semaphore().await, semaphore().await);
     let is_free = async || drop((others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap()));
     drop_everywhere!(exports.acquire("a").into_future(), is_free().await);
@@ -307,7 +309,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
         timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
     }
 
-    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let rw = async || RwLocks::new(connect(&server).await, "rw_locks").deadline(Duration::from_secs(2)).wait(LONG / 3);
     let (pages, others) = (rw().await, rw().await);
     let is_free = async || drop(others.write("a").await.unwrap());
     let moment = async |_| sleep(Duration::from_millis(1)).await;
@@ -352,7 +354,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
     drop_everywhere!(view.asked(), yield_now().await);
     drop(lease);
     drop((asks.await.unwrap().unwrap(), view));
-    let admin = LockAdmin::new(connect(&server).await).deadline(LONG);
+    let admin = LockAdmin::new(connect(&server).await, "default").deadline(LONG);
     let is_free = async || drop(there.lock("a").await.unwrap());
     drop_everywhere!(admin.inspect("a"), is_free().await);
     drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
@@ -370,7 +372,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
         for server in &servers {
             backends.push(connect(server).await);
         }
-        Locks::new(Redlock::new(backends).unwrap()).deadline(Duration::from_secs(2)).wait(LONG / 3)
+        Locks::new(Redlock::new(backends).unwrap(), "default").deadline(Duration::from_secs(2)).wait(LONG / 3)
     };
     let (redlock, elsewhere) = (quorum().await, quorum().await);
     let is_free = async || drop(elsewhere.lock("a").await.unwrap());
@@ -408,7 +410,7 @@ async fn what_is_granted_to_nobody_is_given_back() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
-    let (locks, other) = (Locks::new(store), Locks::new(backend.clone()));
+    let (locks, other) = (Locks::new(store, "default"), Locks::new(backend.clone(), "default"));
     faults.delay(Duration::from_millis(20));
     // Dropped while the store is asked: the grant comes later, and goes back.
     for polls in 0..3 {
@@ -434,7 +436,7 @@ async fn what_is_granted_to_nobody_is_given_back() {
 async fn waiter_recovers_a_grant_whose_reply_was_lost() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     faults.lose_answers();
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(150)).await;
@@ -453,7 +455,7 @@ async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     store.faults().delay(Duration::from_millis(50));
-    let semaphore = Semaphore::new(store, 2);
+    let semaphore = Semaphore::new(store, "semaphores", 2);
     let asking = tokio::spawn(semaphore.try_acquire("a").into_future());
     yield_now().await;
     let over = tokio::spawn({
@@ -475,7 +477,7 @@ async fn release_is_retried_for_seconds_only() {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
         let faults = store.faults();
-        let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+        let locks = Locks::new(store, "default").ttl(Claim::MAX_TTL);
         faults.lose_answers();
         if is_granted {
             let waiter = tokio::spawn(locks.lock("a").into_future());
@@ -495,7 +497,7 @@ async fn release_is_retried_for_seconds_only() {
     // Of a lease that was held for longer than that nothing is on its way any more.
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+    let locks = Locks::new(store, "default").ttl(Claim::MAX_TTL);
     faults.lose_answers();
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(150)).await;
@@ -511,8 +513,8 @@ async fn release_is_retried_for_seconds_only() {
 #[tokio::test(start_paused = true)]
 async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
     let store = FaultStore::new(MemoryBackend::new());
-    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
-    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off()).holder("first");
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone(), "default"));
+    let locks = Locks::new(store, "default").circuit_breaker(CircuitBreaker::off()).holder("first");
     let locks = locks.circuit_breaker(CircuitBreaker::new().failures(1)).holder("last");
     faults.fail(Failure::Timeout);
     for _ in 0..3 {
@@ -537,8 +539,8 @@ async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
 #[tokio::test(start_paused = true)]
 async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
     let store = FaultStore::new(MemoryBackend::new());
-    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
-    let locks = Locks::new(store).ttl(LONG).holder("me");
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone(), "default"));
+    let locks = Locks::new(store, "default").ttl(LONG).holder("me");
     let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
     for is_silent in [false, true] {
         let lease = locks.lock("a").await.unwrap();
@@ -562,8 +564,11 @@ async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
 #[tokio::test(start_paused = true)]
 async fn a_body_runs_under_several_locks_and_no_longer() {
     let backend = MemoryBackend::new();
-    let (locks, admin) = (Locks::new(backend.clone()).ttl(Duration::from_secs(3)), LockAdmin::new(backend.clone()));
-    let others = Locks::new(backend);
+    let (locks, admin) = (
+        Locks::new(backend.clone(), "default").ttl(Duration::from_secs(3)),
+        LockAdmin::new(backend.clone(), "default"),
+    );
+    let others = Locks::new(backend, "default");
     let value = locks.lock_all(["alice", "bob"]).run(async |leases| {
         assert!(leases.check().is_ok() && leases.leases().len() == 2);
         for key in ["alice", "bob"] {
@@ -636,9 +641,9 @@ impl LockStore for FailsFor {
 /// The first segment that failed was the end of it, whatever the others would have said.
 #[tokio::test(start_paused = true)]
 async fn a_segment_for_which_the_store_fails_is_passed_over() {
-    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new(), "default"), "sku:1", 3);
     let failing = *probe.one(1).await.unwrap().lock();
-    let locks = Locks::new(FailsFor { inner: MemoryBackend::new(), failing });
+    let locks = Locks::new(FailsFor { inner: MemoryBackend::new(), failing }, "default");
     let segments = Segmented::new(&locks, "sku:1", 3);
     for wait in [Duration::ZERO, Duration::from_secs(10)] {
         for _ in 0..50 {
@@ -660,7 +665,7 @@ async fn a_segment_for_which_the_store_fails_is_passed_over() {
 async fn who_wants_any_segment_waits_for_a_store_that_fails() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     let segments = Segmented::new(&locks, "sku:1", 3);
     for failure in [Failure::Unavailable, Failure::Timeout] {
         faults.fail(failure);
@@ -717,9 +722,9 @@ impl LockStore for HangsBut {
 /// The first one for which the store did not answer took all the time there was for those that do not want to wait.
 #[tokio::test(start_paused = true)]
 async fn hanging_segment_leaves_time_for_others() {
-    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new(), "default"), "sku:1", 3);
     let healthy = *probe.one(1).await.unwrap().lock();
-    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy });
+    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }, "default");
     let segments = Segmented::new(&locks, "sku:1", 3);
     for wait in [Duration::ZERO, Duration::from_millis(50)] {
         for _ in 0..20 {
@@ -729,7 +734,8 @@ async fn hanging_segment_leaves_time_for_others() {
         }
     }
     // And no more than that, however many there are.
-    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }).circuit_breaker(CircuitBreaker::off());
+    let locks =
+        Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }, "default").circuit_breaker(CircuitBreaker::off());
     let many = Segmented::new(&locks, "sku:2", 1_000);
     let begun = tokio::time::Instant::now();
     assert!(many.any().wait(Duration::ZERO).await.is_err());
@@ -740,14 +746,14 @@ async fn hanging_segment_leaves_time_for_others() {
 #[tokio::test(start_paused = true)]
 async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
     let backend = MemoryBackend::new();
-    let theirs = Segmented::new(&Locks::new(backend.clone()), "sku:1", 50);
+    let theirs = Segmented::new(&Locks::new(backend.clone(), "default"), "sku:1", 50);
     let mut held = Vec::new();
     for index in (0..50).filter(|index| *index != 17) {
         held.push(theirs.one(index).await.unwrap());
     }
     let store = FaultStore::new(backend);
     store.faults().delay(Duration::from_millis(20));
-    let ours = Segmented::new(&Locks::new(store), "sku:1", 50);
+    let ours = Segmented::new(&Locks::new(store, "default"), "sku:1", 50);
     for _ in 0..20 {
         let segment = ours.any().wait(Duration::ZERO).await.unwrap();
         assert_eq!(segment.index(), 17);
@@ -787,7 +793,7 @@ impl LockStore for Late {
 #[tokio::test(start_paused = true)]
 async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
     let inner = MemoryBackend::new();
-    let locks = Locks::new(Late::new(&inner, Duration::from_secs(3))).ttl(Claim::MAX_TTL);
+    let locks = Locks::new(Late::new(&inner, Duration::from_secs(3)), "default").ttl(Claim::MAX_TTL);
     assert!(locks.try_lock("a").await.is_err());
     let begun = tokio::time::Instant::now();
     while inner.locks() == 0 {
@@ -807,7 +813,7 @@ async fn late_grant_is_released() {
         let inner = MemoryBackend::new();
         let store = FaultStore::new(Late::new(&inner, late));
         let faults = store.faults();
-        let locks = Locks::new(store).ttl(2 * second);
+        let locks = Locks::new(store, "default").ttl(2 * second);
         let begun = tokio::time::Instant::now();
         if is_held {
             let lease = locks.lock("a").wait(second).await.unwrap();
@@ -835,7 +841,7 @@ async fn late_grant_is_released() {
 async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).wait(Duration::from_secs(1));
+    let locks = Locks::new(store, "default").wait(Duration::from_secs(1));
     faults.fail(Failure::Unavailable);
     let begun = tokio::time::Instant::now();
     assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unavailable()));
@@ -855,7 +861,7 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
 async fn who_waits_behind_a_store_that_fails_is_told_so() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off());
+    let locks = Locks::new(store, "default").circuit_breaker(CircuitBreaker::off());
     for wait in [0, 50, 150, 500].map(Duration::from_millis) {
         faults.hang();
         let begun = tokio::time::Instant::now();
@@ -880,7 +886,7 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
     faults.delay(Duration::from_millis(5));
-    let (here, there) = (Locks::new(store), Locks::new(backend));
+    let (here, there) = (Locks::new(store, "default"), Locks::new(backend, "default"));
     let held = there.lock("a").await.unwrap();
     let told = async |key: &'static str| {
         let requests: JoinSet<_> = (0..10).map(|_| here.try_lock(key).into_future()).collect();
@@ -918,7 +924,7 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
 async fn what_is_being_given_back_is_no_line() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).max_waiters(0);
+    let locks = Locks::new(store, "default").max_waiters(0);
     faults.delay(Duration::from_millis(5));
     for wait in [Duration::ZERO, LONG] {
         drop(locks.lock("a").await.unwrap());
@@ -936,7 +942,7 @@ async fn what_is_being_given_back_is_no_line() {
 async fn several_leases_are_given_back_at_the_same_time() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     let leases = locks.lock_all(0..20_u64).await.unwrap();
     faults.hang();
     let begun = tokio::time::Instant::now();
@@ -952,7 +958,7 @@ async fn several_leases_are_given_back_at_the_same_time() {
 async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(9));
     let mut leases = Vec::new();
     for key in 0..300 {
         leases.push(locks.lock(key).await.unwrap());
@@ -972,7 +978,7 @@ async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
 async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(9));
     let lease = locks.lock("a").await.unwrap();
     faults.fail(Failure::Timeout);
     sleep(Duration::from_secs(4)).await;
@@ -1000,7 +1006,7 @@ async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
 async fn what_the_answer_takes_is_no_time_of_the_lease() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(Duration::from_millis(300));
-    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(1));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(1)).deadline(Duration::from_secs(1));
     let left = locks.lock("a").await.unwrap().remaining();
     assert!(left <= Duration::from_millis(700) && left > Duration::from_millis(600), "{left:?}");
 }
@@ -1011,7 +1017,7 @@ async fn late_grant_is_retried_by_waiters_and_released_otherwise() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(2));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(1)).deadline(Duration::from_secs(2));
     faults.delay(Duration::from_millis(1_200));
     let asking = tokio::spawn(locks.try_lock("a").into_future());
     sleep(Duration::from_millis(100)).await;
@@ -1057,7 +1063,7 @@ async fn lose(locks: &Locks, faults: &Faults) {
 async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    lose(&Locks::new(store), &faults).await;
+    lose(&Locks::new(store, "default"), &faults).await;
     assert_eq!(faults.calls(Verb::Renew), 2, "one of each lease was under way");
 }
 
@@ -1068,7 +1074,7 @@ fn a_holder_is_told_in_time_by_the_clock_alone() {
     let (still, here) = (runtime(), runtime());
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     let first = still.block_on(locks.lock("first").into_future()).unwrap();
     here.block_on(lose(&locks, &faults));
     assert_eq!(faults.calls(Verb::Renew), 0);
@@ -1080,7 +1086,7 @@ fn a_holder_is_told_in_time_by_the_clock_alone() {
 async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(3));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(3));
     let lease = locks.lock("a").await.unwrap();
     let short = locks.lock("b").max_hold(Duration::from_millis(1_030)).await.unwrap();
     faults.delay(Duration::from_millis(60));
@@ -1095,7 +1101,7 @@ async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
 async fn inattentive_holder_loses_the_lock_at_max_hold() {
     let second = Duration::from_secs(1);
     let backend = MemoryBackend::new();
-    let locks = || Locks::new(backend.clone()).wait(Duration::ZERO);
+    let locks = || Locks::new(backend.clone(), "default").wait(Duration::ZERO);
     for (here, there) in [(locks(), locks()), (locks().fair(), locks().fair())] {
         let forgotten = here.lock("a").max_hold(5 * second).await.unwrap();
         let begun = tokio::time::Instant::now();
@@ -1111,7 +1117,7 @@ async fn inattentive_holder_loses_the_lock_at_max_hold() {
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
         next.release().await.unwrap();
     }
-    let semaphore = || Semaphore::new(backend.clone(), 1).wait(Duration::ZERO);
+    let semaphore = || Semaphore::new(backend.clone(), "semaphores", 1).wait(Duration::ZERO);
     let permit = semaphore().max_hold(5 * second).acquire("a").await.unwrap();
     sleep(6 * second).await;
     drop(semaphore().acquire("a").await.unwrap());
@@ -1124,8 +1130,8 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
-    let permits = Semaphore::new(store.clone(), 1).ttl(hour).max_hold(5 * second);
+    let locks = Locks::new(store.clone(), "default").ttl(hour).max_hold(5 * second);
+    let permits = Semaphore::new(store.clone(), "semaphores", 1).ttl(hour).max_hold(5 * second);
     let begun = tokio::time::Instant::now();
     let leases = [
         locks.lock("a").await.unwrap(),
@@ -1142,19 +1148,19 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     assert_eq!(faults.calls(Verb::Release), 4);
 
     // Nobody has told the store yet.
-    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
+    let locks = Locks::new(store.clone(), "default").ttl(hour).max_hold(5 * second);
     let lease = locks.lock("a").await.unwrap();
     sleep(Duration::from_millis(5_001)).await;
     let release = lease.release();
     sleep(60 * second).await;
-    drop(Locks::new(store).lock("a").wait(Duration::ZERO).await.unwrap());
+    drop(Locks::new(store, "default").lock("a").wait(Duration::ZERO).await.unwrap());
     assert_eq!(release.await.unwrap(), ReleaseOutcome::Lost);
 }
 
 /// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
 #[tokio::test(start_paused = true)]
 async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let lease = locks.lock("a").await.unwrap();
     let (view, fence) = (lease.view(), lease.fence());
     let guarded = tokio::spawn(async move { view.lost().await });
@@ -1192,9 +1198,9 @@ impl LockStore for Hasty {
 #[tokio::test(start_paused = true)]
 async fn what_is_given_back_before_anybody_listens_is_found_at_once() {
     let inner = MemoryBackend::new();
-    let held = Mutex::new(Some(Locks::new(inner.clone()).lock("a").await.unwrap()));
+    let held = Mutex::new(Some(Locks::new(inner.clone(), "default").lock("a").await.unwrap()));
     let begun = tokio::time::Instant::now();
-    drop(Locks::new(Hasty { inner, held }).lock("a").await.unwrap());
+    drop(Locks::new(Hasty { inner, held }, "default").lock("a").await.unwrap());
     assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
 }
 
@@ -1203,7 +1209,7 @@ async fn a_release_that_fails_is_said_and_tried_again() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     for failure in [Failure::Unavailable, Failure::Timeout] {
         let lease = locks.lock("a").await.unwrap();
         faults.fail(failure);
@@ -1230,7 +1236,7 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
         let faults = store.faults();
-        let locks = Locks::new(store).ttl(30 * second);
+        let locks = Locks::new(store, "default").ttl(30 * second);
         let begun = tokio::time::Instant::now();
         let lease = locks.lock("a").await.unwrap();
         tokio::time::sleep_until(begun + loses).await;
@@ -1248,7 +1254,7 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
     }
     // Not for longer than it lasts where renewals were refused.
     let store = FaultStore::new(MemoryBackend::new());
-    let locks = Locks::new(store.clone()).ttl(30 * second);
+    let locks = Locks::new(store.clone(), "default").ttl(30 * second);
     let lease = locks.lock("a").await.unwrap();
     store.faults().fail(Failure::OutOfMemory);
     sleep(29 * second).await;
@@ -1258,7 +1264,7 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
     let backend = MemoryBackend::new();
     let stores = [backend.clone(), MemoryBackend::new(), MemoryBackend::new()].map(FaultStore::new);
     let faults = stores.each_ref().map(FaultStore::faults);
-    let locks = Locks::new(Redlock::new(stores).unwrap()).ttl(30 * second);
+    let locks = Locks::new(Redlock::new(stores).unwrap(), "default").ttl(30 * second);
     let lease = locks.lock("a").await.unwrap();
     faults[1..].iter().for_each(|faults| faults.fail(Failure::OutOfMemory));
     sleep(29 * second).await;
@@ -1303,7 +1309,7 @@ impl LockStore for Forgetful {
 #[tokio::test(start_paused = true)]
 async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
     let store = Forgetful::new();
-    let locks = Locks::new(store.clone()).ttl(Duration::from_secs(9));
+    let locks = Locks::new(store.clone(), "default").ttl(Duration::from_secs(9));
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert_eq!(store.inner.locks(), 0);
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
@@ -1320,7 +1326,7 @@ async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
     assert_eq!(handle.release().await.unwrap(), ReleaseOutcome::Released);
 
     let stores = [(); 3].map(|()| Forgetful::new());
-    let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap(), "default");
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert!(stores.iter().all(|store| store.inner.locks() == 0));
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
@@ -1336,8 +1342,8 @@ async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
     let backend = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(LONG).connect().await.unwrap();
-    let locks = Locks::new(backend).deadline(LONG);
-    let admin = LockAdmin::new(connect(&server).await);
+    let locks = Locks::new(backend, "default").deadline(LONG);
+    let admin = LockAdmin::new(connect(&server).await, "default");
     locks.lock("a").await.unwrap().release().await.unwrap();
     let lease = locks.lock("a").await.unwrap();
     proxy.to_client(Traffic::Swallow);
@@ -1361,7 +1367,7 @@ async fn locks_that_nobody_waits_for_keep_no_dead_connection() {
     let proxy = Proxy::start(server.port());
     // Longer than this test waits for anything.
     let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(2 * LONG);
-    let locks = Locks::new(options.connect().await.unwrap()).circuit_breaker(CircuitBreaker::off());
+    let locks = Locks::new(options.connect().await.unwrap(), "default").circuit_breaker(CircuitBreaker::off());
     // Both connections are there.
     locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
     proxy.to_server(Traffic::Swallow);
@@ -1420,7 +1426,7 @@ fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
     let (sends, stays) = (parallel(), parallel());
     // What sends the calls is in the runtime that has connected, whoever asks.
     let backend = sends.block_on(impatient(&server));
-    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
+    let locks = Locks::new(backend, "default").deadline(Duration::from_secs(2));
     let outcomes = stays.block_on(async {
         // The server has to know the script to run what it is sent while it stands still.
         let mut giving = give_back(ask_for_all(std::slice::from_ref(&locks), 60).await);
@@ -1468,7 +1474,7 @@ fn a_lease_may_be_dropped_without_a_runtime() {
 /// The watcher was started in the runtime of the first lease, and leases of the next runtime were not renewed.
 #[test]
 fn locks_that_outlive_a_runtime_renew_in_the_next() {
-    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_secs(3));
+    let locks = Locks::new(MemoryBackend::new(), "default").ttl(Duration::from_secs(3));
     for _ in 0..2 {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -1484,7 +1490,7 @@ fn locks_that_outlive_a_runtime_renew_in_the_next() {
 fn a_lease_outlives_the_runtime_of_another_one() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(2));
+    let locks = Locks::new(store, "default").ttl(Duration::from_secs(2));
     let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let first = Builder::new_current_thread().enable_all().build().unwrap();
     let (second, last) = (parallel(), parallel());
@@ -1516,7 +1522,7 @@ fn lease_of_an_ended_runtime_is_released_in_another() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let lasting = parallel();
     let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
@@ -1577,7 +1583,7 @@ impl LockStore for Unanswering {
 #[test]
 fn grant_after_the_end_of_a_runtime_is_released() {
     let store = Unanswering::default();
-    let locks = Locks::new(store.clone()).deadline(LONG);
+    let locks = Locks::new(store.clone(), "default").deadline(LONG);
     let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (brief, lasting) = (parallel(), parallel());
     let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
@@ -1669,7 +1675,7 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     let ttl = Duration::from_secs(2);
     let meter = ProcessorMeter::start();
     let mut server = RedisServer::start();
-    let locks = Locks::new(impatient(&server).await).ttl(ttl).deadline(Duration::from_secs(20));
+    let locks = Locks::new(impatient(&server).await, "default").ttl(ttl).deadline(Duration::from_secs(20));
     let begun = Instant::now();
     let lease = locks.lock("a").await.unwrap();
     let value: Vec<u8> = command(&server, &["GET", LEASE]);
@@ -1803,11 +1809,12 @@ async fn who_cannot_listen_looks_once_a_second() {
     let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "resetchannels"];
     let _: () = command(&server, &[&acl[..], RIGHTS].concat());
     let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
-    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let mute =
+        Locks::new(RedisBackend::connect(url).await.unwrap(), "default").deadline(Duration::from_secs(2)).wait(LONG);
     let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
     let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
     let pooled = RedisOptions::from_pool(pool).connect().await.unwrap();
-    let pooled = Locks::new(pooled).deadline(Duration::from_secs(2)).wait(LONG);
+    let pooled = Locks::new(pooled, "default").deadline(Duration::from_secs(2)).wait(LONG);
     let holder = locks(&server).await;
     for locks in [mute, pooled] {
         let lease = holder.lock("a").await.unwrap();
@@ -1829,7 +1836,8 @@ async fn who_may_not_listen_does_not_connect_again_and_again() {
     let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "&*", "+@all", "-subscribe"];
     let _: () = command(&server, &acl);
     let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
-    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let mute =
+        Locks::new(RedisBackend::connect(url).await.unwrap(), "default").deadline(Duration::from_secs(2)).wait(LONG);
     let lease = locks(&server).await.lock("a").await.unwrap();
     let connections = || server.info("total_connections_received").unwrap().parse::<u32>().unwrap();
     let before = connections();
@@ -1849,7 +1857,8 @@ async fn forbidden_channel_does_not_silence_others() {
     let acl = ["ACL", "SETUSER", "half", "on", ">secret", "~tollgate:2:*", "resetchannels", channels, "+@all"];
     let _: () = command(&server, &acl);
     let url = format!("redis://half:secret@127.0.0.1:{}/", server.port());
-    let half = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let half =
+        Locks::new(RedisBackend::connect(url).await.unwrap(), "default").deadline(Duration::from_secs(2)).wait(LONG);
     let holder = locks(&server).await;
     let [a, b] = [holder.lock("a").await.unwrap(), holder.lock("b").await.unwrap()];
     let for_b = tokio::spawn(half.lock("b").into_future());
@@ -1889,7 +1898,7 @@ async fn who_stands_behind_the_dead_asks_now_and_then() {
         backend.acquire(&lock, &held).await.unwrap();
         assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
         backend.release(&lock, &held.token).await.unwrap();
-        let locks = Locks::new(store).fair().deadline(Duration::from_secs(2)).wait(LONG);
+        let locks = Locks::new(store, "default").fair().deadline(Duration::from_secs(2)).wait(LONG);
         let waiter = tokio::spawn(locks.lock("a").into_future());
         sleep(Duration::from_secs(2)).await;
         assert!(!waiter.is_finished());
@@ -2068,7 +2077,7 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
     let mut tasks = JoinSet::new();
     for client in 0..4_u64 {
         let backend = impatient(&server).await;
-        let locks = Locks::new(backend).ttl(Duration::from_millis(300)).wait(LONG);
+        let locks = Locks::new(backend, "default").ttl(Duration::from_millis(300)).wait(LONG);
         for task in 0..3_u64 {
             let (locks, history, stop) = (locks.clone(), history.clone(), Arc::clone(&stop));
             tasks.spawn(async move {
@@ -2109,7 +2118,7 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
 
 #[tokio::test(start_paused = true)]
 async fn who_never_gets_to_the_lock_holds_nobody_up() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let lease = locks.lock("a").await.unwrap();
     let waiters: Vec<_> = (0..100).map(|_| tokio::spawn(locks.lock("a").into_future())).collect();
     yield_now().await;
@@ -2217,13 +2226,14 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
     let _: () = command(&server, &[&few[..], RIGHTS].concat());
     for user in ["some", "few"] {
         let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
-        let locks = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        let backend = RedisBackend::connect(url).await.unwrap();
         if user == "few" {
             // Less than a user is let in with.
             let fewer = ["ACL", "SETUSER", user, "-@all", "+eval", "+evalsha", "+get", "+set", "+time"];
             let _: () = command(&server, &fewer);
         }
-        let both = [locks.clone().namespace("orders"), locks.clone().namespace("payments")];
+        let both =
+            ["orders", "payments"].map(|name| Locks::new(backend.clone(), name).deadline(Duration::from_secs(2)));
         let mut leases = Vec::new();
         for (key, answer) in ask_for_all(&both, 60).await.into_iter().enumerate() {
             match answer {
@@ -2269,7 +2279,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
         let rule = format!("ACL SETUSER {user} on >secret ~tollgate:2:* resetchannels &tollgate:2:* {rights} {more}");
         let _: () = command(&server, &rule.split(' ').collect::<Vec<_>>());
         let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
-        let here = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        let here = Locks::new(RedisBackend::connect(url).await.unwrap(), "default").deadline(Duration::from_secs(2));
         let listeners =
             || command::<(String, u64)>(&server, &["PUBSUB", "NUMSUB", "tollgate:2:{lock:default:5}:free"]).1;
         // Some go by themselves, and the one that is waited for may be among these.
@@ -2320,7 +2330,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
 async fn what_is_given_back_together_is_free_for_all() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
-    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
     for turn in 0..3 {
         let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
         let mut giving = JoinSet::new();
@@ -2425,7 +2435,7 @@ async fn those_who_ask_at_the_same_time_share_calls() {
 async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
     let mut server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
-    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
     tokio::task::block_in_place(|| server.kill());
     // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
     let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
@@ -2444,7 +2454,7 @@ async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
 async fn shutdown_ignores_requests_to_a_loading_server() {
     let mut server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
-    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
     tokio::task::block_in_place(|| {
         server.kill();
         server.restart_slowly();

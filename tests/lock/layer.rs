@@ -42,7 +42,7 @@ fn by_path() -> ByPath {
 }
 
 fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> ByPath {
-    LockLayer::new(store).key(|request| request.uri().path().to_owned())
+    LockLayer::new(store, "requests").key(|request| request.uri().path().to_owned())
 }
 
 fn request(method: Method, path: &str) -> Request<Full<Bytes>> {
@@ -368,7 +368,7 @@ async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
 /// It was refused the lock for having it.
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
-    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_secs(1));
+    let locks = Locks::new(MemoryBackend::new(), "default").ttl(Duration::from_secs(1));
     let inner = locks.clone();
     let layer = LockLayer::with_locks(locks).max_hold(Duration::from_millis(20)).on_loss(OnLoss::Notify);
     let service = layer.key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(move |request: Request<Full<Bytes>>| {
@@ -409,7 +409,7 @@ async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
 
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let inner = locks.clone();
     let service = LockLayer::with_locks(locks).key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(
         move |request: Request<Full<Bytes>>| {
@@ -505,7 +505,7 @@ async fn a_detached_handler_comes_to_its_end_without_its_lock() {
 /// It went on without its client all the same, with the lock of the layer outside, for as long as that layer would let it.
 #[tokio::test(start_paused = true)]
 async fn request_without_lock_is_not_detached_with_another() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).lock_safe_methods(true);
     let by_order = |request: &Request<_>| (request.uri().path() == "/order").then(|| "order".to_owned());
     let inner = LockLayer::with_locks(locks.clone()).key(by_order).on_missing_key(OnMissingKey::Pass).detached();
@@ -538,7 +538,7 @@ async fn request_without_lock_is_not_detached_with_another() {
 /// The story of two handlers of one tenant: its lock was given back with the request of a client that had gone, and the handler went on.
 #[tokio::test(start_paused = true)]
 async fn a_detached_handler_keeps_the_locks_around_it() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
     let inner = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "order".to_owned()).detached();
     let inner = inner.layer(service_fn(slow));
@@ -572,7 +572,10 @@ async fn a_detached_handler_ends_with_the_locks_around_it() {
                 response
             }
         });
-        let outer = LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_millis(500)).on_loss(on_loss);
+        let outer = LockLayer::new(MemoryBackend::new(), "requests")
+            .key(GlobalKey)
+            .max_hold(Duration::from_millis(500))
+            .on_loss(on_loss);
         let inner = by_path().detached();
         let answer = outer.layer(inner.layer(handler)).oneshot(post("/a"));
         if is_there {
@@ -588,9 +591,9 @@ async fn a_detached_handler_ends_with_the_locks_around_it() {
 /// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
 #[tokio::test(start_paused = true)]
 async fn request_without_lock_survives_the_loss_of_another() {
-    let locks = Locks::new(MemoryBackend::new());
-    let outer = LockLayer::with_locks(locks.clone()).lock_safe_methods(true).on_loss(OnLoss::Notify);
-    let inner = LockLayer::with_locks(locks).detached();
+    let locks = Locks::new(MemoryBackend::new(), "default");
+    let outer = LockLayer::with_locks(locks.clone()).key(GlobalKey).lock_safe_methods(true).on_loss(OnLoss::Notify);
+    let inner = LockLayer::with_locks(locks).key(GlobalKey).detached();
     let service = outer.max_hold(Duration::from_millis(500)).layer(inner.layer(service_fn(slow)));
     let answer = timeout(Duration::from_secs(10), service.oneshot(request(Method::GET, "/a"))).await;
     assert_eq!(answer.expect("it is answered").unwrap().status(), StatusCode::OK);
@@ -601,7 +604,7 @@ async fn request_without_lock_survives_the_loss_of_another() {
 async fn a_detached_handler_without_its_lock_keeps_no_other() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store);
+    let locks = Locks::new(store, "default");
     let by_path = |request: &Request<Full<Bytes>>| request.uri().path().to_owned();
     let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
     let inner = LockLayer::with_locks(locks.clone()).key(by_path).on_store_error(OnStoreError::Allow).detached();
@@ -654,7 +657,7 @@ async fn shutdown_of_a_layer_waits_and_admits_no_request() {
 async fn detached_handler_is_cancelled_by_a_loss() {
     let is_dropped = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&is_dropped);
-    let locks = Locks::new(MemoryBackend::new()).max_hold(Duration::from_secs(2));
+    let locks = Locks::new(MemoryBackend::new(), "default").max_hold(Duration::from_secs(2));
     let layer =
         LockLayer::with_locks(locks.clone()).key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned());
     let service = layer.detached().layer(service_fn(move |request: Request<Full<Bytes>>| {
@@ -961,7 +964,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
 
 #[tokio::test(start_paused = true)]
 async fn missing_key_rejects_passes_or_falls_back() {
-    let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let layer = LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Request<Full<Bytes>>| None::<String>);
     let cases = [
         (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
         (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
@@ -986,14 +989,14 @@ async fn missing_key_rejects_passes_or_falls_back() {
 #[tokio::test(start_paused = true)]
 async fn request_passed_without_lock_sees_no_other_lease() {
     let by = |field: &'static str, store: &FaultStore<MemoryBackend>| {
-        let layer = LockLayer::new(store.clone()).namespace(field).key(header(field));
+        let layer = LockLayer::new(store.clone(), field).key(header(field));
         layer.on_missing_key(OnMissingKey::Pass).on_store_error(OnStoreError::Allow)
     };
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
     let handler = service_fn(move |request: Request<Full<Bytes>>| {
         let lease = request.extensions().get::<LeaseHandle>();
-        noted.lock().unwrap().push(lease.map(|lease| lease.lock().namespace().to_string()));
+        noted.lock().unwrap().push(lease.map(|lease| lease.lock().name().to_string()));
         ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
     });
     let store = FaultStore::new(MemoryBackend::new());
@@ -1028,8 +1031,9 @@ async fn request_passed_without_lock_sees_no_other_lease() {
 
 #[tokio::test(start_paused = true)]
 async fn a_service_without_http_fails_with_an_error_to_downcast() {
-    let layer =
-        LockLayer::new(MemoryBackend::new()).key(|job: &u32| (*job > 0).then_some(*job)).responder(ErrorResponder);
+    let layer = LockLayer::new(MemoryBackend::new(), "requests")
+        .key(|job: &u32| (*job > 0).then_some(*job))
+        .responder(ErrorResponder);
     let service = layer.layer(service_fn(async |job: u32| {
         sleep(Duration::from_secs(1)).await;
         Ok::<_, BoxError>(job)
@@ -1054,9 +1058,9 @@ async fn a_layer_may_demand_more_than_this_process() {
 async fn locks_without_a_layer_may_demand_that_as_well() {
     let too_small = ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process };
     for (scope, expected) in [(Reach::Process, Ok(())), (Reach::Redis, Err(too_small))] {
-        assert_eq!(Locks::new(MemoryBackend::new()).require(scope).map(drop), expected);
-        assert_eq!(Semaphore::new(MemoryBackend::new(), 2).require(scope).map(drop), expected);
-        assert_eq!(RwLocks::new(MemoryBackend::new()).require(scope).map(drop), expected);
+        assert_eq!(Locks::new(MemoryBackend::new(), "default").require(scope).map(drop), expected);
+        assert_eq!(Semaphore::new(MemoryBackend::new(), "semaphores", 2).require(scope).map(drop), expected);
+        assert_eq!(RwLocks::new(MemoryBackend::new(), "rw_locks").require(scope).map(drop), expected);
     }
 }
 
@@ -1111,8 +1115,8 @@ async fn a_connection_that_is_cut_gives_the_lock_back() {
             }
         }
     };
-    let lock =
-        LockLayer::new(MemoryBackend::new()).key(|request: &axum::extract::Request| request.uri().path().to_owned());
+    let lock = LockLayer::new(MemoryBackend::new(), "requests")
+        .key(|request: &axum::extract::Request| request.uri().path().to_owned());
     let app = axum::Router::new().route("/a", axum::routing::post(handler)).layer(lock);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
@@ -1189,12 +1193,12 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
     assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
     drop(first.await.unwrap().unwrap());
 
-    let nobody = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let nobody = LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Request<Full<Bytes>>| None::<String>);
     let service = nobody.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
     assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "3");
 
-    let careful = Locks::new(MemoryBackend::new()).replication(Replication::Require(1)).wait(Duration::ZERO);
-    let closed = Locks::new(MemoryBackend::new());
+    let careful = Locks::new(MemoryBackend::new(), "default").replication(Replication::Require(1)).wait(Duration::ZERO);
+    let closed = Locks::new(MemoryBackend::new(), "default");
     closed.shutdown().await;
     for locks in [careful, closed] {
         let layer = || {
@@ -1238,7 +1242,7 @@ async fn a_layer_that_names_its_holders_turns_the_next_away_at_once() {
     let service = on(backend.clone()).holder("billing").layer(service_fn(slow));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
     sleep(Duration::from_millis(10)).await;
-    let status = LockAdmin::new(backend).namespace("requests").inspect("/a").await.unwrap();
+    let status = LockAdmin::new(backend, "requests").inspect("/a").await.unwrap();
     assert_eq!(status.holders.iter().map(|holder| holder.name.as_deref()).collect::<Vec<_>>(), [Some("billing")]);
     let begun = Instant::now();
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
@@ -1252,7 +1256,7 @@ async fn a_layer_may_be_fair() {
     for is_fair in [false, true] {
         let backend = MemoryBackend::new();
         let layer = || if is_fair { on(backend.clone()).fair() } else { on(backend.clone()) };
-        let first = Locks::new(backend.clone()).namespace("requests").lock("/a").await.unwrap();
+        let first = Locks::new(backend.clone(), "requests").lock("/a").await.unwrap();
         let waits = layer().wait(Duration::from_secs(60)).layer(service_fn(quick));
         let waits = tokio::spawn(waits.oneshot(post("/a")));
         sleep(Duration::from_millis(10)).await;
@@ -1304,8 +1308,8 @@ async fn upgraded_connection_keeps_its_lock() {
             });
             (StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]).into_response()
         };
-        let permits = Semaphore::new(MemoryBackend::new(), 1).wait(Duration::ZERO);
-        let layer = LockLayer::with_semaphore(permits).lock_safe_methods(true);
+        let permits = Semaphore::new(MemoryBackend::new(), "semaphores", 1).wait(Duration::ZERO);
+        let layer = LockLayer::with_semaphore(permits).key(GlobalKey).lock_safe_methods(true);
         let app = axum::Router::new().route("/", axum::routing::get(handler)).layer(layer);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
@@ -1349,8 +1353,8 @@ async fn a_semaphore_lets_so_many_through() {
     for is_fair in [false, true] {
         let at_work = AtWork::default();
         let inner = at_work.clone();
-        let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::from_millis(1_500));
-        let layer = LockLayer::with_semaphore(permits);
+        let permits = Semaphore::new(MemoryBackend::new(), "semaphores", 2).wait(Duration::from_millis(1_500));
+        let layer = LockLayer::with_semaphore(permits).key(GlobalKey);
         let layer = if is_fair { layer.fair() } else { layer };
         let service = layer
             .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
@@ -1374,7 +1378,7 @@ async fn a_semaphore_lets_so_many_through() {
 
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_has_a_permit_may_ask_for_another() {
-    let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::ZERO);
+    let permits = Semaphore::new(MemoryBackend::new(), "semaphores", 2).wait(Duration::ZERO);
     let inner = permits.clone();
     let service = LockLayer::with_semaphore(permits).key(|_: &Request<Full<Bytes>>| "a").detached().layer(service_fn(
         move |request: Request<Full<Bytes>>| {
@@ -1395,7 +1399,7 @@ async fn a_handler_that_has_a_permit_may_ask_for_another() {
 #[tokio::test(start_paused = true)]
 async fn readers_pass_together_and_a_writer_alone() {
     let at_work = AtWork::default();
-    let locks = RwLocks::new(MemoryBackend::new()).wait(Duration::ZERO);
+    let locks = RwLocks::new(MemoryBackend::new(), "rw_locks").wait(Duration::ZERO);
     let layer: ByPath = LockLayer::with_rw_locks(locks).key(|request| request.uri().path().to_owned());
     let with = |layer: &ByPath| {
         let inner = at_work.clone();
@@ -1469,7 +1473,8 @@ async fn detached_handlers_are_bounded() {
 async fn detached_handlers_without_a_lock_are_bounded() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
-    let layer = LockLayer::new(store).on_store_error(OnStoreError::Allow).detached().max_running(1);
+    let layer =
+        LockLayer::new(store, "requests").key(GlobalKey).on_store_error(OnStoreError::Allow).detached().max_running(1);
     let wait = async |_: ()| {
         sleep(Duration::from_secs(1)).await;
         Ok::<_, BoxError>(())

@@ -19,7 +19,7 @@ use tollgate::lock::{
     Released, RwLocks, Semaphore, Token,
 };
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
+use tollgate::{ConfigError, GlobalKey, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -38,7 +38,7 @@ macro_rules! claims {
     (#[$attribute:meta] $store:expr) => {
         claims! { @each [#[$attribute]] [$store]
             a_free_lock_is_granted_and_a_held_one_is_not
-            subjects_and_namespaces_are_apart
+            keys_and_names_are_separate_locks
             an_acquisition_may_be_asked_again
             fences_rise_with_every_grant
             a_lease_ends_by_itself
@@ -103,7 +103,7 @@ async fn connect(servers: &[RedisServer]) -> Redlock<RedisBackend> {
 }
 
 async fn locks(servers: &[RedisServer]) -> Locks {
-    Locks::new(connect(servers).await).deadline(Duration::from_millis(500))
+    Locks::new(connect(servers).await, "default").deadline(Duration::from_millis(500))
 }
 
 /// A lease that all servers have granted: one that was granted by two only depends on both of them.
@@ -242,7 +242,7 @@ impl LockStore for Recorder {
 #[tokio::test(start_paused = true)]
 async fn a_token_that_was_given_back_is_not_asked_with_again() {
     let stores = [(); 3].map(|()| Recorder::default());
-    let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap(), "default");
     let other = Claim::new(Token::random().unwrap(), Duration::from_millis(500));
     let lock = LockKey::new("default", "a");
     for store in &stores[..2] {
@@ -258,11 +258,11 @@ async fn a_token_that_was_given_back_is_not_asked_with_again() {
 async fn stores_that_fail_are_told_from_locks_that_are_held() {
     let backends = [(); 3].map(|()| FaultStore::new(MemoryBackend::new()));
     let faults = backends.clone().map(|backend| backend.faults());
-    let locks = Locks::new(Redlock::new(backends).unwrap()).wait(Duration::ZERO);
+    let locks = Locks::new(Redlock::new(backends).unwrap(), "default").wait(Duration::ZERO);
     faults[0].fail(Failure::Unavailable);
     let lease = locks.lock("a").await.unwrap();
     faults[1].fail(Failure::Unavailable);
-    let other = Locks::new(Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap());
+    let other = Locks::new(Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap(), "default");
     assert!(matches!(locks.lock("b").await, Err(LockError::Store(error)) if error.is_unavailable()));
     assert!(lease.release().await.is_err());
     faults.iter().for_each(tollgate::testing::Faults::heal);
@@ -283,7 +283,7 @@ async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
     let backends = [(); 3].map(|()| MemoryBackend::new());
     let stores = backends.clone().map(FaultStore::new);
     stores[2].faults().hang();
-    let locks = Locks::new(Redlock::new(stores).unwrap()).wait(Duration::ZERO);
+    let locks = Locks::new(Redlock::new(stores).unwrap(), "default").wait(Duration::ZERO);
     let other = Claim::new(Token::random().unwrap(), LONG);
     for is_held_by in [&backends[..2], &backends[..1]] {
         for backend in is_held_by {
@@ -318,7 +318,7 @@ async fn a_renewal_that_hangs_on_a_store_that_fails_is_tried_again() {
     let ttl = Duration::from_secs(3);
     let stores = [(); 3].map(|()| FaultStore::new(MemoryBackend::new()));
     let [_, second, third] = stores.each_ref().map(FaultStore::faults);
-    let locks = Locks::new(Redlock::new(stores.map(Remote)).unwrap()).ttl(ttl);
+    let locks = Locks::new(Redlock::new(stores.map(Remote)).unwrap(), "default").ttl(ttl);
     for is_back_in_time in [true, false] {
         // Two leases that are due together, one of which the third store knows nothing of.
         let known = locks.lock("known").await.unwrap();
@@ -373,7 +373,7 @@ fn slow<const N: usize>(takes_ms: [u64; N]) -> [Slow; N] {
 #[tokio::test(start_paused = true)]
 async fn slow_store_receives_the_release_too() {
     let stores = slow([0, 0, 100]);
-    let locks = Locks::new(Redlock::new(stores.clone()).unwrap()).wait(Duration::ZERO);
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap(), "default").wait(Duration::ZERO);
     for _ in 0..3 {
         let begun = tokio::time::Instant::now();
         assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
@@ -425,7 +425,7 @@ async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
     // For longer than the others take on a busy machine.
     far.to_server(Traffic::Delay(Duration::from_millis(75)));
     far.to_client(Traffic::Delay(Duration::from_millis(75)));
-    let locks = Locks::new(Redlock::new(backends).unwrap()).deadline(Duration::from_secs(5));
+    let locks = Locks::new(Redlock::new(backends).unwrap(), "default").deadline(Duration::from_secs(5));
     // At first there are neither connections for releases nor scripts, so that what is asked may come late.
     for ttl in [Duration::from_secs(1), LONG] {
         let mut tasks = JoinSet::new();
@@ -436,7 +436,7 @@ async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
         assert!(tasks.join_all().await.iter().all(|release| *release == ReleaseOutcome::Released));
         sleep(Duration::from_secs(1)).await;
     }
-    let admin = LockAdmin::new(RedisBackend::connect(servers[2].url()).await.unwrap());
+    let admin = LockAdmin::new(RedisBackend::connect(servers[2].url()).await.unwrap(), "default");
     let (mut held, mut next) = (0, Some(Cursor::default()));
     while let Some(from) = next {
         let page = admin.list(from, 1_000).await.unwrap();
@@ -451,24 +451,24 @@ async fn what_the_majority_cannot_decide_is_refused_by_name() {
     assert_eq!(few, ConfigError::TooFewStores { stores: 2, min: 3 });
     let process = Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap();
     assert_eq!(LockStore::scope(&process), Reach::Process);
-    assert!(LockLayer::new(process.clone()).require(Reach::Redis).is_err());
-    assert!(Locks::new(process).require(Reach::Redis).is_err());
+    assert!(LockLayer::new(process.clone(), "requests").key(GlobalKey).require(Reach::Redis).is_err());
+    assert!(Locks::new(process, "default").require(Reach::Redis).is_err());
 
     let servers = [(); 3].map(|()| RedisServer::start());
     let stores = connect(&servers).await;
     assert!(LockStore::scope(&stores) == Reach::Quorum && Reach::Quorum > Reach::Redis);
-    assert!(LockLayer::new(stores.clone()).require(Reach::Quorum).is_ok());
-    assert!(Locks::new(stores.clone()).require(Reach::Quorum).is_ok());
+    assert!(LockLayer::new(stores.clone(), "requests").key(GlobalKey).require(Reach::Quorum).is_ok());
+    assert!(Locks::new(stores.clone(), "default").require(Reach::Quorum).is_ok());
     let refused = [
-        Locks::new(stores.clone()).fair().lock("a").await,
-        RwLocks::new(stores.clone()).read("a").await,
-        RwLocks::new(stores.clone()).write("a").await,
-        Semaphore::new(stores.clone(), 2).acquire("a").await,
+        Locks::new(stores.clone(), "default").fair().lock("a").await,
+        RwLocks::new(stores.clone(), "rw_locks").read("a").await,
+        RwLocks::new(stores.clone(), "rw_locks").write("a").await,
+        Semaphore::new(stores.clone(), "semaphores", 2).acquire("a").await,
     ];
     for answer in refused {
         assert!(matches!(answer, Err(LockError::Config(ConfigError::NotByQuorum))), "{answer:?}");
     }
-    drop(Semaphore::new(stores, 1).acquire("a").await.unwrap());
+    drop(Semaphore::new(stores, "semaphores", 1).acquire("a").await.unwrap());
 }
 
 /// Several clients while one server after the other is stopped, killed, and started again with what it had on disk.

@@ -19,7 +19,7 @@ const LONG: Duration = Duration::from_secs(20);
 const A_WHILE: Duration = Duration::from_millis(1_500);
 
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
-    Locks::new(store.clone()).deadline(LONG).wait(LONG)
+    Locks::new(store.clone(), "default").deadline(LONG).wait(LONG)
 }
 
 /// The holder is told whether those who ask are in its process or in another one, and whether it listens before they ask or after.
@@ -66,7 +66,7 @@ async fn who_does_not_ask_waits_in_silence<S: LockStore + Clone + Send + Sync + 
 #[tokio::test(start_paused = true)]
 async fn each_holder_is_asked_for_itself() {
     let backend = MemoryBackend::new();
-    let silent = Locks::new(backend).wait(LONG);
+    let silent = Locks::new(backend, "default").wait(LONG);
     let asking = silent.clone().request_release();
     let first = silent.lock("a").await.unwrap();
     let second = tokio::spawn(silent.lock("a").into_future());
@@ -84,7 +84,7 @@ async fn each_holder_is_asked_for_itself() {
 /// Who came to be first since the one in front gave up never asked.
 #[tokio::test(start_paused = true)]
 async fn who_is_first_since_others_gave_up_asks() {
-    let silent = Locks::new(MemoryBackend::new()).wait(LONG);
+    let silent = Locks::new(MemoryBackend::new(), "default").wait(LONG);
     let asking = silent.clone().request_release();
     let lease = silent.lock("a").await.unwrap();
     let second = tokio::spawn(silent.lock("a").into_future());
@@ -105,7 +105,7 @@ async fn who_is_first_since_others_gave_up_asks() {
 #[tokio::test(start_paused = true)]
 async fn all_who_hold_a_permit_are_asked() {
     let backend = MemoryBackend::new();
-    let semaphore = || Semaphore::new(backend.clone(), 2).wait(LONG);
+    let semaphore = || Semaphore::new(backend.clone(), "semaphores", 2).wait(LONG);
     let (here, there) = (semaphore(), semaphore().request_release());
     let (one, other) = (here.acquire("a").await.unwrap(), there.acquire("a").await.unwrap());
     let silent = tokio::spawn(here.acquire("a").into_future());
@@ -122,7 +122,7 @@ async fn all_who_hold_a_permit_are_asked() {
 #[tokio::test(start_paused = true)]
 async fn a_writer_asks_those_who_read() {
     let backend = MemoryBackend::new();
-    let pages = || RwLocks::new(backend.clone()).wait(LONG);
+    let pages = || RwLocks::new(backend.clone(), "rw_locks").wait(LONG);
     let (here, there) = (pages(), pages().request_release());
     let readers = [here.read("a").await.unwrap(), there.read("a").await.unwrap()];
     let writer = tokio::spawn(there.write("a").into_future());

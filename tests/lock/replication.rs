@@ -21,14 +21,16 @@ use tollgate::lock::{
     Replicas, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{ErrorResponder, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
+use tollgate::{
+    ErrorResponder, GlobalKey, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
+};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(20);
 
 async fn locks(server: &RedisServer, replicas: u32) -> Locks {
     let backend = patient(server.url()).await;
-    Locks::new(backend)
+    Locks::new(backend, "default")
         .replication(Replication::Require(replicas))
         .deadline(Duration::from_secs(1))
         .wait(Duration::ZERO)
@@ -82,7 +84,7 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
     let fair = locks(&primary, 3).await.fair();
     assert_eq!(shortage(fair.lock("c").wait(Duration::from_millis(300)).await), (2, 3));
     let backend = patient(primary.url()).await;
-    let pages = RwLocks::new(backend).replication(Replication::Require(2)).deadline(Duration::from_secs(1));
+    let pages = RwLocks::new(backend, "rw_locks").replication(Replication::Require(2)).deadline(Duration::from_secs(1));
     drop((pages.read("a").await.unwrap(), pages.read("a").await.unwrap()));
     timeout(LONG, pages.shutdown()).await.expect("nothing is left");
 }
@@ -101,7 +103,7 @@ async fn stalled_replica_blocks_grants_until_it_resumes() {
     assert!(!waiter.is_finished());
     // Those who do not ask for replicas do not wait for them.
     let plain = patient(primary.url()).await;
-    let plain = Locks::new(plain).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    let plain = Locks::new(plain, "default").deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     drop(plain.lock("b").await.unwrap());
     replicas[0].resume();
     drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
@@ -171,7 +173,7 @@ async fn waiting_for_a_connection_costs_no_replication_time() {
     wait_until("the replica has all there is", || primary.is_followed_by(1));
     proxy.to_server(Traffic::Delay(Duration::from_millis(1_500)));
     let options = RedisOptions::from_url(primary.url()).unwrap().connections(2);
-    let locks = Locks::new(options.response_timeout(LONG).connect_timeout(LONG).connect().await.unwrap())
+    let locks = Locks::new(options.response_timeout(LONG).connect_timeout(LONG).connect().await.unwrap(), "default")
         .replication(Replication::Require(1))
         .deadline(Duration::from_secs(4));
     let mut asking = Vec::new();
@@ -214,7 +216,7 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
     primary.kill();
     replicas[0].query::<()>("REPLICAOF NO ONE");
     let other = patient(replicas[0].url()).await;
-    let other = Locks::new(other).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    let other = Locks::new(other, "default").deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     assert!(other.lock("a").await.is_err_and(|error| error.is_busy()));
     assert!(lease.check().is_ok());
 }
@@ -227,7 +229,7 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
     let proxy = Proxy::start(primary.port());
     // Longer than this test waits for anything.
     let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1).response_timeout(3 * LONG);
-    let locks = Locks::new(options.connect().await.unwrap())
+    let locks = Locks::new(options.connect().await.unwrap(), "default")
         .replication(Replication::Require(1))
         .circuit_breaker(CircuitBreaker::off());
     let ttl = Duration::from_secs(6);
@@ -259,7 +261,7 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
 async fn no_connection_to_a_hanging_server_is_a_store_error() {
     let (primary, _replicas) = with_replicas(1);
     let options = RedisOptions::from_url(primary.url()).unwrap().connections(1).response_timeout(LONG);
-    let locks = Locks::new(options.connect().await.unwrap())
+    let locks = Locks::new(options.connect().await.unwrap(), "default")
         .replication(Replication::Require(1))
         .circuit_breaker(CircuitBreaker::off())
         .wait(Duration::ZERO);
@@ -309,7 +311,7 @@ async fn cluster_counts_replicas_of_the_owning_node() {
     // What replicas are waited for, where there are too few, is half of this.
     let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(1));
     let backend = options.connect().await.unwrap();
-    let locks = Locks::new(backend).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    let locks = Locks::new(backend, "default").deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     let most = block_in_place(|| {
         let followers =
             |index: &usize| cluster.nodes[*index].info("connected_slaves").and_then(|count| count.parse().ok());
@@ -346,19 +348,20 @@ async fn cluster_counts_replicas_of_the_owning_node() {
 #[tokio::test(start_paused = true)]
 async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).replication(Replication::Require(1)).wait(Duration::from_secs(1));
+    let locks =
+        Locks::new(backend.clone(), "default").replication(Replication::Require(1)).wait(Duration::from_secs(1));
     assert_eq!(shortage(locks.lock("a").await), (0, 1));
     assert_eq!(shortage(locks.lock_all(["a", "b"]).await), (0, 1));
     timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     assert_eq!(backend.locks(), 0);
     drop(locks);
-    drop(Locks::new(backend).replication(Replication::Primary).lock("a").await.unwrap());
+    drop(Locks::new(backend, "default").replication(Replication::Primary).lock("a").await.unwrap());
 }
 
 /// Whoever asked for replicas got a lease from hand to hand that no replica had to know of, then or later.
 #[tokio::test(start_paused = true)]
 async fn handoff_requires_the_same_replication() {
-    let locks = Locks::new(MemoryBackend::new()).wait(Duration::from_secs(1));
+    let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::from_secs(1));
     let careful = locks.clone().replication(Replication::Require(2));
     let lease = locks.lock("a").await.unwrap();
     let (first, second) = (careful.lock("a").into_future(), locks.lock("a").into_future());
@@ -411,7 +414,7 @@ impl LockStore for Late {
 async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
     let locks = |replicas| {
         let store = Late { inner: MemoryBackend::new(), replicas };
-        Locks::new(store).replication(Replication::Require(1)).wait(Duration::ZERO)
+        Locks::new(store, "default").replication(Replication::Require(1)).wait(Duration::ZERO)
     };
     let alone = locks(0);
     for _ in 0..10 {
@@ -419,7 +422,8 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
         let (first, second) = tokio::join!(alone.lock("a").into_future(), alone.lock("a").into_future());
         assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
     }
-    let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
+    let layer =
+        LockLayer::with_locks(alone).key(GlobalKey).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
     for _ in 0..10 {
         assert!(service.clone().oneshot(()).await.is_err());
@@ -435,7 +439,7 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
 /// They were told of a store that fails, which it did not: a layer may let requests pass without their lock then.
 #[tokio::test(start_paused = true)]
 async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
-    let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }).wait(Duration::ZERO);
+    let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }, "default").wait(Duration::ZERO);
     for deadline in [100, 2_000].map(Duration::from_millis) {
         let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
         let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
@@ -461,7 +465,7 @@ async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
 #[tokio::test(start_paused = true)]
 async fn under_replicated_segment_is_no_store_error() {
     let late = Late { inner: MemoryBackend::new(), replicas: 0 };
-    let locks = Locks::new(late).replication(Replication::Require(1));
+    let locks = Locks::new(late, "default").replication(Replication::Require(1));
     for (key, segments) in [("some", 8), ("many", 20)] {
         let stock = Segmented::new(&locks, key, segments);
         for wait in [Duration::ZERO, Duration::from_secs(1)] {
@@ -519,9 +523,9 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     let is_short = Arc::new(AtomicBool::new(true));
     let store = Short { inner: backend.clone(), is_short: Arc::clone(&is_short) };
     let ttl = Duration::from_secs(30);
-    let locks = Locks::new(store).replication(Replication::Require(1)).ttl(ttl);
+    let locks = Locks::new(store, "default").replication(Replication::Require(1)).ttl(ttl);
     let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
-    LockAdmin::new(backend).force_unlock("taken").await.unwrap();
+    LockAdmin::new(backend, "default").force_unlock("taken").await.unwrap();
     let begun = tokio::time::Instant::now();
     assert_eq!(taken.lost().await.reason(), LossReason::Taken);
     // By the second renewal. Later ones may not meet.
@@ -540,8 +544,8 @@ async fn leftover_of_an_attempt_is_released_without_a_next_one() {
         let store = FaultStore::new(Alone { inner: backend.clone() });
         let faults = store.faults();
         let breaker = CircuitBreaker::new().failures(1).probe_interval(LONG);
-        let locks = Locks::new(store).circuit_breaker(breaker).wait(Duration::from_secs(2));
-        let elsewhere = Locks::new(backend).fair().wait(Duration::ZERO);
+        let locks = Locks::new(store, "default").circuit_breaker(breaker).wait(Duration::from_secs(2));
+        let elsewhere = Locks::new(backend, "default").fair().wait(Duration::ZERO);
         // A lease that too few replicas know of, or a place in the line.
         let (waiting, held) = match is_fair {
             false => (locks.clone().replication(Replication::Require(1)), None),
@@ -568,7 +572,7 @@ async fn leftover_of_an_attempt_is_released_without_a_next_one() {
 /// What whoever is in front asks for was told to others as if they had asked for it.
 #[tokio::test(start_paused = true)]
 async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
-    let locks = Locks::new(Alone { inner: MemoryBackend::new() });
+    let locks = Locks::new(Alone { inner: MemoryBackend::new() }, "default");
     let careful = |replicas| locks.clone().replication(Replication::Require(replicas));
     let waiter = tokio::spawn(careful(1).lock("a").wait(Duration::from_secs(10)).into_future());
     sleep(Duration::from_secs(1)).await;
@@ -589,7 +593,7 @@ async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
 async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
     let primary = RedisServer::start();
     let backend = RedisBackend::connect(primary.url()).await.unwrap();
-    let locks = Locks::new(backend).replication(Replication::Require(1));
+    let locks = Locks::new(backend, "default").replication(Replication::Require(1));
     let meter = ProcessorMeter::start();
     let mut answers = Vec::new();
     for turn in 0..50 {

@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::OnStoreError;
 use tollgate::lock::{LockStore, ReleaseOutcome, RwLocks, Segmented, Semaphore};
 use tollgate::testing::FaultStore;
-use tollgate::{LockError, LockLayer, Locks, MemoryBackend};
+use tollgate::{GlobalKey, LockError, LockLayer, Locks, MemoryBackend};
 use tower::{Layer, ServiceExt, service_fn};
 
 use crate::support::server::RedisServer;
@@ -48,12 +48,12 @@ where
 
 /// Every kind of lock on `store`, as one process has them.
 fn kinds<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> [(&'static str, Take); 6] {
-    let locks = Locks::new(store.clone());
-    let fair = locks.clone().namespace("fair").fair();
-    let semaphore = Semaphore::new(store.clone(), 1);
-    let rw = RwLocks::new(store.clone());
-    let segmented = Segmented::new(&locks.clone().namespace("segments"), "k", 1);
-    let multi = locks.clone().namespace("multi");
+    let locks = Locks::new(store.clone(), "default");
+    let fair = Locks::new(store.clone(), "fair").fair();
+    let semaphore = Semaphore::new(store.clone(), "semaphores", 1);
+    let rw = RwLocks::new(store.clone(), "rw_locks");
+    let segmented = Segmented::new(&Locks::new(store.clone(), "segments"), "k", 1);
+    let multi = Locks::new(store.clone(), "multi");
     [
         ("plain", take(move |wait| locks.lock("k").wait(wait))),
         ("fair", take(move |wait| fair.lock("k").wait(wait))),
@@ -167,7 +167,7 @@ async fn unclaimed_grant_of_a_call_in_flight_is_released() {
 
 #[tokio::test(start_paused = true)]
 async fn release_begins_when_it_is_polled_or_dropped() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let lease = locks.lock("k").await.unwrap();
     let view = lease.view();
     let release = lease.release();
@@ -181,9 +181,9 @@ async fn release_begins_when_it_is_polled_or_dropped() {
 async fn caller_that_missed_a_grant_is_not_refused_as_full() {
     let backend = MemoryBackend::new();
     let bounded = [
-        Locks::new(backend.clone()).namespace("waiters").max_waiters(1),
-        Locks::new(backend.clone()).namespace("fair").fair().max_waiters(1),
-        Locks::new(backend).namespace("total").max_waiters_in_total(2),
+        Locks::new(backend.clone(), "waiters").max_waiters(1),
+        Locks::new(backend.clone(), "fair").fair().max_waiters(1),
+        Locks::new(backend, "total").max_waiters_in_total(2),
     ];
     for locks in bounded {
         let held = locks.lock("k").await.unwrap();
@@ -210,8 +210,8 @@ async fn unpolled_release_frees_the_key() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     store.faults().delay(Duration::from_millis(20));
-    let (here, there) = (Locks::new(store.clone()), Locks::new(backend.clone()));
-    let semaphore = Semaphore::new(store, 1);
+    let (here, there) = (Locks::new(store.clone(), "default"), Locks::new(backend.clone(), "default"));
+    let semaphore = Semaphore::new(store, "semaphores", 1);
     for is_lock in [true, false] {
         let request = || if is_lock { here.lock("k") } else { semaphore.acquire("k") };
         let lease = request().await.unwrap();
@@ -246,7 +246,7 @@ async fn late_poll_within_the_wait_gets_the_lock() {
 
 #[tokio::test(start_paused = true)]
 async fn stalled_waiter_keeps_its_position() {
-    let locks = Locks::new(MemoryBackend::new());
+    let locks = Locks::new(MemoryBackend::new(), "default");
     let held = locks.lock("k").await.unwrap();
     let mut first = locks.lock("k").wait(WAIT).into_future();
     assert!(timeout(MOMENT, &mut first).await.is_err());
@@ -269,7 +269,7 @@ async fn stalled_waiter_keeps_its_position() {
 /// With an untrue store error two requests ran under one exclusive lock.
 #[tokio::test(start_paused = true)]
 async fn unpolled_request_opens_no_lock_on_store_error() {
-    let layer = LockLayer::new(MemoryBackend::new())
+    let layer = LockLayer::new(MemoryBackend::new(), "requests")
         .wait(Duration::from_millis(400))
         .on_store_error(OnStoreError::Allow)
         .key(|_: &Request<()>| "k");
@@ -366,10 +366,10 @@ async fn try_after_drop_waits_for_a_slow_release() {
 
 async fn sequential_requests<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let layers = [
-        LockLayer::new(store.clone()),
-        LockLayer::with_locks(Locks::new(store.clone()).namespace("fair").fair().wait(Duration::ZERO)),
-        LockLayer::with_semaphore(Semaphore::new(store.clone(), 1).wait(Duration::ZERO)),
-        LockLayer::with_rw_locks(RwLocks::new(store).wait(Duration::ZERO)),
+        LockLayer::new(store.clone(), "requests").key(GlobalKey),
+        LockLayer::with_locks(Locks::new(store.clone(), "fair").fair().wait(Duration::ZERO)).key(GlobalKey),
+        LockLayer::with_semaphore(Semaphore::new(store.clone(), "semaphores", 1).wait(Duration::ZERO)).key(GlobalKey),
+        LockLayer::with_rw_locks(RwLocks::new(store, "rw_locks").wait(Duration::ZERO)).key(GlobalKey),
     ];
     for (at, layer) in layers.into_iter().enumerate() {
         let service = layer

@@ -383,7 +383,7 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let layer = LockLayer::new(store.clone()).on_store_error(tollgate::OnStoreError::Allow);
+    let layer = LockLayer::new(store.clone(), "requests").key(GlobalKey).on_store_error(tollgate::OnStoreError::Allow);
     let locked = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     let guard = IdempotencyLayer::new(store).scope(GlobalKey).on_store_error(OnStoreError::Allow);
     let guarded = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
@@ -416,7 +416,7 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
 async fn a_circuit_breaker_that_comes_too_late_is_told() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let locks = Locks::new(FaultStore::new(MemoryBackend::new())).circuit_breaker(CircuitBreaker::off());
+    let locks = Locks::new(FaultStore::new(MemoryBackend::new()), "default").circuit_breaker(CircuitBreaker::off());
     drop(locks.clone().circuit_breaker(CircuitBreaker::new()).lock("a").await.unwrap());
     log.take();
     drop(locks.circuit_breaker(CircuitBreaker::new()));
@@ -430,7 +430,7 @@ async fn why_requests_pass_without_a_lock_is_told() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let layer = LockLayer::new(store).on_store_error(tollgate::OnStoreError::Allow);
+    let layer = LockLayer::new(store, "requests").key(GlobalKey).on_store_error(tollgate::OnStoreError::Allow);
     let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     service.oneshot(()).await.unwrap();
     let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
@@ -447,7 +447,8 @@ async fn lines_of_an_outage_say_which_locks_they_are_of() {
     let store = FaultStore::new(MemoryBackend::new());
     let _logging = tracing::subscriber::set_default(log.clone());
     let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(1));
-    let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).responder(ErrorResponder);
+    let layer =
+        |name| LockLayer::new(store.clone(), name).key(GlobalKey).circuit_breaker(breaker).responder(ErrorResponder);
     let inner = service_fn(async |_: ()| Ok::<_, BoxError>(()));
     let payments = layer("payments").layer(inner);
     let reports = layer("reports").on_store_error(tollgate::OnStoreError::Allow).layer(inner);
@@ -766,7 +767,7 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
     let service = RateLimitLayer::new(store.clone(), policy)
         .responder(ErrorResponder)
         .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
-    let locks = Locks::new(store.clone());
+    let locks = Locks::new(store.clone(), "default");
     let jobs = DelayQueue::<u8>::new(store.clone(), "mail");
     let ask = async |times: usize| {
         for _ in 0..times {
@@ -945,7 +946,7 @@ async fn counting_in_memory_is_said_once_to_be_local() {
     };
     let backend = tollgate::connect("memory:").await.unwrap();
     assert_eq!(log.lines(), local("INFO"));
-    drop((Locks::new(backend.clone()), DelayQueue::<String>::new(backend, "mails")));
+    drop((Locks::new(backend.clone(), "default"), DelayQueue::<String>::new(backend, "mails")));
     assert!(log.lines().is_empty());
     for backend in [MemoryBackend::new, MemoryBackend::default, || MemoryBackend::with_capacity(10)] {
         drop(backend());
@@ -1113,8 +1114,9 @@ async fn missing_subscribe_right_is_logged_once() {
     let server = RedisServer::start();
     server.query::<()>("ACL SETUSER mute on >secret ~tollgate:2:* &* +@all -subscribe");
     let backend = RedisBackend::connect(server.url().replace("://", "://mute:secret@")).await.unwrap();
-    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
-    let holder = Locks::new(RedisBackend::connect(server.url()).await.unwrap()).deadline(Duration::from_secs(2));
+    let locks = Locks::new(backend, "default").deadline(Duration::from_secs(2));
+    let holder =
+        Locks::new(RedisBackend::connect(server.url()).await.unwrap(), "default").deadline(Duration::from_secs(2));
     for key in ["a", "b", "a"] {
         let _lease = holder.lock(key).await.unwrap();
         assert!(locks.lock(key).wait(Duration::from_millis(500)).await.is_err());
@@ -1490,8 +1492,8 @@ async fn a_loss_found_at_release_is_logged_once() {
     let _logging = tracing::subscriber::set_default(log.clone());
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store.clone());
-    let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store));
+    let locks = Locks::new(store.clone(), "default");
+    let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store, "default"));
     let lease = locks.lock("a").await.unwrap();
     admin.force_unlock("a").await.unwrap();
     log.take();
@@ -1500,7 +1502,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     assert_eq!(log.lines(), ["WARN lock lost"]);
 
     // Nobody knows where a connection broke on the way.
-    let locks = Locks::new(locks_store.clone());
+    let locks = Locks::new(locks_store.clone(), "default");
     let lease = locks.lock("a").await.unwrap();
     admin.force_unlock("a").await.unwrap();
     log.take();
@@ -1509,8 +1511,8 @@ async fn a_loss_found_at_release_is_logged_once() {
     assert!(log.lines().is_empty());
 
     // Behind a layer nobody asks what became of the lease.
-    let seizing = admin.clone().namespace("requests");
-    let layer = LockLayer::new(locks_store).responder(ErrorResponder);
+    let seizing = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
+    let layer = LockLayer::new(locks_store, "requests").key(GlobalKey).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
         seizing.force_unlock(Key::GLOBAL).await.unwrap();
         Ok::<_, BoxError>(())

@@ -29,8 +29,8 @@ use tollgate::rate_limit::{
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
-    MemoryBackend, OnStoreError, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError,
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, GlobalKey, IdempotencyLayer, Job, Key, Limiter, LockLayer,
+    Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -85,9 +85,9 @@ fn locks_are_counted_by_what_became_of_them() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let breaker = CircuitBreaker::new().failures(2);
-    let locks = Locks::new(store.clone()).namespace("orders").ttl(Duration::from_secs(1)).circuit_breaker(breaker);
-    let others = Locks::new(store.clone()).namespace("orders");
-    let admin = LockAdmin::new(store.get_ref().clone()).namespace("orders");
+    let locks = Locks::new(store.clone(), "orders").ttl(Duration::from_secs(1)).circuit_breaker(breaker);
+    let others = Locks::new(store.clone(), "orders");
+    let admin = LockAdmin::new(store.get_ref().clone(), "orders");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let lease = locks.lock("a").await.unwrap();
@@ -159,9 +159,9 @@ fn locks_are_counted_by_what_became_of_them() {
 fn several_locks_are_counted_once_by_what_became_of_all() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).namespace("orders").fair();
+    let locks = Locks::new(backend.clone(), "orders").fair();
     // Where nobody counts.
-    let lease = runtime.block_on(Locks::new(backend).namespace("orders").lock("b").into_future()).unwrap();
+    let lease = runtime.block_on(Locks::new(backend, "orders").lock("b").into_future()).unwrap();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let both = || locks.lock_all(["a", "b"]).max_hold(Duration::from_secs(1));
@@ -191,9 +191,9 @@ fn several_locks_are_counted_once_by_what_became_of_all() {
 fn any_of_several_segments_is_counted_once_by_what_became_of_it() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let stock = Segmented::new(&Locks::new(backend.clone()).namespace("stock"), "sku:1", 3);
+    let stock = Segmented::new(&Locks::new(backend.clone(), "stock"), "sku:1", 3);
     // Where nobody counts.
-    let theirs = Segmented::new(&Locks::new(backend).namespace("stock"), "sku:1", 3);
+    let theirs = Segmented::new(&Locks::new(backend, "stock"), "sku:1", 3);
     let held: Vec<_> = (0..3).map(|index| runtime.block_on(theirs.one(index).into_future()).unwrap()).collect();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -230,10 +230,10 @@ fn any_of_several_segments_is_counted_once_by_what_became_of_it() {
 fn who_waits_in_vain_and_never_looks_again_is_no_fallback_poll() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).namespace("orders");
+    let locks = Locks::new(backend.clone(), "orders");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
-            let lease = Locks::new(backend).namespace("orders").lock("a").await.unwrap();
+            let lease = Locks::new(backend, "orders").lock("a").await.unwrap();
             for _ in 0..10 {
                 assert!(locks.lock("a").wait(Duration::from_millis(400)).await.is_err());
             }
@@ -881,7 +881,7 @@ fn a_store_of_locks_that_fails_from_the_start_is_seen() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
-    let locks = Locks::new(store).namespace("orders").circuit_breaker(CircuitBreaker::new().failures(2));
+    let locks = Locks::new(store, "orders").circuit_breaker(CircuitBreaker::new().failures(2));
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let one = locks.lock("a").into_future();
@@ -901,7 +901,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let breaker = CircuitBreaker::new().failures(2);
-        let layer = LockLayer::new(store).namespace("orders").on_store_error(then).circuit_breaker(breaker);
+        let layer = LockLayer::new(store, "orders").key(GlobalKey).on_store_error(then).circuit_breaker(breaker);
         let service = layer.responder(ErrorResponder).layer(service_fn(async |passes: bool| Ok::<_, BoxError>(passes)));
         metrics::with_local_recorder(&recorder, || {
             runtime.block_on(async {
@@ -1447,7 +1447,7 @@ fn metric_that_was_dropped_when_idle_appears_again() {
     let policy = Policy::new("again", Quota::per_second(1).fixed_window());
     let limit = RateLimitLayer::new(store.clone(), policy).circuit_breaker(breaker).responder(ErrorResponder);
     let limit = limit.layer(service_fn(async |(): ()| Ok::<_, BoxError>(())));
-    let locks = Locks::new(memory.clone()).namespace("again");
+    let locks = Locks::new(memory.clone(), "again");
     let operations = Idempotent::new(memory.clone(), "again");
     let queue = DelayQueue::<u32>::new(memory, "again");
     let use_all = async |turn: u32| {
@@ -1514,8 +1514,8 @@ fn metric_that_was_dropped_when_idle_appears_again() {
 fn losses_found_at_release_are_counted_once() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).namespace("orders");
-    let admin = LockAdmin::new(backend).namespace("orders");
+    let locks = Locks::new(backend.clone(), "orders");
+    let admin = LockAdmin::new(backend, "orders");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let outcome = locks.run("a", async |_| admin.force_unlock("a").await.unwrap().holders).await;
@@ -1535,8 +1535,7 @@ fn handlers_of_detached_layers_are_counted() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
-            let layer =
-                LockLayer::new(MemoryBackend::new()).namespace("orders").key(|key: &&'static str| *key).detached();
+            let layer = LockLayer::new(MemoryBackend::new(), "orders").key(|key: &&'static str| *key).detached();
             let service = layer.max_running(2).responder(ErrorResponder).layer(service_fn(async |_: &'static str| {
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 Ok::<_, BoxError>(())

@@ -8,7 +8,7 @@ use opentelemetry::trace::{SpanId, TraceFlags, TraceId, TraceState, TracerProvid
 use opentelemetry_sdk::trace::{InMemorySpanExporter, SdkTracerProvider, SpanData};
 use tollgate::delay_queue::{DelayQueueWorker, Job};
 use tollgate::rate_limit::PolicyResolver;
-use tollgate::{DelayQueue, ErrorResponder, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::{DelayQueue, ErrorResponder, GlobalKey, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 use tracing::Instrument;
 use tracing_subscriber::layer::SubscriberExt;
@@ -98,7 +98,7 @@ fn what_goes_on_in_the_background_belongs_to_its_request() {
         });
         let service = ServiceBuilder::new()
             .layer(RateLimitLayer::new(MemoryBackend::new(), plan).resolver(plans).responder(ErrorResponder))
-            .layer(LockLayer::new(MemoryBackend::new()).responder(ErrorResponder).detached())
+            .layer(LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).responder(ErrorResponder).detached())
             .service_fn(move |()| async move {
                 inner("handler").await;
                 Ok::<_, Infallible>(())

@@ -101,7 +101,8 @@ impl LockStore for Observed {
 async fn work(url: &str) {
     let waits = Arc::new(Mutex::new(Waits::default()));
     let store = Observed { inner: RedisBackend::connect(url).await.unwrap(), waits: Arc::clone(&waits) };
-    let locks = Locks::new(store).fair().ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
+    let locks =
+        Locks::new(store, "default").fair().ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
     let begun = Instant::now();
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {

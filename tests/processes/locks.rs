@@ -50,7 +50,7 @@ pub(crate) fn is_worker() -> bool {
 
 async fn work(url: &str) {
     let backend = RedisBackend::connect(url).await.unwrap();
-    let locks = Locks::new(backend).ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
+    let locks = Locks::new(backend, "default").ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
     let client = redis::Client::open(url).unwrap();
     let mut connection = client.get_multiplexed_async_connection().await.unwrap();
     let guarded = Script::new(GUARDED);

@@ -38,7 +38,7 @@ pub(crate) fn is_worker() -> bool {
 /// Sells until nothing is left anywhere; answers how much this process has sold.
 async fn sell(url: &str) -> u32 {
     let backend = RedisBackend::connect(url).await.unwrap();
-    let locks = Locks::new(backend).wait(Duration::from_secs(60)).deadline(Duration::from_secs(5));
+    let locks = Locks::new(backend, "default").wait(Duration::from_secs(60)).deadline(Duration::from_secs(5));
     let client = redis::Client::open(url).unwrap();
     let connection = client.get_multiplexed_async_connection().await.unwrap();
     let mut tasks = JoinSet::new();

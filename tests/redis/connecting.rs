@@ -400,7 +400,7 @@ async fn stalled_process_reads_replies_that_arrived() {
 #[tokio::test]
 async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
     let server = RedisServer::start();
-    let locks = Locks::new(patient(&server).await).deadline(STILL_DEADLINE);
+    let locks = Locks::new(patient(&server).await, "default").deadline(STILL_DEADLINE);
     for _ in 0..2 {
         let leases = locks.lock_all(0..64_u64).await.unwrap();
         let releasing = tokio::spawn(leases.release());
@@ -420,7 +420,7 @@ fn calls_may_come_from_runtimes_that_end() {
     let server = RedisServer::start();
     let home = tokio::runtime::Runtime::new().unwrap();
     let backend = home.block_on(RedisBackend::connect(server.url())).unwrap();
-    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(5));
+    let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(5));
     let queue = DelayQueue::<usize>::new(backend, "test").deadline(Duration::from_secs(5));
     server.kill_clients();
     let visitor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -572,7 +572,7 @@ async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'
     assert!(backend.ping().await.is_err(), "{url}");
     let limiter = Limiter::new(backend.clone(), Policy::new("early", Quota::per_hour(1).fixed_window()));
     assert!(limiter.check("alice").await.is_err(), "{url}");
-    let admin = LockAdmin::new(backend.clone());
+    let admin = LockAdmin::new(backend.clone(), "default");
     assert!(admin.list(Cursor::default(), 10).await.is_err(), "{url}");
     servers.into_iter().for_each(RedisServer::resume);
     let begun = Instant::now();
@@ -609,7 +609,7 @@ async fn whoever_has_no_hurry_may_say_so() {
         queue.push(7).await.unwrap();
         assert_eq!(is_done.recv().await, Some(7));
         worker.abort();
-        let [here, there] = [(); 2].map(|()| Locks::new(backend.clone()).deadline(Duration::from_secs(5)));
+        let [here, there] = [(); 2].map(|()| Locks::new(backend.clone(), "default").deadline(Duration::from_secs(5)));
         let lease = here.lock("a").await.unwrap();
         let waiting = tokio::spawn(there.lock("a").wait(Duration::from_secs(30)).into_future());
         lease.release().await.unwrap();

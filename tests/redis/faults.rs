@@ -229,7 +229,7 @@ async fn connections_that_were_closed_while_idle_cost_no_call() {
     };
     for backend in backends {
         let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
-        let locks = Locks::new(backend.clone()).deadline(deadline);
+        let locks = Locks::new(backend.clone(), "default").deadline(deadline);
         let queue = DelayQueue::<u32>::new(backend, "idle").deadline(deadline);
         let _ = limiter.check("alice").await.unwrap();
         locks.try_lock("a").await.unwrap().release().await.unwrap();

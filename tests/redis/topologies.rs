@@ -368,8 +368,9 @@ mod on_a_cluster {
             }
         }
         let url = cluster.url().replace("://", "://tollgate:password@");
-        let locks =
-            || async { Locks::new(RedisBackend::connect(&url).await.unwrap()).deadline(Duration::from_secs(1)) };
+        let locks = || async {
+            Locks::new(RedisBackend::connect(&url).await.unwrap(), "default").deadline(Duration::from_secs(1))
+        };
         let (here, there) = (locks().await, locks().await);
         let channel = "tollgate:2:{lock:default:a}:free";
         let slot: u16 = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {channel}"));
@@ -419,8 +420,9 @@ mod on_a_cluster {
         assert!(cluster.url().contains(&cluster.nodes[replica].port().to_string()));
         cluster.nodes[replica].pause();
         let url = cluster.url();
-        let locks =
-            || async { Locks::new(RedisBackend::connect(&url).await.unwrap()).deadline(Duration::from_secs(2)) };
+        let locks = || async {
+            Locks::new(RedisBackend::connect(&url).await.unwrap(), "default").deadline(Duration::from_secs(2))
+        };
         let (here, there) = (locks().await, locks().await);
         let lease = here.lock("a").await.unwrap();
         let waiting = tokio::spawn(async move { there.lock("a").wait(Duration::from_secs(60)).await });
@@ -476,7 +478,7 @@ mod on_a_cluster {
     async fn operation_completes_while_its_slot_moves() {
         let cluster = Cluster::start();
         let backend = connect(&cluster.url()).await;
-        let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+        let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
         let taken = [locks.lock("a").await.unwrap(), locks.clone().fair().lock("b").await.unwrap()];
         let (lease, retention) = (Duration::from_secs(60), Duration::from_secs(60));
         // Those without a bound of their caller, and one whose record is counted.
@@ -510,7 +512,7 @@ mod on_a_cluster {
         for (operation, claim) in [given_back, counted] {
             assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());
         }
-        let admin = LockAdmin::new(backend.clone()).namespace("default");
+        let admin = LockAdmin::new(backend.clone(), "default");
         assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
     }
 
@@ -558,7 +560,7 @@ mod on_a_cluster {
         let slot = |tag: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{{tag}}}"));
         let slots = [slot("delay_queue:work"), slot("lock:default:a")];
         let queue = DelayQueue::<u32>::new(backend.clone(), "work").deadline(patience);
-        let locks = Locks::new(backend.clone()).fair().deadline(patience);
+        let locks = Locks::new(backend.clone(), "default").fair().deadline(patience);
         let (stop, stopped) = watch::channel(false);
         let mut callers = JoinSet::new();
         for caller in 0..4 {

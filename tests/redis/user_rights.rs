@@ -117,7 +117,8 @@ fn quick(locks: Locks) -> Locks {
 /// Locks that are taken, waited for, renewed, taken together, and taken and given back in large numbers.
 async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
     let (a, b) = (&fresh()?, &fresh()?);
-    let (here, there) = (quick(Locks::new(connect(server).await?)), quick(Locks::new(connect(server).await?)));
+    let (here, there) =
+        (quick(Locks::new(connect(server).await?, "default")), quick(Locks::new(connect(server).await?, "default")));
     let lease = here.lock(a.clone()).ttl(Duration::from_millis(1_500)).await?;
     let waiting = tokio::spawn(there.lock(a.clone()).into_future());
     // Until it has been renewed.
@@ -181,8 +182,10 @@ async fn another_database_takes_what_the_docs_say() {
 /// Fair locks, readers and writers, and permits, each with somebody who waits, and somebody who gives up.
 async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
     let a = &fresh()?;
-    let (here, there) =
-        (quick(Locks::new(connect(server).await?)).fair(), quick(Locks::new(connect(server).await?)).fair());
+    let (here, there) = (
+        quick(Locks::new(connect(server).await?, "default")).fair(),
+        quick(Locks::new(connect(server).await?, "default")).fair(),
+    );
     let lease = here.lock(a.clone()).await?;
     // In whatever order they came into the line.
     let mut waiting: JoinSet<_> =
@@ -192,7 +195,8 @@ async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
     while let Some(lease) = waiting.join_next().await {
         lease??.release().await?;
     }
-    let rw = async || Ok::<_, BoxError>(RwLocks::new(connect(server).await?).deadline(Duration::from_secs(2)));
+    let rw =
+        async || Ok::<_, BoxError>(RwLocks::new(connect(server).await?, "rw_locks").deadline(Duration::from_secs(2)));
     let (readers, writers) = (rw().await?, rw().await?);
     let lease = readers.read(a.clone()).await?;
     let mut waiting = JoinSet::new();
@@ -204,7 +208,7 @@ async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
     while let Some(lease) = waiting.join_next().await {
         lease??.release().await?;
     }
-    let permits = Semaphore::new(connect(server).await?, 2).deadline(Duration::from_secs(2));
+    let permits = Semaphore::new(connect(server).await?, "semaphores", 2).deadline(Duration::from_secs(2));
     let (one, other) = (permits.acquire(a.clone()).await?, permits.acquire(a.clone()).await?);
     one.release().await?;
     other.release().await?;
@@ -226,9 +230,9 @@ async fn who_looks_at_locks_takes_what_the_docs_say() {
     let server = RedisServer::start();
     let look = async || {
         let (a, backend) = (fresh()?, connect(&server).await?);
-        let locks = quick(Locks::new(backend.clone())).holder("billing");
+        let locks = quick(Locks::new(backend.clone(), "default")).holder("billing");
         let lease = locks.lock(a.clone()).await?;
-        let admin = LockAdmin::new(backend).deadline(Duration::from_secs(2));
+        let admin = LockAdmin::new(backend, "default").deadline(Duration::from_secs(2));
         sleep(Duration::from_millis(50)).await;
         admin.inspect(a.clone()).await?;
         admin.list(Cursor::default(), 10).await?;
@@ -249,8 +253,9 @@ async fn locks_that_replicas_have_to_know_of_take_what_the_docs_say() {
     server.query::<()>("SET started 1");
     block_in_place(|| wait_until("the replica has all there is", || server.is_followed_by(1)));
     let replicated = async || {
-        let locks =
-            quick(Locks::new(connect(&server).await?)).replication(Replication::Require(1)).wait(Duration::ZERO);
+        let locks = quick(Locks::new(connect(&server).await?, "default"))
+            .replication(Replication::Require(1))
+            .wait(Duration::ZERO);
         locks.lock(fresh()?).await?.release().await?;
         locks.shutdown().await;
         Ok(())

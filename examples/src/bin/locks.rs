@@ -55,7 +55,7 @@ impl Account {
 
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
-    let locks = Locks::new(tollgate::connect(&store).await?).namespace("accounts").ttl(Duration::from_secs(1));
+    let locks = Locks::new(tollgate::connect(&store).await?, "accounts").ttl(Duration::from_secs(1));
     let account = Arc::new(Mutex::new(Account::default()));
     let balance = |account: &Mutex<Account>| account.lock().map(|account| account.balance).unwrap_or_default();
 

@@ -42,7 +42,7 @@ fn chain(error: &(dyn Error + 'static)) -> String {
 
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
-    let locks = Locks::new(tollgate::connect(&store).await?).deadline(Duration::from_secs(2));
+    let locks = Locks::new(tollgate::connect(&store).await?, "stock").deadline(Duration::from_secs(2));
     // Read, wait, write: two sellers at a time in one segment would sell a piece twice.
     let stock: Arc<[AtomicU32; SEGMENTS]> = Arc::new(std::array::from_fn(|_| AtomicU32::new(50)));
     let (at_once, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));

@@ -313,7 +313,7 @@ impl LockTable {
     }
 
     /// From the last entry to the first: an entry that is swapped into a gap was listed already.
-    fn list(&self, namespace: &Key, from: Cursor, most: usize) -> LockPage {
+    fn list(&self, name: &Key, from: Cursor, most: usize) -> LockPage {
         let mut page = LockPage { locks: Vec::new(), next: None };
         let part = from.part as usize;
         let Some(shard) = self.shards.get(part) else { return page };
@@ -323,7 +323,7 @@ impl LockTable {
         let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
         let end = start.saturating_sub(most);
         for (lock, record) in (end..start).rev().filter_map(|place| shard.locks.get_index(place)) {
-            if lock.namespace() == namespace && !record.is_free(now) {
+            if lock.name() == name && !record.is_free(now) {
                 page.locks.push(shard.status(lock, record, now));
             }
         }
@@ -607,8 +607,8 @@ impl LockRegistry for MemoryBackend {
         Ok(self.inner.locks.seize(lock))
     }
 
-    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        Ok(self.inner.locks.list(namespace, from, most))
+    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        Ok(self.inner.locks.list(name, from, most))
     }
 }
 

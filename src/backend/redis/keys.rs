@@ -82,7 +82,7 @@ impl Keys {
         key
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`.
+    /// `<prefix>:2:{lock:<name>:<key>}:lease`.
     pub(crate) fn lease(&self, lock: &LockKey) -> String {
         self.lock(lock, "lease")
     }
@@ -132,12 +132,12 @@ impl Keys {
         [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
+    /// `<prefix>:2:{lock:<name>:<key>}:free`, the channel.
     pub(crate) fn free(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:asked`, the channel.
+    /// `<prefix>:2:{lock:<name>:<key>}:asked`, the channel.
     pub(crate) fn asked(&self, lock: &LockKey) -> String {
         self.lock(lock, "asked")
     }
@@ -166,26 +166,26 @@ impl Keys {
         }
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
+    /// `<prefix>:2:{lock:<name>:<key>}:line`, and `...:places` beside it.
     pub(crate) fn line(&self, lock: &LockKey) -> [String; 2] {
         [self.lock(lock, "line"), self.lock(lock, "places")]
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:names`.
+    /// `<prefix>:2:{lock:<name>:<key>}:names`.
     pub(crate) fn names(&self, lock: &LockKey) -> String {
         self.lock(lock, "names")
     }
 
-    /// What `SCAN` finds the leases of a namespace by.
-    pub(crate) fn leases(&self, namespace: &Key) -> String {
-        literal(&[&self.root, "{lock:", &escape_part(namespace), ":"].concat()) + "*}:lease"
+    /// What `SCAN` finds the leases of a name by.
+    pub(crate) fn leases(&self, name: &Key) -> String {
+        literal(&[&self.root, "{lock:", &escape_part(name), ":"].concat()) + "*}:lease"
     }
 
-    /// Which lock of a namespace a lease belongs to.
-    pub(crate) fn lock_of(&self, namespace: &Key, lease: &str) -> Option<LockKey> {
-        let start = [&self.root, "{lock:", &escape_part(namespace), ":"].concat();
+    /// Which lock of a name a lease belongs to.
+    pub(crate) fn lock_of(&self, name: &Key, lease: &str) -> Option<LockKey> {
+        let start = [&self.root, "{lock:", &escape_part(name), ":"].concat();
         let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
-        Some(LockKey::new(*namespace, Key::stored(subject)?))
+        Some(LockKey::new(*name, Key::stored(subject)?))
     }
 
     fn lock(&self, lock: &LockKey, part: &str) -> String {
@@ -219,12 +219,12 @@ impl<'a> LockNames<'a> {
     }
 
     fn push(&mut self, lock: &LockKey, part: &str) {
-        let (namespace, subject) = (lock.namespace().as_bytes(), lock.subject().as_bytes());
+        let (name, subject) = (lock.name().as_bytes(), lock.key().as_bytes());
         self.text.extend_from_slice(self.keys.root.as_bytes());
         self.text.extend_from_slice(b"{lock:");
-        match namespace.contains(&b':') {
-            true => self.text.extend_from_slice(escape_part(lock.namespace()).as_bytes()),
-            false => self.text.extend_from_slice(namespace),
+        match name.contains(&b':') {
+            true => self.text.extend_from_slice(escape_part(lock.name()).as_bytes()),
+            false => self.text.extend_from_slice(name),
         }
         self.text.push(b':');
         self.text.extend_from_slice(subject);
@@ -328,8 +328,8 @@ mod tests {
 
     /// An operation of the scope `alice:b` was one of `alice`, whose key began with `b:`.
     #[test]
-    fn no_namespace_and_no_scope_runs_into_what_comes_behind_it() {
-        let lease = |namespace: &str, subject: &str| Keys::new("t").lease(&LockKey::new(namespace, subject));
+    fn names_and_scopes_do_not_run_into_keys() {
+        let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
         let record = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
         for key in [&lease as &dyn Fn(&str, &str) -> String, &record] {
             assert_ne!(key("a:b", "c"), key("a", "b:c"));
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_lock_is_one_slot_whatever_it_is_called() {
-        let lease = |namespace: &str, subject: &str| Keys::new("t").lease(&LockKey::new(namespace, subject));
+        let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
         assert_eq!(lease("orders", "order:42"), "t:2:{lock:orders:order:42}:lease");
         assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);

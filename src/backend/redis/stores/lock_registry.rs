@@ -38,11 +38,11 @@ impl LockRegistry for RedisBackend {
         Ok(ForceReleased { holders: holders as usize, fence })
     }
 
-    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (leases, next) = scan(locks.apart(), from, &keys.leases(namespace), most).await?;
+        let (leases, next) = scan(locks.apart(), from, &keys.leases(name), most).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
-        let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
+        let found = leases.iter().filter_map(|lease| keys.lock_of(name, lease));
         let looks = try_join_all(found.map(|lock| async move {
             match LockRegistry::inspect(self, &lock).await {
                 // Foreign data is no lock, and hides no other lock.
