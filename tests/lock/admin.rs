@@ -162,7 +162,9 @@ async fn force_unlock_returns_a_fence_above_all_earlier_ones() {
     // Simulates a clock that was set back by a day after this grant.
     let day_us = 86_400_000_000;
     let (seen, claim) = (LockKey::new("locks", "seen"), Claim::new(Token::random().unwrap(), DEADLINE));
-    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else { panic!("the lock is free") };
+    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else {
+        panic!("the lock is free")
+    };
     let mut ahead = Claim::new(Token::random().unwrap(), DEADLINE);
     ahead.floor = now + day_us;
     let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();

@@ -221,7 +221,10 @@ impl LockStore for Recorder {
     delegate_lock!(inner: acquire_all, renew, watch);
 
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        assert!(!self.given_back.lock().unwrap().contains(&claim.token), "a late release of this token may still arrive");
+        assert!(
+            !self.given_back.lock().unwrap().contains(&claim.token),
+            "a late release of this token may still arrive"
+        );
         self.attempts.fetch_add(1, Ordering::Relaxed);
         self.inner.acquire(lock, claim).await
     }

@@ -292,9 +292,9 @@ async fn replicated_claim_survives_a_demoted_primary() {
         tokio::spawn(async move { waiting.await.unwrap().release().await.unwrap() })
     });
     block_in_place(|| {
-        wait_until("a claim waits for replicas", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
+        wait_until("a WAIT is blocked", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
         primary.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", other.port()));
-        wait_until("no claim waits for replicas", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
+        wait_until("no WAIT is blocked", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
         primary.query::<()>("REPLICAOF NO ONE");
         replicas[0].resume();
     });
@@ -421,7 +421,8 @@ async fn latest_possible_reply_of_redis_is_awaited() {
         assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
     }
     let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
-    let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
+    let service =
+        layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
     for _ in 0..10 {
         assert!(service.clone().oneshot(()).await.is_err());
     }
@@ -441,7 +442,8 @@ async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
         let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
         let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
         let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
-        let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
+        let service = layer
+            .layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
         let (first, second, third, fourth) = tokio::join!(
             careful.lock("a").into_future(),
             plain.lock("a").into_future(),
