@@ -1,4 +1,4 @@
-//! The contract of what those who run locks see of them and do to them, on memory, on one Redis and on a cluster.
+//! The contract of lock administration (inspect, list and force unlock) on memory, on one Redis server and on a cluster.
 
 use crate::support;
 
@@ -13,7 +13,7 @@ use tollgate::lock::{Acquired, Claim, Cursor, LockAdmin, LockKey, LockStore as _
 use tollgate::testing::FaultStore;
 use tollgate::{Locks, MemoryBackend};
 
-/// Whoever looks is to have no part in it how busy the machine is.
+/// Long, so that a busy machine does not fail a test.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 mod memory {
@@ -66,7 +66,7 @@ mod on_a_cluster {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+async fn foreign_data_is_an_error_and_stays_unchanged() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let (admin, locks) = (
@@ -84,7 +84,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         let still: String = server.query("GET tollgate:2:{lock:default:a}:lease");
         assert_eq!(still, value);
     }
-    // It hid all other locks of its page, and those of all pages behind.
+    // Regression: foreign data hid the other locks of its page, and all later pages.
     let _: () = server.query("DEL tollgate:2:{lock:default:a}:lease");
     let _: () = server.query("RPUSH tollgate:2:{lock:default:b}:lease x");
     let _: () = server.query("SET tollgate:2:{lock:default:c}:lease hello");
@@ -99,10 +99,10 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     assert_eq!(listed, [*lease.lock()]);
 }
 
-/// Nodes were counted as they came in the map: when a slot had moved, the same number was that of another one, and one was left out with all its
-/// locks.
+/// Regression: nodes were numbered in the order of the slot map. After a slot had moved, a number belonged to another node, and one node
+/// was left out with all its locks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
+async fn listing_covers_all_nodes_while_a_slot_moves() {
     let cluster = Cluster::start();
     let locks = Locks::new(patient(cluster.url()).await, "default").deadline(DEADLINE);
     let mut leases = Vec::new();
@@ -112,7 +112,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let mut next = Some(Cursor::default());
     let (mut found, mut pages) = (HashSet::new(), 0);
     while let Some(from) = next {
-        // One that knows of the move.
+        // A new client, which knows the moved slot.
         let admin = LockAdmin::new(patient(cluster.url()).await, "default").deadline(DEADLINE);
         let page = admin.list(from, 1_000).await.unwrap();
         found.extend(page.locks.into_iter().map(|status| status.lock));
@@ -129,7 +129,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
 }
 
 #[tokio::test]
-async fn a_store_that_does_not_answer_is_not_waited_for() {
+async fn admin_calls_time_out_if_the_store_hangs() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let admin = LockAdmin::new(backend, "default").deadline(Duration::from_millis(100));
@@ -142,9 +142,9 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
     server.resume();
 }
 
-/// What makes room in the end is not refused for the want of it.
+/// A force unlock works without free memory, because it frees memory in the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
+async fn force_unlock_works_without_free_memory() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let (locks, admin) = (
@@ -162,13 +162,15 @@ async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn force_unlock_answers_a_fence_above_all_before() {
+async fn force_unlock_returns_a_fence_above_all_earlier_ones() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    // As if the clock had been set back by a day since.
+    // Simulates a clock that was set back by a day after this grant.
     let day_us = 86_400_000_000;
     let (seen, claim) = (LockKey::new("locks", "seen"), Claim::new(Token::random().unwrap(), DEADLINE));
-    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else { panic!("it is free") };
+    let Acquired::Granted { fence: now } = backend.acquire(&seen, &claim).await.unwrap() else {
+        panic!("the lock is free")
+    };
     let mut ahead = Claim::new(Token::random().unwrap(), DEADLINE);
     ahead.floor = now + day_us;
     let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();

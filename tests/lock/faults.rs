@@ -1,5 +1,5 @@
-//! Locks on bad days: futures dropped anywhere, leases that are lost, answers that never come, and Redis killed, stopped and
-//! cut off. Whatever happens, nobody is left behind with a lock, and no two ever believe to have the same one.
+//! Locks under faults: dropped futures, lost leases, missing replies, and Redis killed, stopped and cut off. No fault may leave a lock
+//! behind, or let two clients believe that they hold the same lock.
 
 use crate::support;
 
@@ -41,10 +41,10 @@ use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
-/// What a busy machine may add to a time before it counts as missed.
+/// Tolerance for a busy machine.
 const SLACK: Duration = Duration::from_millis(500);
 
-/// Lets the tests of this file that judge by the clock run one after the other: they would slow each other down.
+/// Runs the time-sensitive tests of this file one after the other, because they would slow each other down.
 async fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::const_new(());
     TURN.lock().await
@@ -54,16 +54,16 @@ async fn connect(server: &RedisServer) -> RedisBackend {
     patient(server.url()).await
 }
 
-/// With what is set for everybody, for servers that stop.
+/// With the default options, for servers that stop.
 async fn impatient(server: &RedisServer) -> RedisBackend {
-    RedisBackend::connect(server.url()).await.expect("the server lets us in")
+    RedisBackend::connect(server.url()).await.expect("the server accepts the connection")
 }
 
 async fn locks(server: &RedisServer) -> Locks {
     Locks::new(connect(server).await, "default").deadline(Duration::from_secs(2))
 }
 
-/// Runs a command on the server, by a connection of its own.
+/// Runs a command on the server, on a connection of its own.
 fn command<T: redis::FromRedisValue>(server: &RedisServer, words: &[&str]) -> T {
     let mut command = redis::cmd(words[0]);
     command.arg(&words[1..]);
@@ -72,19 +72,19 @@ fn command<T: redis::FromRedisValue>(server: &RedisServer, words: &[&str]) -> T 
 
 const LEASE: &str = "tollgate:2:{lock:default:a}:lease";
 
-/// Drops a future after its first poll, its second, and so on, until it gets to its end; after each time `then` is done.
+/// Drops a future after each number of polls, until it completes. Runs `then` after each drop.
 macro_rules! drop_everywhere {
     ($future:expr, $then:expr) => {{
         let mut ended = false;
         for polls in 0..100 {
-            // What it has brought is dropped before `then`.
+            // The output is dropped before `then`.
             ended = DropAt::new(polls, $future).await.map(drop).is_some();
             $then;
             if ended {
                 break;
             }
         }
-        assert!(ended, "it never came to its end");
+        assert!(ended, "the future never completed");
     }};
 }
 
@@ -97,10 +97,10 @@ fn give_back_soon(lease: Lease) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
+async fn lock_futures_can_be_dropped_at_any_poll() {
     let server = RedisServer::start();
     let (here, there) = (locks(&server).await, locks(&server).await);
-    // Whoever comes next gets the lock at once, and needs no expiry for that.
+    // The next caller gets the lock at once, without an expiry.
     let is_free = async || drop(timeout(LONG / 3, there.lock("a")).await.unwrap().unwrap());
 
     drop_everywhere!(here.lock("a").into_future(), is_free().await);
@@ -115,7 +115,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         },
         is_free().await
     );
-    // Waiting for somebody else, elsewhere and here, who is done after a moment.
+    // Waits for a holder in another process and in this one, which releases the lock after a moment.
     for holder in [&there, &here] {
         drop_everywhere!(
             async {
@@ -182,7 +182,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
     drop_everywhere!(lease.lost(), yield_now().await);
     drop(lease);
-    // Somebody elsewhere asks for it, and does so again.
+    // A waiter of another process asks for the lease, repeatedly.
     let lease = here.lock("b").await.unwrap();
     let asks = tokio::spawn(there.clone().request_release().lock("b").wait(LONG).into_future());
     drop_everywhere!(lease.asked(), yield_now().await);
@@ -198,20 +198,20 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         drop_everywhere!(locks.shutdown(), yield_now().await);
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
-    // Nobody listens any more, and no lease is left.
+    // No subscription and no lease is left.
     let begun = Instant::now();
     while !command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).is_empty() {
-        assert!(begun.elapsed() < LONG, "somebody still listens");
+        assert!(begun.elapsed() < LONG, "a client still listens");
         sleep(Duration::from_millis(50)).await;
     }
     for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
         let value: Vec<u8> = command(&server, &["GET", &key]);
-        // What one held alone ends at 0 when it is given back.
+        // A released exclusive lease ends at 0.
         assert!(value.len() == 8 || (value.len() == 42 && value[8..15] == [0; 7]), "{key} has a holder");
     }
 }
 
-/// The same for what is made of locks: layers, their relatives, and what looks at them.
+/// The same for features that use locks: layers, other kinds of locks, and administration.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropping_any_lock_future_leaves_nothing_behind() {
     let server = RedisServer::start();
@@ -332,7 +332,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
     }
 
     let is_free = async || drop(there.lock("b").await.unwrap());
-    // Whoever has nothing but a view keeps the lock when its lease goes, and gives it back.
+    // A lease that was reentered through a view outlives the first one, and releases the lock.
     drop_everywhere!(
         async {
             let lease = here.lock("b").await.unwrap();
@@ -406,19 +406,19 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_to_nobody_is_given_back() {
+async fn unclaimed_grant_is_released() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
     let (locks, other) = (Locks::new(store, "default"), Locks::new(backend.clone(), "default"));
     faults.delay(Duration::from_millis(20));
-    // Dropped while the store is asked: the grant comes later, and goes back.
+    // The future is dropped during the store call. The later grant is released.
     for polls in 0..3 {
         assert!(DropAt::new(polls, locks.lock("a").into_future()).await.is_none() || polls == 2);
         sleep(Duration::from_millis(100)).await;
         assert_eq!(backend.locks(), 0, "after {polls} polls");
     }
-    // Granted, and nobody hears of it: the caller is told of a store that does not answer, and it goes back in the end.
+    // The reply of a grant is lost. The caller gets a timeout, and the grant is released in the end.
     faults.heal();
     faults.lose_answers();
     let asking = tokio::spawn(locks.try_lock("a").into_future());
@@ -444,14 +444,14 @@ async fn waiter_recovers_a_grant_whose_reply_was_lost() {
     let lease = waiter.await.unwrap().unwrap();
     assert!(faults.calls(Verb::Acquire) >= 2);
     assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
-    // What comes to pass late is undone as well.
+    // A late grant is released as well.
     locks.shutdown().await;
     drop(locks);
 }
 
-/// Permits that were asked for without waiting were granted when the shutdown was over, and nobody gave them back.
+/// Regression: if `try_acquire` was in flight, its permit was granted after the shutdown had ended, and was never released.
 #[tokio::test(start_paused = true)]
-async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
+async fn shutdown_waits_for_permits_in_flight() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     store.faults().delay(Duration::from_millis(50));
@@ -470,7 +470,8 @@ async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
     assert_eq!(backend.locks(), 0);
 }
 
-/// Whoever had got one answer less gave the lease back every second, and kept a shutdown waiting, until its time was over: for a day.
+/// Regression: after one lost reply, the release was repeated every second until the lease would have ended, up to a day later. A shutdown
+/// waited for that.
 #[tokio::test(start_paused = true)]
 async fn release_is_retried_for_seconds_only() {
     for is_granted in [true, false] {
@@ -489,12 +490,12 @@ async fn release_is_retried_for_seconds_only() {
             assert!(locks.try_lock("a").await.is_err());
             faults.heal();
         }
-        timeout(Duration::from_secs(6), locks.shutdown()).await.expect("that is long enough");
+        timeout(Duration::from_secs(6), locks.shutdown()).await.expect("the shutdown ends within seconds");
         assert_eq!(backend.locks(), 0);
         let releases = faults.calls(Verb::Release);
         assert!((2..=12).contains(&releases), "{releases} releases, granted: {is_granted}");
     }
-    // Of a lease that was held for longer than that nothing is on its way any more.
+    // A lease that was held for longer has no claim in flight any more.
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Claim::MAX_TTL);
@@ -509,9 +510,9 @@ async fn release_is_retried_for_seconds_only() {
     assert_eq!(faults.calls(Verb::Release), 1);
 }
 
-/// The first call counted, where the last one does of every other setting.
+/// Regression: the first call counted, while the last call counts for all other settings.
 #[tokio::test(start_paused = true)]
-async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
+async fn last_circuit_breaker_and_holder_name_count() {
     let store = FaultStore::new(MemoryBackend::new());
     let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone(), "default"));
     let locks = Locks::new(store, "default").circuit_breaker(CircuitBreaker::off()).holder("first");
@@ -520,7 +521,7 @@ async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
     for _ in 0..3 {
         assert!(locks.try_lock("a").await.is_err());
     }
-    assert_eq!(faults.calls(Verb::Acquire), 1, "it is open after the first");
+    assert_eq!(faults.calls(Verb::Acquire), 1, "the circuit is open after the first failure");
     faults.heal();
     sleep(Duration::from_millis(100)).await;
     let lease = locks.lock("a").await.unwrap();
@@ -528,23 +529,23 @@ async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
     let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
     assert_eq!(name().await.as_deref(), Some("last"));
     drop(lease);
-    // Those that come next are called otherwise.
+    // Later leases can have another name.
     let lease = locks.clone().holder("next").lock("a").await.unwrap();
     yield_now().await;
     assert_eq!(name().await.as_deref(), Some("next"));
     drop(lease);
 }
 
-/// The name of whom nobody had heard was told again after five minutes only.
+/// Regression: after a failed call, the name was sent again only five minutes later.
 #[tokio::test(start_paused = true)]
-async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
+async fn unsent_holder_name_is_sent_with_the_next_renewal() {
     let store = FaultStore::new(MemoryBackend::new());
     let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone(), "default"));
     let locks = Locks::new(store, "default").ttl(LONG).holder("me");
     let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
     for is_silent in [false, true] {
         let lease = locks.lock("a").await.unwrap();
-        // The call is on its way: nothing has run since.
+        // The call that sends the name has not run yet, because no task has run since.
         if is_silent {
             faults.hang();
         } else {
@@ -560,9 +561,9 @@ async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
     assert_eq!(faults.calls(Verb::Name), 4);
 }
 
-/// Work under several locks, or under any segment, is as that under one.
+/// `run` under several locks, or under any segment, works like `run` under one lock.
 #[tokio::test(start_paused = true)]
-async fn a_body_runs_under_several_locks_and_no_longer() {
+async fn body_runs_only_while_several_locks_are_held() {
     let backend = MemoryBackend::new();
     let (locks, admin) = (
         Locks::new(backend.clone(), "default").ttl(Duration::from_secs(3)),
@@ -583,7 +584,7 @@ async fn a_body_runs_under_several_locks_and_no_longer() {
     for key in ["alice", "bob"] {
         drop(others.try_lock(key).await.unwrap());
     }
-    // The loss of one of them is that of all.
+    // The loss of one lease is the loss of all.
     let taken_away = async {
         sleep(Duration::from_millis(100)).await;
         assert_eq!(admin.force_unlock("bob").await.unwrap().holders, 1);
@@ -638,9 +639,9 @@ impl LockStore for FailsFor {
     }
 }
 
-/// The first segment that failed was the end of it, whatever the others would have said.
+/// Regression: the first segment with a store error ended the request, regardless of the other segments.
 #[tokio::test(start_paused = true)]
-async fn a_segment_for_which_the_store_fails_is_passed_over() {
+async fn segment_with_a_store_error_is_skipped() {
     let probe = Segmented::new(&Locks::new(MemoryBackend::new(), "default"), "sku:1", 3);
     let failing = *probe.one(1).await.unwrap().lock();
     let locks = Locks::new(FailsFor { inner: MemoryBackend::new(), failing }, "default");
@@ -650,7 +651,7 @@ async fn a_segment_for_which_the_store_fails_is_passed_over() {
             assert_ne!(segments.any().wait(wait).await.unwrap().index(), 1);
         }
     }
-    // Until one of the others is given back.
+    // While no segment is free, the error is returned, or the request waits for a release.
     let (first, second) = (segments.one(0).await.unwrap(), segments.one(2).await.unwrap());
     let refused = segments.any().wait(Duration::ZERO).await;
     assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
@@ -662,7 +663,7 @@ async fn a_segment_for_which_the_store_fails_is_passed_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_wants_any_segment_waits_for_a_store_that_fails() {
+async fn request_for_any_segment_waits_for_a_failing_store() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default");
@@ -673,7 +674,7 @@ async fn who_wants_any_segment_waits_for_a_store_that_fails() {
         sleep(Duration::from_millis(300)).await;
         faults.heal();
         drop(waiter.await.unwrap().unwrap());
-        // The store is asked for no longer than somebody waits.
+        // The retries end with the wait.
         faults.fail(failure);
         let begun = tokio::time::Instant::now();
         assert!(matches!(segments.any().wait(Duration::from_secs(1)).await, Err(LockError::Store(_))));
@@ -682,27 +683,27 @@ async fn who_wants_any_segment_waits_for_a_store_that_fails() {
         faults.heal();
         drop(segments.any().await.unwrap());
     }
-    // What does not pass is said at once.
+    // A permanent error is returned at once.
     faults.fail(Failure::Unauthorized);
     let begun = tokio::time::Instant::now();
     let refused = segments.any().await;
     assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unauthorized()), "{refused:?}");
     assert_eq!(begun.elapsed(), Duration::ZERO);
     faults.heal();
-    // A server that does not answer is waited for no longer than for one lock.
+    // The request waits for a hanging server no longer than a request for one lock.
     faults.hang();
     let begun = tokio::time::Instant::now();
     assert!(segments.any().wait(Duration::ZERO).await.is_err());
     assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
     faults.heal();
-    // Nor is a lock relied on that too few replicas know of.
+    // A segment with too few replicas is not granted either.
     let careful = Segmented::new(&locks.clone().replication(Replication::Require(1)), "sku:1", 3);
     let begun = tokio::time::Instant::now();
     assert!(matches!(careful.any().wait(Duration::from_secs(1)).await, Err(LockError::NotReplicated(_))));
     assert!(begun.elapsed() >= Duration::from_millis(900), "{:?}", begun.elapsed());
 }
 
-/// A store that answers for one lock, and hangs for all others.
+/// A store that replies for one lock, and hangs for all others.
 struct HangsBut {
     inner: MemoryBackend,
     healthy: LockKey,
@@ -719,7 +720,7 @@ impl LockStore for HangsBut {
     }
 }
 
-/// The first one for which the store did not answer took all the time there was for those that do not want to wait.
+/// Regression: the first hanging segment used up all the time of a request without a wait.
 #[tokio::test(start_paused = true)]
 async fn hanging_segment_leaves_time_for_others() {
     let probe = Segmented::new(&Locks::new(MemoryBackend::new(), "default"), "sku:1", 3);
@@ -733,7 +734,7 @@ async fn hanging_segment_leaves_time_for_others() {
             assert!(begun.elapsed() <= Duration::from_millis(200) + wait, "{:?}", begun.elapsed());
         }
     }
-    // And no more than that, however many there are.
+    // The time is bounded, regardless of the number of segments.
     let locks =
         Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }, "default").circuit_breaker(CircuitBreaker::off());
     let many = Segmented::new(&locks, "sku:2", 1_000);
@@ -742,9 +743,9 @@ async fn hanging_segment_leaves_time_for_others() {
     assert!(begun.elapsed() <= Duration::from_millis(210), "{:?}", begun.elapsed());
 }
 
-/// Whoever does not want to wait asks for all of them, however long that takes where the store answers.
+/// A request without a wait tries all segments, however long that takes, if the store replies.
 #[tokio::test(start_paused = true)]
-async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
+async fn last_free_segment_is_found_in_a_slow_store() {
     let backend = MemoryBackend::new();
     let theirs = Segmented::new(&Locks::new(backend.clone(), "default"), "sku:1", 50);
     let mut held = Vec::new();
@@ -761,7 +762,7 @@ async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
     }
 }
 
-/// A store in which what is asked first comes to pass late, when nobody listens any more.
+/// A store that executes the first claim late, when its caller no longer waits.
 struct Late {
     inner: MemoryBackend,
     by: Duration,
@@ -791,7 +792,7 @@ impl LockStore for Late {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
+async fn grant_seconds_after_its_request_is_released() {
     let inner = MemoryBackend::new();
     let locks = Locks::new(Late::new(&inner, Duration::from_secs(3)), "default").ttl(Claim::MAX_TTL);
     assert!(locks.try_lock("a").await.is_err());
@@ -799,13 +800,13 @@ async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
     while inner.locks() == 0 {
         sleep(Duration::from_millis(1)).await;
     }
-    assert!(begun.elapsed() >= Duration::from_secs(2), "it was late");
+    assert!(begun.elapsed() >= Duration::from_secs(2), "the grant came late");
     locks.shutdown().await;
     assert_eq!(inner.locks(), 0);
     assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
 }
 
-/// With a short ttl it was given back for no longer than that, and nobody had the lock for as long once more.
+/// Regression: with a short `ttl`, the release was repeated only for that long. A later grant blocked the lock for another `ttl`.
 #[tokio::test(start_paused = true)]
 async fn late_grant_is_released() {
     let (second, late) = (Duration::from_secs(1), Duration::from_millis(4_900));
@@ -825,9 +826,9 @@ async fn late_grant_is_released() {
         assert_eq!(inner.locks(), 0);
         if fails {
             faults.fail(Failure::Unavailable);
-            // It is given back a second after this at the latest, which is before it ends by itself.
+            // The next release comes within a second, before the lease ends by itself.
             sleep(Duration::from_millis(1_500)).await;
-            assert_eq!(inner.locks(), 1, "it was late");
+            assert_eq!(inner.locks(), 1, "the grant came late");
             faults.heal();
         }
         locks.shutdown().await;
@@ -838,7 +839,7 @@ async fn late_grant_is_released() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
+async fn store_error_differs_from_a_busy_lock() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").wait(Duration::from_secs(1));
@@ -846,8 +847,8 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
     let begun = tokio::time::Instant::now();
     assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unavailable()));
     assert!(begun.elapsed() <= Duration::from_secs(1), "{:?}", begun.elapsed());
-    assert!(faults.calls(Verb::Acquire) > 2, "who waits tries again");
-    // What will not pass is not waited for.
+    assert!(faults.calls(Verb::Acquire) > 2, "a waiter retries");
+    // A permanent error is not retried.
     faults.fail(Failure::Unauthorized);
     let calls = faults.calls(Verb::Acquire);
     assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unauthorized()));
@@ -856,9 +857,9 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
     drop(locks.lock("a").await.unwrap());
 }
 
-/// Those in line behind a store that did not answer were told that somebody else had the lock, when their time was over.
+/// Regression: waiters behind a silent store were told at the end of their wait that the lock was held.
 #[tokio::test(start_paused = true)]
-async fn who_waits_behind_a_store_that_fails_is_told_so() {
+async fn waiters_of_a_failing_store_get_its_error() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").circuit_breaker(CircuitBreaker::off());
@@ -872,16 +873,16 @@ async fn who_waits_behind_a_store_that_fails_is_told_so() {
         assert!(begun.elapsed() <= wait + Duration::from_millis(100), "{:?}", begun.elapsed());
         faults.heal();
     }
-    // As soon as it answers, those who come are told what it says, and not what it said.
+    // Once the store replies, later callers get its current reply, and not the last error.
     faults.delay(Duration::from_millis(20));
     let lease = locks.lock("a").await.unwrap();
     assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
     drop(lease);
 }
 
-/// All but the first were told that the lock would be free at once.
+/// Regression: all callers but the first were told that the lock would be free at once.
 #[tokio::test(start_paused = true)]
-async fn all_are_told_how_long_others_may_keep_a_lock() {
+async fn all_callers_get_the_remaining_time_of_the_lease() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -896,8 +897,8 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
         }
     };
     told("a").await;
-    assert_eq!(faults.calls(Verb::Acquire), 1, "one asks for all of them");
-    // Behind somebody who waits, for it or for several, and has been told.
+    assert_eq!(faults.calls(Verb::Acquire), 1, "one call serves all callers");
+    // The same behind a waiter for this lock, or for several locks, that has had its reply.
     let waiter = tokio::spawn(here.lock("a").into_future());
     sleep(Duration::from_millis(50)).await;
     told("a").await;
@@ -908,7 +909,7 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
     told("b").await;
     waiter.abort();
     sleep(Duration::from_secs(1)).await;
-    // The first of several is not asked for while another one is held in here.
+    // `lock_all` does not claim its first lock while another of its locks is held in this process.
     let second = here.lock("c").await.unwrap();
     let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
     sleep(Duration::from_millis(50)).await;
@@ -919,9 +920,9 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
     drop((waiter.await.unwrap().unwrap(), held));
 }
 
-/// Where nobody may stand in line, whoever came when a lock was being given back was turned away.
+/// Regression: with `max_waiters(0)`, a caller that came during a release was rejected.
 #[tokio::test(start_paused = true)]
-async fn what_is_being_given_back_is_no_line() {
+async fn release_in_flight_is_no_queue() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").max_waiters(0);
@@ -930,16 +931,16 @@ async fn what_is_being_given_back_is_no_line() {
         drop(locks.lock("a").await.unwrap());
         let next = tokio::spawn(locks.lock("a").wait(wait).into_future());
         yield_now().await;
-        // But behind whoever waits for it already there is one.
+        // The next caller is rejected, because another one waits already.
         assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
         drop(next.await.unwrap().unwrap());
         sleep(Duration::from_secs(1)).await;
     }
 }
 
-/// One after the other they took the deadline each.
+/// Regression: the releases ran one after the other and took the deadline each.
 #[tokio::test(start_paused = true)]
-async fn several_leases_are_given_back_at_the_same_time() {
+async fn several_leases_are_released_concurrently() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default");
@@ -955,7 +956,7 @@ async fn several_leases_are_given_back_at_the_same_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
+async fn renewals_are_batched_every_third_of_the_ttl() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Duration::from_secs(9));
@@ -964,8 +965,8 @@ async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
         leases.push(locks.lock(key).await.unwrap());
     }
     sleep(Duration::from_secs(2)).await;
-    assert_eq!(faults.calls(Verb::Renew), 0, "it is not time yet");
-    // What is due at about the same time goes together, 128 in a call.
+    assert_eq!(faults.calls(Verb::Renew), 0, "no renewal is due yet");
+    // Renewals that are due at about the same time share calls of up to 128.
     for third in 1..=20 {
         sleep(Duration::from_secs(3)).await;
         let calls = faults.calls(Verb::Renew);
@@ -975,7 +976,7 @@ async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
+async fn failed_renewals_suspend_a_lease_until_the_next_one() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Duration::from_secs(9));
@@ -988,7 +989,7 @@ async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     sleep(Duration::from_secs(1)).await;
     assert_eq!(lease.state(), LeaseState::Held);
     assert!(lease.remaining() > Duration::from_secs(7));
-    // Not a renewal that hangs either keeps it beyond its time.
+    // A hanging renewal does not extend the lease either.
     faults.hang();
     let begun = tokio::time::Instant::now();
     assert_eq!(lease.lost().await.reason(), LossReason::Expired);
@@ -996,14 +997,14 @@ async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     assert_eq!(lease.state(), LeaseState::Lost);
     faults.heal();
     sleep(Duration::from_secs(20)).await;
-    assert_eq!(lease.state(), LeaseState::Lost, "a loss is for good");
-    assert!(locks.try_lock("a").await.is_ok(), "it does not stand in the way of others");
+    assert_eq!(lease.state(), LeaseState::Lost, "a loss is permanent");
+    assert!(locks.try_lock("a").await.is_ok(), "the lost lease blocks no other caller");
     assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
 }
 
-/// The deadline counts from before the command was sent: the answer may have been on its way for long.
+/// The lease counts from before the command was sent, because the reply may have taken long.
 #[tokio::test(start_paused = true)]
-async fn what_the_answer_takes_is_no_time_of_the_lease() {
+async fn reply_time_is_subtracted_from_the_lease() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(Duration::from_millis(300));
     let locks = Locks::new(store, "default").ttl(Duration::from_secs(1)).deadline(Duration::from_secs(1));
@@ -1011,7 +1012,7 @@ async fn what_the_answer_takes_is_no_time_of_the_lease() {
     assert!(left <= Duration::from_millis(700) && left > Duration::from_millis(600), "{left:?}");
 }
 
-/// Whoever was ready to wait was told of a timeout at once.
+/// Regression: a caller with a wait got the timeout at once.
 #[tokio::test(start_paused = true)]
 async fn late_grant_is_retried_by_waiters_and_released_otherwise() {
     let backend = MemoryBackend::new();
@@ -1025,7 +1026,7 @@ async fn late_grant_is_retried_by_waiters_and_released_otherwise() {
     let error = asking.await.unwrap().unwrap_err();
     assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
     sleep(Duration::from_millis(50)).await;
-    assert_eq!(backend.locks(), 0, "long before it would have expired");
+    assert_eq!(backend.locks(), 0, "the grant is released long before it expires");
 
     faults.delay(Duration::from_millis(1_200));
     let waiter = tokio::spawn(locks.lock("a").wait(Duration::from_secs(5)).into_future());
@@ -1037,9 +1038,9 @@ async fn late_grant_is_retried_by_waiters_and_released_otherwise() {
     assert_eq!(backend.locks(), 0);
 }
 
-/// Loses a lease, and then another one that a body runs under, since the store does not answer any more.
+/// Loses a lease, and then the lease of a running body, because the store no longer replies.
 async fn lose(locks: &Locks, faults: &Faults) {
-    // Less than the nine seconds by a hundredth and two milliseconds, and no later than a timer is.
+    // Nine seconds less 1 % and 2 ms, plus the inaccuracy of a timer.
     let in_time = Duration::from_millis(8_908)..Duration::from_millis(8_912);
     let locks = locks.clone().ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
     let begun = tokio::time::Instant::now();
@@ -1060,16 +1061,16 @@ async fn lose(locks: &Locks, faults: &Faults) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
+async fn holder_learns_of_a_loss_while_a_renewal_hangs() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     lose(&Locks::new(store, "default"), &faults).await;
-    assert_eq!(faults.calls(Verb::Renew), 2, "one of each lease was under way");
+    assert_eq!(faults.calls(Verb::Renew), 2, "one renewal of each lease was in flight");
 }
 
-/// What renews leases, and lets go of those that are lost, is in a runtime that stands still.
+/// The task that renews leases, and drops lost ones, is in a runtime that stands still.
 #[test]
-fn a_holder_is_told_in_time_by_the_clock_alone() {
+fn holder_learns_of_a_loss_by_the_clock_alone() {
     let runtime = || Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let (still, here) = (runtime(), runtime());
     let store = FaultStore::new(MemoryBackend::new());
@@ -1081,9 +1082,10 @@ fn a_holder_is_told_in_time_by_the_clock_alone() {
     here.block_on(async { drop(first) });
 }
 
-/// The answer to a renewal was waited for no longer than the first lease of the call had left, by which all of them were suspended.
+/// Regression: the reply to a renewal was awaited no longer than the first lease of the call lasted. Then all leases of the call were
+/// suspended.
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
+async fn ending_lease_takes_no_time_from_the_others() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Duration::from_secs(3));
@@ -1093,10 +1095,10 @@ async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
     sleep(Duration::from_millis(1_045)).await;
     assert_eq!((lease.state(), short.state()), (LeaseState::Held, LeaseState::Lost));
     sleep(Duration::from_millis(100)).await;
-    assert!(lease.remaining() > Duration::from_secs(2), "it was renewed");
+    assert!(lease.remaining() > Duration::from_secs(2), "the lease was renewed");
 }
 
-/// Nobody got it for as long as the lease lasted that was renewed last.
+/// Regression: no other caller got the lock until the last renewal had expired.
 #[tokio::test(start_paused = true)]
 async fn inattentive_holder_loses_the_lock_at_max_hold() {
     let second = Duration::from_secs(1);
@@ -1107,12 +1109,12 @@ async fn inattentive_holder_loses_the_lock_at_max_hold() {
         let begun = tokio::time::Instant::now();
         let waiter = tokio::spawn(here.lock("a").wait(LONG).into_future());
         sleep(5 * second).await;
-        // Whoever looks has the time to let go of it that there is with a lease that expires.
+        // A holder that checks has the same margin to stop as with a lease that expires.
         assert_eq!(forgotten.check().unwrap_err().reason(), LossReason::MaxHold);
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
         let next = waiter.await.unwrap().unwrap();
         assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
-        // What the first one gives back is nobody else's.
+        // The late release of the first holder does not end the next lease.
         assert_eq!(forgotten.release().await.unwrap(), ReleaseOutcome::Lost);
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
         next.release().await.unwrap();
@@ -1124,7 +1126,7 @@ async fn inattentive_holder_loses_the_lock_at_max_hold() {
     drop(permit);
 }
 
-/// It was given back once more in place of its holder, and a shutdown waited for that: for a hundredth of the ttl.
+/// Regression: the lease was released a second time in place of its holder. A shutdown waited for that, for a hundredth of the `ttl`.
 #[tokio::test(start_paused = true)]
 async fn release_after_max_hold_leaves_nothing_pending() {
     let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
@@ -1147,7 +1149,7 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
     assert_eq!(faults.calls(Verb::Release), 4);
 
-    // Nobody has told the store yet.
+    // The store has not received a release yet.
     let locks = Locks::new(store.clone(), "default").ttl(hour).max_hold(5 * second);
     let lease = locks.lock("a").await.unwrap();
     sleep(Duration::from_millis(5_001)).await;
@@ -1157,9 +1159,9 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     assert_eq!(release.await.unwrap(), ReleaseOutcome::Lost);
 }
 
-/// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
+/// Regression: after a handoff, a view of the old lease was notified only when the next holder lost the lock.
 #[tokio::test(start_paused = true)]
-async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
+async fn view_is_notified_of_a_handoff() {
     let locks = Locks::new(MemoryBackend::new(), "default");
     let lease = locks.lock("a").await.unwrap();
     let (view, fence) = (lease.view(), lease.fence());
@@ -1168,13 +1170,13 @@ async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
     sleep(Duration::from_millis(10)).await;
     drop(lease);
     let next = next.await.unwrap().unwrap();
-    assert_eq!(next.fence(), fence + 1, "from hand to hand");
+    assert_eq!(next.fence(), fence + 1, "a handoff");
     let lost = timeout(Duration::from_millis(1), guarded).await.unwrap().unwrap();
     assert_eq!(lost.reason(), LossReason::GivenBack);
     assert!(next.check().is_ok());
 }
 
-/// A store in which a lock is given back by another process just before anybody listens.
+/// A store in which another process releases a lock just before the caller subscribes.
 struct Hasty {
     inner: MemoryBackend,
     held: Mutex<Option<Lease>>,
@@ -1196,7 +1198,7 @@ impl LockStore for Hasty {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_before_anybody_listens_is_found_at_once() {
+async fn release_before_the_subscription_is_found_at_once() {
     let inner = MemoryBackend::new();
     let held = Mutex::new(Some(Locks::new(inner.clone(), "default").lock("a").await.unwrap()));
     let begun = tokio::time::Instant::now();
@@ -1205,7 +1207,7 @@ async fn what_is_given_back_before_anybody_listens_is_found_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_that_fails_is_said_and_tried_again() {
+async fn failed_release_is_reported_and_retried() {
     let backend = MemoryBackend::new();
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
@@ -1218,7 +1220,7 @@ async fn a_release_that_fails_is_said_and_tried_again() {
         faults.heal();
         sleep(Duration::from_secs(3)).await;
         assert_eq!(backend.locks(), 0);
-        // A body is not told: it has an outcome of its own.
+        // `run` does not report it, because the body has its own outcome.
         let outcome = locks.run("a", async |_| faults.fail(failure)).await;
         assert!(outcome.is_ok(), "{outcome:?}");
         faults.heal();
@@ -1227,11 +1229,12 @@ async fn a_release_that_fails_is_said_and_tried_again() {
     }
 }
 
-/// It was given back until it would have ended by the last renewal that was answered, and then nobody had it for the rest of its time.
+/// Regression: the release was retried until the last acknowledged renewal would have ended. A later renewal then blocked the lock for the
+/// rest of its time.
 #[tokio::test(start_paused = true)]
 async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
     let second = Duration::from_secs(1);
-    // Behind several renewals that were given up, and beside the first one.
+    // After several abandoned renewals, and during the first one.
     for (loses, given_back) in [(second, 29_650), (9 * second, 10_050)] {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
@@ -1252,15 +1255,15 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
         assert_eq!(backend.locks(), 0);
         locks.shutdown().await;
     }
-    // Not for longer than it lasts where renewals were refused.
+    // If the renewals were refused, no longer than the lease lasts.
     let store = FaultStore::new(MemoryBackend::new());
     let locks = Locks::new(store.clone(), "default").ttl(30 * second);
     let lease = locks.lock("a").await.unwrap();
     store.faults().fail(Failure::OutOfMemory);
     sleep(29 * second).await;
     drop(lease);
-    timeout(2 * second, locks.shutdown()).await.expect("it has expired");
-    // By all of several stores: one of them may go on renewing it alone.
+    timeout(2 * second, locks.shutdown()).await.expect("the lease has expired");
+    // With several stores, that needs a refusal of all, because one store may renew the lease alone.
     let backend = MemoryBackend::new();
     let stores = [backend.clone(), MemoryBackend::new(), MemoryBackend::new()].map(FaultStore::new);
     let faults = stores.each_ref().map(FaultStore::faults);
@@ -1276,7 +1279,7 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
     assert_eq!(backend.locks(), 0);
 }
 
-/// A store that gives back what it is told to, and whose first answer to that is lost with its connection.
+/// A store that executes the first release, and loses its reply with the connection.
 #[derive(Clone)]
 struct Forgetful {
     inner: MemoryBackend,
@@ -1305,20 +1308,20 @@ impl LockStore for Forgetful {
     }
 }
 
-/// Whoever was told that the lease had been lost before might have undone what it had protected.
+/// Regression: a caller that was told of an earlier loss could have undone the work that the lease had protected.
 #[tokio::test(start_paused = true)]
-async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
+async fn lost_release_reply_is_no_lost_lease() {
     let store = Forgetful::new();
     let locks = Locks::new(store.clone(), "default").ttl(Duration::from_secs(9));
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert_eq!(store.inner.locks(), 0);
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
-    // What had come to its end before by our own clock was lost, whatever becomes of the answers.
+    // A lease that ended before by the local clock is lost, regardless of the replies.
     let lease = locks.lock("a").max_hold(Duration::from_secs(1)).await.unwrap();
     sleep(Duration::from_secs(2)).await;
     store.forgets.store(true, Ordering::SeqCst);
     assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
-    // One by one, and the worst of all counts.
+    // Each lease is released separately, and the worst outcome counts.
     let leases = locks.lock_all(["a", "b", "c"]).await.unwrap();
     let handle = leases.leases()[0].reenter();
     store.forgets.store(true, Ordering::SeqCst);
@@ -1330,14 +1333,14 @@ async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Uncertain);
     assert!(stores.iter().all(|store| store.inner.locks() == 0));
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
-    // Those that have answered are enough.
+    // The replies of the other stores are enough.
     stores[0].forgets.store(true, Ordering::SeqCst);
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }
 
-/// The same with a connection that breaks when Redis has done what it was told.
+/// The same with a connection that breaks after Redis has executed the release.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
+async fn broken_connection_on_release_is_no_lost_lease() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
@@ -1354,37 +1357,37 @@ async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
     proxy.heal();
     proxy.cut();
     assert_eq!(timeout(LONG, releasing).await.unwrap().unwrap().unwrap(), ReleaseOutcome::Uncertain);
-    // Over the other connection nothing was lost.
+    // The next release goes over another connection, and its reply arrives.
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }
 
-/// Locks that went together on a dead connection were waited for until the response timeout, when nobody waited for them any more, and the connection
-/// was not replaced before that.
+/// Regression: batched claims on a dead connection were awaited until the response timeout, although no caller waited for them any more.
+/// The connection was not replaced before that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_that_nobody_waits_for_keep_no_dead_connection() {
+async fn abandoned_batch_keeps_no_dead_connection() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
-    // Longer than this test waits for anything.
+    // Longer than any wait of this test.
     let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(2 * LONG);
     let locks = Locks::new(options.connect().await.unwrap(), "default").circuit_breaker(CircuitBreaker::off());
-    // Both connections are there.
+    // Opens both connections.
     locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
     proxy.to_server(Traffic::Swallow);
     proxy.to_client(Traffic::Swallow);
     let several: JoinSet<_> = (0..16).map(|task: u32| locks.try_lock(task).into_future()).collect();
     assert!(several.join_all().await.iter().all(Result::is_err));
-    // One who asks on, since so many are sent alone in the end that the dead connection is found out by that.
+    // Only one caller continues: more callers would send enough unbatched claims to detect the dead connection by these alone.
     let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
     sleep(Duration::from_millis(1_500)).await;
-    // For connections that are opened from now on.
+    // Works for new connections only, because the old ones have lost data.
     proxy.heal();
     timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
 }
 
-/// While a connection was opened, locks that waited for it together were granted also to those who had been told that there was none.
+/// Regression: claims that waited in a batch for a new connection were granted later, even if their callers had already got an error.
 #[tokio::test]
-async fn who_has_given_up_before_there_is_a_connection_gets_no_lock() {
+async fn caller_that_gave_up_before_a_connection_gets_no_lock() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
@@ -1392,9 +1395,9 @@ async fn who_has_given_up_before_there_is_a_connection_gets_no_lock() {
     let backend = options.connect_timeout(4 * LONG).response_timeout(4 * LONG).connect().await.unwrap();
     proxy.to_client(Traffic::Hold);
     proxy.cut();
-    // Until that is known here.
+    // Until the client has noticed the cut.
     sleep(Duration::from_millis(300)).await;
-    // More of them than go alone, and in one task, so that they meet.
+    // More claims than are sent unbatched, and in one task, so that they are batched.
     let ask = async |key: &'static str, i: u32| {
         let lock = LockKey::new(key, i);
         backend.acquire(&lock, &Claim::new(Token::random().unwrap(), 4 * LONG)).await
@@ -1415,20 +1418,20 @@ async fn who_has_given_up_before_there_is_a_connection_gets_no_lock() {
     }
 }
 
-/// Those who give back at the same time share calls, which a runtime sends that may end: what became of such a call is not known either.
+/// Concurrent releases share calls, and the runtime that sends them may end. The outcome of such a call is unknown as well.
 #[test]
-fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
+fn ended_runtime_on_release_is_no_lost_lease() {
     let server = RedisServer::start();
     let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let give_back = |leases: Vec<Result<Lease, LockError>>| -> JoinSet<_> {
         leases.into_iter().map(|lease| lease.unwrap().release()).collect()
     };
     let (sends, stays) = (parallel(), parallel());
-    // What sends the calls is in the runtime that has connected, whoever asks.
+    // The sender of the calls runs in the runtime that connected, whichever runtime the caller is in.
     let backend = sends.block_on(impatient(&server));
     let locks = Locks::new(backend, "default").deadline(Duration::from_secs(2));
     let outcomes = stays.block_on(async {
-        // The server has to know the script to run what it is sent while it stands still.
+        // Loads the script into the server, so that it can execute the calls that arrive while it is paused.
         let mut giving = give_back(ask_for_all(std::slice::from_ref(&locks), 60).await);
         while giving.join_next().await.is_some() {}
         let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
@@ -1440,13 +1443,13 @@ fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
         server.resume();
         timeout(LONG, giving.join_all()).await.unwrap()
     });
-    // One that was told of a store that fails is not told of a loss.
+    // A release with a store error reports no loss.
     assert!(!outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Lost))), "{outcomes:?}");
     assert!(outcomes.iter().any(|outcome| matches!(outcome, Ok(ReleaseOutcome::Uncertain))), "{outcomes:?}");
 }
 
 #[test]
-fn a_lease_may_be_dropped_without_a_runtime() {
+fn lease_can_be_dropped_without_a_runtime() {
     let server = RedisServer::start();
     let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
@@ -1454,10 +1457,10 @@ fn a_lease_may_be_dropped_without_a_runtime() {
     thread::spawn(move || drop(lease)).join().unwrap();
     let begun = Instant::now();
     drop(runtime.block_on(other.lock("a").into_future()).unwrap());
-    // Long before it runs out.
+    // Long before the lease expires.
     assert!(begun.elapsed() < LONG / 6, "{:?}", begun.elapsed());
 
-    // Where the runtime is gone, the lease runs out, and another runtime carries on.
+    // If the runtime has ended, the lease expires, and another runtime continues.
     let lease = runtime.block_on(locks.lock("b").ttl(Duration::from_secs(1)).into_future()).unwrap();
     drop(runtime);
     drop(lease);
@@ -1467,11 +1470,11 @@ fn a_lease_may_be_dropped_without_a_runtime() {
         let locks = self::locks(&server).await;
         let lease = locks.lock("b").ttl(Duration::from_secs(3)).await.unwrap();
         sleep(Duration::from_secs(4)).await;
-        assert_eq!(lease.state(), LeaseState::Held, "it is renewed here");
+        assert_eq!(lease.state(), LeaseState::Held, "the new runtime renews the lease");
     });
 }
 
-/// The watcher was started in the runtime of the first lease, and leases of the next runtime were not renewed.
+/// Regression: the renewal task stayed in the runtime of the first lease, so leases of the next runtime were not renewed.
 #[test]
 fn locks_that_outlive_a_runtime_renew_in_the_next() {
     let locks = Locks::new(MemoryBackend::new(), "default").ttl(Duration::from_secs(3));
@@ -1485,9 +1488,9 @@ fn locks_that_outlive_a_runtime_renew_in_the_next() {
     }
 }
 
-/// What renewed all leases was a task of the runtime of the first one, and ended with that.
+/// Regression: the task that renewed all leases ran in the runtime of the first lease, and ended with it.
 #[test]
-fn a_lease_outlives_the_runtime_of_another_one() {
+fn lease_outlives_the_runtime_of_another_lease() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Duration::from_secs(2));
@@ -1496,7 +1499,7 @@ fn a_lease_outlives_the_runtime_of_another_one() {
     let (second, last) = (parallel(), parallel());
     let take = |runtime: &Runtime, key| runtime.block_on(locks.lock(key).into_future()).unwrap();
     let leases = [take(&first, "a"), take(&second, "b"), take(&last, "c")];
-    // With a renewal of all of them under way, of which nobody will hear.
+    // A renewal of all leases is in flight, and its reply will be lost.
     faults.hang();
     first.block_on(async {
         while faults.calls(Verb::Renew) == 0 {
@@ -1516,7 +1519,7 @@ fn a_lease_outlives_the_runtime_of_another_one() {
     });
 }
 
-/// What was dropped with its runtime was to be given back in that runtime, and was not.
+/// Regression: a lease that was dropped with its runtime was to be released in that runtime, and was not.
 #[test]
 fn lease_of_an_ended_runtime_is_released_in_another() {
     let backend = MemoryBackend::new();
@@ -1530,7 +1533,7 @@ fn lease_of_an_ended_runtime_is_released_in_another() {
         let (brief, locks) = (parallel(), locks.clone());
         let lease = brief.block_on(locks.lock("a").into_future()).unwrap();
         if is_under_way {
-            // In the background already, and the store does not answer there.
+            // The background release has begun, and the store does not reply.
             faults.hang();
             brief.block_on(async {
                 drop(lease);
@@ -1546,7 +1549,7 @@ fn lease_of_an_ended_runtime_is_released_in_another() {
         drop(brief);
         let begun = Instant::now();
         while backend.locks() > 1 {
-            assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+            assert!(begun.elapsed() < LONG / 3, "the lease is not released");
             thread::sleep(Duration::from_millis(10));
         }
     }
@@ -1556,7 +1559,7 @@ fn lease_of_an_ended_runtime_is_released_in_another() {
     });
 }
 
-/// A store that does not answer who wants a lock called `a`, and remembers what was wanted.
+/// A store that never replies to a claim for the lock `a`, and records that claim.
 #[derive(Clone, Default)]
 struct Unanswering {
     inner: MemoryBackend,
@@ -1579,7 +1582,7 @@ impl LockStore for Unanswering {
     }
 }
 
-/// It was given back once, which was before it was granted.
+/// Regression: the only release came before the grant.
 #[test]
 fn grant_after_the_end_of_a_runtime_is_released() {
     let store = Unanswering::default();
@@ -1590,7 +1593,7 @@ fn grant_after_the_end_of_a_runtime_is_released() {
     drop(brief.spawn(locks.lock("a").into_future()));
     let begun = Instant::now();
     while store.wanted.lock().unwrap().is_none() {
-        assert!(begun.elapsed() < LONG, "nobody asks");
+        assert!(begun.elapsed() < LONG, "no claim arrives");
         thread::sleep(Duration::from_millis(10));
     }
     drop(brief);
@@ -1600,7 +1603,7 @@ fn grant_after_the_end_of_a_runtime_is_released() {
     assert_eq!(store.inner.locks(), 2);
     let begun = Instant::now();
     while store.inner.locks() > 1 {
-        assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+        assert!(begun.elapsed() < LONG / 3, "the lease is not released");
         thread::sleep(Duration::from_millis(10));
     }
     lasting.block_on(async {
@@ -1609,9 +1612,9 @@ fn grant_after_the_end_of_a_runtime_is_released() {
     });
 }
 
-/// All leases that were renewed by the same call were lost.
+/// Regression: all leases of the same renewal call were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {
+async fn foreign_data_loses_no_other_lease() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let locks = locks(&server).await.ttl(Duration::from_secs(3));
@@ -1625,7 +1628,7 @@ async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lease_whose_key_is_deleted_is_lost_at_the_next_renewal() {
+async fn deleted_key_loses_the_lease_at_the_next_renewal() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let ttl = Duration::from_secs(3);
@@ -1645,9 +1648,9 @@ async fn a_lease_whose_key_is_deleted_is_lost_at_the_next_renewal() {
     assert!(cancelled.load(Ordering::SeqCst));
 }
 
-/// Both bodies ran at the same time, and both were told that all was well.
+/// Regression: both bodies ran at the same time, and both calls returned `Ok`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_whose_lease_was_flushed_says_so() {
+async fn run_reports_a_flushed_lease() {
     let server = RedisServer::start();
     let (here, there) = (locks(&server).await, locks(&server).await);
     let outcome = here.run("a", async |_| {
@@ -1669,8 +1672,8 @@ async fn holder_learns_of_a_loss_before_its_key_expires() {
     }
 }
 
-/// Takes a lease from a server that stops then, and looks how long its holder believes to have it. False if that took so long that it may have
-/// been renewed before the server stopped.
+/// Takes a lease from a server that then stops, and checks how long the holder believes that it has it. False if the setup took so long
+/// that the lease may have been renewed before the server stopped.
 async fn is_known_in_time(is_killed: bool) -> bool {
     let ttl = Duration::from_secs(2);
     let meter = ProcessorMeter::start();
@@ -1679,7 +1682,7 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     let begun = Instant::now();
     let lease = locks.lock("a").await.unwrap();
     let value: Vec<u8> = command(&server, &["GET", LEASE]);
-    // Behind how it is held and the last fence, in microseconds.
+    // The end of the lease in microseconds, after its kind and the last fence.
     let ends = u64::from_le_bytes([&value[8..15], &[0]].concat().try_into().unwrap());
     if is_killed {
         server.kill();
@@ -1689,47 +1692,44 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     if begun.elapsed() >= ttl / 3 {
         return false;
     }
-    // However long this is not let run in between: what is left was so before the clock was read.
+    // `remaining` is read before the clock, so a preemption in between only makes the sum larger. The minimum discards it.
     let believes_until = |lease: &Lease| {
         let left = (0..20).map(|_| lease.remaining().as_micros() as u64 + now_us());
         left.min().unwrap()
     };
     let margin = (ttl / 100).as_micros() as u64;
     assert!(believes_until(&lease) <= ends - margin);
-    // Renewals are under way meanwhile, and not answered.
+    // Renewals are in flight meanwhile, without a reply.
     sleep(ttl / 2).await;
     assert!(lease.check().is_err() || believes_until(&lease) <= ends - margin);
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
     let (told, told_us) = (Instant::now(), now_us());
     assert!(lease.check().is_err() && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
-    // Nobody can be told who is not let run.
+    // A holder without a processor cannot be notified.
     let waited = meter.stop().between(told - SLACK, told);
     let late = Duration::from_micros(told_us.saturating_sub(ends));
-    assert!(
-        late <= waited,
-        "told {late:?} after the key may be somebody else's, of which {waited:?} without a processor"
-    );
+    assert!(late <= waited, "notified {late:?} after the key expired, of which {waited:?} without a processor");
     if !is_killed {
         server.resume();
-        // The watcher has let go of it, so others in this process can have it.
+        // The renewal task has dropped the lease, so another caller of this process can get the lock.
         drop(locks.lock("a").wait(LONG).await.unwrap());
     }
     true
 }
 
 #[test]
-fn a_holder_knows_at_once_when_its_runtime_stood_still() {
+fn holder_learns_of_a_loss_after_its_runtime_stalled() {
     let server = RedisServer::start();
     let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let here = runtime();
     here.block_on(async {
         let locks = locks(&server).await.ttl(Duration::from_millis(400));
         let lease = locks.lock("a").await.unwrap();
-        // The whole runtime: no timer fires and nothing is renewed for two leases.
+        // Blocks the whole runtime: no timer fires, and no lease is renewed for twice the `ttl`.
         thread::sleep(Duration::from_millis(800));
         assert!(lease.check().is_err());
         assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
-        // Without waiting for anything.
+        // `lost` returns without waiting.
         assert_eq!(timeout(Duration::ZERO, lease.lost()).await.unwrap().reason(), LossReason::Expired);
 
         let mut is_untouched = true;
@@ -1739,7 +1739,7 @@ fn a_holder_knows_at_once_when_its_runtime_stood_still() {
             is_untouched = false;
         });
         assert!(outcome.await.unwrap_err().is_lost());
-        assert!(is_untouched, "the body went on without the lock");
+        assert!(is_untouched, "the body continued without the lock");
     });
 }
 
@@ -1770,22 +1770,22 @@ async fn waiter_is_notified_after_the_subscription_was_cut() {
     });
     let listens = || server.query::<Vec<String>>("PUBSUB CHANNELS *:free").len() == 1;
     for _ in 0..3 {
-        tokio::task::block_in_place(|| wait_until("somebody listens", listens));
+        tokio::task::block_in_place(|| wait_until("the waiter listens", listens));
         let killed: u64 = command(&server, &["CLIENT", "KILL", "TYPE", "pubsub"]);
         assert_eq!(killed, 1, "one connection listens for the whole process");
     }
-    tokio::task::block_in_place(|| wait_until("somebody listens again", listens));
-    // Long enough after a look at the lock, and before the next one.
+    tokio::task::block_in_place(|| wait_until("the waiter listens again", listens));
+    // Between two polls of the lock.
     sleep(Duration::from_millis(300)).await;
     let meter = ProcessorMeter::start();
     let freed = Instant::now();
     lease.release().await.unwrap();
     let (taken, released) = waiter.await.unwrap();
-    is_told_at_once(freed, taken, meter);
+    assert_notified_at_once(freed, taken, meter);
     assert_eq!(released.unwrap(), ReleaseOutcome::Released);
 }
 
-/// What nobody is let in without.
+/// The rights that every user needs to connect.
 const RIGHTS: &[&str] = &[
     "+eval",
     "+evalsha",
@@ -1803,7 +1803,7 @@ const RIGHTS: &[&str] = &[
 ];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_cannot_listen_looks_once_a_second() {
+async fn waiter_without_notifications_polls_every_second() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "resetchannels"];
@@ -1824,14 +1824,15 @@ async fn who_cannot_listen_looks_once_a_second() {
         lease.release().await.unwrap();
         let lease = waiter.await.unwrap().unwrap();
         assert!(freed.elapsed() < Duration::from_secs(1) + SLACK, "{:?}", freed.elapsed());
-        // And gives back what it has, as anybody does.
+        // It can release its lease like any other client.
         assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     }
 }
 
-/// The server ends no connection for a refusal. Who was refused opened another one at once, ninety times a second.
+/// Regression: the server does not close the connection when it refuses a subscription. The refused client opened another connection at
+/// once, ninety times a second.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_may_not_listen_does_not_connect_again_and_again() {
+async fn refused_subscription_causes_no_reconnect_loop() {
     let server = RedisServer::start();
     let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "&*", "+@all", "-subscribe"];
     let _: () = command(&server, &acl);
@@ -1849,7 +1850,7 @@ async fn who_may_not_listen_does_not_connect_again_and_again() {
     waiter.await.unwrap().unwrap().release().await.unwrap();
 }
 
-/// The server refuses a subscription to several channels for one of them.
+/// The server refuses a subscription to several channels if one of them is forbidden.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forbidden_channel_does_not_silence_others() {
     let server = RedisServer::start();
@@ -1863,10 +1864,10 @@ async fn forbidden_channel_does_not_silence_others() {
     let [a, b] = [holder.lock("a").await.unwrap(), holder.lock("b").await.unwrap()];
     let for_b = tokio::spawn(half.lock("b").into_future());
     let refusals = || command::<Vec<redis::Value>>(&server, &["ACL", "LOG"]).len();
-    tokio::task::block_in_place(|| wait_until("the channel is refused", || refusals() > 0));
+    tokio::task::block_in_place(|| wait_until("the first channel is refused", || refusals() > 0));
     let for_a = tokio::spawn(half.lock("a").into_future());
     let heard = || command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).iter().any(|name| name.contains(":a}"));
-    tokio::task::block_in_place(|| wait_until("the other one is listened to", heard));
+    tokio::task::block_in_place(|| wait_until("the other channel is subscribed", heard));
     a.release().await.unwrap();
     b.release().await.unwrap();
     for waiter in [for_a, for_b] {
@@ -1881,9 +1882,9 @@ fn claim_in(line: Line, ttl: Duration) -> Claim {
     claim
 }
 
-/// Behind somebody who had died, those who came next asked again and again for as long as the place of the dead was kept.
+/// Regression: waiters behind a dead waiter called the store continuously until the dead waiter's position expired.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_stands_behind_the_dead_asks_now_and_then() {
+async fn waiter_behind_a_dead_waiter_polls_rarely() {
     let server = RedisServer::start();
     let (every, mute) = ("+@all", "mute");
     let _: () = command(&server, &["ACL", "SETUSER", mute, "on", ">secret", "~tollgate:2:*", "resetchannels", every]);
@@ -1909,7 +1910,7 @@ async fn who_stands_behind_the_dead_asks_now_and_then() {
 }
 
 #[tokio::test]
-async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+async fn foreign_data_is_an_error_and_stays_unchanged() {
     let server = RedisServer::start();
     let locks = locks(&server).await;
     let foreign: [&[&str]; 5] = [
@@ -1929,15 +1930,15 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     }
 }
 
-/// Makes sure that whoever has waited was told, and did not look by chance. Nobody can be told who is not let run.
-fn is_told_at_once(given_back: Instant, taken: Instant, meter: ProcessorMeter) {
+/// Checks that the waiter was notified and did not find the release by polling. A waiter without a processor cannot be notified.
+fn assert_notified_at_once(given_back: Instant, taken: Instant, meter: ProcessorMeter) {
     let (took, waited) = (taken - given_back, meter.stop().between(given_back, taken));
     assert!(took < Duration::from_millis(400) + waited, "{took:?}, of which {waited:?} without a processor");
 }
 
-/// As in a deployment that changes over to fair locks, or back.
+/// As in a deployment that switches to fair locks, or back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_waits_in_no_line_is_told_by_one_who_did() {
+async fn fair_holder_notifies_a_plain_waiter() {
     let server = RedisServer::start();
     let (fair, plain) = (locks(&server).await.fair(), locks(&server).await);
     for _ in 0..3 {
@@ -1948,21 +1949,21 @@ async fn who_waits_in_no_line_is_told_by_one_who_did() {
             (Instant::now(), lease.release().await)
         });
         let listens = || server.query::<Vec<String>>("PUBSUB CHANNELS *:free").len() == 1;
-        tokio::task::block_in_place(|| wait_until("somebody listens", listens));
-        // Long enough after a look at the lock, and before the next one.
+        tokio::task::block_in_place(|| wait_until("the waiter listens", listens));
+        // Between two polls of the lock.
         sleep(Duration::from_millis(300)).await;
         let meter = ProcessorMeter::start();
         let given_back = Instant::now();
         lease.release().await.unwrap();
         let (taken, released) = waiting.await.unwrap();
-        is_told_at_once(given_back, taken, meter);
+        assert_notified_at_once(given_back, taken, meter);
         assert_eq!(released.unwrap(), ReleaseOutcome::Released);
     }
 }
 
-/// What makes room in the end is not refused for the want of it.
+/// Renewals and releases work without free memory: a release frees memory in the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
+async fn renewals_and_releases_work_without_free_memory() {
     let server = RedisServer::start();
     let locks = locks(&server).await.ttl(Duration::from_secs(2));
     let mut leases = Vec::new();
@@ -1974,7 +1975,7 @@ async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
     let refused = locks.try_lock("e").await;
     assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_out_of_memory()), "{refused:?}");
     sleep(Duration::from_millis(4_500)).await;
-    // All at once, so that some go together.
+    // All at once, so that some releases are batched.
     let mut giving: JoinSet<_> = leases.into_iter().map(Lease::release).collect();
     while let Some(released) = giving.join_next().await {
         assert_eq!(released.unwrap().unwrap(), ReleaseOutcome::Released);
@@ -1985,14 +1986,15 @@ async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
     }
 }
 
-/// Whoever was first in a line and had died held it up for ever once their place was evicted; and of several each held it up as long.
+/// Regression: a dead waiter at the head of the queue blocked it forever once its position was evicted. Of several dead waiters, each
+/// blocked the queue for the full time.
 #[tokio::test]
 async fn evicted_positions_are_restored_once() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let lock = LockKey::new("default", "a");
     let claim = |ttl| claim_in(Line::Join, ttl);
-    // Until after the places have been looked at, and over before the next ones are given up.
+    // Ends after the positions have been checked, and before the restored positions expire.
     let short = claim(Duration::from_secs(2));
     assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
     for place in 0..3 {
@@ -2001,20 +2003,20 @@ async fn evicted_positions_are_restored_once() {
     }
     let begun = Instant::now();
     let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
-    // Who does not want to stand in the line leaves nothing there without a time to live.
+    // A claim that does not enter the queue leaves no key without an expiry.
     let passing = claim_in(Line::Respect, LONG);
     assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
     let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
     assert!(lives > 0, "{lives}");
     let mine = claim(LONG);
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
-        assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "those before are gone");
+        assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "the positions of the dead waiters have expired");
         sleep(Duration::from_millis(50)).await;
     }
-    assert!(begun.elapsed() > Claim::PLACE - SLACK, "and had places until then");
+    assert!(begun.elapsed() > Claim::PLACE - SLACK, "the dead waiters had positions until then");
 }
 
-/// A lease that was written before the server's clock was set back lasted for as long as that was.
+/// Regression: if the server's clock was set back, an earlier lease lasted longer by that much.
 #[tokio::test]
 async fn clock_set_back_extends_no_lease_and_lowers_no_fence() {
     let _alone = alone().await;
@@ -2045,7 +2047,7 @@ async fn clock_set_back_extends_no_lease_and_lowers_no_fence() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lock_that_is_free_costs_two_commands() {
+async fn uncontended_lock_costs_two_commands() {
     let server = RedisServer::start();
     let locks = locks(&server).await;
     // The first calls carry the text of the scripts.
@@ -2057,19 +2059,19 @@ async fn a_lock_that_is_free_costs_two_commands() {
     let info: String = command(&server, &["INFO", "commandstats"]);
     let mut calls: Vec<_> =
         info.lines().filter_map(|line| line.strip_prefix("cmdstat_")?.split_once(",usec")).collect();
-    // The statistics also count what scripts call and what this test sends; beyond that there is nothing.
+    // The statistics also count the commands of scripts and of this test. There are no other commands.
     let known = ["get", "set", "time", "publish", "config", "info", "hello", "client", "select"];
     calls.retain(|(call, _)| !known.iter().any(|known| call.starts_with(known)));
     let calls: Vec<_> = calls.into_iter().map(|(call, _)| call).collect();
     assert_eq!(calls, ["evalsha:calls=200"]);
-    // Nobody has waited, so nobody listens.
+    // No caller has waited, so there is no subscription.
     let listeners: String = command(&server, &["CLIENT", "LIST", "TYPE", "pubsub"]);
     assert_eq!(listeners.trim(), "");
 }
 
-/// Several clients under one lock while Redis is stopped, cut off and made to forget its scripts.
+/// Several clients use one lock while Redis is stopped, cut off and made to forget its scripts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_two_ever_believe_to_have_the_same_lock() {
+async fn no_two_clients_hold_the_same_lock() {
     let _alone = alone().await;
     let server = RedisServer::start();
     let history = History::default();
@@ -2089,7 +2091,7 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
                     match turn % 3 {
                         0 => drop(lease),
                         1 => drop(lease.release().await),
-                        // Dropped on the way.
+                        // Dropped halfway.
                         _ => drop(DropAt::new(1, lease.release()).await),
                     }
                 }
@@ -2110,14 +2112,14 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
         sleep(Duration::from_millis(400)).await;
     }
     stop.store(true, Ordering::Relaxed);
-    timeout(LONG, tasks.join_all()).await.expect("everybody gets through");
+    timeout(LONG, tasks.join_all()).await.expect("all clients finish");
     history.check();
     assert!(history.len() > 100, "only {} stays", history.len());
     println!("{} stays", history.len());
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_never_gets_to_the_lock_holds_nobody_up() {
+async fn aborted_waiters_block_no_other_waiter() {
     let locks = Locks::new(MemoryBackend::new(), "default");
     let lease = locks.lock("a").await.unwrap();
     let waiters: Vec<_> = (0..100).map(|_| tokio::spawn(locks.lock("a").into_future())).collect();
@@ -2129,13 +2131,13 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
     for (at, waiter) in waiters.into_iter().enumerate() {
         match waiter.await {
             Ok(lease) => {
-                assert_eq!(at % 2, 1, "who was aborted has the lock");
+                assert_eq!(at % 2, 1, "an aborted waiter has the lock");
                 drop(lease.unwrap());
             }
             Err(error) => assert!(at % 2 == 0 && error.is_cancelled(), "{at}: {error}"),
         }
     }
-    // A body that never ends goes with its caller.
+    // A body that never ends is dropped with its caller.
     let body = tokio::spawn(locks.run("a", async |_| pending::<()>().await));
     yield_now().await;
     body.abort();
@@ -2144,7 +2146,7 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
     locks.shutdown().await;
 }
 
-/// Asks for all of these locks at the same time.
+/// Tries to acquire all of these locks at the same time.
 async fn ask_for_all(locks: &[Locks], keys: usize) -> Vec<Result<Lease, LockError>> {
     let mut asking = JoinSet::new();
     for key in 0..keys {
@@ -2156,9 +2158,9 @@ async fn ask_for_all(locks: &[Locks], keys: usize) -> Vec<Result<Lease, LockErro
     answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
-/// Those who ask at the same time share calls, and nothing else: what is wrong with the lock of one is not wrong with all.
+/// Concurrent callers share calls and nothing else: a problem with one lock does not affect the others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_refused_to_one_is_granted_to_the_others() {
+async fn refused_lock_affects_no_other_lock_of_its_batch() {
     let server = RedisServer::start();
     let lease_of = |key: usize| format!("tollgate:2:{{lock:default:{key}}}:lease");
     // Another type, another layout, and a lease from before the clock was set back by a century.
@@ -2189,18 +2191,18 @@ async fn what_is_refused_to_one_is_granted_to_the_others() {
     drop(answers);
     timeout(LONG, locks.shutdown()).await.unwrap();
     let lease = others.lock("9").await.unwrap();
-    assert!(lease.fence() > 5_000_000_000_000_000, "the last fence counts, whatever the clock says");
+    assert!(lease.fence() > 5_000_000_000_000_000, "the fence exceeds the last one, whatever the clock says");
 }
 
-/// Futures are dropped anywhere also where many ask at the same time, and share calls.
+/// Futures can also be dropped anywhere if many concurrent callers share calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_gives_up_among_many_leaves_nothing_behind() {
+async fn dropped_batched_requests_leave_nothing_behind() {
     let server = RedisServer::start();
     let (here, there) = (locks(&server).await, locks(&server).await);
     for polls in 0..6 {
         let mut asking = JoinSet::new();
         for key in 0..100_u32 {
-            // Some are in the same calls and stay.
+            // Some requests share these calls and are not dropped.
             let polls = if key % 3 == 0 { 100 } else { polls };
             let request = DropAt::new(polls, here.lock(key).into_future());
             asking.spawn(async move { drop(request.await) });
@@ -2211,14 +2213,14 @@ async fn whoever_gives_up_among_many_leaves_nothing_behind() {
                 drop(there.lock(key).wait(LONG).await.unwrap());
             }
         };
-        // What is held by nobody would be free after its time, which is as long as this.
-        timeout(LONG / 2, all_are_free).await.expect("everything was given back");
+        // A leftover lease would expire only after its `ttl`, which is as long as this timeout.
+        timeout(LONG / 2, all_are_free).await.expect("all locks were released");
     }
 }
 
-/// A user may be allowed some locks and not others, or nothing that a call of several needs.
+/// A user may be allowed some locks and not others, or may lack a right that a batch needs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_user_may_not_do_together_is_done_one_by_one() {
+async fn forbidden_batch_is_sent_one_by_one() {
     let server = RedisServer::start();
     let some = ["ACL", "SETUSER", "some", "on", ">secret", "~tollgate:2:{lock:orders:*", "~tollgate:2:{probe}"];
     let _: () = command(&server, &[&some[..], &["&*", "+@all"]].concat());
@@ -2228,7 +2230,7 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
         let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
         let backend = RedisBackend::connect(url).await.unwrap();
         if user == "few" {
-            // Less than a user is let in with.
+            // Fewer rights than a user needs to connect.
             let fewer = ["ACL", "SETUSER", user, "-@all", "+eval", "+evalsha", "+get", "+set", "+time"];
             let _: () = command(&server, &fewer);
         }
@@ -2251,9 +2253,9 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
     }
 }
 
-/// What is given back goes on to live as long as it did, but where that is long.
+/// A released key keeps its expiry, unless that is long.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leases_of_a_day_leave_nothing_behind_for_a_day() {
+async fn released_lease_of_a_day_expires_within_minutes() {
     let server = RedisServer::start();
     let locks = locks(&server).await.ttl(Duration::from_secs(86_400));
     let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
@@ -2269,9 +2271,9 @@ async fn leases_of_a_day_leave_nothing_behind_for_a_day() {
     }
 }
 
-/// Who waits is told of a lock that is given back together with others, whether or not that user may ask who listens.
+/// A batched release notifies the waiter, whether or not the releasing user may run `PUBSUB NUMSUB`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_waits_is_told_of_what_is_given_back_together() {
+async fn batched_release_notifies_waiters() {
     let server = RedisServer::start();
     let there = locks(&server).await;
     let rights = format!("{} +publish +subscribe +unsubscribe", RIGHTS.join(" "));
@@ -2282,7 +2284,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
         let here = Locks::new(RedisBackend::connect(url).await.unwrap(), "default").deadline(Duration::from_secs(2));
         let listeners =
             || command::<(String, u64)>(&server, &["PUBSUB", "NUMSUB", "tollgate:2:{lock:default:5}:free"]).1;
-        // Some go by themselves, and the one that is waited for may be among these.
+        // Some releases are not batched, possibly also that of the awaited lock.
         for _ in 0..5 {
             let leases = ask_for_all(std::slice::from_ref(&here), 60).await;
             let waiter = there.clone();
@@ -2293,7 +2295,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
             while listeners() == 0 {
                 sleep(Duration::from_millis(1)).await;
             }
-            // Long enough after a look at the lock, and half a second before the next one.
+            // After a poll of the lock, and half a second before the next one.
             sleep(Duration::from_millis(50)).await;
             let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
             let meter = ProcessorMeter::start();
@@ -2306,18 +2308,18 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
             }
             giving.join_all().await;
             let (taken, lease) = waiting.await.unwrap();
-            is_told_at_once(given_back, taken, meter);
+            assert_notified_at_once(given_back, taken, meter);
             lease.release().await.unwrap();
-            // Who goes by itself publishes in any case, and so does whoever has waited.
+            // An unbatched release publishes in any case, and so does the release of the waiter.
             let info: String = command(&server, &["INFO", "commandstats"]);
             let calls = |name: &str| -> u64 {
                 let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{name}:calls=")));
                 line.and_then(|calls| calls.split(',').next()?.parse().ok()).unwrap_or_default()
             };
             let (together, alone, published) = (calls("mget"), calls("get"), calls("publish"));
-            assert!(together > 0, "{user}: nobody goes together");
+            assert!(together > 0, "{user}: no release was batched");
             if user == "knows" {
-                assert!(published <= alone, "{user}: {published} messages, and {alone} go by themselves");
+                assert!(published <= alone, "{user}: {published} messages for {alone} unbatched releases");
             } else {
                 assert!(published >= 60, "{user}: {published} messages");
             }
@@ -2325,9 +2327,9 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
     }
 }
 
-/// What is given back together is free to everybody, and to give it back once more changes nothing.
+/// A batched release frees the lock for all clients, and a second release changes nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_given_back_together_is_free_for_all() {
+async fn batched_release_frees_locks_for_all_clients() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
@@ -2345,12 +2347,12 @@ async fn what_is_given_back_together_is_free_for_all() {
             value.len() == 42 && of(&value, 8) == 0
         });
         let together: Vec<_> = together.collect();
-        let lease = together.last().expect("some go together");
+        let lease = together.last().expect("some releases are batched");
         let value: Vec<u8> = command(&server, &["GET", lease]);
         let token = Token::from_bytes(&value[26..]).unwrap();
         let subject = lease.trim_start_matches("tollgate:2:{lock:default:").trim_end_matches("}:lease");
         let lock = LockKey::new("default", subject);
-        // Its holder has nothing any more.
+        // The former holder holds nothing.
         assert_eq!(backend.renew(&[Renewal::new(lock, token, LONG)]).await.unwrap(), [false]);
         assert!(!backend.release(&lock, &token).await.unwrap().was_held);
         backend.name(&lock, &token, "nobody").await.unwrap();
@@ -2358,13 +2360,13 @@ async fn what_is_given_back_together_is_free_for_all() {
         assert!(!status.is_held() && status.last_fence >= of(&value, 1), "{status:?}");
         assert_eq!(command::<Vec<u8>>(&server, &["GET", lease]), value);
         let names: bool = command(&server, &["EXISTS", &lease.replace(":lease", ":names")]);
-        assert!(!names, "a name of somebody who holds nothing");
-        // Each script that grants knows that it is free.
+        assert!(!names, "a name without a holder");
+        // Each script that grants treats the lock as free.
         let fence = match turn {
             0 => locks.try_lock(subject).await.unwrap().fence(),
             1 => locks.clone().fair().lock(subject).await.unwrap().fence(),
             _ => {
-                // One key alone does not go by the script for several.
+                // A single key does not use the script for several locks.
                 let several = locks.lock_all([subject, "free"]).await.unwrap();
                 several.leases().iter().find(|lease| *lease.lock() == LockKey::new("default", subject)).unwrap().fence()
             }
@@ -2374,9 +2376,9 @@ async fn what_is_given_back_together_is_free_for_all() {
     }
 }
 
-/// Who takes the same lock again and again leaves its time to live as it is, and what was to be held for long is not kept for as long.
+/// Repeated acquisition of a lock does not rewrite its expiry. After the release of a long lease, the key expires as early as any other.
 #[tokio::test]
-async fn a_lock_that_is_taken_again_and_again_keeps_its_time_to_live() {
+async fn repeated_acquisition_keeps_the_expiry_of_the_key() {
     const KEPT_MS: i64 = 750_000;
     let server = RedisServer::start();
     let locks = locks(&server).await;
@@ -2390,8 +2392,9 @@ async fn a_lock_that_is_taken_again_and_again_keeps_its_time_to_live() {
     }
     let info: String = command(&server, &["INFO", "commandstats"]);
     let written = info.lines().find_map(|line| line.strip_prefix("cmdstat_set:calls="));
-    let written: u32 = written.and_then(|calls| calls.split(',').next()?.parse().ok()).expect("the first one is set");
-    assert!(written <= 2, "at first, and where a fifth of the time begins: {written}");
+    let written: u32 =
+        written.and_then(|calls| calls.split(',').next()?.parse().ok()).expect("the first grant sets the key");
+    assert!(written <= 2, "at first, and when the next fifth of the expiry begins: {written}");
     assert!(lives() > KEPT_MS, "{}", lives());
     let lease = locks.lock("a").ttl(Duration::from_secs(3_600)).await.unwrap();
     assert!(lease.fence() > last && lives() > KEPT_MS + 3_500_000, "{}", lives());
@@ -2399,9 +2402,9 @@ async fn a_lock_that_is_taken_again_and_again_keeps_its_time_to_live() {
     assert!((KEPT_MS - 60_000..=KEPT_MS).contains(&lives()), "{}", lives());
 }
 
-/// What is asked for at the same time costs Redis few calls.
+/// Concurrent requests need few calls to Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn those_who_ask_at_the_same_time_share_calls() {
+async fn concurrent_callers_share_calls() {
     let server = RedisServer::start();
     let locks = locks(&server).await;
     let calls = || -> u64 {
@@ -2422,7 +2425,7 @@ async fn those_who_ask_at_the_same_time_share_calls() {
     tasks.join_all().await;
     let made = calls() - before;
     assert!(made < 64 * 20, "{made} calls for {} cycles", 64 * 20);
-    // Several leases of one holder are given back so, too.
+    // Several leases of one holder are released in shared calls as well.
     let leases = locks.lock_all(0..64_u32).await.unwrap();
     let before = calls();
     assert_eq!(leases.release().await.unwrap(), ReleaseOutcome::Released);
@@ -2430,14 +2433,14 @@ async fn those_who_ask_at_the_same_time_share_calls() {
     assert!(made < 16, "{made} calls for 64 leases");
 }
 
-/// Whoever was refused a connection had nothing to undo, and tried to for as long as a lease would have lasted.
+/// Regression: callers that got no connection had nothing to release, and tried to for as long as a lease would have lasted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
+async fn shutdown_ignores_requests_that_were_never_sent() {
     let mut server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
     let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
     tokio::task::block_in_place(|| server.kill());
-    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    // A command on a closed connection may have arrived. The limiter's call detects that, so that no lock request does.
     let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
     for _ in 0..3 {
         assert!(limiter.check("alice").await.is_err());
@@ -2446,10 +2449,10 @@ async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
         assert!(matches!(locks.try_lock(key).await, Err(LockError::Store(error)) if error.is_unavailable()));
     }
     assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
-    timeout(Duration::from_secs(1), locks.shutdown()).await.expect("nothing is under way");
+    timeout(Duration::from_secs(1), locks.shutdown()).await.expect("no call is in flight");
 }
 
-/// A server that is reading its data answers, and so counted as one that may have been asked.
+/// Regression: a loading server replies, so its requests counted as possibly executed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shutdown_ignores_requests_to_a_loading_server() {
     let mut server = RedisServer::start();
@@ -2459,21 +2462,21 @@ async fn shutdown_ignores_requests_to_a_loading_server() {
         server.kill();
         server.restart_slowly();
     });
-    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    // A command on a closed connection may have arrived. The limiter's call detects that, so that no lock request does.
     let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
     let limiter = limiter.circuit_breaker(CircuitBreaker::off()).deadline(Duration::from_secs(2));
-    let story = |error: &StoreError| error.source().unwrap().to_string();
+    let cause = |error: &StoreError| error.source().unwrap().to_string();
     let begun = Instant::now();
     while let Err(error) = limiter.check("alice").await
-        && !story(&error).contains("loading")
+        && !cause(&error).contains("loading")
     {
-        assert!(begun.elapsed() < LONG, "{}", story(&error));
+        assert!(begun.elapsed() < LONG, "{}", cause(&error));
     }
     for key in ["a", "b"] {
         let refused = locks.try_lock(key).await;
         assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
     }
     assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
-    timeout(Duration::from_secs(5), locks.shutdown()).await.expect("nothing is under way");
-    assert!(!server.is_answering(), "it is still loading");
+    timeout(Duration::from_secs(5), locks.shutdown()).await.expect("no call is in flight");
+    assert!(!server.is_answering(), "the server is still loading");
 }

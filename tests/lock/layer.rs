@@ -1,4 +1,4 @@
-//! A lock in front of services: who gets through, when, and when the next one does.
+//! `LockLayer` around services: which requests pass, when they pass, and when the next request does.
 
 use std::convert::Infallible;
 use std::future::{Ready, pending, ready};
@@ -53,10 +53,10 @@ fn post(path: &str) -> Request<Full<Bytes>> {
     request(Method::POST, path)
 }
 
-/// The methods of requests that change nothing.
+/// The safe methods.
 const SAFE: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE];
 
-/// A handler that takes a second, and says so.
+/// A handler that takes a second.
 async fn slow(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
     sleep(Duration::from_secs(1)).await;
     Ok(Response::new("done".into()))
@@ -80,8 +80,8 @@ async fn one_request_runs_and_others_get_retry_after() {
     assert_eq!(body["status"], 409);
     assert_eq!(body["type"], "urn:tollgate:lock:busy");
     assert_eq!(body["title"], "Lock is held by another request");
-    assert!(!body.to_string().contains("/a"), "the key is nobody's business: {body}");
-    // Another key, and requests that change nothing.
+    assert!(!body.to_string().contains("/a"), "the response contains the key: {body}");
+    // Requests with another key, and safe methods, pass.
     assert_eq!(service.clone().oneshot(post("/b")).await.unwrap().status(), StatusCode::OK);
     for safe in SAFE {
         let response = service.clone().oneshot(request(safe.clone(), "/a")).await.unwrap();
@@ -93,7 +93,7 @@ async fn one_request_runs_and_others_get_retry_after() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_that_change_nothing_can_need_the_lock_as_well() {
+async fn safe_methods_can_require_the_lock() {
     let service = by_path().lock_safe_methods(true).layer(service_fn(slow));
     for first in [Method::POST, Method::GET] {
         let first = tokio::spawn(service.clone().oneshot(request(first, "/a")));
@@ -109,7 +109,7 @@ async fn requests_that_change_nothing_can_need_the_lock_as_well() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn busy_has_the_status_that_was_chosen() {
+async fn busy_response_has_the_chosen_status() {
     let presets = [
         (BusyStatus::Conflict, StatusCode::CONFLICT),
         (BusyStatus::Locked, StatusCode::LOCKED),
@@ -124,9 +124,9 @@ async fn busy_has_the_status_that_was_chosen() {
     }
 }
 
-/// A program cannot tell a full line from a store that is down by the status, nor a lock that is held from a conflict that the handler found.
+/// By the status alone, a client cannot tell a full queue from a store error, or a held lock from a conflict in the handler.
 #[tokio::test(start_paused = true)]
-async fn each_case_is_a_problem_of_its_own() {
+async fn each_rejection_has_its_own_problem_type() {
     async fn problem<B>(response: Response<B>) -> (u16, String)
     where
         B: Body<Data = Bytes>,
@@ -163,7 +163,7 @@ async fn each_case_is_a_problem_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_wait_in_bounds() {
+async fn waiting_requests_are_bounded() {
     let layer = by_path().wait(Duration::from_millis(2_500)).max_waiters(3);
     let service = layer.layer(service_fn(slow));
     let begun = Instant::now();
@@ -186,9 +186,9 @@ async fn requests_wait_in_bounds() {
         (StatusCode::OK, 2),
         (StatusCode::OK, 4),
         (StatusCode::OK, 6),
-        // It has waited for as long as it may.
+        // Its wait is over.
         (StatusCode::CONFLICT, 5),
-        // The line was full.
+        // The queue is full.
         (StatusCode::SERVICE_UNAVAILABLE, 0),
     ];
     assert_eq!(outcomes, expected);
@@ -210,14 +210,14 @@ impl Body for Stream {
 
 type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
 
-/// A service that answers at once, with bodies that are sent by what it leaves behind.
+/// A service that responds at once, and the senders of its response bodies.
 fn streaming(layer: &ByPath) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
     let senders = Arc::default();
     let service = layer.layer(service_fn(streams(&senders))).boxed_clone();
     (move || senders.lock().unwrap().pop(), service)
 }
 
-/// A handler that answers with streams, whose senders are kept.
+/// A handler that responds with streams and keeps their senders.
 fn streams(kept: &Arc<Mutex<Vec<Sender>>>) -> impl Fn(Request<Full<Bytes>>) -> Ready<Streamed> + Clone + Send + use<> {
     let kept = Arc::clone(kept);
     move |_| {
@@ -232,7 +232,7 @@ type StreamService =
     tower::util::BoxCloneService<Request<Full<Bytes>>, Response<tollgate::http::LockedBody<Stream>>, Infallible>;
 
 #[tokio::test(start_paused = true)]
-async fn the_lock_is_held_until_the_body_has_ended_however_it_does() {
+async fn lock_is_held_until_the_body_ends() {
     for end in ["ends", "fails", "is dropped"] {
         let (sender, service) = streaming(&by_path());
         let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
@@ -255,7 +255,7 @@ async fn the_lock_is_held_until_the_body_has_ended_however_it_does() {
         let status = service.clone().oneshot(post("/a")).await.unwrap().status();
         assert_eq!(status, StatusCode::OK, "after it {end}");
     }
-    // Or no longer than the handler runs.
+    // With `HandlerDone`, the lock is held only while the handler runs.
     let (_, service) = streaming(&by_path().release_at(ReleaseAt::HandlerDone));
     let _body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
@@ -271,7 +271,7 @@ impl Drop for OnDrop {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_whose_lease_is_lost_is_cancelled() {
+async fn lost_lease_cancels_the_handler() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let is_dropped = Arc::new(AtomicBool::new(false));
@@ -287,18 +287,18 @@ async fn a_handler_whose_lease_is_lost_is_cancelled() {
     let begun = Instant::now();
     let response = tokio::spawn(service.oneshot(post("/a")));
     sleep(Duration::from_secs(10)).await;
-    assert!(!response.is_finished(), "it is renewed");
+    assert!(!response.is_finished(), "the lease is renewed");
     faults.fail(Failure::Unavailable);
     let response = response.await.unwrap().unwrap();
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert!(!response.headers().contains_key("retry-after"), "it may have had effects");
+    assert!(!response.headers().contains_key("retry-after"), "the handler may have had effects");
     assert!(is_dropped.load(Ordering::SeqCst));
     assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
 }
 
-/// Unless it is only to be told, and goes on as it likes.
+/// With `OnLoss::Notify`, the handler is notified and continues.
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_is_told_of_a_loss_lives_on() {
+async fn notified_handler_survives_a_loss() {
     async fn stubborn(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
         let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
         let lost = lease.lost().await;
@@ -317,9 +317,9 @@ async fn a_handler_that_is_told_of_a_loss_lives_on() {
     }
 }
 
-/// A handler that is behind a layer has no other way to see that time is running out.
+/// A handler behind a layer has no other way to see that its lease is about to end.
 #[tokio::test(start_paused = true)]
-async fn a_handler_sees_how_its_lease_stands() {
+async fn handler_sees_the_state_of_its_lease() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |request: Request<Full<Bytes>>| {
@@ -342,11 +342,11 @@ async fn a_handler_sees_how_its_lease_stands() {
     let lease = response.extensions().get::<LeaseHandle>().unwrap().clone();
     assert_eq!(lease.state(), LeaseState::Held);
     drop(response);
-    assert_eq!(lease.state(), LeaseState::Lost, "it was given back");
+    assert_eq!(lease.state(), LeaseState::Lost, "the lease was released");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
+async fn body_fails_if_its_lease_is_lost() {
     let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)));
     let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
     let sender = sender().unwrap();
@@ -356,7 +356,7 @@ async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
     assert_eq!(error.downcast::<tollgate::lock::Lost>().unwrap().reason(), LossReason::MaxHold);
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
 
-    // Unless nobody wants to be cancelled.
+    // With `OnLoss::Notify`, the body continues.
     let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify));
     let mut body = service.oneshot(post("/a")).await.unwrap().into_body();
     let sender = sender().unwrap();
@@ -365,9 +365,9 @@ async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "more");
 }
 
-/// It was refused the lock for having it.
+/// Regression: the handler was refused the lost lock as if it still held it.
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
+async fn handler_can_take_a_lost_lock_again() {
     let locks = Locks::new(MemoryBackend::new(), "default").ttl(Duration::from_secs(1));
     let inner = locks.clone();
     let layer = LockLayer::with_locks(locks).max_hold(Duration::from_millis(20)).on_loss(OnLoss::Notify);
@@ -376,7 +376,7 @@ async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
         async move {
             assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
             view.lost().await;
-            // The store keeps it until it ends.
+            // The store keeps the lease until it expires.
             let lease = locks.lock("a").wait(Duration::from_secs(2)).await.unwrap();
             assert!(lease.fence() > view.fence());
             Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
@@ -386,7 +386,7 @@ async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
+async fn lease_handle_of_a_request_keeps_no_lock() {
     let views = Arc::new(Mutex::new(Vec::new()));
     let seen = Arc::clone(&views);
     let service = by_path().layer(service_fn(move |request: Request<Full<Bytes>>| {
@@ -408,7 +408,7 @@ async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
+async fn handler_that_takes_its_own_lock_gets_nested() {
     let locks = Locks::new(MemoryBackend::new(), "default");
     let inner = locks.clone();
     let service = LockLayer::with_locks(locks).key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(
@@ -416,7 +416,7 @@ async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
             let (locks, view) = (inner.clone(), request.extensions().get::<LeaseHandle>().unwrap().clone());
             async move {
                 assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
-                // How it is meant to be done.
+                // The intended way.
                 let lease = view.reenter().unwrap();
                 assert_eq!(lease.fence(), view.fence());
                 drop(locks.lock("b").await.unwrap());
@@ -428,7 +428,7 @@ async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_goes_away_takes_its_lock_along() {
+async fn disconnected_client_releases_its_lock() {
     let service = by_path().layer(service_fn(slow));
     let request = timeout(Duration::from_millis(500), service.clone().oneshot(post("/a")));
     assert!(request.await.is_err());
@@ -436,7 +436,7 @@ async fn a_client_that_goes_away_takes_its_lock_along() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_comes_to_its_end_with_its_lock() {
+async fn detached_handler_finishes_with_its_lock() {
     let finished = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&finished);
     let service = by_path().detached().layer(service_fn(move |request| {
@@ -455,7 +455,7 @@ async fn a_detached_handler_comes_to_its_end_with_its_lock() {
     let response = service.clone().oneshot(post("/a")).await.unwrap();
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "done");
     assert_eq!(finished.load(Ordering::SeqCst), 2);
-    // What needs no lock is cut off as ever, and so is who still waits for one.
+    // If the client disconnects, a request without a lock is cancelled, and so is a request that still waits for its lock.
     for layer in [by_path(), by_path().wait(Duration::from_secs(9))] {
         let finished = Arc::clone(&finished);
         let service = layer.detached().layer(service_fn(move |request| {
@@ -476,11 +476,11 @@ async fn a_detached_handler_comes_to_its_end_with_its_lock() {
     assert_eq!(finished.load(Ordering::SeqCst), 4);
 }
 
-/// A request that passed without its lock, as the store failed, was cut off where others come to their end.
+/// Regression: a request that passed without its lock after a store error was cancelled with its client.
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_comes_to_its_end_without_its_lock() {
+async fn detached_handler_finishes_without_its_lock() {
     let store = FaultStore::new(MemoryBackend::new());
-    // Of what is refused nothing is left to be undone, which a shutdown would wait for as well.
+    // A refused claim leaves nothing to release. Otherwise `shutdown` would wait for that as well.
     store.faults().fail(Failure::OutOfMemory);
     let layer = on(store).on_store_error(OnStoreError::Allow).detached();
     let finished = Arc::new(AtomicUsize::new(0));
@@ -497,12 +497,12 @@ async fn a_detached_handler_comes_to_its_end_without_its_lock() {
         assert!(timeout(Duration::from_millis(500), service.clone().oneshot(request)).await.is_err());
     }
     assert_eq!(finished.load(Ordering::SeqCst), 0);
-    // Whoever shuts down waits for it, as for any other.
+    // `shutdown` waits for this handler as for any other.
     layer.shutdown().await;
-    assert_eq!(finished.load(Ordering::SeqCst), 1, "what needs no lock is cut off as ever");
+    assert_eq!(finished.load(Ordering::SeqCst), 1, "the GET needs no lock and is cancelled");
 }
 
-/// It went on without its client all the same, with the lock of the layer outside, for as long as that layer would let it.
+/// Regression: the request continued without its client and kept the lock of the outer layer, for as long as that layer allowed.
 #[tokio::test(start_paused = true)]
 async fn request_without_lock_is_not_detached_with_another() {
     let locks = Locks::new(MemoryBackend::new(), "default");
@@ -529,15 +529,16 @@ async fn request_without_lock_is_not_detached_with_another() {
     assert!(timeout(second, within).await.is_err());
     assert!(is_dropped.swap(false, Ordering::SeqCst));
     drop(locks.try_lock("tenant").await.unwrap());
-    // One that has a lock goes on with that, and not without it.
+    // A request with a lock of its own continues detached, with that lock.
     assert!(timeout(second, outer.layer(inner).oneshot(post("/order"))).await.is_err());
     assert!(!is_dropped.load(Ordering::SeqCst));
     assert!(locks.try_lock("order").await.is_err_and(|error| error.is_busy()));
 }
 
-/// The story of two handlers of one tenant: its lock was given back with the request of a client that had gone, and the handler went on.
+/// Regression: after the client had disconnected, the tenant's lock was released with the request while the handler continued. So two
+/// handlers of one tenant could run at the same time.
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_keeps_the_locks_around_it() {
+async fn detached_handler_keeps_the_outer_locks() {
     let locks = Locks::new(MemoryBackend::new(), "default");
     let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
     let inner = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "order".to_owned()).detached();
@@ -556,9 +557,9 @@ async fn a_detached_handler_keeps_the_locks_around_it() {
     assert_eq!(begun.elapsed(), Duration::from_secs(2));
 }
 
-/// A client was told that its request was cancelled, and it was not.
+/// Regression: the response said that the request was cancelled, while its handler continued.
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_ends_with_the_locks_around_it() {
+async fn detached_handler_ends_with_the_outer_locks() {
     for (on_loss, is_there, is_done) in
         [(OnLoss::Cancel, true, false), (OnLoss::Cancel, false, false), (OnLoss::Notify, false, true)]
     {
@@ -588,7 +589,7 @@ async fn a_detached_handler_ends_with_the_locks_around_it() {
     }
 }
 
-/// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
+/// Regression: when the outer lock was lost, the setting of the inner layer cancelled the request, and the client got no response.
 #[tokio::test(start_paused = true)]
 async fn request_without_lock_survives_the_loss_of_another() {
     let locks = Locks::new(MemoryBackend::new(), "default");
@@ -596,12 +597,12 @@ async fn request_without_lock_survives_the_loss_of_another() {
     let inner = LockLayer::with_locks(locks).key(GlobalKey).detached();
     let service = outer.max_hold(Duration::from_millis(500)).layer(inner.layer(service_fn(slow)));
     let answer = timeout(Duration::from_secs(10), service.oneshot(request(Method::GET, "/a"))).await;
-    assert_eq!(answer.expect("it is answered").unwrap().status(), StatusCode::OK);
+    assert_eq!(answer.expect("the client gets a response").unwrap().status(), StatusCode::OK);
 }
 
-/// What goes on without its lock kept that of the layer outside, which lets nobody go on.
+/// Regression: a detached handler without its own lock kept the lock of the outer layer, which is not detached.
 #[tokio::test(start_paused = true)]
-async fn a_detached_handler_without_its_lock_keeps_no_other() {
+async fn detached_handler_without_lock_keeps_no_outer_lock() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default");
@@ -613,7 +614,7 @@ async fn a_detached_handler_without_its_lock_keeps_no_other() {
     let handler = inner.layer(service_fn(move |_: Request<Full<Bytes>>| {
         let (guard, again) = (OnDrop(Arc::clone(&flag)), again.clone());
         async move {
-            // Who is within a lock is told so, and does not wait for it.
+            // A caller inside the lock gets `Nested` at once.
             let refused = again.lock("tenant").wait(Duration::from_secs(9)).await;
             assert!(matches!(refused, Err(LockError::Nested(_))), "{refused:?}");
             pending::<()>().await;
@@ -671,12 +672,12 @@ async fn detached_handler_is_cancelled_by_a_loss() {
     }));
     let status = service.clone().oneshot(post("/a")).await.unwrap().status();
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
-    // It has a task of its own, and the lock until it is gone.
+    // The handler runs in a task of its own, which keeps the lock until it has ended.
     drop(locks.lock("/a").await.unwrap());
     assert!(is_dropped.swap(false, Ordering::SeqCst));
     assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/b"))).await.is_err());
     assert!(!is_dropped.load(Ordering::SeqCst));
-    // Also where nobody waits any more.
+    // Also if no client waits any more.
     locks.shutdown().await;
     assert!(is_dropped.load(Ordering::SeqCst));
 
@@ -689,7 +690,7 @@ async fn detached_handler_is_cancelled_by_a_loss() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_are_bounded_in_total() {
+async fn waiters_are_bounded_in_total() {
     let layer = by_path().wait(Duration::from_secs(9)).max_waiters_in_total(2).release_at(ReleaseAt::HandlerDone);
     let service = layer.layer(service_fn(slow));
     let _holders = ["/a", "/b", "/c"].map(|path| tokio::spawn(service.clone().oneshot(post(path))));
@@ -706,7 +707,7 @@ async fn those_who_wait_are_bounded_in_total() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+async fn circuit_breaker_limits_the_cost_of_a_hanging_store() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let layer = on(store).circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(1)));
@@ -724,14 +725,14 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
     assert_eq!(took, [100, 100, 100, 0, 0, 0]);
     faults.heal();
     assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
-    // What is held is given back all the same.
+    // Held leases are released anyway.
     drop(held);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(service.clone().oneshot(post("/held")).await.unwrap().status(), StatusCode::OK);
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
 }
 
-/// Ten requests at the same time, and what becomes of them.
+/// The statuses of ten simultaneous requests.
 async fn ten<S, B>(service: S, path: &'static str) -> Vec<u16>
 where
     S: Service<Request<Full<Bytes>>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
@@ -741,9 +742,10 @@ where
     requests.join_all().await.into_iter().map(|response| response.unwrap().status().as_u16()).collect()
 }
 
-/// Those behind the request that asked were told that somebody else had the lock, and not let through where the others were.
+/// Regression: requests behind the leader were told that the lock was held. With `OnStoreError::Allow` they were rejected, while the leader
+/// passed.
 #[tokio::test(start_paused = true)]
-async fn all_who_want_one_lock_are_told_of_a_store_that_hangs() {
+async fn all_waiters_get_the_error_of_a_hanging_store() {
     let breaker = CircuitBreaker::new().failures(3);
     for wait in [0, 50, 500].map(Duration::from_millis) {
         for (then, status) in [(OnStoreError::Deny, 503), (OnStoreError::Allow, 200)] {
@@ -752,7 +754,7 @@ async fn all_who_want_one_lock_are_told_of_a_store_that_hangs() {
             let layer = on(store).on_store_error(then).wait(wait).circuit_breaker(breaker);
             let service = layer.layer(service_fn(quick));
             faults.hang();
-            // Before the circuit opens, and when it is open and one of them is a probe.
+            // Before the circuit opens, and while it is open and one request is the probe.
             for round in 0..8 {
                 let statuses = ten(service.clone(), "/a").await;
                 assert_eq!(statuses, [status; 10], "round {round}, waiting for {wait:?}");
@@ -764,9 +766,9 @@ async fn all_who_want_one_lock_are_told_of_a_store_that_hangs() {
     }
 }
 
-/// Requests that were ready to wait for their lock waited for a store that nobody asked.
+/// Regression: requests with a wait waited although no request called the store.
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_while_the_circuit_is_open() {
+async fn no_request_waits_while_the_circuit_is_open() {
     let patient = |probe_interval| {
         let store = FaultStore::new(MemoryBackend::new());
         let breaker = CircuitBreaker::new().failures(2).probe_interval(probe_interval);
@@ -775,11 +777,11 @@ async fn nobody_waits_while_the_circuit_is_open() {
     };
     let (faults, layer) = patient(Duration::from_secs(60));
     let service = layer.layer(service_fn(quick));
-    // While it is closed a failure is no reason to go.
+    // While the circuit is closed, waiters stay after a failure.
     faults.delay(Duration::from_millis(5));
     faults.fail_next(1, Failure::Timeout);
     assert_eq!(ten(service.clone(), "/a").await, [200; 10]);
-    // When it opens, and from then on.
+    // When the circuit opens, and from then on, no request waits.
     faults.hang();
     let begun = Instant::now();
     assert_eq!(ten(service.clone(), "/a").await, [503; 10]);
@@ -787,7 +789,7 @@ async fn nobody_waits_while_the_circuit_is_open() {
     let begun = Instant::now();
     assert_eq!((ten(service.clone(), "/a").await, ten(service.clone(), "/b").await), (vec![503; 10], vec![503; 10]));
     assert_eq!(begun.elapsed(), Duration::ZERO);
-    // Nor behind the probe.
+    // No request waits behind the probe either.
     tokio::time::advance(Duration::from_secs(60)).await;
     let probe = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
@@ -796,7 +798,7 @@ async fn nobody_waits_while_the_circuit_is_open() {
     assert_eq!(begun.elapsed(), Duration::ZERO);
     assert_eq!(probe.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
 
-    // Those who are in line already do not become the probe one after the other.
+    // Waiters that are queued already do not become probes one after the other.
     let (faults, layer) = patient(Duration::from_millis(10));
     let service = layer.layer(service_fn(slow));
     let begun = Instant::now();
@@ -833,7 +835,7 @@ fn fenced(order: &str, fence: &str) -> Request<Full<Bytes>> {
 }
 
 #[tokio::test]
-async fn who_comes_with_too_small_a_fence_is_turned_away() {
+async fn too_small_fence_is_rejected() {
     let handler =
         service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
     let layer = FenceLayer::new(header("order"), lock_fence);
@@ -850,7 +852,7 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
         let told = format!("{:?}", request.headers());
         assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{told}");
     }
-    // All that the layer makes has one memory.
+    // All services of a layer share the recorded fences.
     let service = layer.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);
     for (request, code) in [(fenced("a", "8"), "10"), (fenced("a", ""), "3"), (post("/"), "3")] {
         let response = service.clone().oneshot(request).await.unwrap();
@@ -876,9 +878,9 @@ async fn fence_rejection_can_use_the_response_type() {
     }
 }
 
-/// Whoever forgot the fence was told of a key.
+/// Regression: a missing fence was reported as a missing key.
 #[tokio::test]
-async fn what_is_missing_is_said() {
+async fn missing_fence_differs_from_missing_key() {
     let layer =
         FenceLayer::new(|order: &(u64, _)| (order.0 > 0).then_some(order.0), |order: &(_, Option<u64>)| order.1);
     let service = layer.responder(ErrorResponder).layer(service_fn(async |order| Ok::<_, BoxError>(order)));
@@ -890,9 +892,9 @@ async fn what_is_missing_is_said() {
     assert!(service.oneshot((1, Some(7))).await.is_ok());
 }
 
-/// A service that was ready and is not called kept its place: with a limit of one at a time nobody else came in.
+/// Regression: a ready service that was not called kept its permit. With a concurrency limit of one, no other request could pass.
 #[tokio::test(start_paused = true)]
-async fn whoever_is_turned_away_by_its_fence_keeps_no_place() {
+async fn rejected_fence_keeps_no_concurrency_permit() {
     let write = service_fn(async |(_, fence): (u64, Option<u64>)| Ok::<_, BoxError>(fence));
     let limited = ConcurrencyLimitLayer::new(1).layer(write);
     let layer =
@@ -909,9 +911,10 @@ async fn whoever_is_turned_away_by_its_fence_keeps_no_place() {
     assert_eq!(service.into_inner().oneshot((1, None)).await.unwrap(), None);
 }
 
-/// A fence that no store grants kept all that came later out, and with more keys than are remembered those of all keys.
+/// Regression: a fence that no store grants blocked all later requests of its key. With more keys than `capacity`, it blocked the requests
+/// of all keys.
 #[tokio::test]
-async fn a_fence_that_no_store_grants_is_none() {
+async fn impossible_fence_is_rejected() {
     let handler =
         service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
     let service = FenceLayer::new(header("order"), lock_fence).capacity(2).layer(handler);
@@ -928,7 +931,7 @@ async fn a_fence_that_no_store_grants_is_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
+async fn store_error_rejects_requests_by_default() {
     for (then, status) in [(OnStoreError::Deny, StatusCode::SERVICE_UNAVAILABLE), (OnStoreError::Allow, StatusCode::OK)]
     {
         let store = FaultStore::new(MemoryBackend::new());
@@ -939,7 +942,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
             seen.fetch_add(usize::from(request.extensions().get::<LeaseHandle>().is_none()), Ordering::SeqCst);
             async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
         }));
-        // Another lock, whose store does not fail.
+        // Another lock, on a working store.
         let service = by_path().layer(service);
         for fault in [Failure::Unavailable, Failure::Timeout, Failure::OutOfMemory] {
             faults.fail(fault);
@@ -955,7 +958,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
         assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), status);
         assert_eq!(begun.elapsed(), Duration::from_millis(100));
         faults.heal();
-        // As soon as it is asked again.
+        // Requests get the lock again once the store is called again.
         sleep(Duration::from_millis(100)).await;
         assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
         assert_eq!(unprotected.load(Ordering::SeqCst), if then == OnStoreError::Deny { 0 } else { 4 });
@@ -963,7 +966,7 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn missing_key_rejects_passes_or_falls_back() {
+async fn each_missing_key_policy_is_applied() {
     let layer = LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Request<Full<Bytes>>| None::<String>);
     let cases = [
         (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
@@ -985,7 +988,7 @@ async fn missing_key_rejects_passes_or_falls_back() {
     assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
 }
 
-/// A handler that is not protected found the lease of another layer, believed that it is, and wrote with a fence that says nothing of it.
+/// Regression: an unprotected handler found the lease of another layer, took it for its own, and wrote with an unrelated fence.
 #[tokio::test(start_paused = true)]
 async fn request_passed_without_lock_sees_no_other_lease() {
     let by = |field: &'static str, store: &FaultStore<MemoryBackend>| {
@@ -1009,11 +1012,11 @@ async fn request_passed_without_lock_sees_no_other_lease() {
     let grpc = outer.layer(grpc).map_response(drop).boxed_clone();
 
     let (tenant, order) = (Some("tenant"), Some("order"));
-    // What is seen with the lock, with a method that changes nothing, without a key, and when the store fails.
+    // The lease that the handler sees with the lock, with a safe method, without a key, and after a store error.
     for (service, expected) in [
         (http, [order, None, None, None]),
         (grpc, [order, order, None, None]),
-        // Leaves extensions alone.
+        // This responder leaves extensions alone.
         (silent, [tenant, tenant, tenant, tenant]),
     ] {
         let cases = [(Method::POST, "order"), (Method::GET, "order"), (Method::POST, "other"), (Method::POST, "order")];
@@ -1030,7 +1033,7 @@ async fn request_passed_without_lock_sees_no_other_lease() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_without_http_fails_with_an_error_to_downcast() {
+async fn service_without_http_returns_typed_errors() {
     let layer = LockLayer::new(MemoryBackend::new(), "requests")
         .key(|job: &u32| (*job > 0).then_some(*job))
         .responder(ErrorResponder);
@@ -1048,14 +1051,14 @@ async fn a_service_without_http_fails_with_an_error_to_downcast() {
 }
 
 #[tokio::test]
-async fn a_layer_may_demand_more_than_this_process() {
+async fn layer_can_require_a_scope() {
     let error = by_path().require(Reach::Redis).unwrap_err();
     assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
     assert!(by_path().require(Reach::Process).is_ok());
 }
 
 #[tokio::test]
-async fn locks_without_a_layer_may_demand_that_as_well() {
+async fn locks_can_require_a_scope() {
     let too_small = ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process };
     for (scope, expected) in [(Reach::Process, Ok(())), (Reach::Redis, Err(too_small))] {
         assert_eq!(Locks::new(MemoryBackend::new(), "default").require(scope).map(drop), expected);
@@ -1064,7 +1067,7 @@ async fn locks_without_a_layer_may_demand_that_as_well() {
     }
 }
 
-/// Counts how often it was asked to be ready, and is only called by who asked.
+/// A service that panics if it is called without having been ready. A clone is not ready.
 #[derive(Debug)]
 struct Strict(bool);
 
@@ -1091,7 +1094,7 @@ impl Service<Request<Full<Bytes>>> for Strict {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+async fn ready_instance_is_called() {
     let mut service = by_path().layer(Strict(false));
     for request in [post("/a"), request(Method::GET, "/a"), post("/a")] {
         let response = service.ready().await.unwrap().call(request).await.unwrap();
@@ -1099,9 +1102,9 @@ async fn the_instance_that_was_ready_is_the_one_that_is_called() {
     }
 }
 
-/// A real server, and a client that hangs up in the middle of the answer.
+/// A real server, and a client that disconnects in the middle of the response.
 #[tokio::test]
-async fn a_connection_that_is_cut_gives_the_lock_back() {
+async fn cut_connection_releases_the_lock() {
     let (frames, receiver) = mpsc::unbounded_channel::<Result<Bytes, BoxError>>();
     let receiver = Arc::new(Mutex::new(Some(receiver)));
     let handler = move || {
@@ -1149,7 +1152,7 @@ async fn a_connection_that_is_cut_gives_the_lock_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn grpc_has_codes_for_it() {
+async fn grpc_rejections_have_status_codes() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let layer = on(store).responder(tollgate::grpc::GrpcResponder::new()).max_hold(Duration::from_secs(2));
@@ -1166,10 +1169,10 @@ async fn grpc_has_codes_for_it() {
     let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
     let response = service.oneshot(post("/b")).await.unwrap();
     assert_eq!(response.headers()["grpc-status"], "10");
-    // It may have had effects, and clients with a retry policy would send it again.
+    // The request may have had effects, and clients with a retry policy would send it again.
     assert_eq!(response.headers()["grpc-retry-pushback-ms"], "-1");
 
-    // Also for a loss when the answer has begun.
+    // Also if the lease is lost after the response has begun.
     let senders = Arc::default();
     let service = layer.layer(service_fn(streams(&senders)));
     let mut body = service.oneshot(post("/c")).await.unwrap().into_body();
@@ -1183,7 +1186,7 @@ async fn grpc_has_codes_for_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn grpc_and_http_have_codes_for_what_is_not_busy() {
+async fn other_rejections_have_grpc_and_http_codes() {
     let grpc = |layer: ByPath| layer.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
     let service = grpc(by_path().wait(Duration::from_secs(9)).max_waiters(0));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
@@ -1193,8 +1196,8 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
     assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
     drop(first.await.unwrap().unwrap());
 
-    let nobody = LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Request<Full<Bytes>>| None::<String>);
-    let service = nobody.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
+    let keyless = LockLayer::new(MemoryBackend::new(), "requests").key(|_: &Request<Full<Bytes>>| None::<String>);
+    let service = keyless.responder(tollgate::grpc::GrpcResponder::new()).layer(service_fn(slow));
     assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "3");
 
     let careful = Locks::new(MemoryBackend::new(), "default").replication(Replication::Require(1)).wait(Duration::ZERO);
@@ -1214,13 +1217,13 @@ async fn grpc_and_http_have_codes_for_what_is_not_busy() {
     }
 }
 
-/// A handler may come to its end sooner for a request that waits, and is told of it if that is wanted.
+/// With `request_release`, a waiting request asks the handler to finish sooner.
 #[tokio::test(start_paused = true)]
-async fn a_handler_is_asked_by_the_request_that_waits() {
+async fn waiting_request_asks_the_handler() {
     async fn patient(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
         let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
         let is_asked = timeout(Duration::from_secs(5), lease.asked()).await.is_ok();
-        Ok(Response::new(if is_asked { "asked" } else { "in peace" }.into()))
+        Ok(Response::new(if is_asked { "asked" } else { "not asked" }.into()))
     }
     for asks in [false, true] {
         let layer = by_path().wait(Duration::from_secs(60));
@@ -1231,13 +1234,13 @@ async fn a_handler_is_asked_by_the_request_that_waits() {
         for request in requests {
             ends.push(request.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes());
         }
-        assert_eq!(ends, [if asks { "asked" } else { "in peace" }, "in peace"]);
+        assert_eq!(ends, [if asks { "asked" } else { "not asked" }, "not asked"]);
     }
 }
 
-/// Who wanted more of the locks of a layer than it could be told had to make them, and got others' waits and bounds with that.
+/// Regression: settings that the layer lacked required separate `Locks`, which brought their own wait and bounds.
 #[tokio::test(start_paused = true)]
-async fn a_layer_that_names_its_holders_turns_the_next_away_at_once() {
+async fn layer_with_a_holder_name_rejects_at_once() {
     let backend = MemoryBackend::new();
     let service = on(backend.clone()).holder("billing").layer(service_fn(slow));
     let first = tokio::spawn(service.clone().oneshot(post("/a")));
@@ -1250,9 +1253,9 @@ async fn a_layer_that_names_its_holders_turns_the_next_away_at_once() {
     assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
 }
 
-/// Two layers are as two processes.
+/// Two layers are like two processes.
 #[tokio::test(start_paused = true)]
-async fn a_layer_may_be_fair() {
+async fn layer_can_be_fair() {
     for is_fair in [false, true] {
         let backend = MemoryBackend::new();
         let layer = || if is_fair { on(backend.clone()).fair() } else { on(backend.clone()) };
@@ -1261,7 +1264,7 @@ async fn a_layer_may_be_fair() {
         let waits = tokio::spawn(waits.oneshot(post("/a")));
         sleep(Duration::from_millis(10)).await;
         first.release().await.unwrap();
-        // Who waits is told of that, and has not asked again yet.
+        // The waiter is notified of the release, and has not called the store again yet.
         let passes = layer().layer(service_fn(quick)).oneshot(post("/a")).await.unwrap().status();
         assert_eq!(passes, if is_fair { StatusCode::CONFLICT } else { StatusCode::OK });
         assert_eq!(waits.await.unwrap().unwrap().status(), StatusCode::OK);
@@ -1269,13 +1272,13 @@ async fn a_layer_may_be_fair() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_may_need_replicas() {
-    // Of which the memory backend has none.
+async fn layer_can_require_replicas() {
+    // The memory backend has no replicas.
     let service = by_path().replication(Replication::Require(1)).layer(service_fn(quick));
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
 }
 
-/// How many requests are at work at the moment, and the most that ever were.
+/// The number of running requests, and its maximum.
 #[derive(Clone, Default)]
 struct AtWork(Arc<(AtomicUsize, AtomicUsize)>);
 
@@ -1293,7 +1296,7 @@ impl AtWork {
     }
 }
 
-/// A 101 has no body that could keep the lock for as long as the connection lasts.
+/// A 101 response has no body that could keep the lock while the connection lasts.
 #[tokio::test]
 async fn upgraded_connection_keeps_its_lock() {
     use axum::response::IntoResponse;
@@ -1329,14 +1332,14 @@ async fn upgraded_connection_keeps_its_lock() {
         drop((first, second));
         let begun = std::time::Instant::now();
         while open().await.0 != "HTTP/1.1 101" {
-            assert!(begun.elapsed() < Duration::from_secs(10), "the permit is not given back");
+            assert!(begun.elapsed() < Duration::from_secs(10), "the permit is not released");
             sleep(Duration::from_millis(10)).await;
         }
         server.abort();
     }
 }
 
-/// The status of a request whose answer is read to its end, and when that was.
+/// The status of a request, and the time until its response was read to the end.
 async fn outcome(
     service: impl Service<Request<Full<Bytes>>, Response = Response<impl Body>, Error = Infallible>,
     request: Request<Full<Bytes>>,
@@ -1349,7 +1352,7 @@ async fn outcome(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_semaphore_lets_so_many_through() {
+async fn semaphore_bounds_running_requests() {
     for is_fair in [false, true] {
         let at_work = AtWork::default();
         let inner = at_work.clone();
@@ -1370,14 +1373,14 @@ async fn a_semaphore_lets_so_many_through() {
         }
         let two_seconds = (200, 2_000);
         assert_eq!(outcomes[..4], [(200, 1_000), (200, 1_000), two_seconds, two_seconds]);
-        assert_eq!(outcomes[4], (429, 1_500), "it has waited for as long as it may");
-        assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a request that changes nothing");
+        assert_eq!(outcomes[4], (429, 1_500), "its wait is over");
+        assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a safe method");
         assert_eq!(at_work.most(), 4);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_has_a_permit_may_ask_for_another() {
+async fn handler_with_a_permit_can_take_another() {
     let permits = Semaphore::new(MemoryBackend::new(), "semaphores", 2).wait(Duration::ZERO);
     let inner = permits.clone();
     let service = LockLayer::with_semaphore(permits).key(|_: &Request<Full<Bytes>>| "a").detached().layer(service_fn(
@@ -1419,7 +1422,7 @@ async fn readers_pass_together_and_a_writer_alone() {
     tokio::task::yield_now().await;
     assert_eq!(outcome(service.clone(), request(Method::GET, "/a")).await.0, StatusCode::CONFLICT);
     assert_eq!(writer.await.unwrap().0, StatusCode::OK);
-    // Unless readers are told to write. Said to be as it is by default, it stays so.
+    // With `lock_safe_methods(true)`, readers take the lock as writers. An explicit `false` is the default.
     let whatever = layer.clone().lock_safe_methods(true).lock_safe_methods(false);
     for (layer, status) in
         [(layer.clone().lock_safe_methods(false), 200), (whatever, 200), (layer.clone().lock_safe_methods(true), 409)]
@@ -1433,7 +1436,7 @@ async fn readers_pass_together_and_a_writer_alone() {
     }
 }
 
-/// Clients that hung up left any number of handlers at work.
+/// Regression: clients that disconnected left an unlimited number of handlers running.
 #[tokio::test(start_paused = true)]
 async fn detached_handlers_are_bounded() {
     let layer = by_path().detached().max_running(3);
@@ -1448,17 +1451,17 @@ async fn detached_handlers_are_bounded() {
     for _ in 0..100 {
         assert_eq!(status("/d").await, (StatusCode::SERVICE_UNAVAILABLE, true));
     }
-    // The layer counts for all of its services, and other layers for theirs.
+    // All services of a layer share its bound. Other layers have their own.
     let again = layer.clone().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
     assert_eq!(again.status(), StatusCode::SERVICE_UNAVAILABLE);
     let other = by_path().detached().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
     assert_eq!(other.status(), StatusCode::OK);
-    // What needs no lock is let through.
+    // A request that needs no lock passes.
     let get = Request::get("/d").body(Full::default()).unwrap();
     assert_eq!(service.clone().oneshot(get).await.unwrap().status(), StatusCode::OK);
     sleep(Duration::from_secs(2)).await;
     assert_eq!(status("/d").await.0, StatusCode::OK);
-    // One that is refused its lock, or gives up waiting for it, gives its place back.
+    // A request that is refused its lock, or gives up waiting for it, frees its slot.
     let held = timeout(Duration::from_millis(10), service.clone().oneshot(post("/a"))).await;
     assert!(held.is_err());
     for _ in 0..10 {
@@ -1468,7 +1471,7 @@ async fn detached_handlers_are_bounded() {
     layer.shutdown().await;
 }
 
-/// Without HTTP the error says so; requests that pass without a lock count as well.
+/// Without HTTP, the error is `Full`. Requests that pass without a lock count as well.
 #[tokio::test(start_paused = true)]
 async fn detached_handlers_without_a_lock_are_bounded() {
     let store = FaultStore::new(MemoryBackend::new());

@@ -1,4 +1,4 @@
-//! Locks by the majority of three servers: the contract, as far as it holds there, and servers that are killed, stopped and started again.
+//! Locks by the majority of three servers: the contract, as far as it applies, and servers that are killed, stopped and restarted.
 
 use crate::support;
 
@@ -23,7 +23,7 @@ use tollgate::{ConfigError, GlobalKey, Lease, LockError, LockLayer, Locks, Memor
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// The claims that hold by the majority: what there is no line for is left out, and that somebody wins each race.
+/// The contract tests that hold for a majority. Tests of queues are left out, and the test that each race has a winner.
 macro_rules! claims {
     (@each $attributes:tt $store:tt $($name:ident)*) => {
         $(claims! { @test $attributes $store $name })*
@@ -106,12 +106,12 @@ async fn locks(servers: &[RedisServer]) -> Locks {
     Locks::new(connect(servers).await, "default").deadline(Duration::from_millis(500))
 }
 
-/// A lease that all servers have granted: one that was granted by two only depends on both of them.
+/// A lease from all servers. A lease from only two servers depends on both of them.
 async fn lease_of_all(locks: &Locks, servers: &[RedisServer]) -> Lease {
     let begun = Instant::now();
     loop {
         let lease = locks.lock("a").await.unwrap();
-        // The token of whoever holds it, at the end of the value.
+        // The holder's token is at the end of the value.
         let token = |server: &RedisServer| {
             let value: Vec<u8> = server.query("GET tollgate:2:{lock:default:a}:lease");
             value.get(8 + 18..).map(<[u8]>::to_vec)
@@ -120,13 +120,13 @@ async fn lease_of_all(locks: &Locks, servers: &[RedisServer]) -> Lease {
         if tokens.iter().all(|token| token.is_some() && *token == tokens[0]) {
             return lease;
         }
-        assert!(begun.elapsed() < LONG, "some servers are left out");
+        assert!(begun.elapsed() < LONG, "some servers never grant the lease");
         lease.release().await.unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_go_on_while_a_minority_is_killed_or_stopped() {
+async fn locks_work_while_a_minority_is_killed_or_stopped() {
     let mut servers = [(); 3].map(|()| RedisServer::start_with(DURABLE));
     let ttl = Duration::from_secs(2);
     let (here, there) = (locks(&servers).await.ttl(ttl), locks(&servers).await.ttl(ttl));
@@ -173,13 +173,13 @@ async fn without_a_majority_leases_end_and_none_is_granted() {
     let stopped = Instant::now();
     assert!(matches!(locks.lock("b").await, Err(LockError::Store(_))));
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
-    // A renewal that counted without a majority would have been a third of the lease after the last one that had it.
+    // Renewals come every third of the lease. A renewal that counted without a majority would extend the lease beyond this bound.
     assert!(stopped.elapsed() < ttl * 5 / 4, "{:?}", stopped.elapsed());
     assert_eq!(lease.state(), LeaseState::Lost);
     block_in_place(|| servers[0].restart());
     servers[1].resume();
     let begun = Instant::now();
-    // What was granted by the one that was left is in nobody's way.
+    // The grant of the remaining server blocks no client.
     for key in ["a", "b"] {
         drop(locks.lock(key).wait(LONG).await.unwrap());
     }
@@ -187,7 +187,7 @@ async fn without_a_majority_leases_end_and_none_is_granted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_is_refused_leaves_nothing_behind_where_it_was_granted() {
+async fn refused_claim_is_released_where_it_was_granted() {
     let backends = [(); 5].map(|()| MemoryBackend::new());
     let stores = Redlock::new(backends.clone().map(FaultStore::new)).unwrap();
     let lock = LockKey::new("default", "a");
@@ -196,10 +196,10 @@ async fn who_is_refused_leaves_nothing_behind_where_it_was_granted() {
         assert!(matches!(backend.acquire(&lock, &claim(ttl_ms)).await.unwrap(), Acquired::Granted { .. }));
     }
     let answer = stores.acquire(&lock, &claim(1_000)).await.unwrap();
-    // Three of five are free when the first of those that hold it has ended.
+    // Three of five stores are free once the first of the three leases has ended.
     assert_eq!(answer, Acquired::Busy { remaining: Duration::from_secs(30) });
     assert_eq!([1, 1, 1, 0, 0], [0, 1, 2, 3, 4].map(|i: usize| backends[i].locks()));
-    // Nobody has it, and two are too few: soon, but not at once.
+    // No client has a majority, and two free stores are too few. The caller may retry soon, but not at once.
     tokio::time::advance(Duration::from_secs(35)).await;
     let more = claim(60_000);
     backends[3].acquire(&lock, &more).await.unwrap();
@@ -209,7 +209,7 @@ async fn who_is_refused_leaves_nothing_behind_where_it_was_granted() {
     assert!(matches!(stores.acquire(&lock, &claim(1_000)).await.unwrap(), Acquired::Granted { .. }));
 }
 
-/// A store, and which tokens were given back to it.
+/// A store that records the tokens that were released.
 #[derive(Clone, Default)]
 struct Recorder {
     inner: MemoryBackend,
@@ -221,7 +221,10 @@ impl LockStore for Recorder {
     delegate_lock!(inner: acquire_all, renew, watch);
 
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        assert!(!self.given_back.lock().unwrap().contains(&claim.token), "it may be given back once more, and late");
+        assert!(
+            !self.given_back.lock().unwrap().contains(&claim.token),
+            "a late release of this token may still arrive"
+        );
         self.attempts.fetch_add(1, Ordering::Relaxed);
         self.inner.acquire(lock, claim).await
     }
@@ -231,16 +234,16 @@ impl LockStore for Recorder {
         LockStore::release(&self.inner, lock, token).await
     }
 
-    /// As far as anybody knows.
+    /// Passes for a remote store.
     fn scope(&self) -> Reach {
         Reach::Redis
     }
 }
 
-/// A server that was stopped carried out a release after the token had been granted the lock by the next attempt: the holder believed in
-/// a lease that two of three no longer had.
+/// Regression: a stopped server executed a release late, after the next attempt had got the lock with the same token. The holder relied on
+/// a lease that two of three servers no longer had.
 #[tokio::test(start_paused = true)]
-async fn a_token_that_was_given_back_is_not_asked_with_again() {
+async fn released_token_is_not_used_again() {
     let stores = [(); 3].map(|()| Recorder::default());
     let locks = Locks::new(Redlock::new(stores.clone()).unwrap(), "default");
     let other = Claim::new(Token::random().unwrap(), Duration::from_millis(500));
@@ -255,7 +258,7 @@ async fn a_token_that_was_given_back_is_not_asked_with_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn stores_that_fail_are_told_from_locks_that_are_held() {
+async fn store_errors_differ_from_busy_locks() {
     let backends = [(); 3].map(|()| FaultStore::new(MemoryBackend::new()));
     let faults = backends.clone().map(|backend| backend.faults());
     let locks = Locks::new(Redlock::new(backends).unwrap(), "default").wait(Duration::ZERO);
@@ -269,17 +272,17 @@ async fn stores_that_fail_are_told_from_locks_that_are_held() {
     faults[2].hang();
     let begun = tokio::time::Instant::now();
     drop(locks.lock("c").await.unwrap());
-    assert!(begun.elapsed() < Duration::from_millis(50), "one that hangs is not waited for");
+    assert!(begun.elapsed() < Duration::from_millis(50), "the call waits for the hanging store");
     faults[2].heal();
     for locks in [locks, other] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
 }
 
-/// What was granted in vain was given back key by key, and a store that was silent was waited for as often: all of the deadline went
-/// by, and the lock that somebody else held was a store that failed.
+/// Regression: grants without a majority were released key by key, each time with a wait for the silent store. The deadline passed, and a
+/// lock of another client was reported as a store error.
 #[tokio::test(start_paused = true)]
-async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
+async fn lock_all_is_busy_while_one_store_hangs() {
     let backends = [(); 3].map(|()| MemoryBackend::new());
     let stores = backends.clone().map(FaultStore::new);
     stores[2].faults().hang();
@@ -301,7 +304,7 @@ async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
     drop(locks.lock_all(0..12_u64).await.unwrap());
 }
 
-/// A store as it would be on another machine.
+/// A store that passes for one on another machine.
 struct Remote(FaultStore<MemoryBackend>);
 
 impl LockStore for Remote {
@@ -312,15 +315,15 @@ impl LockStore for Remote {
     }
 }
 
-/// A store that failed for a moment was counted among those that say no.
+/// Regression: a store that failed for a moment was counted as a refusal.
 #[tokio::test(start_paused = true)]
-async fn a_renewal_that_hangs_on_a_store_that_fails_is_tried_again() {
+async fn undecided_renewal_is_retried() {
     let ttl = Duration::from_secs(3);
     let stores = [(); 3].map(|()| FaultStore::new(MemoryBackend::new()));
     let [_, second, third] = stores.each_ref().map(FaultStore::faults);
     let locks = Locks::new(Redlock::new(stores.map(Remote)).unwrap(), "default").ttl(ttl);
     for is_back_in_time in [true, false] {
-        // Two leases that are due together, one of which the third store knows nothing of.
+        // Two leases that are due together. The third store does not have one of them.
         let known = locks.lock("known").await.unwrap();
         third.fail(Failure::Unavailable);
         let unknown = locks.lock("unknown").await.unwrap();
@@ -335,7 +338,7 @@ async fn a_renewal_that_hangs_on_a_store_that_fails_is_tried_again() {
         } else {
             assert_eq!(timeout(ttl, unknown.lost()).await.unwrap().reason(), LossReason::Expired);
         }
-        // It is not lost with the other one.
+        // The known lease is not lost with the other one.
         sleep(ttl).await;
         assert_eq!((known.state(), unknown.check().is_ok()), (LeaseState::Held, is_back_in_time));
         second.heal();
@@ -344,7 +347,7 @@ async fn a_renewal_that_hangs_on_a_store_that_fails_is_tried_again() {
     }
 }
 
-/// A store that takes its time to hear of a release, and does not hear of one that is given up before.
+/// A store that executes each release after a delay, unless its caller gives up before.
 #[derive(Clone)]
 struct Slow {
     inner: MemoryBackend,
@@ -369,7 +372,8 @@ fn slow<const N: usize>(takes_ms: [u64; N]) -> [Slow; N] {
     takes_ms.map(|ms| Slow { inner: MemoryBackend::new(), takes: Duration::from_millis(ms), in_use: Arc::default() })
 }
 
-/// Two had given it back, and the third was given up 10 ms later: it kept the lease for all of its time.
+/// Regression: once two stores had the release, the call to the third was dropped 10 ms later. That store kept the lease for its whole
+/// time.
 #[tokio::test(start_paused = true)]
 async fn slow_store_receives_the_release_too() {
     let stores = slow([0, 0, 100]);
@@ -377,11 +381,11 @@ async fn slow_store_receives_the_release_too() {
     for _ in 0..3 {
         let begun = tokio::time::Instant::now();
         assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
-        assert!(begun.elapsed() < Duration::from_millis(50), "it is not waited for");
+        assert!(begun.elapsed() < Duration::from_millis(50), "the release waits for the slow store");
     }
     sleep(Duration::from_millis(200)).await;
     assert_eq!(stores[2].inner.locks(), 0);
-    // What was granted in vain.
+    // The same for a grant without a majority.
     let other = Claim::new(Token::random().unwrap(), LONG);
     for store in &stores[..2] {
         store.inner.acquire(&LockKey::new("default", "a"), &other).await.unwrap();
@@ -413,20 +417,20 @@ async fn background_releases_end_in_time_and_with_their_store() {
     assert_eq!(in_use(), 1);
 }
 
-/// Of those who give something back at the same time most were not heard by a server further away.
+/// Regression: if many leases were released at the same time, a more distant server missed most of the releases.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
+async fn distant_server_receives_all_releases() {
     let servers = [(); 3].map(|()| RedisServer::start());
     let far = Proxy::start(servers[2].port());
     let mut backends = Vec::new();
     for url in [servers[0].url(), servers[1].url(), far.url()] {
         backends.push(RedisBackend::connect(url).await.unwrap());
     }
-    // For longer than the others take on a busy machine.
+    // Longer than the other servers take on a busy machine.
     far.to_server(Traffic::Delay(Duration::from_millis(75)));
     far.to_client(Traffic::Delay(Duration::from_millis(75)));
     let locks = Locks::new(Redlock::new(backends).unwrap(), "default").deadline(Duration::from_secs(5));
-    // At first there are neither connections for releases nor scripts, so that what is asked may come late.
+    // In the first round, connections for releases and scripts are missing, so calls may arrive late.
     for ttl in [Duration::from_secs(1), LONG] {
         let mut tasks = JoinSet::new();
         for key in 0..200_u32 {
@@ -446,7 +450,7 @@ async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
 }
 
 #[tokio::test]
-async fn what_the_majority_cannot_decide_is_refused_by_name() {
+async fn unsupported_quorum_configuration_is_refused() {
     let few = Redlock::new([(); 2].map(|()| MemoryBackend::new())).unwrap_err();
     assert_eq!(few, ConfigError::TooFewStores { stores: 2, min: 3 });
     let process = Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap();
@@ -471,9 +475,9 @@ async fn what_the_majority_cannot_decide_is_refused_by_name() {
     drop(Semaphore::new(stores, "semaphores", 1).acquire("a").await.unwrap());
 }
 
-/// Several clients while one server after the other is stopped, killed, and started again with what it had on disk.
+/// Several clients, while one server after the other is stopped, killed, and restarted with its data from disk.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_two_ever_believe_to_have_the_same_lock() {
+async fn no_two_clients_hold_the_same_lock() {
     let mut servers = [(); 3].map(|()| RedisServer::start_with(DURABLE));
     let history = History::default();
     let stop = Arc::new(AtomicBool::new(false));
@@ -507,13 +511,13 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
         }
     }
     stop.store(true, Ordering::Relaxed);
-    timeout(LONG, tasks.join_all()).await.expect("everybody gets through");
+    timeout(LONG, tasks.join_all()).await.expect("all clients finish");
     history.check();
     assert!(history.len() > 100, "only {} stays", history.len());
     println!("{} stays", history.len());
 }
 
-/// One server that has forgotten a lease, and one that is slow to answer, are no majority.
+/// A server that lost the lease and a server that is slow to reply are no majority.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_a_majority_that_forgets_loses_a_lease() {
     let servers = [(); 3].map(|()| RedisServer::start());
@@ -533,16 +537,16 @@ async fn only_a_majority_that_forgets_loses_a_lease() {
     assert!(!matches!(released, Ok(ReleaseOutcome::Lost)), "{released:?}");
 }
 
-/// The number that was given out last was that of the clocks alone.
+/// Regression: the next fence came from the clocks alone and ignored the last granted fence.
 #[tokio::test]
-async fn fences_of_a_quorum_rise_although_all_stores_forget() {
+async fn quorum_fences_rise_although_all_stores_forget() {
     let stores = [(); 3].map(|()| MemoryBackend::new());
     let redlock = Redlock::new(stores).unwrap();
     let lock = LockKey::new("default", "a");
     let claim = || Claim::new(Token::random().unwrap(), Duration::from_secs(1));
     let mut first = claim();
     first.floor = 1 << 52;
-    let Acquired::Granted { fence } = redlock.acquire(&lock, &first).await.unwrap() else { panic!("it is free") };
+    let Acquired::Granted { fence } = redlock.acquire(&lock, &first).await.unwrap() else { panic!("the lock is free") };
     let other = LockKey::new("default", "b");
     let answer = redlock.clone().acquire(&other, &claim()).await.unwrap();
     assert!(fence > 1 << 52 && matches!(answer, Acquired::Granted { fence: next } if next > fence), "{answer:?}");

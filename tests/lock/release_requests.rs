@@ -1,4 +1,4 @@
-//! Whoever waits for a lock may ask for it, and its holder is told: in one process, over memory, one Redis, a cluster and Redlock.
+//! Release requests: a waiter asks, and the holder is notified. In one process, on memory, one Redis server, a cluster and Redlock.
 
 use crate::support;
 
@@ -13,42 +13,42 @@ use tokio::time::timeout;
 use tollgate::lock::{LockStore, Redlock, RwLocks, Semaphore};
 use tollgate::{Locks, MemoryBackend};
 
-/// Every wait that must end ends in this time.
+/// The timeout of every wait that must end.
 const LONG: Duration = Duration::from_secs(20);
-/// In which nothing is to happen that must not.
+/// How long to check that a notification or grant does not arrive.
 const A_WHILE: Duration = Duration::from_millis(1_500);
 
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
     Locks::new(store.clone(), "default").deadline(LONG).wait(LONG)
 }
 
-/// The holder is told whether those who ask are in its process or in another one, and whether it listens before they ask or after.
+/// The holder is notified if the waiter is in its process or in another one, and if it listens before the waiter asks or after.
 async fn a_holder_is_asked<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).request_release(), locks(&store).request_release());
     for (turn, others) in [&here, &there, &here, &there].into_iter().enumerate() {
         let lease = here.lock("a").await.unwrap();
         let listens_first = turn < 2;
         if listens_first {
-            assert!(timeout(A_WHILE / 10, lease.asked()).await.is_err(), "nobody has asked");
+            assert!(timeout(A_WHILE / 10, lease.asked()).await.is_err(), "no waiter has asked");
         }
         let waiter = tokio::spawn(others.lock("a").into_future());
         if !listens_first {
             tokio::time::sleep(A_WHILE / 10).await;
         }
-        timeout(LONG, lease.asked()).await.expect("it is asked");
-        timeout(LONG, lease.view().asked()).await.expect("and remembers that");
-        assert!(!waiter.is_finished() && lease.check().is_ok(), "nothing is taken away");
+        timeout(LONG, lease.asked()).await.expect("the holder is asked");
+        timeout(LONG, lease.view().asked()).await.expect("the lease remembers the request");
+        assert!(!waiter.is_finished() && lease.check().is_ok(), "the lease stays held");
         let fence = lease.fence();
         lease.release().await.unwrap();
         let next = timeout(LONG, waiter).await.unwrap().unwrap().unwrap();
         assert!(next.fence() > fence);
-        assert!(timeout(A_WHILE / 10, next.asked()).await.is_err(), "it was not this one that was asked");
+        assert!(timeout(A_WHILE / 10, next.asked()).await.is_err(), "the request was for the previous lease");
         next.release().await.unwrap();
     }
 }
 
-/// Those who have not been told to ask wait in silence.
-async fn who_does_not_ask_waits_in_silence<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+/// Waiters without `request_release` send no request.
+async fn waiter_without_request_release_is_silent<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let lease = here.lock("a").await.unwrap();
     let waiters = [&here, &there].map(|locks| {
@@ -62,9 +62,9 @@ async fn who_does_not_ask_waits_in_silence<S: LockStore + Clone + Send + Sync + 
     }
 }
 
-/// The first of those who wait in a process asks, also after the lock went from hand to hand.
+/// The first waiter of a process asks, also after a handoff.
 #[tokio::test(start_paused = true)]
-async fn each_holder_is_asked_for_itself() {
+async fn each_holder_is_asked_separately() {
     let backend = MemoryBackend::new();
     let silent = Locks::new(backend, "default").wait(LONG);
     let asking = silent.clone().request_release();
@@ -72,18 +72,18 @@ async fn each_holder_is_asked_for_itself() {
     let second = tokio::spawn(silent.lock("a").into_future());
     tokio::task::yield_now().await;
     let third = tokio::spawn(asking.lock("a").into_future());
-    assert!(timeout(A_WHILE, first.asked()).await.is_err(), "who is first does not ask");
+    assert!(timeout(A_WHILE, first.asked()).await.is_err(), "the first waiter does not ask");
     first.release().await.unwrap();
     let second = second.await.unwrap().unwrap();
-    timeout(A_WHILE, second.asked()).await.expect("who is first asks");
+    timeout(A_WHILE, second.asked()).await.expect("the first waiter asks");
     second.release().await.unwrap();
     let third = third.await.unwrap().unwrap();
-    assert!(timeout(A_WHILE, third.asked()).await.is_err(), "nobody is left");
+    assert!(timeout(A_WHILE, third.asked()).await.is_err(), "no waiter is left");
 }
 
-/// Who came to be first since the one in front gave up never asked.
+/// Regression: a waiter that became the first because the one before it gave up never asked.
 #[tokio::test(start_paused = true)]
-async fn who_is_first_since_others_gave_up_asks() {
+async fn waiter_asks_once_it_becomes_the_first() {
     let silent = Locks::new(MemoryBackend::new(), "default").wait(LONG);
     let asking = silent.clone().request_release();
     let lease = silent.lock("a").await.unwrap();
@@ -91,48 +91,48 @@ async fn who_is_first_since_others_gave_up_asks() {
     tokio::task::yield_now().await;
     let third = tokio::spawn(asking.lock("a").into_future());
     let last = tokio::spawn(silent.lock("a").into_future());
-    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "who is first does not ask");
-    // Whoever leaves from further back changes nothing.
+    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "the first waiter does not ask");
+    // A waiter that leaves the back of the queue changes nothing.
     last.abort();
-    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "who is first does not ask");
+    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "the first waiter does not ask");
     second.abort();
-    timeout(A_WHILE, lease.asked()).await.expect("who is first asks");
+    timeout(A_WHILE, lease.asked()).await.expect("the first waiter asks");
     drop(lease);
     drop(third.await.unwrap().unwrap());
 }
 
-/// Any of them would do, and which ends is for them to say.
+/// All holders are asked, because any permit would do. They decide which one to release.
 #[tokio::test(start_paused = true)]
-async fn all_who_hold_a_permit_are_asked() {
+async fn all_permit_holders_are_asked() {
     let backend = MemoryBackend::new();
     let semaphore = || Semaphore::new(backend.clone(), "semaphores", 2).wait(LONG);
     let (here, there) = (semaphore(), semaphore().request_release());
     let (one, other) = (here.acquire("a").await.unwrap(), there.acquire("a").await.unwrap());
     let silent = tokio::spawn(here.acquire("a").into_future());
-    assert!(timeout(A_WHILE, one.asked()).await.is_err(), "that one waits in silence");
+    assert!(timeout(A_WHILE, one.asked()).await.is_err(), "this waiter does not ask");
     silent.abort();
     let waiter = tokio::spawn(there.acquire("a").into_future());
-    timeout(LONG, one.asked()).await.expect("it is asked");
-    timeout(LONG, other.asked()).await.expect("and so is this one");
+    timeout(LONG, one.asked()).await.expect("the first holder is asked");
+    timeout(LONG, other.asked()).await.expect("the second holder is asked");
     one.release().await.unwrap();
     drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
     assert!(other.check().is_ok());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_writer_asks_those_who_read() {
+async fn writer_asks_all_readers() {
     let backend = MemoryBackend::new();
     let pages = || RwLocks::new(backend.clone(), "rw_locks").wait(LONG);
     let (here, there) = (pages(), pages().request_release());
     let readers = [here.read("a").await.unwrap(), there.read("a").await.unwrap()];
     let writer = tokio::spawn(there.write("a").into_future());
     for reader in readers {
-        timeout(LONG, reader.asked()).await.expect("it is asked");
+        timeout(LONG, reader.asked()).await.expect("the reader is asked");
         reader.release().await.unwrap();
     }
     let writer = timeout(LONG, writer).await.unwrap().unwrap().unwrap();
     let reader = tokio::spawn(there.read("a").into_future());
-    timeout(LONG, writer.asked()).await.expect("and so is a writer");
+    timeout(LONG, writer.asked()).await.expect("the writer is asked");
     writer.release().await.unwrap();
     drop(timeout(LONG, reader).await.unwrap().unwrap().unwrap());
 }
@@ -140,7 +140,7 @@ async fn a_writer_asks_those_who_read() {
 #[tokio::test(start_paused = true)]
 async fn a_holder_is_asked_on_memory() {
     a_holder_is_asked(MemoryBackend::new()).await;
-    who_does_not_ask_waits_in_silence(MemoryBackend::new()).await;
+    waiter_without_request_release_is_silent(MemoryBackend::new()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -148,7 +148,7 @@ async fn a_holder_is_asked_on_redis() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     a_holder_is_asked(backend.clone()).await;
-    who_does_not_ask_waits_in_silence(backend).await;
+    waiter_without_request_release_is_silent(backend).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -167,9 +167,9 @@ async fn a_holder_is_asked_by_redlock() {
     a_holder_is_asked(Redlock::new(stores).unwrap()).await;
 }
 
-/// A connection that is made again may have missed something: whoever waits looks again then, but no holder was asked.
+/// A replaced connection may have missed a notification, so waiters look again. That is no request to the holder.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lost_connection_asks_nobody() {
+async fn lost_connection_is_no_release_request() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let (here, there) = (locks(&backend), locks(&backend).request_release());
@@ -177,14 +177,14 @@ async fn a_lost_connection_asks_nobody() {
     let mut asked = Box::pin(lease.asked());
     assert!(timeout(A_WHILE / 5, &mut asked).await.is_err());
     let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS *:asked").len();
-    block_in_place(|| wait_until("it listens", || listening() == 1));
+    block_in_place(|| wait_until("the holder listens", || listening() == 1));
     for _ in 0..2 {
         assert_eq!(server.query::<u64>("CLIENT KILL TYPE pubsub"), 1);
-        block_in_place(|| wait_until("it listens again", || listening() == 1));
-        assert!(timeout(A_WHILE / 5, &mut asked).await.is_err(), "nobody has asked");
+        block_in_place(|| wait_until("the holder listens again", || listening() == 1));
+        assert!(timeout(A_WHILE / 5, &mut asked).await.is_err(), "no waiter has asked");
     }
     let waiter = tokio::spawn(there.lock("a").into_future());
-    timeout(LONG, &mut asked).await.expect("it still hears who asks");
+    timeout(LONG, &mut asked).await.expect("the holder still receives requests");
     drop(asked);
     lease.release().await.unwrap();
     drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());

@@ -1,4 +1,4 @@
-//! Locks that replicas have to know of: on servers with replicas that are there, stopped, gone, or take over.
+//! Locks that require replicas: servers whose replicas are connected, stopped, gone, or promoted.
 
 use crate::support;
 
@@ -45,11 +45,11 @@ fn with_replicas(count: usize) -> (RedisServer, Vec<RedisServer>) {
     let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
     let replicas: Vec<_> = (0..count).map(|_| replica_of(&primary)).collect();
     primary.query::<()>("SET started 1");
-    wait_until("the replicas have all there is", || primary.is_followed_by(count));
+    wait_until("the replicas are in sync", || primary.is_followed_by(count));
     (primary, replicas)
 }
 
-/// How many replicas had it, and how many it takes.
+/// The number of replicas that had the lease, and the required number.
 fn shortage<T: std::fmt::Debug>(answer: Result<T, LockError>) -> (u32, u32) {
     match answer {
         Err(LockError::NotReplicated(error)) => (error.replicas(), error.required()),
@@ -58,14 +58,14 @@ fn shortage<T: std::fmt::Debug>(answer: Result<T, LockError>) -> (u32, u32) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lease_counts_once_so_many_replicas_have_it() {
+async fn lease_counts_once_enough_replicas_have_it() {
     let (primary, replicas) = with_replicas(2);
     let (two, three) = (locks(&primary, 2).await, locks(&primary, 3).await);
     for turn in 0..50 {
         let lease = two.lock(turn).await.unwrap();
         let key = format!("STRLEN tollgate:2:{{lock:default:{turn}}}:lease");
         for replica in &replicas {
-            assert_eq!(replica.query::<u64>(&key), 8 + 34, "it was granted before the replicas had it");
+            assert_eq!(replica.query::<u64>(&key), 8 + 34, "the lease was granted before the replicas had it");
         }
         assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
     }
@@ -73,9 +73,9 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
     assert_eq!(both.release().await.unwrap(), ReleaseOutcome::Released);
     assert_eq!(shortage(three.lock("a").await), (2, 3));
     assert_eq!(shortage(three.lock_all(["d", "e"]).await), (2, 3));
-    // What was granted is given back, and is waited for like anything else.
+    // The client releases the grants with too few replicas, and a waiter gets these locks as usual.
     let both = two.lock_all(["a", "d", "e"]).wait(LONG).await.unwrap();
-    // A lock that is held is busy, however many know of it.
+    // A held lock is busy, regardless of its replicas.
     assert!(three.lock("a").await.is_err_and(|error| error.is_busy()));
     drop(both);
     for locks in [two, three] {
@@ -97,11 +97,11 @@ async fn stalled_replica_blocks_grants_until_it_resumes() {
     let begun = Instant::now();
     assert_eq!(shortage(locks.lock("a").await), (0, 1));
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-    // Whoever waits tries again, and others of this process stand in line behind.
+    // A waiter retries, and later callers of this process queue behind it.
     let waiter = tokio::spawn(locks.lock("a").wait(LONG).into_future());
     sleep(Duration::from_millis(1_200)).await;
     assert!(!waiter.is_finished());
-    // Those who do not ask for replicas do not wait for them.
+    // Callers that require no replicas do not wait for them.
     let plain = patient(primary.url()).await;
     let plain = Locks::new(plain, "default").deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     drop(plain.lock("b").await.unwrap());
@@ -124,18 +124,19 @@ async fn unreplicated_renewal_does_not_extend_a_lease() {
     replicas[0].resume();
     let begun = Instant::now();
     while lease.state() != LeaseState::Held {
-        assert!(begun.elapsed() < ttl, "it does not recover");
+        assert!(begun.elapsed() < ttl, "the lease does not recover");
         sleep(Duration::from_millis(10)).await;
     }
     replicas[0].pause();
     let stopped = Instant::now();
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
-    // Only what was renewed after the replica had stopped, a third of the lease later, would last for as long as that.
-    assert!(stopped.elapsed() < ttl * 5 / 4, "a renewal counted that the replica did not have");
+    // The lease lasts this long only if a renewal counts that came after the replica had stopped.
+    assert!(stopped.elapsed() < ttl * 5 / 4, "a renewal counted without the replica");
     replicas[0].resume();
 }
 
-/// Each of them waited for replicas behind the others on the same connection, and most for longer than they may: a store that fails.
+/// Regression: each caller waited for replicas behind the others on the same connection. Most exceeded their deadline and got a store
+/// error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn simultaneous_callers_learn_of_missing_replicas() {
     let primary = RedisServer::start();
@@ -161,8 +162,7 @@ async fn simultaneous_callers_get_replicated_grants() {
     timeout(LONG, locks.shutdown()).await.expect("nothing is left");
 }
 
-/// Their renewals came after what others had waited for in vain on the same connection, until the leases were over.
-/// What others had taken of their time was taken off that of the replicas, which were no slower than they may be.
+/// Regression: the time that a claim waited for its connection was subtracted from the time for replicas, which replied in time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn waiting_for_a_connection_costs_no_replication_time() {
     let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
@@ -170,7 +170,7 @@ async fn waiting_for_a_connection_costs_no_replication_time() {
     let port = proxy.port().to_string();
     let _replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &port]);
     primary.query::<()>("SET started 1");
-    wait_until("the replica has all there is", || primary.is_followed_by(1));
+    wait_until("the replica is in sync", || primary.is_followed_by(1));
     proxy.to_server(Traffic::Delay(Duration::from_millis(1_500)));
     let options = RedisOptions::from_url(primary.url()).unwrap().connections(2);
     let locks = Locks::new(options.response_timeout(LONG).connect_timeout(LONG).connect().await.unwrap(), "default")
@@ -179,7 +179,7 @@ async fn waiting_for_a_connection_costs_no_replication_time() {
     let mut asking = Vec::new();
     for key in ["a", "b", "c", "d"] {
         asking.push(tokio::spawn(locks.try_lock(key).into_future()));
-        // So that nobody meets anybody on the way.
+        // Sent apart, so that the claims are not batched.
         sleep(Duration::from_millis(50)).await;
     }
     for asked in asking {
@@ -187,6 +187,7 @@ async fn waiting_for_a_connection_costs_no_replication_time() {
     }
 }
 
+/// Regression: renewals were sent behind claims that waited in vain on the same connection, until the leases expired.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn impossible_replication_costs_others_no_lease() {
     let (primary, _replicas) = with_replicas(1);
@@ -201,7 +202,7 @@ async fn impossible_replication_costs_others_no_lease() {
         sleep(Duration::from_millis(50)).await;
         assert!(lease.check().is_ok(), "{lease:?} after {:?}", begun.elapsed());
     }
-    // Nor does it cost them a lock.
+    // Other callers still get locks.
     assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
     for asked in asking {
         assert_eq!(shortage(asked.await.unwrap()).1, 2);
@@ -210,7 +211,7 @@ async fn impossible_replication_costs_others_no_lease() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_that_takes_over_knows_of_the_lease() {
+async fn promoted_replica_has_the_lease() {
     let (mut primary, replicas) = with_replicas(1);
     let lease = locks(&primary, 1).await.ttl(LONG).lock("a").await.unwrap();
     primary.kill();
@@ -221,13 +222,13 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
     assert!(lease.check().is_ok());
 }
 
-/// What was sent on a dead connection was waited for until the response timeout, when nobody waited for it any more, and the connection was not
-/// replaced before that: locks stood still, and leases were lost.
+/// Regression: calls on a dead connection were awaited until the response timeout, although no caller waited for them any more. The
+/// connection was not replaced before that: locks hung, and leases were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
+async fn abandoned_claims_keep_no_dead_connection() {
     let (primary, _replicas) = with_replicas(1);
     let proxy = Proxy::start(primary.port());
-    // Longer than this test waits for anything.
+    // Longer than any wait of this test.
     let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1).response_timeout(3 * LONG);
     let locks = Locks::new(options.connect().await.unwrap(), "default")
         .replication(Replication::Require(1))
@@ -244,7 +245,7 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
     proxy.to_server(Traffic::Swallow);
     proxy.to_client(Traffic::Swallow);
     assert!(locks.try_lock("a").await.is_err());
-    // For connections that are opened from now on.
+    // Works for new connections only, because the old ones have lost data.
     proxy.heal();
     let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
     timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
@@ -255,8 +256,8 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
     }
 }
 
-/// Those who found no connection were told that too few replicas know of their lock, which was an answer of the store: the circuit stayed closed,
-/// and requests that may pass without their lock did not.
+/// Regression: callers without a connection got `NotReplicated`, which counted as a reply of the store. So the circuit stayed closed, and
+/// requests did not pass without their lock.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_connection_to_a_hanging_server_is_a_store_error() {
     let (primary, _replicas) = with_replicas(1);
@@ -281,8 +282,8 @@ async fn no_connection_to_a_hanging_server_is_a_store_error() {
     }
 }
 
-/// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who
-/// stood behind.
+/// Regression: the server's error for a WAIT during its demotion was treated as permanent. Neither the caller nor the waiters behind it
+/// waited for another primary.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replicated_claim_survives_a_demoted_primary() {
     let (primary, replicas) = with_replicas(1);
@@ -294,9 +295,9 @@ async fn replicated_claim_survives_a_demoted_primary() {
         tokio::spawn(async move { waiting.await.unwrap().release().await.unwrap() })
     });
     block_in_place(|| {
-        wait_until("replicas are waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
+        wait_until("a WAIT is blocked", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
         primary.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", other.port()));
-        wait_until("nobody is waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
+        wait_until("no WAIT is blocked", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
         primary.query::<()>("REPLICAOF NO ONE");
         replicas[0].resume();
     });
@@ -308,7 +309,7 @@ async fn replicated_claim_survives_a_demoted_primary() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cluster_counts_replicas_of_the_owning_node() {
     let cluster = block_in_place(Cluster::start);
-    // What replicas are waited for, where there are too few, is half of this.
+    // If replicas are missing, a claim waits half of this for them.
     let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(1));
     let backend = options.connect().await.unwrap();
     let locks = Locks::new(backend, "default").deadline(Duration::from_secs(2)).wait(Duration::ZERO);
@@ -326,7 +327,7 @@ async fn cluster_counts_replicas_of_the_owning_node() {
         assert_eq!(shortage(beyond), (1, 2));
     }
 
-    // The replica of one node stands still, and those of the others do not.
+    // The replica of one node stalls, and those of the other nodes work.
     let owner = |turn: i32| {
         let slot = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{lock:default:{turn}}}"));
         cluster.owner(slot)
@@ -338,7 +339,7 @@ async fn cluster_counts_replicas_of_the_owning_node() {
     for (turn, owner) in (0..20).zip(owners) {
         let answer = one.lock(turn).await;
         if owner == struck {
-            assert_eq!(shortage(answer), (0, 1), "nobody knows of {turn} but the node that has it");
+            assert_eq!(shortage(answer), (0, 1), "no replica has the lease of {turn}");
         } else {
             assert_eq!(answer.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
         }
@@ -346,7 +347,7 @@ async fn cluster_counts_replicas_of_the_owning_node() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
+async fn store_without_replicas_grants_no_replicated_lease() {
     let backend = MemoryBackend::new();
     let locks =
         Locks::new(backend.clone(), "default").replication(Replication::Require(1)).wait(Duration::from_secs(1));
@@ -358,7 +359,7 @@ async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
     drop(Locks::new(backend, "default").replication(Replication::Primary).lock("a").await.unwrap());
 }
 
-/// Whoever asked for replicas got a lease from hand to hand that no replica had to know of, then or later.
+/// Regression: a caller that required replicas got a lease by handoff that no replica ever had to have.
 #[tokio::test(start_paused = true)]
 async fn handoff_requires_the_same_replication() {
     let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::from_secs(1));
@@ -373,7 +374,7 @@ async fn handoff_requires_the_same_replication() {
     drop(second.unwrap());
 }
 
-/// A store whose server is as late as Redis may be to say how many replicas know of a lease.
+/// A store that takes as long as Redis may take to report how many replicas have a lease.
 struct Late {
     inner: MemoryBackend,
     replicas: u32,
@@ -409,26 +410,28 @@ impl LockStore for Late {
     }
 }
 
-/// The answer came after the deadline now and then: a store that fails, for which a layer may let requests pass without their lock.
+/// Regression: replies sometimes came after the deadline and counted as store errors, for which a layer may let requests pass without their
+/// lock.
 #[tokio::test(start_paused = true)]
-async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
+async fn latest_possible_reply_of_redis_is_awaited() {
     let locks = |replicas| {
         let store = Late { inner: MemoryBackend::new(), replicas };
         Locks::new(store, "default").replication(Replication::Require(1)).wait(Duration::ZERO)
     };
     let alone = locks(0);
     for _ in 0..10 {
-        // One asks, and the other one stands behind.
+        // The first caller is the leader, and the second waits behind it.
         let (first, second) = tokio::join!(alone.lock("a").into_future(), alone.lock("a").into_future());
         assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
     }
     let layer =
         LockLayer::with_locks(alone).key(GlobalKey).on_store_error(OnStoreError::Allow).responder(ErrorResponder);
-    let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+    let service =
+        layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
     for _ in 0..10 {
         assert!(service.clone().oneshot(()).await.is_err());
     }
-    // Nor is a renewal given up for that.
+    // A late renewal is not given up either.
     let lease = locks(1).ttl(Duration::from_secs(3)).lock("a").await.unwrap();
     for _ in 0..100 {
         sleep(Duration::from_millis(100)).await;
@@ -436,7 +439,7 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
     }
 }
 
-/// They were told of a store that fails, which it did not: a layer may let requests pass without their lock then.
+/// Regression: these waiters got a store error although the store worked. A layer may let requests pass without their lock then.
 #[tokio::test(start_paused = true)]
 async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
     let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }, "default").wait(Duration::ZERO);
@@ -444,7 +447,8 @@ async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
         let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
         let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
         let layer = layer.on_store_error(OnStoreError::Allow).responder(ErrorResponder);
-        let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+        let service = layer
+            .layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("the handler ran without a lock") }));
         let (first, second, third, fourth) = tokio::join!(
             careful.lock("a").into_future(),
             plain.lock("a").into_future(),
@@ -456,12 +460,12 @@ async fn waiter_behind_a_replicated_claim_waits_for_its_reply() {
             assert!(refused.is_busy(), "{refused:?}");
         }
         assert!(fourth.is_err());
-        // The next one in line is no longer behind somebody who waits for replicas.
+        // The next waiter no longer follows a claim that requires replicas.
         drop(plain.lock("a").await.unwrap());
     }
 }
 
-/// The time that was left for the others was over before they could answer, and that was a store that fails.
+/// Regression: the time for the other segments was over before they could reply, and that counted as a store error.
 #[tokio::test(start_paused = true)]
 async fn under_replicated_segment_is_no_store_error() {
     let late = Late { inner: MemoryBackend::new(), replicas: 0 };
@@ -474,7 +478,7 @@ async fn under_replicated_segment_is_no_store_error() {
     }
 }
 
-/// A store whose server has no replicas, and grants leases all the same.
+/// A store whose server has no replicas, and grants leases anyway.
 struct Alone {
     inner: MemoryBackend,
 }
@@ -492,7 +496,7 @@ impl LockStore for Alone {
     }
 }
 
-/// A store that says of a renewal that too few replicas know of it as Redis does: of all leases at once.
+/// A store that reports too few replicas for a renewal as Redis does: for all leases of the call.
 struct Short {
     inner: MemoryBackend,
     is_short: Arc<AtomicBool>,
@@ -516,7 +520,7 @@ impl LockStore for Short {
     }
 }
 
-/// What was said of it was lost with what was said of the others, for as long as too few replicas knew of those.
+/// Regression: the loss of one lease was not reported as long as too few replicas had the other leases of the same renewal.
 #[tokio::test(start_paused = true)]
 async fn taken_lease_differs_from_an_under_replicated_one() {
     let backend = MemoryBackend::new();
@@ -528,7 +532,7 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     LockAdmin::new(backend, "default").force_unlock("taken").await.unwrap();
     let begun = tokio::time::Instant::now();
     assert_eq!(taken.lost().await.reason(), LossReason::Taken);
-    // By the second renewal. Later ones may not meet.
+    // With the second renewal. Later renewals may be sent in separate calls.
     assert!(begun.elapsed() < ttl / 3 + Duration::from_millis(60), "{:?}", begun.elapsed());
     assert_eq!(kept.state(), LeaseState::Suspended);
     is_short.store(false, Ordering::Relaxed);
@@ -536,7 +540,7 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     assert_eq!(kept.state(), LeaseState::Held);
 }
 
-/// It was forgotten when the next attempt was refused without the store being asked: nobody had the lock until it expired.
+/// Regression: the leftover was forgotten if the next attempt was refused without a store call. It blocked the lock until it expired.
 #[tokio::test(start_paused = true)]
 async fn leftover_of_an_attempt_is_released_without_a_next_one() {
     for is_fair in [false, true] {
@@ -546,7 +550,7 @@ async fn leftover_of_an_attempt_is_released_without_a_next_one() {
         let breaker = CircuitBreaker::new().failures(1).probe_interval(LONG);
         let locks = Locks::new(store, "default").circuit_breaker(breaker).wait(Duration::from_secs(2));
         let elsewhere = Locks::new(backend, "default").fair().wait(Duration::ZERO);
-        // A lease that too few replicas know of, or a place in the line.
+        // The leftover: a lease that too few replicas have, or a position in the queue.
         let (waiting, held) = match is_fair {
             false => (locks.clone().replication(Replication::Require(1)), None),
             true => (locks.clone().fair(), Some(elsewhere.lock("a").await.unwrap())),
@@ -569,7 +573,7 @@ async fn leftover_of_an_attempt_is_released_without_a_next_one() {
     }
 }
 
-/// What whoever is in front asks for was told to others as if they had asked for it.
+/// Regression: the replication that the leader required was reported to other waiters as if they had required it.
 #[tokio::test(start_paused = true)]
 async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
     let locks = Locks::new(Alone { inner: MemoryBackend::new() }, "default");
@@ -578,7 +582,7 @@ async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
     sleep(Duration::from_secs(1)).await;
     for wait in [0, 500].map(Duration::from_millis) {
         let refused = locks.lock("a").wait(wait).await.unwrap_err();
-        // For as long as it is tried in front.
+        // For as long as the leader tries.
         let left = Duration::from_secs(9) - wait;
         assert!(matches!(&refused, LockError::Busy(busy) if busy.retry_after() == left), "{refused:?}");
         for replicas in [1, 2] {
@@ -590,7 +594,7 @@ async fn waiter_behind_a_replicated_claim_gets_its_own_count() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
+async fn missing_replicas_differ_from_a_silent_server() {
     let primary = RedisServer::start();
     let backend = RedisBackend::connect(primary.url()).await.unwrap();
     let locks = Locks::new(backend, "default").replication(Replication::Require(1));
@@ -603,8 +607,8 @@ async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
         answers.push((begun, Instant::now(), answer));
     }
     let waits = meter.stop();
-    // What there is to spare for a machine that is busy is half of the deadline. Whether the server had a processor is not known: a few it may
-    // have answered too late. It was a third of them.
+    // Half of the deadline is slack for a busy machine. Whether the server had a processor is not known, so a few late replies are
+    // accepted. Regression: a third were late.
     answers.retain(|(begun, ended, _)| waits.between(*begun, *ended) < Duration::from_millis(50));
     let (told, late): (Vec<_>, Vec<_>) = answers
         .into_iter()

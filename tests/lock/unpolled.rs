@@ -67,14 +67,14 @@ fn kinds<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> [(&'static 
 /// Polls a request for a moment, in which it is not granted.
 async fn poll_for_a_moment(request: &mut Taking) {
     let granted = timeout(MOMENT, request).await;
-    assert!(granted.is_err(), "it is granted already: {:?}", granted.unwrap().err());
+    assert!(granted.is_err(), "the request is granted already: {:?}", granted.unwrap().err());
 }
 
 fn assert_busy(kind: &str, outcome: Result<Box<dyn Guard>, LockError>) {
     match outcome {
         Err(LockError::Busy(_)) => {}
         Err(error) => panic!("{kind}: {error:?}"),
-        Ok(_) => panic!("{kind}: it was granted"),
+        Ok(_) => panic!("{kind}: the request was granted"),
     }
 }
 
@@ -198,7 +198,7 @@ async fn caller_that_missed_a_grant_is_not_refused_as_full() {
             others.spawn(async move { request.await.map(drop) });
         }
         sleep(MOMENT).await;
-        assert!(timeout(MOMENT, &mut unpolled).await.is_err(), "it waits on: {locks:?}");
+        assert!(timeout(MOMENT, &mut unpolled).await.is_err(), "the caller keeps waiting: {locks:?}");
         held.release().await.unwrap();
         drop(unpolled.await.unwrap());
         drop(others);
@@ -217,7 +217,7 @@ async fn unpolled_release_frees_the_key() {
         let lease = request().await.unwrap();
         let mut unpolled = Box::pin(lease.release());
         assert!(timeout(Duration::ZERO, &mut unpolled).await.is_err());
-        let next = timeout(SOON, request().into_future()).await.expect("it is given back");
+        let next = timeout(SOON, request().into_future()).await.expect("the lease is released");
         drop(next.unwrap());
         sleep(SOON).await;
         assert_eq!(backend.locks(), 0);
@@ -256,7 +256,7 @@ async fn stalled_waiter_keeps_its_position() {
     assert!(timeout(MOMENT, &mut third).await.is_err());
     drop(held);
     // The first two miss their offers, one after the other.
-    let held = timeout(SOON, &mut third).await.expect("the others are passed").unwrap();
+    let held = timeout(SOON, &mut third).await.expect("the stalled waiters are skipped").unwrap();
     assert!(timeout(MOMENT, &mut second).await.is_err());
     assert!(timeout(MOMENT, &mut first).await.is_err());
     drop(held);
@@ -266,7 +266,7 @@ async fn stalled_waiter_keeps_its_position() {
     drop(timeout(MOMENT, second).await.expect("the lock is free").unwrap());
 }
 
-/// With an untrue store error two requests ran under one exclusive lock.
+/// Regression: with an untrue store error, two requests ran under one exclusive lock.
 #[tokio::test(start_paused = true)]
 async fn unpolled_request_opens_no_lock_on_store_error() {
     let layer = LockLayer::new(MemoryBackend::new(), "requests")
@@ -299,7 +299,7 @@ async fn unpolled_request_opens_no_lock_on_store_error() {
         assert!(status == StatusCode::OK || status == StatusCode::CONFLICT, "{status}");
     }
     assert_eq!(unpolled.await.unwrap().status(), StatusCode::CONFLICT);
-    assert_eq!(most.load(Ordering::SeqCst), 1, "so many ran under the lock");
+    assert_eq!(most.load(Ordering::SeqCst), 1, "requests ran at the same time under the lock");
 }
 
 async fn thread_is_blocked_after_a_drop<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
