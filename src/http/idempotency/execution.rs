@@ -207,7 +207,7 @@ impl Execution {
             Outcome::Unknown => {
                 tracing::warn!(
                     layer, %operation,
-                    "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended"
+                    "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended"
                 );
                 attempt.told();
                 return (running, None);
