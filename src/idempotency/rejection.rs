@@ -111,9 +111,7 @@ impl fmt::Display for Rejection {
             Self::MissingScope => f.write_str("the request does not identify its caller"),
             Self::Mismatch => f.write_str("the idempotency key was used for another request"),
             Self::InFlight { .. } => f.write_str("the same request is being served"),
-            Self::OutcomeUnknown { .. } => {
-                f.write_str("the same request was begun before, and its outcome is unknown")
-            }
+            Self::OutcomeUnknown { .. } => f.write_str("the same request was begun before, and its outcome is unknown"),
             Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
             Self::Unreadable => f.write_str("the body of the request could not be read"),
             Self::BodyTimeout => f.write_str("the body of the request did not arrive in time"),
