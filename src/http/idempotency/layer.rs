@@ -263,9 +263,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How long a handler may run, until its response has ended. Defaults to 5 minutes. It is dropped then, and its outcome is
     /// unknown.
     ///
-    /// For a response that is too large to be stored, the limit changes once the record says so. From then on, it limits only the
-    /// time without progress, so a client that reads slowly is not cut off. The record says so only after the handler has stopped
-    /// reading the request.
+    /// For a response that is too large to be stored, the layer stores the status early, once the handler has stopped reading the
+    /// request. From then on, this limits only the time without progress, so a client that reads slowly is not cut off.
     pub fn max_runtime(self, max_runtime: Duration) -> Self {
         self.with(|settings| settings.max_runtime = max_runtime)
     }
