@@ -617,7 +617,8 @@ async fn a_line_names_whatever_was_left_half_way() {
     assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(log.lines(), [line("/large")]);
     assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
-    let says_so = "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended";
+    let says_so =
+        "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended";
     assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
 
     let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
