@@ -10,22 +10,28 @@ use crate::key::Key;
 use crate::lock::Cursor;
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
-/// What those who run services ask of a backend, and no request needs: how far operations are, to forget one, and to complete one by hand.
+/// What operators need from a backend, and requests do not: inspect an operation, forget it, or complete it by hand.
 pub trait IdempotencyRegistry: IdempotencyStore {
-    /// How far an operation is. `None` if nothing is known of it.
+    /// The state of an operation. `None` if it has no record.
     fn inspect(
         &self,
         operation: &Operation,
     ) -> impl Future<Output = Result<Option<OperationStatus>, StoreError>> + Send;
 
-    /// Lets an operation be any request's to begin, in one step with looking whether it is still as `status` says: in the same state, by the same
-    /// fence. False if it is not, and nothing is changed then. Asked again, the answer is the same until somebody begins.
+    /// Frees an operation for any request, if it still has the state and the fence in `status`. The check and the change are one
+    /// atomic step. False if the operation has changed; then nothing changes. A repeated call returns the same until the next
+    /// attempt begins.
     fn forget(&self, status: &OperationStatus) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Completes an operation with an answer that is kept for `retention`, in one step with looking whether its outcome is still as unknown as
-    /// `status` says: by the same fence. What is known of the request stays. What was completed by this before is completed anew, if it is still
-    /// [completed](OperationState::Completed) as `status` says. False if it is neither, or was neither according to `status`, and nothing is
-    /// changed then. Asked again with the same answer, the answer is the same. Whoever has begun the operation can change nothing any more.
+    /// Completes an operation with a response that is stored for `retention`, if its outcome is still unknown and it has the
+    /// fence in `status`. The check and the change are one atomic step. The fingerprints of the request stay. The attempt that
+    /// began the operation can no longer change it.
+    ///
+    /// Also replaces a response that an earlier call stored, if the operation is still [completed](OperationState::Completed) as
+    /// in `status`.
+    ///
+    /// False if the operation has changed, or if `status` has another state; then nothing changes. A repeated call with the same
+    /// response returns the same.
     fn complete_unknown(
         &self,
         status: &OperationStatus,
@@ -33,8 +39,8 @@ pub trait IdempotencyRegistry: IdempotencyStore {
         retention: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// The operations of a scope, or of all of them. Looks at about `most` of what it keeps and answers with those of them that something is known of,
-    /// if any, and where to go on.
+    /// The operations of a scope, or all operations. Scans about `most` stored entries, and returns the operations with a record
+    /// among them and the next cursor.
     fn list(
         &self,
         scope: Option<&Key>,
@@ -43,57 +49,57 @@ pub trait IdempotencyRegistry: IdempotencyStore {
     ) -> impl Future<Output = Result<OperationPage, StoreError>> + Send;
 }
 
-/// An operation, as those see it who do not do it.
+/// The state of an operation, for operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OperationStatus {
-    /// Which operation.
+    /// The operation.
     pub operation: Operation,
-    /// How far it is.
+    /// Its state.
     pub state: OperationState,
     /// The fence of the last attempt. 0 if there was none.
     pub fence: u64,
-    /// How many attempts there were, as far as is remembered.
+    /// Number of attempts, as far as they are remembered.
     pub attempts: u32,
-    /// What the attempts have put down last. Not known any more of an operation that is completed.
+    /// The last checkpoint. `None` also after the operation was completed.
     pub checkpoint: Option<Checkpoint>,
-    /// Until all of this is forgotten, unless somebody begins or goes on.
+    /// How long the record is still stored, unless the operation changes.
     pub kept_for: Duration,
 }
 
 impl OperationStatus {
-    /// For a store of your own: an operation that was never begun, without a checkpoint, and kept for no time, until the fields say otherwise.
+    /// For stores: an operation without attempts and checkpoint, whose record expires now. Set the fields as needed.
     #[must_use]
     pub const fn new(operation: Operation, state: OperationState) -> Self {
         Self { operation, state, fence: 0, attempts: 0, checkpoint: None, kept_for: Duration::ZERO }
     }
 }
 
-/// How far an operation is.
+/// The state of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OperationState {
-    /// The next request begins it.
+    /// Free: the next request executes it.
     Free,
-    /// Somebody is doing it.
+    /// An attempt is running.
     InFlight {
         /// Until the lease ends, unless it is renewed.
         remaining: Duration,
     },
-    /// It was begun, and whoever did so was not heard of in time.
+    /// The operation was begun, and its lease ended without a result.
     Unknown {
-        /// How long ago the lease has ended, by the clock of the store.
+        /// How long ago the lease ended, by the clock of the store.
         since: Duration,
     },
-    /// It is done.
+    /// The operation is completed.
     Completed {
-        /// Whether all of the answer is kept.
+        /// Whether the whole response is stored.
         is_kept: bool,
     },
 }
 
 impl OperationState {
-    /// Whether both are the same but for the time.
+    /// Whether both are the same state, whatever their times are.
     pub(crate) fn is_like(self, other: Self) -> bool {
         match (self, other) {
             (Self::Free, Self::Free)
@@ -105,28 +111,29 @@ impl OperationState {
     }
 }
 
-/// A part of a [list](IdempotencyAdmin::list).
+/// A page of a [list](IdempotencyAdmin::list).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OperationPage {
-    /// Operations. There may be none, and more on the next page.
+    /// The operations. A page may be empty although more pages follow.
     pub operations: Vec<OperationStatus>,
-    /// Where to go on, unless this is the end.
+    /// The cursor of the next page. `None` after the last page.
     pub next: Option<Cursor>,
 }
 
 impl OperationPage {
-    /// For a store of your own.
+    /// For stores: a page with these fields.
     #[must_use]
     pub const fn new(operations: Vec<OperationStatus>, next: Option<Cursor>) -> Self {
         Self { operations, next }
     }
 }
 
-/// Looks at operations, completes them by hand, and lets them be begun anew: for those who run a service, and not for the service.
+/// Inspects, completes and forgets operations. For operators and their tools.
 ///
-/// An operation of unknown outcome is refused for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)), until somebody has found out
-/// what became of it. The log names it, and so does [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
+/// By default, an operation with unknown outcome is rejected for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)),
+/// until an operator has determined the outcome. The log names the operation, and so does
+/// [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
 ///
 /// ```
 /// use tollgate::MemoryBackend;
@@ -143,19 +150,20 @@ impl OperationPage {
 /// # backend.begin(&operation, &claim).await?;
 /// # tokio::time::sleep(lease * 2).await;
 /// let admin = IdempotencyAdmin::new(backend);
-/// // As the log has it: a handler was cancelled: its outcome is unknown when its lease has ended operation=alice,POST,/payments:8e03978e
+/// // From the log: "a handler was cancelled: its outcome is unknown when its lease has ended operation=alice,POST,/payments:8e03978e"
 /// let operation = Operation::parse("alice,POST,/payments:8e03978e").ok_or("not the name of an operation")?;
 /// let status = admin.inspect(&operation).await?.ok_or("its time is over")?;
 /// assert!(matches!(status.state, OperationState::Unknown { .. }));
 ///
-/// // Somebody has made sure that nothing was charged: the client may try again.
+/// // The operator made sure that nothing was charged, so the client may try again.
 /// assert!(admin.forget(&status).await?);
 /// assert_eq!(admin.inspect(&operation).await?.map(|status| status.state), Some(OperationState::Free));
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Or somebody has found out that it was done. Those of unknown outcome are found page by page: there may be one without any, and more behind it.
+/// If the operation was executed, complete it. To find operations with unknown outcome, read all pages: a page may be empty
+/// although more pages follow.
 ///
 /// ```
 /// # #[cfg(feature = "http")] {
@@ -179,7 +187,7 @@ impl OperationPage {
 ///     unknown.extend(page.operations);
 ///     next = page.next;
 /// }
-/// // It was charged: the client is to get this answer when it tries again.
+/// // The payment was charged, so a retry must get this response.
 /// let charged = http::Response::builder().status(201).header("location", "/payments/7").body("charged")?;
 /// assert!(admin.complete(&unknown[0], charged).await?);
 /// # Ok(())
@@ -188,7 +196,8 @@ impl OperationPage {
 /// # }
 /// ```
 ///
-/// On Redis a user needs `+scan` for [`list`](Self::list) and [`unknown`](Self::unknown), and nothing more than for idempotency otherwise.
+/// A Redis user needs `+scan` for [`list`](Self::list) and [`unknown`](Self::unknown), and otherwise the same permissions as
+/// idempotency.
 #[derive(Clone)]
 pub struct IdempotencyAdmin<B> {
     store: B,
@@ -198,35 +207,38 @@ pub struct IdempotencyAdmin<B> {
 }
 
 impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
-    /// Looks at the operations that `store` keeps, which is a backend.
+    /// Manages the operations in `store`, which is a backend.
     pub fn new(store: B) -> Self {
         Self { store, scope: None, deadline: Duration::from_secs(1), retention: Duration::from_secs(86_400) }
     }
 
-    /// Whose operations are [listed](Self::list). That of a layer is what its scope makes of a request, then the method and the path: where it is a
-    /// header, `(Key::digest(value), "POST", "/payments")`. That of [`Idempotent`](super::Idempotent) has their name in front: `("payouts", "alice")`.
-    /// Defaults to all.
+    /// The scope whose operations are [listed](Self::list). Defaults to all scopes.
+    ///
+    /// * A layer appends the method and the path to its own scope. With the scope `header(..)`, use
+    ///   `(Key::digest(value), "POST", "/payments")`.
+    /// * [`Idempotent`](super::Idempotent) puts its name in front: `("payouts", "alice")`.
     #[must_use]
     pub fn scope(mut self, scope: impl Into<Key>) -> Self {
         self.scope = Some(scope.into());
         self
     }
 
-    /// How long one call of the store may take. Defaults to 1 s. Zero leaves no time for an answer, so that each call is an error.
+    /// The longest duration of a store call. Defaults to 1 s. With zero, each call fails.
     #[must_use]
     pub const fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// How long an answer is kept that is given [by hand](Self::complete): from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]. Defaults to a day, as that of a layer.
+    /// How long a response is stored that [`complete`](Self::complete) sets. Defaults to a day, as with a layer. From
+    /// [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values are cut.
     #[must_use]
     pub fn retention(mut self, retention: Duration) -> Self {
         self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
         self
     }
 
-    /// How far an operation is. `None` if nothing is known of it: it was never begun, or its time is over.
+    /// The state of an operation. `None` if it has no record: it was never begun, or its record has expired.
     ///
     /// # Errors
     ///
@@ -235,17 +247,19 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         self.within_deadline(self.store.inspect(operation)).await
     }
 
-    /// Forgets what became of an operation, with its answer and its checkpoint, if it is still as `status` says. The next request begins it, whatever it
-    /// asks for, as the next attempt. False, with nothing changed, if somebody has begun, renewed, completed or given it back
-    /// since: look at it again then.
+    /// Forgets an operation with its response and its checkpoint, if it is still as in `status`. The next request with its key
+    /// executes it as the next attempt, even if it is a different request.
     ///
-    /// **A handler that is at work is not stopped by this**, be the operation in flight or of unknown outcome because its process was silent. It finds out
-    /// when it renews its lease next or is done, its answer is not kept then, and what it does may be done twice. What keeps the two apart is the
-    /// [fence](super::IdempotencyHandle::fence).
+    /// False if the operation was begun, completed or released since, or if its ended lease was renewed. Then nothing changes, and
+    /// you can [inspect](Self::inspect) it again.
+    ///
+    /// **A running handler is not stopped**, whether the operation is in flight, or its outcome is unknown because its process
+    /// was silent. The handler learns of it at its next renewal or at its end, and its response is not stored. Its effects may
+    /// happen twice. Only the [fence](super::IdempotencyHandle::fence) separates the two attempts.
     ///
     /// # Errors
     ///
-    /// If the store fails. Whether it was forgotten is not known then; asking again is harmless.
+    /// If the store fails. The operation may or may not be forgotten then. You can safely repeat the call.
     pub async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
         let is_forgotten = self.within_deadline(self.store.forget(status)).await?;
         if is_forgotten {
@@ -255,21 +269,22 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         Ok(is_forgotten)
     }
 
-    /// Completes an operation whose outcome was unknown, if it still is as `status` says: the next request gets `answer`, as long as it is the same one, as
-    /// far as is known of the one that has begun the operation. False, with nothing changed, if somebody has begun, renewed, completed or given it back
-    /// since, or if `status` says anything but [unknown](OperationState::Unknown).
+    /// Completes an operation with unknown outcome, if it is still as in `status`. Retries of the request then get `answer`. A
+    /// different request is rejected, as far as the fingerprint of the first request is known. False if the operation was begun,
+    /// renewed, completed or released since, or if its state in `status` is neither [unknown](OperationState::Unknown) nor
+    /// completed by this method; then nothing changes.
     ///
-    /// What was completed by this before, and [inspected](Self::inspect) since, can be completed with another answer. Those who have got the one before
-    /// are not told. What its handler has answered is not replaced.
+    /// You can replace the response of an earlier call: [inspect](Self::inspect) the operation again, and complete it with the
+    /// new status. Clients that got the earlier response are not notified. A response of the handler cannot be replaced.
     ///
-    /// Whether the operation is of a layer or of [`Idempotent`](super::Idempotent) is not in its record: what is made for the one is an error of the store to
-    /// who asks for the other again, until it is completed with an [`Answer`] that fits.
+    /// The record does not say whether the operation belongs to a layer or to [`Idempotent`](super::Idempotent). A response for
+    /// the wrong one is a store error for each retry, until you complete the operation with the right kind of [`Answer`].
     ///
-    /// A handler that is heard of again is told that the operation is not its own any more. Its answer goes to its own caller, and is not kept.
+    /// If the handler is still running, it has lost the operation. Its response goes to its own client, and is not stored.
     ///
     /// # Errors
     ///
-    /// If the store fails. Whether it was completed is not known then; asking again is harmless.
+    /// If the store fails. The operation may or may not be completed then. You can safely repeat the call.
     pub async fn complete(&self, status: &OperationStatus, answer: impl Into<Answer>) -> Result<bool, StoreError> {
         let answer = answer.into();
         let call = self.store.complete_unknown(status, &answer, self.retention);
@@ -281,12 +296,13 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         Ok(is_completed)
     }
 
-    /// The operations of the [scope](Self::scope), in whatever state they are, a page at a time: begin with [`Cursor::default`] and go on with
-    /// [`OperationPage::next`] until there is none. A page comes from looking at about `most` of what the backend keeps, 1 to 1,000.
+    /// A page of the operations in the [scope](Self::scope), in any state. Begin with [`Cursor::default`], and continue with
+    /// [`OperationPage::next`] until it is `None`. Each call scans about `most` stored entries, from 1 to 1,000.
     ///
-    /// What others wrote in the place of a record is left out, and is an error when that operation is [inspected](Self::inspect). One that is there all the
-    /// while is on one page at least, unless a cluster moves its slot or a replica takes over meanwhile; it may be on two. Takes a look at
-    /// everything that the backend keeps in the end: not for requests.
+    /// Entries that this crate did not write are left out. If you [inspect](Self::inspect) such an operation, you get an error.
+    /// An operation that is stored during the whole scan is on at least one page, and may be on two. It can be missing if a
+    /// cluster moves its slot, or if a replica is promoted. All pages together scan the whole backend, so do not list while
+    /// serving requests.
     ///
     /// # Errors
     ///
@@ -296,7 +312,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         self.within_deadline(call).await
     }
 
-    /// Those of them whose outcome is unknown: a [list](Self::list) without the others.
+    /// The operations with unknown outcome on a page of the [list](Self::list).
     ///
     /// # Errors
     ///
@@ -308,7 +324,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     }
 
     async fn within_deadline<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-        // Also where the answer need not be waited for, so that a test on memory finds it.
+        // Check zero here, because the memory backend replies at once. So a test on it finds the error, too.
         require_nonzero_deadline(self.deadline)?;
         Deadline::new(call, self.deadline).await
     }

@@ -57,7 +57,7 @@ impl Answer {
 pub(super) fn written(answer: &[u8]) -> Arc<[u8]> {
     // Allocated once.
     let mut stored: Arc<[u8]> = iter::repeat_n(OF_OPERATIONS, answer.len() + 1).collect();
-    let rest = Arc::get_mut(&mut stored).expect("nobody else has it yet");
+    let rest = Arc::get_mut(&mut stored).expect("the new Arc has one owner");
     rest[1..].copy_from_slice(answer);
     stored
 }

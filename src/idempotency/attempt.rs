@@ -23,27 +23,27 @@ use crate::key::Key;
 use crate::lock::{Notifications, Reach, Token};
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
 
-/// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
-/// to the end of its lease.
+/// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
+/// Attempts above this number are left to the end of their lease.
 const MAX_BACKGROUND: usize = 4_096;
-/// How much later than its release a claim may come to the store that nobody has waited for.
+/// How late a claim may reach the store after its release, if its caller did not wait for the reply.
 const LATE: Duration = Duration::from_secs(1);
-/// How long to wait before the store is asked again in the background; twice that the next time, and so on up to a tenth of the lease.
+/// The first pause between background calls. It doubles with each call, up to a tenth of the lease.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// No longer than this, however long the lease is: what is done is to be known soon after the store is back.
+/// The upper limit of the pause for any lease, so that results are stored soon after the store recovers.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// The retry time of a caller with too many handlers at work: any of them may end soon.
+/// The `retry_after` of a caller with too many running handlers: any of them may end soon.
 const RETRY_FULL: Duration = Duration::from_secs(1);
-/// For how long the store is asked in the background at least.
+/// The minimum time of background calls.
 const SHORTEST: Duration = Duration::from_secs(1);
 
-/// What all attempts of one layer have in common.
+/// The shared state of all attempts of a layer.
 pub(crate) struct Coordinator {
     store: Arc<dyn DynStore>,
     terms: Terms,
     circuit: Circuit,
     meters: OnceLock<Meters>,
-    // Whether the log has been told that there is no room for answers.
+    // Whether the log has reported that the store has no room for responses.
     full: OutageTracker,
     running: AtomicUsize,
     running_per_scope: PerScope,
@@ -53,13 +53,13 @@ pub(crate) struct Coordinator {
     idle: Notify,
 }
 
-/// How the store is dealt with.
+/// The settings for store calls.
 #[derive(Clone)]
 pub(crate) struct Terms {
-    /// How long one call may take.
+    /// The deadline of a store call.
     pub(crate) limit: Duration,
     pub(crate) breaker: CircuitBreaker,
-    /// What the layer is called in metrics.
+    /// The name of the layer in metrics and logs.
     pub(crate) name: Arc<str>,
 }
 
@@ -121,15 +121,15 @@ impl Coordinator {
         }
     }
 
-    /// The same store on other terms.
+    /// The same store with other settings.
     pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Self {
         let mut terms = self.terms.clone();
         change(&mut terms);
         Self::over(Arc::clone(&self.store), terms)
     }
 
-    /// Whether there is time for the store to answer, and for work that may take so long. Memory, which is not waited for, would not show
-    /// it.
+    /// Rejects a deadline or a maximum runtime of zero. The memory backend replies at once, so a test on it would not find this
+    /// error.
     pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
         let times = [("deadline", Some(self.terms.limit)), ("max_runtime", max_runtime)];
         let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
@@ -144,7 +144,7 @@ impl Coordinator {
         self.meters.get_or_init(|| Meters::new(&self.terms.name))
     }
 
-    /// Notes whether the store has answered.
+    /// Reports the result of a store call to the circuit.
     fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
         match &answer {
             Ok(_) => self.circuit.answered(self),
@@ -157,9 +157,9 @@ impl Coordinator {
         self.store.scope()
     }
 
-    /// A place for one more attempt, unless there are as many already, in all or of this scope.
+    /// Counts a new attempt, unless the maximum in total or for its scope is reached.
     pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MostRunning) -> Result<Running, Rejection> {
-        // First, so that a caller with too many gets 429 also while the process is full.
+        // First, so that a caller with too many requests gets 429 even if the process is full.
         let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
             let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
             return Err(Rejection::ScopeFull { bound, retry_after });
@@ -176,7 +176,7 @@ impl Coordinator {
         }
     }
 
-    /// Counts one more waiter, unless `most` wait already, or half as many of its scope.
+    /// Counts a new waiter, unless `most` requests wait, or half as many of its scope.
     pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
         let waiting_per_scope: ScopeCounts = |home| &home.waiting_per_scope;
         let entered = match scope {
@@ -195,7 +195,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits until nothing is being done, in the background neither.
+    /// Waits until no attempt runs and no background task is left.
     pub(crate) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
@@ -208,19 +208,18 @@ impl Coordinator {
     }
 }
 
-/// One request for an operation, from the first word to the store to the last: all that is known of it, in one place, since there is
-/// one for each request.
+/// All state of one request for an operation, from the first store call to the last. One allocation for each request.
 pub(crate) struct OperationContext<P: ?Sized> {
     home: Arc<Coordinator>,
     operation: Operation,
     claim: Claim,
-    // Before the claim was, or the last renewal.
+    // When the claim or the last renewal was sent: taken before the call.
     sent: Mutex<Instant>,
-    // The number of the last one that was put down.
+    // The number of the last stored checkpoint.
     checkpoint: AtomicU32,
-    // Whether the record says that it is done, so that nobody takes over.
+    // Whether the record says that the operation is completed, so that no attempt takes over.
     is_done: AtomicBool,
-    // Where the store was asked first: whoever drops this may be outside of any.
+    // The runtime of the first store call. The context may be dropped outside of any runtime.
     runtime: OnceLock<Handle>,
     body: P,
 }
@@ -234,17 +233,17 @@ impl<P: ?Sized> OperationContext<P> {
         &self.home
     }
 
-    /// The scope whose records are bounded, if they are.
+    /// The scope whose records are limited, if there is a limit.
     pub(super) fn bounded_scope(&self) -> Option<&Key> {
         self.claim.bound.as_ref().map(|bound| &bound.scope)
     }
 
-    /// What its layer is called.
+    /// The name of its layer.
     pub(crate) fn layer(&self) -> &str {
         &self.home.terms.name
     }
 
-    /// How far the body was read.
+    /// The reader of the request body.
     pub(crate) const fn body(&self) -> &P {
         &self.body
     }
@@ -253,17 +252,18 @@ impl<P: ?Sized> OperationContext<P> {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the record says that it is done.
+    /// Whether the record says that the operation is completed.
     pub(crate) fn is_done(&self) -> bool {
         self.is_done.load(Ordering::Relaxed)
     }
 
-    /// Whether somebody else may have begun, by the clock.
+    /// Whether another attempt may have started, by the local clock.
     pub(crate) fn is_lost(&self) -> bool {
         self.ends().is_some_and(|ends| Instant::now() >= ends)
     }
 
-    /// Ready when somebody else may have begun. Nothing is renewed meanwhile: this is for what goes on while the store is told that it is done.
+    /// Resolves when another attempt may have started. Does not renew the lease: for work that continues while the store is told
+    /// that the operation is completed.
     pub(crate) async fn until_lost(&self) {
         while let Some(ends) = self.ends() {
             if Instant::now() >= ends {
@@ -274,19 +274,19 @@ impl<P: ?Sized> OperationContext<P> {
         pending::<()>().await;
     }
 
-    /// When somebody else may begin, unless it is renewed before; `None` if nobody does.
+    /// When another attempt may start, unless the lease is renewed; `None` if no attempt will take over.
     fn ends(&self) -> Option<Instant> {
         let Claim { takes_over, lease, .. } = self.claim;
         let may_end = takes_over && !self.is_done();
         may_end.then(|| *self.sent() + safe_ttl(lease))
     }
 
-    /// The number of one more checkpoint.
+    /// The number of the next checkpoint.
     pub(super) fn next_checkpoint(&self) -> u32 {
         self.checkpoint.fetch_add(1, Ordering::Relaxed).saturating_add(1)
     }
 
-    /// Puts down how far the attempt has come.
+    /// Stores the progress of the attempt.
     pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
         let Self { home, operation, claim, .. } = self;
         home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
@@ -300,17 +300,17 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         Arc::new(Self { home, operation, claim, sent, checkpoint, is_done, runtime, body })
     }
 
-    /// The same with a token of its own, for when nobody knows what has become of the claim of this one.
+    /// The same request with a new token, for use when the outcome of this claim is not known.
     pub(super) fn anew(&self) -> Result<Arc<Self>, StoreError> {
         let claim = Claim { token: Token::random()?, ..self.claim };
         Ok(Self::new(&self.home, self.operation, claim, self.body.anew()))
     }
 
-    /// Begins the operation, or says how far it is.
+    /// Begins the operation, or returns its state.
     ///
     /// # Cancellation
     ///
-    /// What was begun without anybody hearing of it is given back in the background.
+    /// If you drop the future, a claim that was granted meanwhile is released in the background.
     pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
@@ -327,18 +327,18 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         }
         let begun = begun?;
         if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
-            // Somebody else may begin by now, and nobody has here.
+            // Another attempt may have started by now, and this one has not.
             return Err(StoreError::timeout());
         }
         Ok(attempt.begun(begun))
     }
 
-    /// The same where nothing has to be waited for. `None`, with nothing done, says nothing.
+    /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
     ///
-    /// To be called at once, since the lease is taken to last from when the order was made.
+    /// Call it at once: the lease is assumed to begin when the context was created.
     pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin<P>, StoreError>> {
         let Self { home, operation, claim, .. } = &**self;
-        // Nothing is a probe that may not even ask the store.
+        // A call that may not reach the store cannot be a probe.
         home.circuit.admit_no_probe().ok()?;
         let begun = home.noted(home.store.begin_now(operation, claim)?);
         Some(begun.map(|begun| self.attempt(DropAction::Settled).begun(begun)))
@@ -349,7 +349,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         Attempt { order: Arc::clone(self), end, is_at_work, is_answering, is_told }
     }
 
-    /// Wake-ups for somebody who waits for the operation.
+    /// Notifications for a waiter of the operation.
     pub(super) async fn watch(&self) -> Notifications {
         self.home.store.watch(&self.operation).await
     }
@@ -361,7 +361,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
             let sent = *self.sent();
             let renewed = self.renewed(sent);
             let renewed = if takes_over {
-                // By the clock alone, since no answer may come.
+                // Stop at the deadline of the lease, because the reply may never arrive.
                 timeout_at(sent + safe_ttl(lease), renewed).await.unwrap_or_default()
             } else {
                 renewed.await
@@ -369,13 +369,14 @@ impl<P: HasPayload + 'static> OperationContext<P> {
             match renewed {
                 Some(at) => *self.sent() = at,
                 None if takes_over => return,
-                // Nobody takes over what this has begun; but the record is lost, and with it what it protects from.
+                // No attempt takes over this operation, so the handler continues. But the record is lost, and retries are no
+                // longer recognized.
                 None => pending().await,
             }
         }
     }
 
-    /// When the command was sent that has renewed the lease; `None` if the operation is not ours any more.
+    /// When the successful renewal was sent; `None` if another attempt holds the operation or the record is gone.
     async fn renewed(&self, sent: Instant) -> Option<Instant> {
         let Self { home, operation, claim, body, .. } = self;
         let mut due = sent + claim.lease / 3;
@@ -386,7 +387,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     let layer = self.layer();
-                    tracing::warn!(layer, %operation, "the record of an operation is gone while it is being done");
+                    tracing::warn!(layer, %operation, "the record of a running operation is gone");
                     return None;
                 }
                 Err(error) => {
@@ -397,7 +398,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         }
     }
 
-    /// Says what has become of the operation. False if it is somebody else's.
+    /// Stores the result of the operation. False if the attempt no longer holds the operation.
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
         let Self { home, operation, claim, .. } = self;
         let settled = home.noted(match end {
@@ -409,7 +410,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         self.heard(end, settled)
     }
 
-    /// The same where nothing has to be waited for.
+    /// Like [`settle`](Self::settle), if the reply is available without waiting.
     fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
         let Settlement::Complete { completion, .. } = end else { return None };
@@ -417,7 +418,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         Some(self.heard(end, home.noted(settled)))
     }
 
-    /// What has become of an attempt of which this was said.
+    /// The result of an attempt after it was settled.
     fn ended(&self, end: &Settlement, is_ours: bool) -> Ended {
         match end {
             Settlement::Complete { completion, .. } if is_ours => {
@@ -427,16 +428,16 @@ impl<P: HasPayload + 'static> OperationContext<P> {
                     Ended::Tombstone
                 }
             }
-            // Nobody else may have begun, unless it was given back before, by a call that was not answered in time.
+            // No other attempt can have started, unless an earlier release succeeded without a reply.
             Settlement::Release if is_ours || !self.is_lost() => Ended::GivenBack,
             _ => {
                 let (layer, operation) = (self.layer(), &self.operation);
                 match end {
                     Settlement::Complete { .. } => {
-                        tracing::warn!(layer, %operation, "an answer is not kept: its operation is somebody else's by now");
+                        tracing::warn!(layer, %operation, "a response is not stored: its attempt no longer holds the operation");
                     }
                     Settlement::Release => {
-                        tracing::warn!(layer, %operation, "an operation is not given back: it is somebody else's by now");
+                        tracing::warn!(layer, %operation, "an operation is not released: its attempt no longer holds it");
                     }
                 }
                 Ended::Unknown
@@ -444,7 +445,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         }
     }
 
-    /// Notes whether the record says that it is done.
+    /// Remembers a successful completion.
     fn heard(&self, end: &Settlement, settled: Result<bool, StoreError>) -> Result<bool, StoreError> {
         if matches!((end, &settled), (Settlement::Complete { .. }, Ok(true))) {
             self.is_done.store(true, Ordering::Relaxed);
@@ -452,7 +453,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         settled
     }
 
-    /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
+    /// Continues to settle in the background, for the length of a lease, but at least a second.
     fn settle_in_background(self: &Arc<Self>, end: Settlement, what: Settled) {
         let telling = BackgroundSettle { order: Arc::clone(self), what, is_over: false };
         let runtime = Handle::try_current().ok().or_else(|| self.runtime.get().cloned());
@@ -475,14 +476,14 @@ impl<P: HasPayload + 'static> OperationContext<P> {
                     order.home.meters().ended(settled.map_or(Ended::Unknown, |is_ours| order.ended(&end, is_ours)));
                 }
                 Settled::Claim => {
-                    // Of a store that fails there are as many of these as requests, and none is worth a probe.
+                    // During a store outage there are as many of these as requests, so none of them is used as a probe.
                     let mut settled = order.settle_until(until, &end, || order.home.circuit.admit_no_probe()).await;
                     if settled.is_ok() {
                         sleep(LATE).await;
                         settled = order.settle(&end).await;
                     }
                     if let Err(error) = settled {
-                        tracing::debug!(operation = %order.operation, %error, "a claim could not be given back, if it was one");
+                        tracing::debug!(operation = %order.operation, %error, "a claim could not be released, if it was granted");
                     }
                 }
             }
@@ -492,8 +493,8 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         drop(runtime.spawn(settling.in_current_span()));
     }
 
-    /// Says it until the store has heard, or until then: where it may not be asked, the last time all the same, since nobody else may come who finds out that
-    /// it answers again.
+    /// Repeats the store call until it succeeds or `until` has passed. The last call ignores `may_ask`: without it no call might
+    /// find out that the store has recovered.
     async fn settle_until(
         &self,
         until: Instant,
@@ -517,15 +518,15 @@ impl<P: HasPayload + 'static> OperationContext<P> {
     }
 }
 
-/// What the store is told of an attempt that is over.
+/// How an attempt ends in the store.
 pub(crate) enum Settlement {
-    /// The answer is kept, or where there is no room for it the mark that there was one.
+    /// The response is stored, or `mark` if the store has no room for the response.
     Complete { completion: Completion, mark: [u8; 5] },
-    /// The operation is given back, so that the next request begins it again.
+    /// The operation is released, so that the next request executes it.
     Release,
 }
 
-/// What the store is being told of in the background, until that is over, or is dropped for the lack of room or of a runtime.
+/// A background settlement. It may be dropped before its end, if there is no room or no runtime for its task.
 struct BackgroundSettle<P: HasPayload + 'static> {
     order: Arc<OperationContext<P>>,
     what: Settled,
@@ -554,27 +555,27 @@ impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
     }
 }
 
-/// How many attempts there may be at a time.
+/// The maximum numbers of running attempts.
 #[derive(Clone, Copy)]
 pub(crate) struct MostRunning {
     pub(crate) in_total: usize,
     pub(crate) per_scope: usize,
 }
 
-/// The counts of one kind of work by scope.
+/// Selects the counts by scope of one kind of work.
 type ScopeCounts = fn(&Coordinator) -> &PerScope;
 
-/// Counts something that is being done until it ends in whatever way.
+/// Counts a running piece of work until it is dropped.
 pub(crate) struct Running {
     home: Arc<Coordinator>,
     count: fn(&Coordinator) -> &AtomicUsize,
-    // Where it is counted for its scope, and the scope's hash.
+    // The counts of its scope, and the hash of the scope.
     scope: Option<(ScopeCounts, u64)>,
 }
 
 impl Running {
     fn new(home: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
-        // Never more than there is room for, not for a moment: the last one that ends would not be known to be the last.
+        // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
         let add = |running| (running < most).then_some(running + 1);
         count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
         Some(Self { home: Arc::clone(home), count, scope: None })
@@ -592,13 +593,13 @@ impl Drop for Running {
     }
 }
 
-/// What came of a claim.
+/// The result of a claim.
 pub(crate) enum Begin<P: HasPayload + 'static> {
     Granted(Granted<P>),
     Not(Begun),
 }
 
-/// An attempt, and what is known of those before.
+/// An attempt, and the known state of earlier attempts.
 pub(crate) struct Granted<P: HasPayload + 'static> {
     pub(crate) attempt: Attempt<P>,
     pub(crate) fence: u64,
@@ -607,42 +608,42 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
     pub(crate) checkpoint: Option<Checkpoint>,
 }
 
-/// An operation that is this process's to do.
+/// An operation that this process holds.
 pub(crate) struct Attempt<P: HasPayload + 'static> {
     order: Arc<OperationContext<P>>,
     end: DropAction,
     is_at_work: AtomicBool,
     is_answering: AtomicBool,
-    // Whether the log names it as one of unknown outcome.
+    // Whether the log already has a line about its unknown outcome.
     is_told: AtomicBool,
 }
 
-/// What the store is told of in the background.
+/// The subject of a background settlement.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Settled {
     Attempt,
-    /// A claim that nobody has heard of, so that nothing was begun. It is given back once more a moment later: the store may hear of it after
-    /// that, and remembers the token of the last one alone that was given back.
+    /// A claim whose reply was not received, so no handler was started. It is released twice, the second time a moment later. The
+    /// claim may reach the store after the first release, and the store remembers only the token of the last release.
     Claim,
 }
 
-/// What becomes of an attempt that is dropped.
+/// What to do with an attempt that is dropped.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum DropAction {
-    /// It may not even have begun: somebody else may.
+    /// Release it. The claim may not have been granted.
     GiveBackClaim,
-    /// As `Leave`, but a panic of its own gives it back.
+    /// Like `Leave`, but release it if its own work panics.
     GiveBackPanic,
-    /// It has come to nothing, or to no more than the next one is told of.
+    /// Release it. It had no effects beyond what the next attempt learns.
     GiveBack,
-    /// Nobody knows what it has done: it is left to the end of its lease.
+    /// Leave it to the end of its lease, because its effects are not known.
     Leave,
-    /// The store knows, or is being told.
+    /// Do nothing: the store knows the result, or a task is reporting it.
     Settled,
 }
 
 impl<P: HasPayload + 'static> Attempt<P> {
-    /// What has come of its claim, by what the store has answered.
+    /// The result of the claim, from the reply of the store.
     fn begun(mut self, begun: Begun) -> Begin<P> {
         match begun {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
@@ -663,23 +664,23 @@ impl<P: HasPayload + 'static> Attempt<P> {
         &self.order
     }
 
-    /// When it was asked for, or renewed.
+    /// When the claim or the last renewal was sent.
     pub(crate) fn sent(&self) -> Instant {
         *self.order.sent()
     }
 
-    /// Lets the attempt be given back if it is dropped by a panic of its own, which is a failure like any other then.
+    /// Releases the attempt if a panic of its own work drops it. Such a panic is a failure like any other.
     pub(crate) fn gives_back_panics(mut self) -> Self {
         self.end = DropAction::GiveBackPanic;
         self
     }
 
-    /// Lets the attempt be given back when it is dropped.
+    /// Releases the attempt when it is dropped.
     pub(crate) fn gives_back(&mut self) {
         self.end = DropAction::GiveBack;
     }
 
-    /// Does a part of what the attempt is for. A panic in here is its own; others have nothing to do with it.
+    /// Runs a part of the work. A panic inside is a panic of the attempt; a panic elsewhere does not release it.
     pub(crate) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
         self.is_at_work.store(true, Ordering::Relaxed);
         let done = work();
@@ -687,29 +688,29 @@ impl<P: HasPayload + 'static> Attempt<P> {
         done
     }
 
-    /// To be called when the caller gets a part of the answer: no panic gives back what has come so far.
+    /// Call this when the client gets a part of the response. After that a panic does not release the attempt.
     pub(crate) fn answering(&self) {
         self.is_answering.store(true, Ordering::Relaxed);
     }
 
-    /// To be called where the log has been told why the outcome is unknown once this is dropped.
+    /// Call this if the log already says why the outcome will be unknown.
     pub(crate) fn told(&self) {
         self.is_told.store(true, Ordering::Relaxed);
     }
 
-    /// Whether somebody else may have begun, by the clock.
+    /// Whether another attempt may have started, by the local clock.
     pub(crate) fn is_lost(&self) -> bool {
         self.order.is_lost()
     }
 
-    /// Renews the lease for as long as this is polled. Ready when somebody else may have begun, so that all has to stop.
+    /// Renews the lease while it is polled. Resolves when another attempt may have started, so that all work has to stop.
     pub(crate) fn keep(&self) -> impl Future<Output = ()> + Send + use<P> {
         let order = Arc::clone(&self.order);
         async move { order.keep().await }
     }
 
-    /// Says what has become of the operation; `None` if there is nothing to wait for. Where that fails it is tried again in the background
-    /// for as long as a lease lasts; the caller gets its answer in any case.
+    /// Stores the result of the operation; `None` if that needs no waiting. If the store fails, a background task retries for the
+    /// length of a lease. The client gets its response in any case.
     pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
         if let Some(settled) = self.order.settle_now(&end) {
             self.end = DropAction::Settled;
@@ -728,7 +729,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
         })
     }
 
-    /// Whether the store has noted it; in the background from now on, where it has not.
+    /// Handles the reply of the store. If the call failed, a background task retries it.
     fn settled(&self, settled: Result<bool, StoreError>, mut end: Settlement) {
         let order = &self.order;
         match settled {
@@ -756,7 +757,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
     }
 }
 
-/// What the store is being told. Both ends may be told twice, so whoever does not wait for it has it told in the background.
+/// A settlement in progress. Both kinds may be repeated, so a dropped one continues in the background.
 struct Settling<P: HasPayload + 'static> {
     order: Arc<OperationContext<P>>,
     end: Option<Settlement>,
@@ -793,7 +794,7 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
     }
 }
 
-/// For how much of a lease its holder may rely on it: clocks differ by up to 1 %, and timers come late.
+/// How long the holder may rely on a lease. The rest is a margin for clocks that differ by up to 1 %, and for late timers.
 fn safe_ttl(lease: Duration) -> Duration {
     (lease - lease / 100).saturating_sub(Duration::from_millis(2))
 }
@@ -803,22 +804,22 @@ mod tests {
     use super::*;
     use crate::MemoryBackend;
 
-    /// The story of somebody who waited for ever: the last handler ended while one that was turned away was counted, so it was not the last.
+    /// Regression: `wait_idle` never returned. The last handler ended while a rejected one was counted, so it was not the last.
     #[test]
-    fn what_is_turned_away_is_not_counted_for_a_moment() {
+    fn rejected_work_is_never_counted() {
         let home = Arc::new(Coordinator::new(MemoryBackend::new()));
         thread::scope(|scope| {
-            let turned_away =
+            let rejected =
                 scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
-            while !turned_away.is_finished() {
+            while !rejected.is_finished() {
                 assert_eq!(home.running.load(Ordering::Acquire), 0);
             }
-            assert!(turned_away.join().unwrap());
+            assert!(rejected.join().unwrap());
         });
     }
 
     #[test]
-    fn who_is_turned_away_or_has_ended_is_not_counted_for_its_scope() {
+    fn rejected_or_ended_work_is_not_counted_for_its_scope() {
         let home = Arc::new(Coordinator::new(MemoryBackend::new()));
         let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
         let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
@@ -829,12 +830,12 @@ mod tests {
     }
 
     #[test]
-    fn one_scope_takes_half_of_the_room_for_waiters() {
+    fn one_scope_has_at_most_half_of_waiters() {
         let home = Arc::new(Coordinator::new(MemoryBackend::new()));
         let [alice, bob] = ["alice", "bob"].map(Key::from);
         let waiting =
             [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| home.register_waiter(scope, 4).unwrap());
-        assert!(home.register_waiter(Some(&bob), 4).is_none(), "there are as many as there may be");
+        assert!(home.register_waiter(Some(&bob), 4).is_none(), "four requests wait already");
         let [first, ..] = waiting;
         drop(first);
         assert!(home.register_waiter(Some(&alice), 2).is_none() && home.register_waiter(Some(&bob), 4).is_some());

@@ -99,9 +99,9 @@ impl fmt::Display for CheckpointError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::TooLarge => "the checkpoint is too large",
-            Self::Unread => "less of the body was read than by the attempts before",
-            Self::Lost => "the operation is not this attempt's any more",
-            Self::Store(_) => "the store of idempotency failed",
+            Self::Unread => "the handler has read less of the body than earlier attempts",
+            Self::Lost => "the attempt no longer holds the operation",
+            Self::Store(_) => "the idempotency store failed",
         })
     }
 }
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_too_long_is_no_checkpoint() {
+    fn too_long_step_or_data_is_refused() {
         let step = "x".repeat(Checkpoint::MAX_STEP);
         assert!(Checkpoint::new(1, &step, &[0; Checkpoint::MAX_DATA]).is_some());
         assert!(Checkpoint::new(1, &(step + "x"), b"").is_none());
@@ -142,7 +142,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_checkpoint_is_read_as_it_was_written(number: u32, step in ".{0,20}", data: Vec<u8>) {
+        fn checkpoint_survives_round_trip(number: u32, step in ".{0,20}", data: Vec<u8>) {
             let written = Checkpoint::new(number, step.get(..).filter(|step| step.len() <= 64).unwrap_or("x"), &data);
             let written = written.unwrap();
             prop_assert_eq!(written.to_bytes().len(), written.len());
@@ -150,7 +150,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_checkpoint_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+        fn any_bytes_parse_to_checkpoint_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             if let Some(read) = Checkpoint::from_bytes(&bytes) {
                 prop_assert_eq!(read.to_bytes(), bytes);
             }

@@ -6,17 +6,19 @@ use super::checkpoint::{Checkpoint, CheckpointError};
 use super::store::{Operation, Payload};
 use crate::key::Key;
 
-/// What a handler can know of the operation that it does. [`Idempotent`](super::Idempotent) give it to what they run; a layer puts it in the extensions of the request, but for a request that passes without a record:
-/// for the lack of a key ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)) or of a store
-/// ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). Where there may be such, ask for an `Option` of it. With the feature `axum` handlers
-/// can also take it as an argument by itself, without `Extension`.
+/// The operation that a handler executes.
+///
+/// [`Idempotent`](super::Idempotent) passes it to the work. A layer inserts it into the extensions of the request, except for
+/// requests that pass without a record: without a key ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)), or after a store error
+/// ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). With these settings, extract an `Option` of it. With the feature
+/// `axum`, handlers can take it as an argument without `Extension`.
 ///
 /// ```
 /// use axum::{Extension, Router, routing::post};
 /// use tollgate::{IdempotencyLayer, MemoryBackend, http::header, idempotency::IdempotencyHandle};
 ///
 /// async fn pay(Extension(operation): Extension<IdempotencyHandle>) -> String {
-///     // The same in each attempt, so the payment provider sees a retry as one, too.
+///     // The same in each attempt, so the payment provider recognizes a retry.
 ///     format!("charged once, as {}", operation.derive("charge"))
 /// }
 ///
@@ -31,14 +33,14 @@ pub struct IdempotencyHandle {
     last: Option<Arc<Checkpoint>>,
 }
 
-/// Something that knows how far the body of a request was read.
+/// The reader of a request body, which knows the fingerprint of the part that was read.
 pub(crate) trait HasPayload: Send + Sync {
     fn payload(&self) -> Payload;
 
-    /// Whether it is known to be what the attempt before was sent, as far as that one has read it.
+    /// Whether the body is known to match that of the previous attempt, as far as that attempt has read it.
     fn is_known(&self) -> bool;
 
-    /// The same before any of it was read.
+    /// The same reader, before any part was read.
     fn anew(&self) -> Self
     where
         Self: Sized;
@@ -54,56 +56,61 @@ impl IdempotencyHandle {
         Self { order, attempt, fence, last: last.map(Arc::new) }
     }
 
-    /// Which operation this is: the scope of whoever asks, with the method and the path, and the key that the client has chosen; of
-    /// [`Idempotent`](super::Idempotent) their name and the scope, and the key. It prints as the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
-    /// find.
+    /// The operation: a scope and the key that the client chose. The scope of a layer ends with the method and the path. The
+    /// scope of an [`Idempotent`](super::Idempotent) begins with its name.
     ///
-    /// Keys of [`header`](crate::http::header) are digests. A scope of one's own is there as it is, unless it is long.
+    /// Its text is the same as in the log lines about unknown outcomes. So a handler can store the text with its effects, where
+    /// an operator can find it.
+    ///
+    /// A scope from [`header`](crate::http::header) is a digest. A scope of your own is readable, unless it is long.
     #[must_use]
     pub fn operation(&self) -> &Operation {
         self.order.operation()
     }
 
-    /// Which attempt this is: 1, unless one before was given back or came to nobody knows what. Remembered for ten minutes after
-    /// an attempt that was given back, and for the retention where one of unknown outcome was before that.
+    /// The number of this attempt. It is 1, unless an earlier attempt was released or its outcome is unknown. The number is
+    /// remembered for ten minutes after a release, and for the retention if an attempt before that had an unknown outcome.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Larger than that of every attempt before: for what the handler changes, to refuse a smaller one.
+    /// Larger than the fence of every earlier attempt. Store it with the data that the handler changes, and refuse smaller ones.
     ///
-    /// On one primary that remembers the last attempt this holds whatever happens to processes, and if its clock is set back by up to ten minutes,
-    /// or by the retention where that is shorter. After a failover that lost the last attempt the order is that of the clocks: the new primary's must
-    /// not be behind by more than the time since that attempt.
+    /// With one primary that remembers the last attempt, fences rise across crashes of processes. They also rise if the clock of
+    /// the primary is set back, by up to ten minutes or the retention, whichever is shorter. After a failover that lost the last
+    /// attempt, fences follow the clocks. Then the clock of the new primary must not be behind by more than the time since the
+    /// lost attempt.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.fence
     }
 
-    /// A key for something that the handler asks of others, by what it is for: 32 characters, the same in each attempt of this
-    /// operation and in no other operation.
+    /// A key for a request of the handler to another service. `purpose` identifies the request. The key has 32 characters. It is
+    /// the same in each attempt of this operation, and differs from the keys of all other operations.
     #[must_use]
     pub fn derive(&self, purpose: &str) -> String {
         derived(self.order.operation(), purpose)
     }
 
-    /// What the attempts before this one have put down last; `None` if they have put down nothing.
+    /// The last checkpoint of earlier attempts; `None` if there is none.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Checkpoint> {
         self.last.as_deref()
     }
 
-    /// Puts down in the record that a step is done, with what the next attempt needs to know of it, in the place of what was put
-    /// down before. The next attempt finds it as its [`last_checkpoint`](Self::last_checkpoint): when this one was given back, for
-    /// the retention; and when the process dies and [`OnUnknown::Retry`](super::OnUnknown::Retry) lets the request be served again.
+    /// Stores that a step is complete, with data for the next attempt. It replaces the previous checkpoint.
     ///
-    /// One round trip; `step` is at most [`Checkpoint::MAX_STEP`] bytes, `data` [`Checkpoint::MAX_DATA`]. From then on
-    /// another request under the same key is refused, also when this attempt is given back. Between something that is done
-    /// elsewhere and its checkpoint the process may still die: [`derive`](Self::derive) is for that.
+    /// The next attempt gets it as [`last_checkpoint`](Self::last_checkpoint), within the retention: after this attempt was
+    /// released, or after its process died if [`OnUnknown::Retry`](super::OnUnknown::Retry) allows a next attempt.
     ///
-    /// An attempt that is not the first has to read the body as far as those before have read it: until then nobody knows whether it was sent the
-    /// same, and it must not put down anything that one with the right body would find.
+    /// A checkpoint takes one round trip. `step` may have up to [`Checkpoint::MAX_STEP`] bytes, `data` up to
+    /// [`Checkpoint::MAX_DATA`]. After a checkpoint, a different request under the same key is rejected, also after this attempt
+    /// was released. The process may die between an effect and its checkpoint. Use [`derive`](Self::derive) to recognize a
+    /// repeated effect.
+    ///
+    /// Before its first checkpoint, a later attempt must read the body as far as the earlier attempts have read it. Until then
+    /// its request may be a different one, whose checkpoint must not replace that of the right request.
     ///
     /// ```
     /// # use tollgate::{BoxError, idempotency::IdempotencyHandle};
@@ -125,11 +132,12 @@ impl IdempotencyHandle {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`]: the handler should go no further then. After [`Unread`](CheckpointError::Unread) it may, once it has read more of the body.
+    /// [`CheckpointError`]: the handler should stop. After [`Unread`](CheckpointError::Unread) it may continue, and try again
+    /// once it has read more of the body.
     ///
     /// # Cancellation
     ///
-    /// A checkpoint that is dropped on its way may have been put down.
+    /// If you drop the future, the checkpoint may or may not have been stored.
     pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
         let order = &self.order;
         if !order.body().is_known() {
@@ -145,13 +153,13 @@ impl IdempotencyHandle {
 
 fn derived(operation: &Operation, purpose: &str) -> String {
     let (scope, key) = (operation.scope().as_str(), operation.key().as_str());
-    // Neither of the first two holds a space.
+    // Scope and key contain no space, so the joined text is unambiguous.
     let digest = Key::digest([scope, " ", key, " ", purpose].concat());
     digest.as_str().trim_start_matches('#').to_owned()
 }
 
 impl fmt::Debug for IdempotencyHandle {
-    // What a client calls an operation is its own business.
+    // The key is private to the client.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { attempt, fence, .. } = self;
         f.debug_struct("IdempotencyHandle").field("attempt", attempt).field("fence", fence).finish_non_exhaustive()
@@ -163,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_derived_key_is_that_of_one_operation_and_purpose() {
+    fn derived_key_depends_on_operation_and_purpose() {
         let derive = |scope: &str, key: &str, purpose: &str| derived(&Operation::new(scope, key), purpose);
         let charge = derive("alice", "k", "charge");
         assert_eq!(charge, derive("alice", "k", "charge"));

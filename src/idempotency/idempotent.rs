@@ -33,7 +33,7 @@ use crate::store::circuit::CircuitBreaker;
 /// let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
 /// let pay = |amount: &'static str| {
 ///     payouts.run(Operation::new("alice", "payout-7"), amount, async move |attempt| {
-///         // The same in each attempt, so the bank sees a retry as one, too.
+///         // The same in each attempt, so the bank recognizes a retry.
 ///         Ok::<_, BoxError>(format!("paid {amount} as {}", attempt.derive("pay")))
 ///     })
 /// };

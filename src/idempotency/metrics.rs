@@ -4,13 +4,13 @@
 
 use super::rejection::Rejection;
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Its handler began.
+    /// The handler started.
     Executed,
     Replayed,
-    /// The store failed: served without a record.
+    /// The store failed, and the request was executed without a record.
     FailedOpen,
     FailedClosed,
     MissingKey,
@@ -28,14 +28,14 @@ pub(crate) enum Verdict {
     ScopeFull,
 }
 
-/// What became of an attempt.
+/// The result of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
     Kept,
-    /// Only that there was an answer.
+    /// Only the status was stored.
     Tombstone,
     GivenBack,
-    /// Nobody knows, as far as this process does.
+    /// The outcome is unknown to this process.
     Unknown,
 }
 
@@ -158,7 +158,7 @@ mod imp {
         use super::*;
 
         #[test]
-        fn names_are_those_of_their_values() {
+        fn names_are_in_order_of_enum_values() {
             assert!(VERDICTS.iter().enumerate().all(|(at, (verdict, _))| *verdict as usize == at));
             assert!(ENDS.iter().enumerate().all(|(at, (ended, _))| *ended as usize == at));
         }

@@ -1,31 +1,35 @@
-//! The same request twice is done once: for endpoints that charge a card, and clients that try again.
+//! Idempotency: a request that a client retries is executed once, for instance a payment.
 //!
-//! A client names what it wants done by a key of its choice, and sends the key again when it tries again. `IdempotencyLayer` (feature
-//! `http`) keeps a record for each key in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where all processes see
-//! it. The first request is served; whoever comes later with the same key gets the same answer, byte by byte.
+//! A client chooses a key for an operation, and sends the same key with each retry. `IdempotencyLayer` (feature `http`) stores a
+//! record for each key in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend)), or in Redis, which all processes
+//! share. The first request is executed. Later requests with the same key get the same response, byte for byte.
 //!
-//! # What it promises, and what not
+//! # Guarantees and limits
 //!
-//! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`ResponsePolicy`] gives
-//!   back or you chose [`OnUnknown::Retry`] or [`OnStoreError::Allow`](crate::OnStoreError::Allow), whatever the number of processes and of retries, and whether or not its
-//!   client is still there: it goes on in a task of its own when the client has gone.
-//! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
-//!   routes: the method and the path are part of the scope, and that is the whole path unless a router in front of the layer has taken a prefix
-//!   away. What axum has taken away is known with the feature `axum`. **Without it, and with other routers, `/shop/pay` and `/club/pay` are both
-//!   `/pay`, and one replays the other**, unless the [scope](crate::http::IdempotencyLayer::scope) says the prefix.
-//! * Another request under the same key (query, body, chosen headers) is refused, and learns nothing more.
-//! * When a process dies with a handler at work nobody knows what the handler has done. The record then says *outcome unknown*, and
-//!   [`OnUnknown`] says whether such requests are refused or served again, which may double what was done before. Effects outside
-//!   of Redis are not exactly once by this: give [`IdempotencyHandle::derive`] to those whom the handler asks, refuse a smaller
-//!   [`fence`](IdempotencyHandle::fence), or put down what is done with [`IdempotencyHandle::checkpoint`] for the next attempt.
-//! * Answers lie in the store in clear, headers and body, for their retention: whoever can read the store can read them, so a secret has no place in
-//!   one. Of requests there are fingerprints only: see [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
-//! * A failover to a replica forgets what was not replicated, and so does eviction: use `maxmemory-policy noeviction`. A record that is gone is
-//!   a request that is served anew.
+//! * **One execution.** With one Redis primary, the handler of a key runs to its end at most once while its record is stored. The
+//!   number of processes and retries does not matter. If the client disconnects, the handler continues in a task of its own. The
+//!   exceptions are a response that [`ResponsePolicy`] does not store, [`OnUnknown::Retry`], and [`OnStoreError::Allow`](crate::OnStoreError::Allow).
+//! * **Separate callers.** Callers never get each other's responses: a key is unique within its
+//!   [scope](crate::http::IdempotencyLayer::scope), and a layer without a scope does not compile.
+//! * **Separate routes.** The scope includes the method and the path. If a router in front of the layer removes a prefix from the
+//!   path, the layer knows the whole path only with axum and the feature `axum`. **Otherwise `/shop/pay` and `/club/pay` are both
+//!   `/pay`, and a request to one gets the response of the other.** Include the prefix in the scope then.
+//! * **Different requests.** A different request under the same key is rejected, and learns nothing about the first one. Requests
+//!   differ by their query, their body, or the [headers you choose](crate::http::IdempotencyLayer::fingerprint_headers).
+//! * **Crashes.** If a process dies while a handler runs, the effects of the handler are not known. The record then says *outcome
+//!   unknown*. [`OnUnknown`] sets whether retries are rejected, or executed again, which may repeat effects.
+//! * **Effects in other systems** are not exactly once. To protect them, pass keys from [`IdempotencyHandle::derive`] to the
+//!   services that the handler calls. Or refuse a smaller [`fence`](IdempotencyHandle::fence), or store progress for the next
+//!   attempt with [`IdempotencyHandle::checkpoint`].
+//! * **Secrets.** Responses are stored unencrypted, headers and body, for the retention. Any client with read access to the store
+//!   can read them, so a response must not contain secrets. Of requests only fingerprints are stored: see
+//!   [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
+//! * **Lost records.** A failover to a replica loses records that were not replicated. Eviction loses records too, so set
+//!   `maxmemory-policy noeviction`. A request without a record is executed again.
 //!
 //! # Examples
 //!
-//! As it comes, with the header `Idempotency-Key` of draft-ietf-httpapi-idempotency-key-header-07:
+//! With the defaults, and the header `Idempotency-Key` of draft-ietf-httpapi-idempotency-key-header-07:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -34,7 +38,7 @@
 //! use tower::ServiceExt;
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-//! let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-api-key")); // the same for all tries
+//! let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-api-key")); // the same in all retries
 //! let app: Router = Router::new().route("/payments", post(async || "charged once")).layer(guard);
 //!
 //! let pay = || {
@@ -53,7 +57,7 @@
 //! # }
 //! ```
 //!
-//! With everything said:
+//! All options:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -100,159 +104,241 @@
 //! # }
 //! ```
 //!
-//! # What is answered
+//! # Responses
 //!
-//! | | with HTTP | problem | with gRPC |
+//! | result | HTTP | problem | gRPC |
 //! | --- | --- | --- | --- |
-//! | done before | the answer, `Idempotent-Replayed: true` | | the same |
+//! | completed before | the stored response, `Idempotent-Replayed: true` | | the same |
 //! | no key | 400 | `key-missing` | `INVALID_ARGUMENT` |
-//! | several keys, an empty one, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
-//! | no scope, or a body that breaks off while it is compared | 400 | `about:blank` | `INVALID_ARGUMENT` |
-//! | the body [stands still](crate::http::IdempotencyLayer::body_timeout) while it is compared | 408 | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
+//! | several keys, an empty key, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
+//! | no scope, or the body breaks off during its comparison | 400 | `about:blank` | `INVALID_ARGUMENT` |
+//! | the body [stalls](crate::http::IdempotencyLayer::body_timeout) during its comparison | 408 | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //! | the body is larger than [`max_body`](crate::http::IdempotencyLayer::max_body) | 413 | `about:blank` | `RESOURCE_EXHAUSTED`, "do not retry" |
 //! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
-//! | in flight, also after waiting | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
+//! | in flight, also after the wait | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
 //! | outcome unknown | 409 | `outcome-unknown` | `FAILED_PRECONDITION` |
-//! | done before, and the answer was too large or broke off | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
-//! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED`, "do not retry" |
-//! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
-//! | the caller has as many [records](crate::http::IdempotencyLayer::max_records_per_scope) or [running handlers](crate::http::IdempotencyLayer::max_running_per_scope) as one may have | 429, `Retry-After` | `scope-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
-//! | a setting cannot work | 500 | `about:blank` | `INTERNAL` |
-//! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
+//! | completed before, but the response was too large, broke off, or found no room in the store | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
+//! | cancelled: the handler took too long, or lost its lease | 503 | `about:blank` | `ABORTED`, "do not retry" |
+//! | [`max_running`](crate::http::IdempotencyLayer::max_running) requests are running | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the caller has reached its limit of [records](crate::http::IdempotencyLayer::max_records_per_scope) or [running handlers](crate::http::IdempotencyLayer::max_running_per_scope) | 429, `Retry-After` | `scope-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | a setting is invalid | 500 | `about:blank` | `INTERNAL` |
+//! | the store failed | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //!
-//! "Do not retry" is `grpc-retry-pushback-ms: -1`, since clients send calls that end with these codes again by themselves.
+//! "Do not retry" is `grpc-retry-pushback-ms: -1`, because gRPC clients retry calls with these codes automatically.
 //!
-//! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 9651, `"abc"`, or the bare
-//! `abc` that most clients send: both are the same key. POST and PATCH are served once. All other methods pass untouched, **PUT and DELETE with a key too**,
-//! unless [`methods`](crate::http::IdempotencyLayer::methods) names them; the log has a line for the first such request. So does a request without a key pass if
-//! the layer is told [so](crate::OnMissingKey::Pass).
+//! The `type` of a problem document is `urn:tollgate:idempotency:` followed by the name in the table. A key is a string of RFC
+//! 9651 (`"abc"`), or the bare `abc` that most clients send: both are the same key.
 //!
-//! A script in a browser that calls from another origin sees `Idempotent-Replayed` and `Retry-After` only if they are named in
-//! `Access-Control-Expose-Headers`, and may send the key only if its header is named in `Access-Control-Allow-Headers`: what answers for CORS, on the
-//! outside of this layer, has to be told so.
+//! By default, the layer handles POST and PATCH requests. All other methods pass without a record, **also PUT and DELETE with a
+//! key**, unless [`methods`](crate::http::IdempotencyLayer::methods) names them. The log has a line for the first such request
+//! that is not safe and has a key. A request without a key is rejected, unless you set [`OnMissingKey::Pass`](crate::OnMissingKey::Pass).
 //!
-//! # What is recorded
+//! A page in a browser that calls another origin can read `Idempotent-Replayed` and `Retry-After` only if
+//! `Access-Control-Expose-Headers` names them. It can send the key only if `Access-Control-Allow-Headers` names its header. Set
+//! both in the CORS layer, which goes outside this layer: see [Browsers](crate::http#browsers).
 //!
-//! By [default](ResponsePolicy::SafeRetry) these responses are recorded, so that the same request gets them again, and these are not, so that it is served again:
+//! # Stored responses
 //!
-//! | response | recorded | |
+//! By [default](ResponsePolicy::SafeRetry), these responses are stored and replayed. The others release the operation, so the
+//! next request is executed again:
+//!
+//! | response | stored | reason or condition |
 //! | --- | --- | --- |
 //! | 1xx, 2xx, 3xx | yes | also with `Retry-After` |
-//! | 5xx, 408, 425, 429, and any 4xx with `Retry-After` | no | "not now" |
-//! | 404, of a handler | yes | a router of axum in front of the layer has found the route, or the body was read |
-//! | 404, of a router | no | "not here": nothing has read the body, and no route is known. In a rolling deploy another replica may have it |
+//! | 5xx, 408, 425, 429, and any 4xx with `Retry-After` | no | temporary |
+//! | 404 from a handler | yes | an axum router in front of the layer has found the route, or the body was read |
+//! | 404 from a router | no | no route is known and the body was not read. In a rolling deployment, another replica may have the route |
 //! | 405 | no | unless the body was read |
-//! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may be due to a header that is no part of the same request |
-//! | a rejection of a layer of this crate | no | by `NotExecuted` in the extensions, or over a connection by the field `Tollgate-Rejected` of locks and idempotency |
-//! | any other 4xx, 409 and 423 among them | yes | |
+//! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may depend on a header outside the fingerprint |
+//! | a rejection by a layer of this crate | no | it has `NotExecuted` in its extensions or, from locks and idempotency over a connection, the field `Tollgate-Rejected` |
+//! | any other 4xx, including 409 and 423 | yes | |
 //! | gRPC `OK`, `INVALID_ARGUMENT`, `NOT_FOUND`, `ALREADY_EXISTS`, `FAILED_PRECONDITION`, `OUT_OF_RANGE` | yes | |
 //! | gRPC with any other status, or without one | no | |
 //!
-//! With the feature `axum` and `Router::layer` or `route_layer` the layer knows whether there is a route, but for one with a wildcard and a service that is
-//! nested by `nest_service`. Elsewhere, as around a whole router or in front of a plain tower service, all it can see is whether the body was read. There
-//! a 404 of a handler that reads no body is given back like that of a router. With [`ResponsePolicy::All`] all 404 and 405 are recorded. A router's own
-//! fallback that reads the body says `tollgate::responder::NotExecuted`.
+//! With the feature `axum` and `Router::layer` or `route_layer`, the layer knows whether a route exists. The exceptions are
+//! routes with a wildcard and services nested with `nest_service`. Elsewhere, for instance around a whole router or in front of a
+//! plain tower service, the layer sees only whether the body was read. There, a 404 of a handler that does not read its body is
+//! not stored.
+//!
+//! With [`ResponsePolicy::All`], all 404 and 405 responses are stored. If the fallback of a router reads the body, let it insert
+//! `tollgate::responder::NotExecuted` into the extensions of its response.
 //!
 //! # Bodies
 //!
-//! Nothing is collected before the handler runs. The body of a request is hashed as the handler reads it, and of a duplicate no more is
-//! read than that takes. A handler that answers before it has read everything has the fingerprint of what it has read. While the first
-//! request is still being served, only what is known before the body can tell another one apart, and what the last renewal said: such a duplicate is
-//! told to come back, and refused then.
+//! The layer does not buffer request bodies. It hashes a body while the handler reads it, so the fingerprint covers only the part
+//! that the handler read before it responded. Of the body of a retry, the layer reads no more than the comparison needs.
 //!
-//! The answer goes to the caller while it is recorded. Its last part is held back until the record is stored, so a client that has seen the end
-//! finds it there. (If the handler sets `Content-Length`, a client may believe that it has seen the end before.) If the record cannot be stored, the
-//! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
-//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known and the handler reads no more of the request, which could still break off (with gRPC at
-//! its end, since the status comes last, as that to a request that has broken off; of a next attempt once its body is known to be the same): its handler is not run again, and its
-//! reader may take the time that it likes, where until then the answer has to come to its end within `max_runtime`. With [`OnUnknown::Retry`] it breaks off if
-//! the lease ends before that status is stored: somebody else may begin then.
+//! While the first request is in flight, its fingerprint is incomplete. It covers the request without the body, and the part of
+//! the body that the last renewal or checkpoint reported. A different request that matches this part gets 409 (in flight), and
+//! 422 after the first request is complete.
 //!
-//! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
-//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`ResponsePolicy::All`] with [`OnUnknown::Reject`]: the outcome
-//! is unknown, as that of any handler that was dropped half way. Until so much was read a [checkpoint](IdempotencyHandle::checkpoint) is [refused](CheckpointError::Unread): one
-//! of another body would take the place of the one before. So read the body before the first checkpoint. Where the handler answers before it has read so much, the rest is compared before
-//! its answer is kept, or given whole: if the body stands still for longer than [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or since the handler has not dropped it, an
-//! answer that is no success is given, and not kept, and with [`ResponsePolicy::All`] the outcome is unknown.
+//! The layer records the response while it sends it to the client. It holds back the last part until the record is stored, so a
+//! client that has the whole response finds it stored. The exception is a handler that sets `Content-Length`: its client may
+//! count the bytes and see the end before.
 //!
-//! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
-//! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
+//! If the response cannot be stored, the client gets it anyway. The layer retries in the background for the length of a lease.
+//! After that the outcome is unknown.
 //!
-//! A bidirectional stream of gRPC, or any call whose client waits for a part of the answer before it sends more, cannot be repeated. A replay needs the
-//! whole body first: the repeat is answered by `UNAVAILABLE`, or 408, after [`body_timeout`](crate::http::IdempotencyLayer::body_timeout).
+//! A bidirectional gRPC stream cannot be retried, nor can any call whose client waits for a part of the response before it sends
+//! more. A replay needs the whole body first, so the retry ends with `UNAVAILABLE`, or 408, after
+//! [`body_timeout`](crate::http::IdempotencyLayer::body_timeout).
 //!
-//! # One caller among many
+//! ## Large responses
 //!
-//! Each caller, which is what the [scope](crate::http::IdempotencyLayer::scope) says, has bounds of its own, so that one of them cannot use up what all of them
-//! share: [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope) handlers in a process, and
-//! [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope) records in the store. In memory a caller also has no more records, and
-//! no more bytes of answers, than there is room left for other callers: see [`MemoryBackend`](crate::MemoryBackend#memory). These are bounds for
-//! what is kept, and no rate limit: put a [`RateLimitLayer`](crate::RateLimitLayer) outside of this layer, by the same caller, to bound how fast keys are used up.
+//! Of a response larger than [`max_answer`](crate::http::IdempotencyLayer::max_answer), 64 KiB by default, only the status is
+//! stored. A retry gets 409, and the handler does not run again. The layer stores the status before the end of the response, as
+//! soon as these conditions hold:
+//!
+//! * The status is final. With gRPC it usually comes at the end of the response.
+//! * The handler reads no more of the request body. A body that is still being read could break off. After a body that has broken
+//!   off, the layer stores the status at the end of the response.
+//! * If this is not the first attempt, the body is known to be the same as before.
+//!
+//! Until then, the response must end within `max_runtime`. Afterwards `max_runtime` limits only the time without progress, so a
+//! slow client is not cut off. With [`OnUnknown::Retry`], the response breaks off if the lease ends before the status is stored,
+//! because another attempt may start then.
+//!
+//! ## Further attempts
+//!
+//! After an attempt that was released or whose outcome is unknown, the next attempt must have the same body, as far as that of
+//! the earlier attempt is known. If it differs, the layer drops the handler before the handler reads the end of the body. The
+//! client gets 422, or a response that breaks off if it has begun. The operation is released, and keeps its state from before.
+//! The exception is [`ResponsePolicy::All`] with [`OnUnknown::Reject`]: there the outcome is unknown, as for any handler that is
+//! dropped while it runs.
+//!
+//! Until the handler has read as much as the earlier attempt, a [checkpoint](IdempotencyHandle::checkpoint) fails with
+//! [`CheckpointError::Unread`]. Otherwise a different request could replace the earlier checkpoint. So read the body before the
+//! first checkpoint.
+//!
+//! If the handler responds without reading that much, the layer compares the rest before it stores the response or sends its end.
+//! The comparison is not possible if the body breaks off, if it stalls for longer than
+//! [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or if the handler has not dropped the body. Then a success is
+//! stored. Any other response is sent and not stored, and with [`ResponsePolicy::All`] the outcome is unknown.
+//!
+//! ## Response headers
+//!
+//! Headers that belong to one hop, one moment or one request are not stored: `Connection` and the headers it names,
+//! `Content-Length`, `Date`, `Age`, `RateLimit` and related fields, `Server-Timing`, `traceparent`, `X-Request-Id`. `Set-Cookie`
+//! is stored only with [`keep_cookies`](crate::http::IdempotencyLayer::keep_cookies).
+//!
+//! # Limits for each caller
+//!
+//! The [scope](crate::http::IdempotencyLayer::scope) identifies the caller. Each caller has limits of its own, so that one caller
+//! cannot use up shared capacity:
+//!
+//! * [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope): handlers in a process
+//! * [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope): records in the store
+//!
+//! The memory backend also limits the records and the bytes of responses of a caller to the room that is left for other callers:
+//! see [`MemoryBackend`](crate::MemoryBackend#memory).
+//!
+//! These limits bound stored data, and are no rate limit. To bound how fast a caller uses new keys, put a
+//! [`RateLimitLayer`](crate::RateLimitLayer) outside of this layer, with the same caller as its key.
 //!
 //! # Together with other layers
 //!
-//! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
-//! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away with a response is
-//! not kept, whatever its status. What they turn away [with an error](crate::ErrorResponder) is a failure as any other, since whoever gets one cannot tell whether a handler
-//! has failed with it half way: with [`ResponsePolicy::All`] the outcome is unknown then. So it is, whatever is kept, of a handler that a `LockLayer` has cancelled since its lock was lost, by what that
-//! answers: a response with `tollgate::responder::OutcomeUnknown`, which a [`Responder`](crate::responder::Responder) of your own has to put there itself, or a [`BoxError`](crate::BoxError) with
-//! [`LockError::Lost`](crate::LockError::Lost) among its causes; and of one whose answer it has cut off for that before the record had it: one that is too large is recorded before its end. Put it
-//! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
+//! Put this layer outside of:
 //!
-//! Inside of a `LockLayer` a handler that goes on when its client has gone keeps the lock until its end, and its answer until
-//! [that one's](crate::lock::ReleaseAt). If the lease is lost before it has answered, it is dropped half way, unless that is only to be
-//! [told](crate::lock::OnLoss::Notify); an answer that has begun then is recorded to its end.
+//! * a [`RateLimitLayer`](crate::RateLimitLayer), so that a replay is not charged against the quota. A second limit, outside of
+//!   this layer, can bound the replays.
+//! * a [`LockLayer`](crate::LockLayer), so that a replay does not wait for the lock.
 //!
-//! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
-//! outer one does the operation, on its own terms, and the inner one lets it pass. Of two that find different ones each has a record: the outer one gives back
-//! what the inner one refuses, so that it asks that again the next time, and what that has given back since its handler was sent another body than the attempt before. What the inner one has cancelled half way, by its time, its lease or its `max_body`, is of
-//! unknown outcome to both, also where its answer had begun and the record did not have it yet, and completed by hand or forgotten in both. It says so as a `LockLayer` does, and so has a `Responder` of your own.
+//! Put this layer inside of:
 //!
-//! A timeout goes outside, where the handler goes on to its end after it and the client finds the answer when it comes back. One that is inside drops
-//! the handler half way, and its answer, 408 or 503 or an error, is one that is given back: the next try runs from the start, on top of what the
-//! first has done. A handler that has waited in vain for somebody else says so with `tollgate::responder::OutcomeUnknown` in the extensions of its answer,
-//! so that this is not done twice. What bounds the handler itself is [`max_runtime`](crate::http::IdempotencyLayer::max_runtime), after which the record says that
-//! the outcome is unknown.
+//! * the authentication, which identifies the caller.
+//! * compression, because the next client may not accept the same encoding.
+//! * a translation from gRPC to gRPC-Web, because the layer cannot see the status of gRPC-Web.
+//! * a timeout, so that the handler runs to its end after the timeout, and the client finds the response when it retries.
 //!
-//! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
-//! into the task that goes on then; task-locals do not, so a handler should not need any.
+//! ## Rejections by inner layers
 //!
-//! # Operations
+//! A response by which an inner rate limit or lock rejects a request is not stored, whatever its status. A rejection [as an
+//! error](crate::ErrorResponder) counts as a failure of the handler, because this layer cannot tell the two apart. With
+//! [`ResponsePolicy::All`] the outcome is then unknown.
 //!
-//! [`IdempotencyAdmin`] says how far an operation is, and lists those of unknown outcome, which the log names, too. Once somebody has found out what
-//! became of one, it is completed by hand, or forgotten, so that it can be begun anew.
+//! If an inner `LockLayer` cancels a handler because its lock was lost, the outcome is unknown with any policy. This layer
+//! recognizes:
 //!
-//! # What is no request
+//! * a response with `tollgate::responder::OutcomeUnknown` in its extensions. A [`Responder`](crate::responder::Responder) of
+//!   your own must insert it.
+//! * a [`BoxError`](crate::BoxError) with [`LockError::Lost`](crate::LockError::Lost) among its causes.
+//! * a response that the `LockLayer` cut off before it was recorded. A response that is too large is recorded before its end.
 //!
-//! [`Idempotent`] do anything else once that has a name: a message of a broker, a job, a command. Their records, leases and attempts are those of the
-//! layer. Those of one name have nothing to do with those of another.
+//! ## Inside of a lock
+//!
+//! Inside of a `LockLayer`, a handler that continues after its client has disconnected keeps the lock until it responds, or until
+//! its response ends: see [`ReleaseAt`](crate::lock::ReleaseAt). If the lock is lost before the handler responds, the handler is
+//! dropped, unless [`OnLoss::Notify`](crate::lock::OnLoss::Notify) is set. A response that has begun by then is recorded to its
+//! end.
+//!
+//! ## Timeouts
+//!
+//! A timeout inside of this layer drops the handler while it runs. Its response (408, 503 or an error) is not stored, so the next
+//! request starts from the beginning and may repeat effects. To limit the handler itself, use
+//! [`max_runtime`](crate::http::IdempotencyLayer::max_runtime), after which the outcome is unknown.
+//!
+//! If a handler calls another service and gets no reply in time, let it respond with `tollgate::responder::OutcomeUnknown` in the
+//! extensions. Then the call is not repeated.
+//!
+//! ## Nested idempotency layers
+//!
+//! Idempotency layers can be nested, for instance one around a router and one at a route. If both find the same scope and the
+//! same key in a request, the outer layer executes the operation with its settings, and the inner layer passes the request. If
+//! they find different ones, each layer has a record:
+//!
+//! * If the inner layer rejects a request, the outer layer releases its operation, and calls the inner layer again for the next
+//!   request. It does the same if the inner layer released its operation because the body differs from that of the attempt
+//!   before.
+//! * If the inner layer cancels a handler, because of `max_runtime`, its lease or `max_body`, the outcome is unknown in both
+//!   layers. This includes a response that has begun and is not stored yet. Complete or forget the operation in both layers. The
+//!   inner layer reports the cancellation like a `LockLayer`, so here too a `Responder` of your own must insert `OutcomeUnknown`.
+//!
+//! ## Tasks
+//!
+//! The task that polls the response future also polls the handler, as without this layer. If the future is dropped, the handler
+//! continues in a new task with its `tracing` span. Task-locals are not passed on, so a handler should not need any.
+//!
+//! # Administration
+//!
+//! [`IdempotencyAdmin`] inspects an operation, and lists the operations with unknown outcome, which the log names, too. Find out
+//! whether the operation was executed. Then complete it by hand, or forget it so that the next request executes it.
+//!
+//! # Operations that are not requests
+//!
+//! [`Idempotent`] executes any other named operation once: a message of a broker, a job, a command. Its records, leases and
+//! attempts work like those of the layer. Two `Idempotent` with different names share no operations.
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` the layer counts with the `metrics` facade. A metric that an exporter
-//! has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used. Labels are the [name](crate::http::IdempotencyLayer::name) of the layer and those below, never a key or a scope.
+//! With the feature `metrics`, the layer reports to the `metrics` facade. A metric that an exporter has dropped after its
+//! idle timeout appears [again](crate::rate_limit#metrics) at its next use. The label `layer` is the
+//! [name](crate::http::IdempotencyLayer::name) of the layer; a key or a scope is never a label.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`; and of those that were executed `cancelled`, or `mismatch` and `too_large` where the body turned out so | requests with a key, or turned away for the lack of one |
-//! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
-//! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, or to where the handler was cut off, a histogram; nothing of one that panics, or is dropped with its client |
-//! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`. An executed request counts again as `cancelled`, `mismatch` or `too_large` if it ends so | requests with a key, and requests that were rejected because they have none |
+//! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status was stored), `given_back` (released), `unknown` | attempts that ended |
+//! | `tollgate_idempotency_handler_seconds` | `layer` | the time from the claim until the response ended or the handler was cancelled, a histogram; without handlers that panicked, or were dropped with their client |
+//! | `tollgate_idempotency_wait_seconds` | `layer` | the time that requests waited for the same request, a histogram |
 //! | `tollgate_idempotency_store_errors_total` | `layer` | calls that failed or were late |
 //! | `tollgate_idempotency_circuit_transitions_total` | `layer`, `state`: `open`, `closed` | circuits that opened and closed |
 //!
-//! # What is asked of the store
+//! # Store calls
 //!
-//! Two round trips for the first request, one for a replay or a refusal; one for each third of a lease that a handler takes, and for
-//! each checkpoint. A request that [waits](crate::http::IdempotencyLayer::wait) asks once when it has begun to listen, again after each message, once a second in
-//! any case, and when the lease would end; all of a process listen over one connection. A store that fails again and again is not asked for each request: see
-//! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
+//! The first request takes two round trips, and a replay or a rejection takes one. A running handler takes one more for each
+//! third of a lease, and one for each checkpoint.
+//!
+//! A request that [waits](crate::http::IdempotencyLayer::wait) calls the store after it has subscribed, after each notification,
+//! when the other lease would end, and at least once a second. All waiters of a process share one connection for notifications.
+//! If the store fails repeatedly, only probes reach it: see [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation
 //!
-//! A request whose client goes away before it is served is given back in the background; after that the handler runs to its end all the same
-//! ([`OnDisconnect`]), for no longer than `max_runtime`. `IdempotencyLayer::wait_idle` waits for that at the end of a program. A
-//! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`ResponsePolicy`].
+//! If the client disconnects before its handler starts, the operation is released in the background. If it disconnects later, the
+//! handler still runs to its end ([`OnDisconnect`]), for at most `max_runtime`. At the end of a program,
+//! `IdempotencyLayer::wait_idle` waits for both.
+//!
+//! A panic of a handler reaches the caller as without this layer. It counts as a failure: see [`ResponsePolicy`].
 
 mod admin;
 mod answer;
@@ -262,13 +348,13 @@ mod policy;
 mod rejection;
 mod store;
 
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod attempt;
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod erased;
 mod handle;
 mod idempotent;
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod metrics;
 mod operation_error;
 mod waiters;

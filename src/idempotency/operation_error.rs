@@ -6,29 +6,31 @@ use std::time::Duration;
 use crate::error::{BoxError, ConfigError, ContentionHint, StoreError, causes};
 use crate::lock::PartialEffects;
 
-/// Why an operation has no answer.
+/// Why a call of [`Idempotent::run`](super::Idempotent::run) returned no response.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperationError {
-    /// The work has failed, with this error. What becomes of the operation is up to [`Idempotent::keep`](super::Idempotent::keep) and [`Failed`](struct@Failed).
+    /// The work failed with this error. [`Idempotent::keep`](super::Idempotent::keep) and [`Failed`](struct@Failed) set what
+    /// happens to the operation.
     Failed(BoxError),
-    /// Something else was asked for under the same name.
+    /// Other work used the same operation name: the fingerprint differs.
     Mismatch,
-    /// Somebody is doing it.
+    /// The operation is in flight.
     InFlight {
-        /// For how long at the most, unless the lease is renewed.
+        /// Until the lease of that attempt ends, unless it is renewed.
         remaining: Duration,
     },
-    /// It was begun before, and what came of it is not known.
+    /// The operation was begun before, and its outcome is unknown.
     OutcomeUnknown {
-        /// How many attempts there were.
+        /// Number of attempts.
         attempt: u32,
     },
-    /// It was done before, and its answer was too large to be kept, or there was no room for it. That does not change before the time for which answers
-    /// are [kept](super::Idempotent::retention) is over, so there is no use in asking again.
+    /// The operation was completed before, and its response was not stored: it was too large, or the store had no room. This does
+    /// not change before the [retention](super::Idempotent::retention) has passed, so retries are useless.
     ///
-    /// A job of a delay queue is tried again with it as with any error, and ends among the dead: there may be more to it than the operation, which cannot
-    /// go on without the answer. A job that needs to know no more than that it was done says so:
+    /// A job of a delay queue that fails with this error is retried like after any other error, and becomes a dead job in the
+    /// end. The crate cannot tell whether the job needs the response. If your job only needs to know that the operation was
+    /// completed, treat this error as success:
     ///
     /// ```
     /// use tollgate::BoxError;
@@ -44,26 +46,26 @@ pub enum OperationError {
     /// }
     /// ```
     NotKept,
-    /// The work was dropped half way, since its lease was lost and somebody else may have begun, or since it took
-    /// [longer than it may](super::Idempotent::max_runtime). It may have had effects.
+    /// The work was dropped while it ran. It lost its lease, so another attempt may have started, or it took longer than
+    /// [`max_runtime`](super::Idempotent::max_runtime). It may have had effects.
     Cancelled,
-    /// A setting cannot work; nothing was asked of the store.
+    /// A setting is invalid. The store was not called.
     Config(ConfigError),
-    /// The store has failed. Nothing was begun.
+    /// The store failed. The operation was not begun.
     Store(StoreError),
 }
 
 impl fmt::Display for OperationError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Failed(_) => "the operation has failed",
-            Self::Mismatch => "the name of the operation was used for something else",
-            Self::InFlight { .. } => "the operation is being done",
-            Self::OutcomeUnknown { .. } => "the operation was begun before, and what came of it is not known",
+            Self::Failed(_) => "the operation failed",
+            Self::Mismatch => "the name of the operation was used for other work",
+            Self::InFlight { .. } => "the operation is in flight",
+            Self::OutcomeUnknown { .. } => "the operation was begun before, and its outcome is unknown",
             Self::NotKept => "the operation was done before, and its answer was not kept",
-            Self::Cancelled => "the operation was cancelled on the way and may have had effects",
-            Self::Config(_) => "operations are set up wrongly",
-            Self::Store(_) => "the store of idempotency failed",
+            Self::Cancelled => "the operation was cancelled while it ran and may have had effects",
+            Self::Config(_) => "the settings of the operation are invalid",
+            Self::Store(_) => "the idempotency store failed",
         })
     }
 }
@@ -74,21 +76,23 @@ impl Error for OperationError {
             Self::Failed(error) => Some(&**error),
             Self::Config(error) => Some(error),
             Self::Store(error) => Some(error),
-            // For how long is no error that could be borrowed.
+            // `InFlight` contains no error that could be borrowed, only a duration.
             Self::InFlight { .. } => Some(ContentionHint::FOR_LONG),
             _ => None,
         }
     }
 }
 
-/// Says of an operation that has failed whether something may have come of it, whatever [`Idempotent::keep`](super::Idempotent::keep) says of
-/// others.
+/// An error of the work that says whether the work may have had effects. It overrides
+/// [`Idempotent::keep`](super::Idempotent::keep).
 ///
-/// What is done by [`Idempotent`](super::Idempotent) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
-/// shows it as its own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts.
-/// The loss of a lock, [`LockError::Lost`](crate::LockError::Lost) or [`Lost`](crate::lock::Lost), counts as [`outcome_unknown`](Self::outcome_unknown)
-/// wherever it is found: what ran under the lock may have been dropped half way.
-/// The handler of a request says so in its response: see `tollgate::responder::NotExecuted` and `OutcomeUnknown`.
+/// It works as the error of the work, as a [source](Error::source) of that error at any depth, or behind a transparent wrapper as
+/// in `anyhow` and `#[error(transparent)]`. If there are several, the outermost one counts.
+///
+/// The loss of a lock ([`LockError::Lost`](crate::LockError::Lost) or [`Lost`](crate::lock::Lost)) at any depth counts as
+/// [`outcome_unknown`](Self::outcome_unknown), because the work under the lock may have been dropped while it ran.
+///
+/// A handler of a request uses its response instead: see `tollgate::responder::NotExecuted` and `OutcomeUnknown`.
 ///
 /// ```
 /// use std::io;
@@ -100,7 +104,7 @@ impl Error for OperationError {
 /// let payouts = Idempotent::new(tollgate::MemoryBackend::new(), "payouts");
 /// let paid = payouts.run(Operation::new("alice", "payout-7"), "100 EUR", async |attempt| {
 ///     ask_the_bank(&attempt.derive("pay")).await.map_err(|error| match error.kind() {
-///         // It may have been paid: nobody tries again until somebody has had a look.
+///         // It may have been paid: no retry before an operator has checked.
 ///         io::ErrorKind::TimedOut => BoxError::from(Failed::outcome_unknown(error)),
 ///         _ => error.into(),
 ///     })
@@ -113,7 +117,8 @@ pub struct Failed {
     said: Said,
 }
 
-/// What a [`Failed`](struct@Failed) says, as an error of its own beneath it: whoever wraps that one and passes on its source hides it, but not this.
+/// The content of a [`Failed`](struct@Failed), as its source. A wrapper that passes on only the source of its error hides the
+/// `Failed`, but not this.
 #[derive(Debug)]
 struct Said {
     is_unknown: bool,
@@ -121,18 +126,18 @@ struct Said {
 }
 
 impl Failed {
-    /// Nothing has come of it: the operation is given back, and the next call begins it again.
+    /// The work had no effects. The operation is released, and the next call executes it again.
     pub fn nothing_done(error: impl Into<BoxError>) -> Self {
         Self { said: Said { is_unknown: false, source: error.into() } }
     }
 
-    /// It may have been done, as where the answer of somebody else did not come in time. The outcome is unknown when the lease has ended. The log
-    /// says so, with `error` as the `cause`.
+    /// The work may have had effects, for instance if a request to another service timed out. The outcome is unknown when the
+    /// lease has ended. The log has a line with `error` as its `cause`.
     pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
         Self { said: Said { is_unknown: true, source: error.into() } }
     }
 
-    /// Whether the outcome of what has failed with this error is unknown; `None` if the error does not say.
+    /// Whether this error makes the outcome unknown; `None` if the error does not say.
     pub(super) fn is_unknown(error: &(dyn Error + 'static)) -> Option<bool> {
         causes(error).find_map(|cause| {
             let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
@@ -144,7 +149,7 @@ impl Failed {
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.said.is_unknown { "what came of the operation is not known" } else { "nothing was done" })
+        f.write_str(if self.said.is_unknown { "the outcome of the operation is unknown" } else { "nothing was done" })
     }
 }
 
@@ -160,17 +165,17 @@ impl fmt::Display for Said {
     }
 }
 
-// The cause itself comes after this, to be found by its type.
+// Callers find the original error by its type, as the next source.
 impl Error for Said {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&*self.source)
     }
 }
 
-/// What an error was made of, for the log, which has the error itself beside it.
+/// The sources of an error, for the log, where the error itself is another field.
 pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
     let sources = iter::successors(error.source(), |&error| error.source());
-    // What these say the error above them has said already.
+    // The text of these repeats the error above them.
     let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<ContentionHint>()));
     sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }

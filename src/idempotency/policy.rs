@@ -14,7 +14,7 @@
 #[non_exhaustive]
 pub enum ResponsePolicy {
     /// Stores all responses with these exceptions. "Not now": 5xx, 408, 425, 429, and any 4xx with `Retry-After`. "Not here":
-    /// 404 and 405 if no handler is known to have run (see [the table](super#what-is-recorded)). And 401, 403, 406, 407, 412,
+    /// 404 and 405 if no handler is known to have run (see [the table](super#stored-responses)). And 401, 403, 406, 407, 412,
     /// 415, 417, 421 and 428, which may depend on a header outside of the fingerprint: a client can correct missing credentials,
     /// a wrong `Content-Type` or a wrong `If-Match`. With gRPC the corresponding statuses, and `UNIMPLEMENTED`, which another
     /// replica may not return. Handlers that fail or panic count as 5xx, and so does a gRPC response without a status.

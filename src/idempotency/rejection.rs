@@ -108,17 +108,15 @@ impl fmt::Display for Rejection {
         match self {
             Self::MissingKey => f.write_str("the request carries no idempotency key"),
             Self::InvalidKey(invalid) => fmt::Display::fmt(invalid, f),
-            Self::MissingScope => f.write_str("the request does not say who is calling"),
+            Self::MissingScope => f.write_str("the request does not identify its caller"),
             Self::Mismatch => f.write_str("the idempotency key was used for another request"),
             Self::InFlight { .. } => f.write_str("the same request is being served"),
-            Self::OutcomeUnknown { .. } => {
-                f.write_str("the same request was begun before, and what came of it is not known")
-            }
+            Self::OutcomeUnknown { .. } => f.write_str("the same request was begun before, and its outcome is unknown"),
             Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
             Self::Unreadable => f.write_str("the body of the request could not be read"),
             Self::BodyTimeout => f.write_str("the body of the request did not arrive in time"),
             Self::TooLarge { .. } => f.write_str("the body of the request is too large"),
-            Self::Cancelled => f.write_str("the request was cancelled on the way and may have had effects"),
+            Self::Cancelled => f.write_str("the request was cancelled while it ran and may have had effects"),
             Self::Full => f.write_str("too many requests are being served"),
             Self::ScopeFull { bound: ScopeBound::Running, .. } => {
                 f.write_str("too many requests of this caller are being served")
@@ -126,8 +124,8 @@ impl fmt::Display for Rejection {
             Self::ScopeFull { bound: ScopeBound::Records, .. } => {
                 f.write_str("too many idempotency keys of this caller are kept")
             }
-            Self::Config(_) => f.write_str("the idempotency of requests is set up wrongly"),
-            Self::Store(_) => f.write_str("the store of idempotency failed"),
+            Self::Config(_) => f.write_str("the idempotency settings are invalid"),
+            Self::Store(_) => f.write_str("the idempotency store failed"),
         }
     }
 }

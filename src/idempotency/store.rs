@@ -9,47 +9,49 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::{Notifications, Reach, Token};
 
-/// What idempotency needs of a backend: one record for each operation, every change of it one atomic step that only the token
-/// which has it may take.
+/// What idempotency needs from a backend: one record for each operation. Every change of a record is one atomic step, and needs
+/// the token that holds the operation.
 ///
 /// ```text
 ///            begin                  complete
-///   free ------------> in flight ------------> completed, with its answer or without
+///   free ------------> in flight ------------> completed, with or without the response
 ///     ^                 |  ^   \
-///     |     release     |  |    the lease ends without a word: outcome unknown
+///     |     release     |  |    the lease ends without completion: outcome unknown
 ///     +-----------------+  |                      |
-///                          +----------------------+  renew, complete: by the token that has it still
-///                                                    begin: by another one that takes over
+///                          +----------------------+  renew, complete: by the token that still holds it
+///                                                    begin: by a new token that takes over
 /// ```
 ///
-/// Each attempt has a [`Token`] of its own, and everything may be asked again with it. The backend keeps the time.
-/// Every backend passes the same contract tests, which `tollgate::testing` (feature `testing`) has for others.
+/// Each attempt has its own [`Token`], and each call may be repeated with it. The backend owns the clock.
+///
+/// All backends pass the same contract tests. `tollgate::testing` (feature `testing`) has them for your own backend.
 ///
 /// # Cancellation
 ///
-/// Dropping a returned future may or may not have done what was asked.
+/// If you drop a returned future, the call may or may not have been executed.
 pub trait IdempotencyStore {
-    /// Claims an operation that is free, or says how far it is.
+    /// Claims a free operation, or reports its state.
     ///
-    /// One that was begun and neither completed nor given back in time is claimed if the claim [takes over](Claim::takes_over). From then on
-    /// something may have come of it, so it is that of the same request until its record ends, also when it is given back.
+    /// If an operation was neither completed nor released before its lease ended, a claim that [takes over](Claim::takes_over)
+    /// gets it. The operation may have had effects, so from then on only the same request can claim it, also after a release,
+    /// until its record expires.
     ///
-    /// A head other than that of the request which has begun it is a [mismatch](Begun::Mismatch) before anything else is said. Where the
-    /// token has it in flight already, the lease lasts its whole time again and the answer is the one that was given before.
+    /// The head is compared first. If it differs from that of the request that began the operation, the reply is
+    /// [`Begun::Mismatch`]. If the token already holds the operation in flight, this renews the lease and returns the same reply.
     fn begin(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<Begun, StoreError>> + Send;
 
-    /// What [`begin`](Self::begin) answers, if that need not be waited for. `None`, with nothing done, says nothing: ask
-    /// [`begin`](Self::begin) then. A store need not have this.
+    /// The reply of [`begin`](Self::begin), if it is available without waiting. `None` if not, and then nothing was done: call
+    /// [`begin`](Self::begin). Returns `None` by default.
     fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
         let _ = (operation, claim);
         None
     }
 
-    /// Lets the lease of an attempt last its whole time from now on. False if the operation is not the token's any more. A lease
-    /// that has ended comes back, as long as nobody has taken over.
+    /// Renews the lease of an attempt for its whole time. False if the token no longer holds the operation. An ended lease comes
+    /// back if no other attempt has taken over.
     ///
-    /// The payload takes the place of the one that is known, unless that knows more of the body: renewals and checkpoints may come in another
-    /// order than they were sent in.
+    /// The payload replaces the stored one, unless the stored one covers more of the body: renewals and checkpoints may arrive
+    /// out of order.
     fn renew(
         &self,
         operation: &Operation,
@@ -57,12 +59,12 @@ pub trait IdempotencyStore {
         payload: &Payload,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Puts down how far an attempt has come, and lets its lease last its whole time from now on. False if the operation is not the
-    /// token's any more. One with a smaller [number](Checkpoint::number) than that which is there changes nothing. The payload is taken as
-    /// by a [renewal](Self::renew).
+    /// Stores the progress of an attempt, and renews its lease for its whole time. False if the token no longer holds the
+    /// operation. A checkpoint with a smaller [number](Checkpoint::number) than the stored one changes nothing. The payload is
+    /// handled as in [`renew`](Self::renew).
     ///
-    /// It stays until the operation is completed: also when the attempt is given back, which is then still the operation of
-    /// the same request, and for as long as it would have been remembered without that.
+    /// The checkpoint stays until the operation is completed, also after a release. A released operation with a checkpoint can
+    /// only be claimed by the same request, and is remembered for as long as without the release.
     fn checkpoint(
         &self,
         operation: &Operation,
@@ -71,8 +73,8 @@ pub trait IdempotencyStore {
         checkpoint: &Checkpoint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Keeps the answer of an attempt, also one whose lease has ended. False if the operation is not the token's any more: nothing
-    /// is changed then. The head stays the one that was there at the beginning.
+    /// Stores the response of an attempt, also after its lease has ended. False if the token no longer holds the operation; then
+    /// nothing changes. The head stays as it was at the beginning.
     fn complete(
         &self,
         operation: &Operation,
@@ -80,8 +82,8 @@ pub trait IdempotencyStore {
         completion: &Completion,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// What [`complete`](Self::complete) answers, if that need not be waited for. `None`, with nothing done, says nothing: ask
-    /// [`complete`](Self::complete) then. A store need not have this.
+    /// The reply of [`complete`](Self::complete), if it is available without waiting. `None` if not, and then nothing was done:
+    /// call [`complete`](Self::complete). Returns `None` by default.
     fn complete_now(
         &self,
         operation: &Operation,
@@ -92,31 +94,33 @@ pub trait IdempotencyStore {
         None
     }
 
-    /// Gives an operation back, so that the next request begins it again. True if it was the token's or nobody's; either way the
-    /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way, until another one is given back.
+    /// Releases an operation, so that the next request executes it. True if the token held it, or no token did. In both cases the
+    /// token can no longer claim the operation, even if its [`begin`](Self::begin) arrives later. This holds until another token
+    /// is released.
     ///
-    /// It is any request's then, unless it has a checkpoint or was taken over: the next one has to be the same, for as long as it would have
-    /// been remembered without that, and is told the payload that is known.
+    /// After that any request can claim the operation, unless it has a checkpoint or was taken over. Then only the same request
+    /// can, for as long as the operation would have been remembered without the release. Its claim returns the stored payload.
     ///
-    /// The claim is that of the attempt. Only its token and its [bound](Claim::bound) matter.
+    /// `claim` is the claim of the attempt. Only its token and its [bound](Claim::bound) matter.
     fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed
-    /// any more: the caller asks again then, and after each wake-up. A store that cannot tell answers [`Notifications::none`].
+    /// Notifications for a waiter, whenever the operation is completed or released. The future is ready once neither can be
+    /// missed. Call [`begin`](Self::begin) again then, and after each notification. A store without notifications returns
+    /// [`Notifications::none`].
     fn watch(&self, operation: &Operation) -> impl Future<Output = Notifications> + Send;
 
-    /// Among whom an operation is done once.
+    /// The reach within which an operation is executed once.
     fn scope(&self) -> Reach;
 }
 
-/// Which operation: what the client calls it, within the scope that is the client's own.
+/// Identifies an operation: the key that the client chose, within the scope of the client.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Operation {
     scope: Key,
     key: Key,
 }
 
-// By hand: a key is an array of its longest length, and most are short.
+// Hand-written, because a key is an array of the maximum length, and most keys are short.
 impl Hash for Operation {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.scope.as_hashed().hash(state);
@@ -124,30 +128,30 @@ impl Hash for Operation {
     }
 }
 
-/// A colon within a scope. A key never has such an escape of its own.
+/// Stands for a colon within a scope. Keys do not contain this escape otherwise.
 const COLON: &str = "%3A";
 
 impl Operation {
-    /// The operation that prints as `name`: in the log, and as [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation) does. `None` if
-    /// none does.
+    /// Parses the text of an operation from the log or from
+    /// [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation). `None` for other text.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         let (scope, key) = name.split_once(':')?;
         Some(Self { scope: Key::stored(&scope.replace(COLON, ":"))?, key: Key::stored(key)? })
     }
 
-    /// The operation that whoever has `scope` calls `key`.
+    /// The operation with this key, within this scope.
     pub fn new(scope: impl Into<Key>, key: impl Into<Key>) -> Self {
         Self { scope: scope.into(), key: key.into() }
     }
 
-    /// Who calls it so.
+    /// The scope of the client.
     #[must_use]
     pub const fn scope(&self) -> &Key {
         &self.scope
     }
 
-    /// What it is called.
+    /// The key that the client chose.
     #[must_use]
     pub const fn key(&self) -> &Key {
         &self.key
@@ -160,7 +164,8 @@ impl fmt::Debug for Operation {
     }
 }
 
-/// The scope and the key, with a colon between. One within the scope is escaped, so that [`parse`](Operation::parse) can tell them apart.
+/// The scope and the key, separated by a colon. Colons within the scope are escaped, so that [`parse`](Operation::parse) can find
+/// the separator.
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, part) in self.scope.as_str().split(':').enumerate() {
@@ -171,74 +176,75 @@ impl fmt::Display for Operation {
     }
 }
 
-/// What an attempt asks for.
+/// The parameters of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// Who asks.
+    /// Identifies the attempt.
     pub token: Token,
-    /// What is known of the request before its body is read.
+    /// The fingerprint of the request without its body.
     pub head: Digest,
-    /// How long the attempt is taken to be alive without a word, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
+    /// How long the attempt may be silent before its outcome is unknown, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,
-    /// How long the record is kept after the lease, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
+    /// How long the record is stored after the lease, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
     pub retention: Duration,
-    /// Whether to begin anew what was begun and neither completed nor given back before its lease ended.
+    /// Whether to execute an operation again whose outcome is unknown.
     pub takes_over: bool,
-    /// How many records the scope of the claim may have. `None` sets no bound beside that of the store.
+    /// The maximum number of records of the scope. `None` leaves only the limit of the store.
     pub bound: Option<RecordBound>,
 }
 
-/// How many records a scope may have.
+/// The maximum number of records of a scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordBound {
-    /// Whose records are counted together. This may be a part of the scope of an [`Operation`]: to a layer it is the caller, on whatever route.
+    /// The scope whose records are counted together. It may be a part of the scope of an [`Operation`]: a layer counts by caller,
+    /// over all routes.
     pub scope: Key,
-    /// How many there may be. An operation that has a record already is always answered.
+    /// The maximum number. Operations that have a record already are not affected.
     pub most: u64,
 }
 
 impl Claim {
-    /// A claim that takes over nothing.
+    /// A claim that does not take over, without a bound.
     #[must_use]
     pub const fn new(token: Token, head: Digest, lease: Duration, retention: Duration) -> Self {
         Self { token, head, lease, retention, takes_over: false, bound: None }
     }
 
-    /// The shortest lease there is.
+    /// The shortest lease.
     pub const MIN_LEASE: Duration = Duration::from_millis(10);
-    /// The longest lease there is.
+    /// The longest lease.
     pub const MAX_LEASE: Duration = Duration::from_secs(86_400);
-    /// The shortest time that a record is kept.
+    /// The shortest retention of a record.
     pub const MIN_RETENTION: Duration = Duration::from_secs(1);
-    /// The longest time that a record is kept.
+    /// The longest retention of a record.
     pub const MAX_RETENTION: Duration = Duration::from_secs(365 * 86_400);
 }
 
-/// Half of a keyed SHA-256: enough to tell requests apart, and nothing that a request could be guessed from.
+/// The first half of a keyed SHA-256. It distinguishes requests, and does not reveal them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Digest(pub [u8; 16]);
 
 /// The fingerprint of a body, as far as the handler has read it.
 ///
-/// What a handler has not read cannot have changed what it did. So a request is the same if its body begins the same, and ends
-/// there too where the handler has seen the end.
+/// The unread part cannot have influenced the handler. So a request is the same if its body begins with the same bytes. If the
+/// handler has read the end, the body must end there, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Payload {
-    /// How many bytes were read.
+    /// The number of bytes read.
     pub len: u64,
-    /// Whether that was all of it; `None` if nothing was noted yet.
+    /// Whether the handler has read the end. `None` if nothing was recorded yet.
     pub is_whole: Option<bool>,
-    /// The digest of these bytes.
+    /// The digest of the bytes read.
     pub digest: Digest,
 }
 
 impl Payload {
-    /// How many bytes a payload has in a store.
+    /// The length of the stored form, in bytes.
     pub const BYTES: usize = 24;
 
-    /// As it lies in a store: see `lua/idempotency_begin.lua`.
+    /// The stored form: see `lua/idempotency_begin.lua`.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
@@ -252,7 +258,7 @@ impl Payload {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) has written; `None` if it was not that.
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `None` for other bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
@@ -268,77 +274,77 @@ impl Payload {
         Some(Self { len: u64::from_le_bytes(len), is_whole, digest })
     }
 
-    /// The one of two of the same body that knows more of it.
+    /// Of two payloads of the same body, the longer one.
     pub(crate) fn or_more(self, other: Self) -> Self {
         if (self.len, self.is_whole) > (other.len, other.is_whole) { self } else { other }
     }
 }
 
-/// What an attempt leaves behind.
+/// The result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Completion {
-    /// The answer, or what there is to say about one that was too large; the store does not look into it.
+    /// The response, or the mark of a response that is too large. Stores do not interpret it.
     pub answer: Arc<[u8]>,
-    /// Whether that is all of the answer.
+    /// Whether it is the whole response.
     pub is_kept: bool,
-    /// What the handler has read of the body.
+    /// The fingerprint of the body that the handler has read.
     pub payload: Payload,
-    /// How long it is kept, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
+    /// How long the result is stored, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
     pub retention: Duration,
 }
 
 impl Completion {
-    /// An answer that is kept whole.
+    /// A whole response.
     #[must_use]
     pub fn new(answer: impl Into<Arc<[u8]>>, payload: Payload, retention: Duration) -> Self {
         Self { answer: answer.into(), is_kept: true, payload, retention }
     }
 }
 
-/// What came of a claim.
+/// The result of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Begun {
-    /// The operation is the token's to do.
+    /// The token holds the operation.
     Granted {
-        /// Larger than that of every attempt before.
+        /// Larger than the fence of every earlier attempt.
         fence: u64,
-        /// 1 for the first attempt, as far as is remembered.
+        /// The number of the attempt, from 1. Earlier attempts count while they are remembered.
         attempt: u32,
-        /// What is known of the body that came with the attempt before: that of this one has to be the same.
+        /// The known fingerprint of the body of earlier attempts. The body of this attempt must match it.
         payload: Payload,
-        /// How far the attempts before have come.
+        /// The last checkpoint of earlier attempts.
         checkpoint: Option<Checkpoint>,
     },
-    /// There is no record of it, and no more of them are kept for its [scope](RecordBound).
+    /// The operation has no record, and its [scope](RecordBound) has reached its maximum.
     ScopeFull {
-        /// When there may be room again, as far as the store knows.
+        /// When the scope may have room again, as far as the store knows.
         retry_after: Duration,
     },
-    /// Another request has the same key.
+    /// Another request used the same key.
     Mismatch,
-    /// Somebody is doing it.
+    /// Another attempt is running.
     InFlight {
-        /// For how long at the most, unless the lease is renewed.
+        /// Until the lease of that attempt ends, unless it is renewed.
         remaining: Duration,
-        /// What is known so far of the body that came with it.
+        /// The fingerprint of its body, as far as it is known.
         payload: Payload,
     },
-    /// It was begun, and whoever did so was not heard of in time.
+    /// The operation was begun, and its lease ended without a result.
     Unknown {
-        /// How many attempts there were.
+        /// Number of attempts.
         attempt: u32,
-        /// What is known of the body that came with it.
+        /// The fingerprint of the body of the last attempt, as far as it is known.
         payload: Payload,
     },
-    /// It is done.
+    /// The operation is completed.
     Completed {
-        /// The body that came with it.
+        /// The fingerprint of its body.
         payload: Payload,
-        /// What was answered.
+        /// The stored response.
         answer: Arc<[u8]>,
-        /// Whether that is all of the answer.
+        /// Whether it is the whole response.
         is_kept: bool,
     },
 }
@@ -351,7 +357,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_operation_is_known_by_its_name(scope in "[a:%,é]{0,9}", path in "[/:a]{0,9}", key in "[b:%]{0,60}") {
+        fn operation_parses_from_its_text(scope in "[a:%,é]{0,9}", path in "[/:a]{0,9}", key in "[b:%]{0,60}") {
             for scope in [Key::new(&scope), Key::from((&*scope, "POST", &*path))] {
                 let operation = Operation::new(scope, &*key);
                 prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
@@ -359,7 +365,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_the_name_of_an_operation_or_none(name in ".{0,20}") {
+        fn any_text_parses_to_itself_or_none(name in ".{0,20}") {
             if let Some(operation) = Operation::parse(&name) {
                 prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
             }

@@ -568,7 +568,7 @@ async fn log_of_an_unknown_outcome_has_its_error() {
     let timeout = io::Error::other(Failed::outcome_unknown("timed out"));
     let errors: [(BoxError, &str); 3] = [
         (Failed::outcome_unknown("bank timeout").into(), "bank timeout"),
-        (OperationError::Failed(timeout.into()).into(), "what came of the operation is not known: timed out"),
+        (OperationError::Failed(timeout.into()).into(), "the outcome of the operation is unknown: timed out"),
         ("no money".into(), ""),
     ];
     for (number, (error, cause)) in errors.into_iter().enumerate() {
@@ -619,7 +619,8 @@ async fn a_line_names_whatever_was_left_half_way() {
     assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(log.lines(), [line("/large")]);
     assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
-    let says_so = "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
+    let says_so =
+        "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended";
     assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
 
     let payouts = Idempotent::new(MemoryBackend::new(), "payouts");

@@ -16,8 +16,8 @@ use crate::http::body::ResponseBody;
 use crate::http::lock::{AbortMarker, Cut};
 
 pin_project! {
-    /// The body of a response that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is being
-    /// recorded, or one out of a record.
+    /// The body of a response from an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is recorded, or
+    /// a stored one.
     pub struct IdempotentBody<B> {
         #[pin]
         kind: Kind<B>,
@@ -27,24 +27,24 @@ pin_project! {
 pin_project! {
     #[project = KindProj]
     enum Kind<B> {
-        // A response that nothing is recorded of, or a rejection.
+        // A response that is not recorded, or a rejection.
         Other { #[pin] body: ResponseBody<B> },
-        // All there is.
+        // A complete body.
         Whole { chunks: Chunks, trailers: Option<HeaderMap> },
-        // What has come so far, and what still comes from the one who records it.
+        // The first part of a body, and the pieces that its recording task still sends.
         Live {
             chunks: Chunks,
             pieces: Receiver<Piece>,
             hint: SizeHint,
             ended: bool,
             abort: Option<AbortOnDrop>,
-            // Who is told besides whoever reads it that it was cut off.
+            // Tells outer layers that the body was cut off.
             cut_off: AbortMarker,
         },
     }
 }
 
-/// Parts of a body: one more often than not, which takes no memory of its own.
+/// Parts of a body. Most bodies have one part, which needs no allocation.
 #[derive(Default)]
 pub(super) struct Chunks {
     first: Option<Bytes>,
@@ -80,7 +80,7 @@ impl Chunks {
     }
 }
 
-/// A part of an answer on its way to the caller.
+/// A part of a response on its way to the client.
 pub(super) enum Piece {
     Data(Bytes),
     Trailers(HeaderMap),
@@ -98,12 +98,12 @@ impl<B> IdempotentBody<B> {
         Self { kind: Kind::Whole { chunks, trailers } }
     }
 
-    /// `hint` is of all of it.
+    /// `hint` is the size of the whole body.
     pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, cut_off: AbortMarker) -> Self {
         Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None, cut_off } }
     }
 
-    /// Lets the one who records end with this body.
+    /// Aborts the recording task when this body is dropped.
     pub(super) fn aborts(&mut self, with: AbortOnDrop) {
         if let Kind::Live { abort, .. } = &mut self.kind {
             *abort = Some(with);
@@ -111,14 +111,14 @@ impl<B> IdempotentBody<B> {
     }
 }
 
-/// The body of a rejection of one's own.
+/// For the rejections of your own [`Responder`](crate::responder::Responder).
 impl<B> From<Bytes> for IdempotentBody<B> {
     fn from(text: Bytes) -> Self {
         Self::other(text.into())
     }
 }
 
-// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+// Outer layers that respond themselves, for CORS or a timeout, create an empty body with `Default`.
 impl<B: Default> Default for IdempotentBody<B> {
     fn default() -> Self {
         Self::other(ResponseBody::default())
@@ -145,7 +145,7 @@ where
                 let piece = match chunks.pop() {
                     Some(chunk) => Piece::Data(chunk),
                     None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| {
-                        // Unless it has said what became of it.
+                        // Has no effect if the task has reported the outcome already.
                         cut_off.make(Cut::OutcomeUnknown);
                         Piece::Failed(BrokenOff.into())
                     }),
@@ -187,7 +187,7 @@ where
                 let len = chunks.iter().map(|chunk| chunk.len() as u64).sum();
                 let mut hint = SizeHint::with_exact(len);
                 if trailers.is_some() {
-                    // HTTP/1 sends none behind a body of known length.
+                    // HTTP/1 sends no trailers after a body of known length.
                     hint = SizeHint::new();
                     hint.set_lower(len);
                 }
@@ -218,7 +218,7 @@ impl<B> fmt::Debug for IdempotentBody<B> {
     }
 }
 
-/// The handler was cancelled or has panicked while its answer was being sent.
+/// The handler was cancelled, or it panicked, while its response was being sent.
 #[derive(Debug)]
 struct BrokenOff;
 
@@ -230,10 +230,11 @@ impl fmt::Display for BrokenOff {
 
 impl Error for BrokenOff {}
 
-/// Ends a task with its caller, unless that has got all that there is to come: whoever counts does not wait for the end.
+/// Aborts a task when its client goes away before it has received all announced bytes. A client that counts bytes does not wait
+/// for the end of the body.
 pub(super) struct AbortOnDrop {
     task: AbortHandle,
-    // How much the caller knows to come.
+    // How many announced bytes the client has not received yet.
     missing: Option<u64>,
 }
 

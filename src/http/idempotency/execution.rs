@@ -1,4 +1,4 @@
-//! How an operation is done, from its handler to its record.
+//! Executes an operation, from its handler to its record.
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
@@ -33,25 +33,26 @@ use crate::idempotency::{
 use crate::lock::{Held, Lease, PartialEffects, ReleaseAt};
 use crate::responder::{NotExecuted, OutcomeUnknown};
 
-/// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
+/// The maximum number of buffered pieces between the handler and the client. While a response is recorded, its size is bounded
+/// anyway.
 const PIECES: usize = 1_024;
-/// How many pieces that are there already are taken together before the caller gets the first of them.
+/// The maximum number of ready pieces that are collected before the client gets the first one.
 const AT_ONCE: usize = 64;
-/// As good as never.
+/// Practically unlimited.
 pub(super) const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
-/// An operation that is being done, and what is known of it.
+/// A running operation.
 pub(super) struct Execution {
     attempt: Attempt<BodyFingerprint>,
     running: Running,
-    // What the handler leaves of the body, where that has to be the one of the attempt before.
+    // The unread part of the body, if it has to match that of the previous attempt.
     rest: Option<Arc<dyn Rest>>,
-    // Whether it is known that there is a route for the request.
+    // Whether the request is known to have a route.
     has_route: bool,
     begun: Instant,
-    // When it has taken too long.
+    // When `max_runtime` ends.
     until: Instant,
-    // Ready when the work has to stop. What is done at once needs neither timers nor renewals.
+    // Resolves when the work has to stop. `None` at first, because work that is ready at once needs neither timers nor renewals.
     limits: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
@@ -69,33 +70,33 @@ impl Execution {
         Self { attempt, running, rest, has_route, begun, until, limits: None }
     }
 
-    /// Lets the operation be given back once this is dropped.
+    /// Releases the operation when this is dropped.
     pub(super) fn gives_back(&mut self) {
         self.attempt.gives_back();
     }
 
-    /// Does a part of the operation that is no future.
+    /// Runs a part of the operation that is not a future.
     pub(super) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
         self.attempt.at_work(work)
     }
 
-    /// Whether an answer that says "no such route" may be that of a router, and of no handler.
+    /// Whether a "no such route" response may come from a router, so that no handler has run.
     fn is_not_here(&self, status: StatusCode) -> bool {
         let is_touched = || self.attempt.order().body().is_touched();
         match status {
             StatusCode::NOT_FOUND => !self.has_route && !is_touched(),
-            // A route that is there may be so for other methods.
+            // The route may exist for other methods only.
             StatusCode::METHOD_NOT_ALLOWED => !is_touched(),
             _ => false,
         }
     }
 
-    /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
+    /// Whether another attempt may have started. After a stall, check this before any code of the handler runs.
     pub(super) fn is_lost(&self) -> bool {
         self.attempt.is_lost()
     }
 
-    /// Does a step of `work` under the lease: `None` if it has taken too long, or if somebody else may have begun.
+    /// Polls `work` under the lease. `None` if it took too long, or another attempt may have started.
     pub(super) fn poll_under_lease<F: Future>(
         &mut self,
         work: Pin<&mut F>,
@@ -105,7 +106,7 @@ impl Execution {
             return Poll::Ready(None);
         }
         if let Poll::Ready(output) = self.attempt.at_work(|| work.poll(cx)) {
-            // What it makes of a body that it must not see the end of is no answer.
+            // If the request body differs or is too large, discard the response of the handler.
             return Poll::Ready(self.attempt.order().body().unfit().is_none().then_some(output));
         }
         if self.limits.is_none() && self.limits.insert(self.limits()).as_mut().poll(cx).is_ready() {
@@ -125,13 +126,14 @@ impl Execution {
         })
     }
 
-    /// What the handler was dropped for half way. Its operation is left to the end of its lease, but for one that was sent another body.
+    /// The rejection for a handler that was dropped while it ran. Its operation is left to the end of its lease, or released if
+    /// its body differs from that of the previous attempt.
     pub(super) fn breaks_off(&mut self, settings: &Settings) -> (Rejection, Cut) {
         match self.attempt.order().body().unfit() {
             Some(BodyRejection::Differs) => {
                 let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
-                // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served. This
-                // one has put down no checkpoint that they would take for one of theirs.
+                // Release it, so that retries of the right request need not wait for the end of this lease, after which they
+                // might all be rejected. This attempt has stored no checkpoint, so none can mislead them.
                 if may_begin_again {
                     self.gives_back();
                     return (Rejection::Mismatch, Cut::GivenBack);
@@ -146,7 +148,7 @@ impl Execution {
         }
     }
 
-    /// What is dropped then is left to the end of its lease.
+    /// Logs the cancellation. The dropped operation is left to the end of its lease.
     fn is_cancelled(&self) {
         let order = self.attempt.order();
         let (layer, operation) = (order.layer(), order.operation());
@@ -154,19 +156,20 @@ impl Execution {
         self.attempt.told();
     }
 
-    /// Notes how long the handler took, once it has come to its end or was dropped.
+    /// Records how long the handler ran, after it has ended or was dropped.
     pub(super) fn ended(&self, settings: &Settings) {
         settings.home.meters().handled(self.begun);
     }
 
-    /// Whether it is not known yet that an answer is one to the right body. Of one that has broken off there is no more to read.
+    /// Whether the request body must be compared further before the response is stored. A body that has broken off has no more to
+    /// compare.
     pub(super) fn has_to_read_on(&self, outcome: &Outcome) -> bool {
         let reading = self.attempt.order().body();
         matches!(outcome, Outcome::Answered { keeps: true, .. }) && !reading.is_known() && !reading.has_failed()
     }
 
-    /// Reads what the handler has left of the body, as far as that of the attempt before is known, and says what has come of the handler then:
-    /// `None` if it was sent another one.
+    /// Compares the unread part of the body with that of the previous attempt, as far as that is known. Returns the outcome of
+    /// the handler; `None` if the body differs.
     pub(super) async fn read_on(&mut self, outcome: Outcome, settings: &Settings) -> Option<Outcome> {
         if !self.has_to_read_on(&outcome) {
             return Some(outcome);
@@ -177,7 +180,7 @@ impl Execution {
                 is_same = rest.is_same(reading, settings.pace()) => is_same,
                 () = self.attempt.keep() => None,
             },
-            // Somebody still reads it.
+            // The handler still holds the body.
             None => None,
         };
         match (is_same, outcome) {
@@ -185,13 +188,13 @@ impl Execution {
                 reading.differs();
                 None
             }
-            // Nobody who sends the right one is to get a refusal of another one.
+            // This may be a rejection of a different request, so do not store it for retries of the right one.
             (None, Outcome::Answered { succeeded: false, .. }) => Some(Outcome::Failed),
             (_, outcome) => Some(outcome),
         }
     }
 
-    /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
+    /// Stores the result of the operation. The future is `None` if that needs no waiting.
     pub(super) fn settle(
         self,
         outcome: Outcome,
@@ -202,18 +205,18 @@ impl Execution {
         let (reading, layer, operation) = (order.body(), order.layer(), order.operation());
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
-            // Nobody knows what was done: it is left to the end of its lease.
+            // The effects are not known: leave the operation to the end of its lease.
             Outcome::Failed => return (running, None),
             Outcome::Unknown => {
                 tracing::warn!(
                     layer, %operation,
-                    "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended"
+                    "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended"
                 );
                 attempt.told();
                 return (running, None);
             }
-            // A client that has broken off is to send the whole of it, and not to hear again that it did not: that is a failure. So is what was made of a
-            // part of a body that may be another one.
+            // If the request body has broken off, the client should retry with the whole body, so an error response to it is not
+            // stored. Neither is the response to a part of a body that may be a different one.
             Outcome::Answered { status, succeeded, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || (succeeded && reading.is_known())) =>
             {
@@ -235,28 +238,28 @@ impl Execution {
     }
 }
 
-/// What a handler has come to.
+/// The outcome of a handler.
 pub(super) enum Outcome {
-    /// There is no answer, or none that could be kept.
+    /// No response, or none that can be stored.
     Failed,
-    /// There is one, and it says that nobody knows what was done.
+    /// A response that declares the outcome unknown.
     Unknown,
-    /// There is one, and it is to be kept or not: all of it, or that there was one.
+    /// A response. `keeps`: whether it completes the operation. `is_kept`: whether all of it is stored, or only its status.
     Answered { status: StatusCode, succeeded: bool, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
-/// What has come of a handler so far.
+/// The state of a handler that has returned.
 #[expect(clippy::large_enum_variant, reason = "the large one is what nearly all are, and in no future")]
 pub(super) enum HandlerOutcome<R, E> {
-    /// All of it: the answer is given once the record has it.
+    /// The whole response. It is sent once it is stored.
     Complete(Outcome, Answer<R, E>),
-    /// An answer of which more is to come. Boxed, so that those that are whole need no room for it.
+    /// A response whose body continues. Boxed, so that whole responses need no room for it.
     Streaming(Box<Start<R>>),
-    /// The handler was dropped half way.
+    /// The handler was dropped while it ran.
     Aborted,
 }
 
-/// The beginning of an answer.
+/// The first part of a response.
 pub(super) struct Start<R> {
     parts: Parts,
     chunks: Chunks,
@@ -270,7 +273,7 @@ where
     R::Error: Into<BoxError>,
     E: 'static,
 {
-    /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
+    /// Reads the ready part of a response, which usually is the whole. `served` is `None` if the handler was stopped.
     pub(super) fn of(settings: &Settings, course: &Execution, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
@@ -296,7 +299,7 @@ where
     }
 }
 
-/// Whether a handler has failed since its lock was lost half way. Errors of other types than [`BoxError`] are not looked into.
+/// Whether a handler failed because its lock was lost while it ran. Only errors of the type [`BoxError`] can be inspected.
 fn has_lost_its_lock<E: 'static>(error: &E) -> bool {
     let error = (error as &dyn Any).downcast_ref::<BoxError>();
     error.is_some_and(|error| causes(&**error).any(<dyn std::error::Error>::is::<PartialEffects>))
@@ -307,7 +310,7 @@ where
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
+    /// Records the rest of the response in a task, even if the client no longer reads it.
     pub(super) fn go_on(self, course: Execution, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
         let Self { mut parts, mut chunks, mut stream, mut hint } = self;
         course.attempt.answering();
@@ -333,33 +336,34 @@ where
     }
 }
 
-/// How long a body is by what its head says.
+/// The announced length of a body.
 fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// Why nothing more is recorded.
+/// Why recording stops.
 enum Stop {
     End,
     Broken(BoxError),
-    /// It is known by now that the answer is not kept, and that it is one to the right body, no more of which is read.
+    /// The response is too large to be stored and its status is final. It belongs to the right request body, and the handler
+    /// reads no more of that body.
     TooLarge,
 }
 
-/// An answer while it comes.
+/// Records a response while it is sent.
 struct StreamRecorder<R> {
-    // `None` once nothing more of it is wanted.
+    // `None` when no more of it is needed.
     body: Option<Pin<Box<R>>>,
-    // What has come and was not looked at.
+    // The next frame, if it was read ahead.
     next: Option<Option<Result<Frame<Bytes>, BoxError>>>,
-    // What has come and was not sent: a caller who counts would take the last part for the end.
+    // The last part, held back because a client that counts bytes would take it for the end.
     held: Option<Bytes>,
-    // What is to be kept.
+    // The parts to store.
     chunks: Vec<Bytes>,
     trailers: HeaderMap,
     recorder: Recorder,
     judge: ResponseClassifier,
-    // Of the locks that it is made under.
+    // The leases of the locks around this response.
     leases: Vec<Lease>,
 }
 
@@ -374,9 +378,9 @@ where
         Self { body, next: None, held: None, chunks, trailers, recorder, judge, leases }
     }
 
-    /// Takes what need not be waited for. True if that is all.
+    /// Reads the frames that are ready. True if the body has ended.
     fn take_what_is_there(&mut self, chunks: &mut Chunks) -> bool {
-        // Whoever waits for the rest polls again.
+        // The caller polls again for the rest, so no waker is needed.
         let cx = &mut Context::from_waker(Waker::noop());
         for _ in 0..AT_ONCE {
             match self.poll_frame(cx) {
@@ -399,7 +403,7 @@ where
         false
     }
 
-    /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
+    /// Records and sends the rest of a response. Sends its end only after the record is stored.
     async fn finish(
         mut self,
         mut course: Execution,
@@ -413,7 +417,7 @@ where
             poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
         };
         let Some(stop) = stop else {
-            // The handler goes before anything else is done.
+            // Drop the handler before anything else happens.
             drop(self);
             course.ended(&settings);
             let (rejection, cut) = course.breaks_off(&settings);
@@ -421,17 +425,17 @@ where
             settings.home.meters().decided(Verdict::of(&rejection));
             return;
         };
-        // One that is too large comes to its end later.
+        // A response that is too large ends later.
         let has_ended = !matches!(stop, Stop::TooLarge);
         let begun = course.begun;
         if has_ended {
             course.ended(&settings);
-            // The body of the request may be in there, and nobody else reads that.
+            // It may own the request body, which `read_on` must hold alone.
             self.body = None;
         }
         let mut outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
         if let (Stop::Broken(_), Outcome::Answered { succeeded, .. }) = (&stop, &mut outcome) {
-            // What is made of a body breaks off with it.
+            // If the request body breaks off, a response that is made from it breaks off, too.
             *succeeded &= !order.body().has_failed();
         }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
@@ -450,8 +454,8 @@ where
         let last = match stop {
             Stop::End => Some(Piece::End),
             Stop::Broken(error) => Some(Piece::Failed(error)),
-            // Nobody can tell any more how long it takes, so it may take as long as there is progress.
-            // Without a reader nothing but the handler takes time.
+            // A response that is too large may take as long as it makes progress. If the client has gone, only the handler takes
+            // time, so it gets `max_runtime` in total.
             Stop::TooLarge => loop {
                 let now = Instant::now();
                 if pieces.is_closed() && *alone_until.get_or_insert(now + max_runtime) <= now {
@@ -459,7 +463,7 @@ where
                 }
                 let until = alone_until.unwrap_or(now + max_runtime);
                 let mut stepping = pin!(timeout_at(until, self.step(&pieces)));
-                // It is still at work, and the store may not have heard that nobody is to begin anew.
+                // The handler still runs, and the store may not know yet that no attempt may take over.
                 let under_lease = poll_fn(|cx| {
                     if order.is_lost() || lost.as_mut().poll(cx).is_ready() {
                         return Poll::Ready(None);
@@ -484,12 +488,12 @@ where
             settings.home.meters().decided(Verdict::Cancelled);
             return;
         };
-        // Whoever has seen the end finds the locks free.
+        // Release the locks first, so that a client that sees the end finds them free.
         drop(mem::take(&mut self.leases));
         let is_end = matches!(last, Piece::End);
         let trailers = (is_end && !self.trailers.is_empty()).then_some(Piece::Trailers(self.trailers));
         for piece in [self.held.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
-            // Whoever asked may be gone, or read no more.
+            // The client may have gone, or may have stopped reading.
             let _ = timeout_at(Instant::now() + max_runtime, pieces.send(piece)).await;
         }
         drop(running);
@@ -497,7 +501,7 @@ where
 
     async fn pass_on(&mut self, pieces: &Sender<Piece>, reading: &BodyFingerprint) -> Stop {
         loop {
-            // What may be an answer to another body, or break off with it, is not recorded before its end.
+            // Wait for the end if the response may belong to a different request body, or if the body may still break off.
             let is_right = || reading.is_known() && reading.is_over() && !reading.has_failed();
             if !self.recorder.fits() && self.judge.is_sure() && is_right() {
                 return Stop::TooLarge;
@@ -508,9 +512,9 @@ where
         }
     }
 
-    /// Passes the next part on.
+    /// Sends the next part.
     async fn step(&mut self, pieces: &Sender<Piece>) -> Option<Stop> {
-        // An answer that is always there, with nobody to read it, lets others have their turn, and the clock is looked at.
+        // A body that is always ready, without a reader, must yield to other tasks and to the timers.
         consume_budget().await;
         let frame = match self.next.take() {
             Some(frame) => frame,
@@ -546,12 +550,12 @@ where
         }
     }
 
-    /// Whether a caller who counts takes what has come for all of it.
+    /// Whether a client that counts bytes takes the received part for the whole.
     fn may_be_over(&self) -> bool {
         self.body.as_ref().is_none_or(|body| body.is_end_stream() || body.size_hint().exact() == Some(0))
     }
 
-    /// Notes a frame; answers what is in it for the caller, but for trailers, which come at the end.
+    /// Records a frame. Returns its data for the client; trailers are sent at the end.
     fn note(&mut self, frame: Frame<Bytes>) -> Option<Bytes> {
         match frame.into_data() {
             Ok(data) => {
@@ -579,21 +583,21 @@ where
     }
 }
 
-/// Sends a part to the caller, if there still is one.
+/// Sends a part to the client, unless it has gone.
 async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
     if is_recorded {
-        // All that waits there is recorded, which bounds it.
+        // Buffered parts are recorded, which bounds them.
         let _ = pieces.send(Piece::Data(data)).await;
     } else if let Ok(mut places) = pieces.reserve_many(PIECES).await {
-        // One at a time: a caller who reads slowly is waited for.
+        // Buffer only one, so that a slow client slows down the handler.
         if let Some(place) = places.next() {
             place.send(Piece::Data(data));
         }
     }
 }
 
-/// What [`ResponsePolicy::SafeRetry`] gives back besides 5xx and what depends on more than the status: what says "not now", and what is said of the headers of a request, its credentials
-/// or its connection, which may be others the next time.
+/// The statuses that [`ResponsePolicy::SafeRetry`] never stores, besides 5xx. They are temporary, or depend on the headers, the
+/// credentials or the connection of the request, which may differ next time. Other statuses also depend on the rest of the response.
 const GIVEN_BACK: [StatusCode; 12] = [
     StatusCode::UNAUTHORIZED,
     StatusCode::FORBIDDEN,
@@ -609,11 +613,11 @@ const GIVEN_BACK: [StatusCode; 12] = [
     StatusCode::TOO_MANY_REQUESTS,
 ];
 
-/// What a gRPC service says of its answer.
+/// The gRPC status of a response.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum GrpcStatus {
     Ok,
-    /// It may be otherwise the next time.
+    /// It may differ next time.
     Transient,
     Other,
 }
@@ -632,7 +636,7 @@ impl GrpcStatus {
     }
 }
 
-/// Whether an answer is to be kept.
+/// Decides whether a response is stored.
 struct ResponseClassifier {
     keep: ResponsePolicy,
     is_refusal: bool,
@@ -650,7 +654,7 @@ impl ResponseClassifier {
         let Parts { status, headers, extensions, .. } = parts;
         let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
         let is_grpc = content_type.starts_with(b"application/grpc");
-        // A response that came over a connection has no extensions.
+        // Extensions are not sent over a connection, but this field is.
         let is_refusal = extensions.get::<NotExecuted>().is_some() || headers.contains_key(&REJECTED);
         let is_later = status.is_client_error() && headers.contains_key(RETRY_AFTER);
         let is_unknown = extensions.get::<OutcomeUnknown>().is_some();
@@ -658,12 +662,12 @@ impl ResponseClassifier {
         Self { keep, is_refusal, is_not_here, is_later, is_unknown, cut_off, status: *status, grpc, is_grpc }
     }
 
-    /// Whether nobody knows what was done: as the answer says, or since it was cut off.
+    /// Whether the outcome is unknown: the response declares it, or it was cut off.
     fn is_unknown(&self) -> bool {
         self.is_unknown || self.is_cut_off(Cut::OutcomeUnknown)
     }
 
-    /// Whether the operation is to be given back: as the answer says, or as that of a layer inside was.
+    /// Whether to release the operation: the response declares it, or an inner layer has released its own.
     fn is_refusal(&self) -> bool {
         self.is_refusal || self.is_cut_off(Cut::GivenBack)
     }
@@ -672,13 +676,13 @@ impl ResponseClassifier {
         self.cut_off.as_ref().is_some_and(|cut_off| cut_off.is_made(cut))
     }
 
-    /// Whether the trailers change nothing any more, and it is kept.
+    /// Whether the response is stored, whatever its trailers are.
     fn is_sure(&self) -> bool {
         (self.grpc.is_some() || !self.is_grpc || self.keep == ResponsePolicy::All)
             && self.keeps(&HeaderMap::new(), false)
     }
 
-    /// What gRPC says of an answer. One that has come to its end without a word of it is an error to whoever gets it.
+    /// The gRPC status. A response that ended without one is an error for the client.
     fn grpc(&self, trailers: &HeaderMap, is_whole: bool) -> Option<GrpcStatus> {
         let told = self.grpc.or_else(|| GrpcStatus::of(trailers));
         told.or_else(|| (self.is_grpc && is_whole).then_some(GrpcStatus::Transient))

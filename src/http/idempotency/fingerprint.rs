@@ -16,7 +16,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::idempotency::{Digest, HasPayload, Operation, OperationContext, Payload};
 use crate::key::Key;
 
-/// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
+/// The keyed hash of fingerprints. It does not contain the secret, and has no `Debug`.
 #[derive(Clone)]
 pub(super) struct Fingerprints {
     keyed: Sha256,
@@ -24,14 +24,14 @@ pub(super) struct Fingerprints {
 
 impl Fingerprints {
     pub(super) fn new(secret: &[u8]) -> Self {
-        // Fills a block, so that it is hashed here once and for all.
+        // The key fills one block of SHA-256, so it is hashed only once.
         let mut key = [0; 64];
         key[..32].copy_from_slice(&Sha256::digest(secret));
         Self { keyed: Sha256::new_with_prefix(key) }
     }
 
-    /// The fingerprint of what is known before the body is read, and what to make that of the body with. Nobody can tell from them
-    /// that two operations were sent the same.
+    /// The fingerprint of a request without its body, and the start of the hash of its body. Both include the operation, so equal
+    /// requests of two operations have different fingerprints.
     pub(super) fn of<B>(
         &self,
         operation: &Operation,
@@ -42,7 +42,7 @@ impl Fingerprints {
         let path = original_uri(request).path_and_query().map_or("", |path| path.as_str());
         let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
         let fields = [scope, key, request.method().as_str().as_bytes(), path.as_bytes()];
-        // With their lengths before them, so that no two requests run into each other.
+        // The lengths come first, so that no two lists of fields have the same bytes.
         hash.update(fields.map(len).as_flattened());
         fields.iter().for_each(|field| hash.update(field));
         for name in headers {
@@ -57,7 +57,7 @@ impl Fingerprints {
     }
 }
 
-/// What was asked for, also where a router has taken a prefix away.
+/// The URI of the request, before a router removed a prefix.
 pub(super) fn original_uri<B>(request: &Request<B>) -> &Uri {
     #[cfg(feature = "axum")]
     if let Some(original) = request.extensions().get::<axum::extract::OriginalUri>() {
@@ -66,7 +66,7 @@ pub(super) fn original_uri<B>(request: &Request<B>) -> &Uri {
     request.uri()
 }
 
-/// Whether a router of axum in front of this layer has found the route. One that ends with a wildcard may lead to another router.
+/// Whether an outer axum router has found the route. A route that ends with a wildcard may lead to another router.
 pub(super) fn has_route<B>(request: &Request<B>) -> bool {
     #[cfg(feature = "axum")]
     if let Some(path) = request.extensions().get::<axum::extract::MatchedPath>() {
@@ -76,49 +76,49 @@ pub(super) fn has_route<B>(request: &Request<B>) -> bool {
     false
 }
 
-/// How long a field is. None has as many bytes as four can count.
+/// The length of a field. All fields are shorter than 4 GiB.
 fn len(field: &[u8]) -> [u8; 4] {
     (field.len() as u32).to_le_bytes()
 }
 
-/// The first half of the hash. Who knows that but not the key cannot tell the hash of anything else: to go on from where it ends takes the
-/// other half as well.
+/// The first half of the hash. The other half stays secret. So a reader of the store cannot extend the hash to other input
+/// without the key.
 fn digest(hash: Sha256) -> Digest {
     let hash: [u8; 32] = hash.finalize().into();
     Digest(std::array::from_fn(|i| hash[i]))
 }
 
-/// How far the handler has read the body, and whether it may go on.
+/// The state of a request body: the part that the handler has read, and whether the handler may continue.
 pub(super) struct BodyFingerprint {
     progress: Mutex<Progress>,
     is_unfit: Notify,
 }
 
-/// Why a handler must not see the end of a body.
+/// Why the handler must not see the end of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BodyRejection {
-    /// The attempt before was sent another one.
+    /// It differs from the body of the previous attempt.
     Differs,
     TooLarge,
 }
 
 struct Progress {
-    // What is known of the attempt before.
+    // The fingerprint of the previous attempt.
     before: Payload,
     max_len: u64,
     hash: Sha256,
     len: u64,
     is_whole: bool,
     has_failed: bool,
-    // Whether it was polled at all: a router that knows no route for a request never does.
+    // Whether the body was polled. A router without a route for the request does not poll it.
     is_touched: bool,
-    // Whether the handler has dropped what it has not read.
+    // Whether the handler has dropped the body, read or not.
     is_left: bool,
     unfit: Option<BodyRejection>,
 }
 
 impl Progress {
-    /// Whether it is the body that the attempt before was sent, as far as that one has read it. Nothing more can differ then.
+    /// Whether the body matches that of the previous attempt, as far as that attempt has read it. Then no later part can differ.
     fn is_known(&self) -> bool {
         let Payload { len, is_whole, .. } = self.before;
         let knows_less = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
@@ -143,56 +143,56 @@ impl BodyFingerprint {
         progress.unfit = (is_whole && before.len > 0).then_some(BodyRejection::Differs);
     }
 
-    /// What to make the digest of a body with, none of which was read.
+    /// The start of the hash of a body, before any part was read.
     fn hash(&self) -> Sha256 {
         self.progress().hash.clone()
     }
 
-    /// What the digest of a body goes on with, and how much of it was read.
+    /// The hash of the part that was read, and its length.
     fn so_far(&self) -> (Sha256, u64) {
         let progress = self.progress();
         (progress.hash.clone(), progress.len)
     }
 
-    /// Notes that what the handler has not read tells the body apart from that of the attempt before.
+    /// Records that the unread part differs from the body of the previous attempt.
     pub(super) fn differs(&self) {
         self.progress().unfit = Some(BodyRejection::Differs);
     }
 
-    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    /// No code panics while it holds the lock, so a poisoned state is intact.
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the body broke off before the handler had all of it.
+    /// Whether the body broke off before the handler had read all of it.
     pub(super) fn has_failed(&self) -> bool {
         self.progress().has_failed
     }
 
-    /// Whether anything inside of the layer has asked for the body.
+    /// Whether an inner service has polled the body.
     pub(super) fn is_touched(&self) -> bool {
         self.progress().is_touched
     }
 
-    /// Whether the handler reads no more of the body, so that it can neither break off nor turn out to be unfit.
+    /// Whether the handler reads no more of the body, so that the body can neither break off nor turn out to be unfit.
     pub(super) fn is_over(&self) -> bool {
         let progress = self.progress();
         progress.is_whole || progress.is_left
     }
 
-    /// What the body was found to be, if the handler must not see the end of it.
+    /// Why the handler must not see the end of the body, if so.
     pub(super) fn unfit(&self) -> Option<BodyRejection> {
         self.progress().unfit
     }
 
-    /// Ready when the handler must not see the end of the body.
+    /// Resolves when the handler must not see the end of the body.
     pub(super) async fn until_it_is_unfit(&self) {
         while self.unfit().is_none() {
             self.is_unfit.notified().await;
         }
     }
 
-    /// Notes what was read. False if the handler must not see it.
+    /// Records a frame. False if the handler must not see it.
     fn note<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
         let mut progress = self.progress();
         let Payload { len, is_whole, digest: expected } = progress.before;
@@ -248,8 +248,8 @@ impl HasPayload for BodyFingerprint {
 }
 
 pin_project! {
-    /// The body of a request that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): what the handler reads of it makes the
-    /// fingerprint.
+    /// The body of a request behind an [`IdempotencyLayer`](crate::IdempotencyLayer). It hashes the part that the handler reads,
+    /// for the fingerprint.
     pub struct FingerprintedBody<B> {
         #[pin]
         body: Sent<B>,
@@ -269,14 +269,14 @@ pin_project! {
 pin_project! {
     #[project = SentProj]
     enum Sent<B> {
-        // What the handler does not read nobody does.
+        // The layer does not read the rest after the handler.
         Handed { #[pin] body: B },
-        // It has to be that of the attempt before, also where the handler does not read as far.
+        // The body must match that of the previous attempt, so the layer compares the part that the handler does not read.
         Lent { body: Arc<Lent<B>> },
     }
 }
 
-/// Never locked by two at a time: see [`Rest`].
+/// Never contended: see [`Rest`].
 type Lent<B> = Mutex<Pin<Box<B>>>;
 
 fn lent<B>(body: &Lent<B>) -> MutexGuard<'_, Pin<Box<B>>> {
@@ -309,9 +309,9 @@ impl<B: Body> Body for Sent<B> {
     }
 }
 
-/// What a handler leaves of a body, for whoever has it alone when the handler is done with it.
+/// The unread part of a body. It is compared after the handler has dropped the body.
 pub(super) trait Rest: Send + Sync {
-    /// Whether it is the rest of what the attempt before was sent; `None` if it breaks off, or does not come in time.
+    /// Whether it matches the body of the previous attempt; `None` if it breaks off or stalls.
     fn is_same<'a>(
         &'a mut self,
         reading: &'a BodyFingerprint,
@@ -331,15 +331,15 @@ impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
 }
 
 impl<B> FingerprintedBody<B> {
-    /// One that nobody wants to know anything of.
+    /// A body without a fingerprint.
     pub(super) const fn passed(body: B) -> Self {
         Self { body: Sent::Handed { body }, order: None, is_touched: false }
     }
 }
 
 impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
-    /// `before` is what is known of the body that an attempt before was sent. Where that is something, the handler may leave a rest of this one to
-    /// compare.
+    /// `before` is the known fingerprint of the previous attempt. If there is one, the handler may leave an unread part, which is
+    /// returned for the comparison.
     pub(super) fn new(
         body: B,
         before: Payload,
@@ -373,7 +373,7 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
         if let Some(order) = this.order
             && !order.body().note(frame.as_ref(), this.body.is_end_stream())
         {
-            // Whoever does the work is told, and drops the handler.
+            // The execution is notified, and drops the handler.
             return Poll::Pending;
         }
         Poll::Ready(frame)
@@ -394,24 +394,24 @@ impl<B> std::fmt::Debug for FingerprintedBody<B> {
     }
 }
 
-/// How long a body may take that is compared.
+/// The timeouts of a comparison.
 #[derive(Clone, Copy)]
 pub(super) struct Pace {
-    /// Between two parts with something in them.
+    /// The maximum time between two parts that are not empty.
     pub(super) stall: Duration,
-    /// From the first to the last.
+    /// The maximum total time.
     pub(super) total: Duration,
 }
 
-/// Why a body could not be compared.
+/// Why a comparison failed.
 #[derive(Debug)]
 pub(super) enum Unread {
     BrokenOff,
     TooSlow,
 }
 
-/// Whether `body` is the one that has this fingerprint, or the rest of that where `reading` has got to. Reads no more of it than that takes, and
-/// keeps nothing.
+/// Whether `body` has this fingerprint. If `reading` has read a part already, `body` is the rest. Reads no more than necessary,
+/// and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
@@ -425,7 +425,7 @@ pub(super) async fn is_same<B: Body<Data = Bytes>>(
     let mut progressed = Instant::now();
     let end = progressed + pace.total;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
-        // A body that always has another frame, with nothing in it, lets others have their turn, and the clock is looked at.
+        // A body with endless empty frames must yield to other tasks and to the timers.
         consume_budget().await;
         let frame = timeout_at(end.min(progressed + pace.stall), poll_fn(|cx| body.as_mut().poll_frame(cx))).await;
         let Some(frame) = frame.map_err(|_| Unread::TooSlow)? else { break };
@@ -473,13 +473,13 @@ mod tests {
     }
 
     #[test]
-    fn the_head_tells_requests_apart() {
+    fn different_requests_have_different_heads() {
         let accept = [HeaderName::from_static("accept"), HeaderName::from_static("x-b")];
         let (base, _) = made(&post("/a?b=c"), &accept);
         assert_eq!(made(&post("/a?b=c"), &accept).0, base);
         assert_eq!(made(&post("http://elsewhere/a?b=c"), &accept).0, base);
         let with = |name: &str, value: &str| Request::post("/a?b=c").header(name, value).body(()).unwrap();
-        assert_eq!(made(&with("x-c", "d"), &accept).0, base, "not one of the chosen headers");
+        assert_eq!(made(&with("x-c", "d"), &accept).0, base, "`x-c` is not in the fingerprint");
         let others = [
             post("/a?b=d"),
             post("/a"),
@@ -498,7 +498,7 @@ mod tests {
         assert_eq!(digests.len(), count);
     }
 
-    /// Reads frames of `sizes` bytes each, and says how far that was.
+    /// Reads frames of `sizes` bytes each, and returns the resulting fingerprint.
     async fn read(bytes: &[u8], sizes: &[usize], before: Payload) -> Payload {
         let (mut rest, mut frames) = (bytes, Vec::new());
         for size in sizes {
@@ -518,7 +518,7 @@ mod tests {
         order.body().payload()
     }
 
-    /// An attempt after one that has read `before`, whether `bytes` are the same, and these in chunks.
+    /// A next attempt after one with the fingerprint `before`: its context, whether `bytes` match, and its body in chunks.
     async fn next(
         bytes: &[u8],
         chunk: usize,
@@ -533,7 +533,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_body_is_the_same_if_it_is_as_far_as_it_was_read(
+        fn body_is_same_if_its_read_part_is_same(
             bytes in prop::collection::vec(0..3_u8, 0..60),
             other in prop::collection::vec(0..3_u8, 0..60),
             sizes in prop::collection::vec(0..20_usize, 0..6),
@@ -552,7 +552,7 @@ mod tests {
         }
 
         #[test]
-        fn the_next_attempt_reads_no_other_body_to_its_end(
+        fn next_attempt_does_not_see_end_of_different_body(
             bytes in prop::collection::vec(0..2_u8, 0..20),
             other in prop::collection::vec(0..2_u8, 0..20),
             sizes in prop::collection::vec(0..9_usize, 0..6),
@@ -574,7 +574,7 @@ mod tests {
         }
 
         #[test]
-        fn what_the_next_attempt_leaves_of_a_body_is_compared(
+        fn unread_part_of_next_attempt_is_compared(
             bytes in prop::collection::vec(0..2_u8, 0..20),
             other in prop::collection::vec(0..2_u8, 0..20),
             sizes in prop::collection::vec(0..9_usize, 0..6),
@@ -593,11 +593,11 @@ mod tests {
                 prop_assert!(!is_known || same);
                 let mut rest = rest.filter(|_| !is_known && order.body().unfit().is_none());
                 if let Some(rest) = &mut rest {
-                    prop_assert!(Arc::get_mut(rest).is_none(), "the handler still has it");
+                    prop_assert!(Arc::get_mut(rest).is_none(), "the handler still holds the body");
                     drop(body);
                     let rest = Arc::get_mut(rest).unwrap().is_same(order.body(), PACE).await;
                     prop_assert_eq!(rest, Some(same), "{:?}", before);
-                    prop_assert_eq!(order.body().payload(), before, "no more than was known");
+                    prop_assert_eq!(order.body().payload(), before, "the fingerprint does not grow");
                 }
                 Ok(())
             })?;

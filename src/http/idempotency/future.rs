@@ -20,8 +20,8 @@ use crate::responder::Responder;
 pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
 
 pin_project! {
-    /// The answer of a service that serves the same request once. Dropping it lets a handler that has begun
-    /// [finish](crate::idempotency::OnDisconnect) in the background.
+    /// The response future of an [`Idempotency`](super::Idempotency) service. If you drop it, a handler that has started
+    /// continues in the background, with [`OnDisconnect::Finish`](crate::idempotency::OnDisconnect::Finish).
     #[must_use = "futures do nothing unless polled"]
     pub struct ResponseFuture<F, R, E, A, K> {
         #[pin]
@@ -32,11 +32,11 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<F, R, E, A, K> {
-        // The request needs no record: the inner service is at work.
+        // The request has no record: the inner service handles it.
         Passed { #[pin] future: F, shared: Arc<Shared<K, A>> },
-        // The store is asked, or the handler is at work.
+        // The store call or the handler is running.
         DetachableFuture { guarded: DetachableFuture<R, E> },
-        // The request is turned away without asking anybody; `None` once that was told.
+        // The request was rejected without a store call; `None` after the response was returned.
         Rejected { answer: Option<Answer<R, E>> },
     }
 }
@@ -83,34 +83,34 @@ impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
     }
 }
 
-/// A guarded request. Its caller does the work by polling; once its handler has begun it goes on in a task of its own when the
-/// caller goes away. So a caller who stays pays for no task.
+/// A request with a record. Its caller runs it by polling, so it needs no task. If the caller drops it after the handler has
+/// started, it continues in a new task.
 pub(super) struct DetachableFuture<R, E> {
-    // `None` once it has answered, or has panicked.
+    // `None` after it has returned its response, or has panicked.
     answer: Option<Work<Answer<R, E>>>,
     goes_on: DetachMode,
-    // What it goes on with.
+    // The locks of the caller, which a new task keeps.
     locks: Held,
-    // Where it goes on, once it has not come to its end at once.
-    backstage: Option<DetachContext>,
+    // The runtime and the span of a new task. Set when the future is first pending with a started handler.
+    detach_context: Option<DetachContext>,
 }
 
 type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
 
-/// Whether the handler has begun, and is finished whatever becomes of its caller.
+/// Whether a dropped future continues in a new task, because its handler has started.
 pub(super) enum DetachMode {
     Yes,
-    /// Once this says so.
+    /// Once this flag is set.
     When(Arc<AtomicBool>),
 }
 
 type DetachContext = (Handle, Span);
 
-fn backstage() -> Option<DetachContext> {
+fn detach_context() -> Option<DetachContext> {
     Some((Handle::try_current().ok()?, Span::current()))
 }
 
-/// A future that can go on in a task of its own.
+/// A future that can continue in a new task.
 trait Detach: Future + Send {
     fn detach(self: Pin<Box<Self>>, locks: Held, runtime: &Handle, span: Span);
 }
@@ -123,12 +123,12 @@ impl<F: Future + Send + 'static> Detach for F {
 }
 
 impl<R, E> DetachableFuture<R, E> {
-    /// `answer` is large, so it is boxed where it is made.
+    /// `answer` is large, so its creator boxes it.
     pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: DetachMode) -> Self
     where
         F: Future<Output = Answer<R, E>> + Send + 'static,
     {
-        Self { answer: Some(answer), goes_on, locks: Held::present(), backstage: None }
+        Self { answer: Some(answer), goes_on, locks: Held::present(), detach_context: None }
     }
 
     fn goes_on(&self) -> bool {
@@ -139,12 +139,12 @@ impl<R, E> DetachableFuture<R, E> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
-        // Not put back by a panic.
+        // A panic does not put it back.
         let mut answer = self.answer.take().expect("ResponseFuture polled after completion");
         let polled = answer.as_mut().poll(cx);
         if polled.is_pending() {
-            if self.backstage.is_none() && self.goes_on() {
-                self.backstage = backstage();
+            if self.detach_context.is_none() && self.goes_on() {
+                self.detach_context = detach_context();
             }
             self.answer = Some(answer);
         }
@@ -156,7 +156,7 @@ impl<R, E> Drop for DetachableFuture<R, E> {
     fn drop(&mut self) {
         if let Some(answer) = self.answer.take()
             && self.goes_on()
-            && let Some((runtime, span)) = self.backstage.take().or_else(backstage)
+            && let Some((runtime, span)) = self.detach_context.take().or_else(detach_context)
         {
             answer.detach(mem::take(&mut self.locks), &runtime, span);
         }

@@ -1,4 +1,4 @@
-//! What is done with a request that has a key.
+//! Handles requests that have a key.
 
 use std::future::Future;
 use std::mem;
@@ -30,19 +30,20 @@ use crate::idempotency::{
 use crate::lock::Token;
 use crate::responder::{NotExecuted, Responder};
 
-/// What a response out of a record carries.
+/// The header field of replayed responses.
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
-/// A client is not told to wait for longer than this, however long the lease may last: most handlers are done much sooner.
+/// The maximum `Retry-After` of a request in flight, however long the lease may last: most handlers end much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
-/// The bounds of `Retry-After` for a caller with too many records. An hour at most, since records may end sooner than the store knows.
+/// The bounds of `Retry-After` for a caller with too many records. At most an hour, because records may end sooner than the store
+/// knows.
 const SHORTEST_RETRY: Duration = Duration::from_secs(1);
 const LONGEST_RETRY: Duration = Duration::from_secs(3_600);
 
-/// Finds out how far the operation is, and does what follows from that.
+/// Begins the operation, and executes, replays or rejects the request.
 ///
-/// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,
-/// and a clone of it left for the next time.
+/// `inner` is the service that has reported ready. If the store replies without waiting, the handler is called here. Otherwise
+/// the ready service is moved into the future, and a clone takes its place.
 pub(super) fn guard<S, K, A, B, R>(
     inner: &mut S,
     request: Request<B>,
@@ -66,13 +67,13 @@ where
     let settings = &shared.settings;
     let order = order(settings, operation, &request);
     let arrived = AdmittedRequest { request, running };
-    // A handler that ends with its caller must not begin before somebody waits for it.
+    // With `OnDisconnect::Cancel`, do not start the handler before the future is polled.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
     match order.as_ref().ok().filter(|_| is_eager).and_then(OperationContext::begin_now) {
         Some(Ok(Begin::Granted(granted))) => {
             let begun = start(settings, granted, arrived, inner);
             if begun.1.is_none() {
-                // Who is not served needs no place in the inner service.
+                // A request that is not executed needs no reserved service.
                 drop(take_ready(inner));
             }
             DetachableFuture::new(Box::pin(RunHandler::new(begun, shared)), DetachMode::Yes)
@@ -85,13 +86,13 @@ where
     }
 }
 
-/// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+/// The instance of the inner service that reported ready, with its reserved capacity. Leaves a clone for the next request.
 pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
     let fresh = inner.clone();
     mem::replace(inner, fresh)
 }
 
-/// Waits for what the store says, and does what follows from that. `begun` is what it has said already.
+/// Waits for the reply of the store, and executes, replays or rejects the request. `begun` is the reply if it is known already.
 #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
 fn ask<S, K, A, B, R>(
     mut ready: S,
@@ -122,7 +123,7 @@ where
             }
             Err(error) => Err(error),
         };
-        // What comes now is boxed, so that there need be no room for it while the store is asked.
+        // Boxed, so that this future needs no room for the rest during the store call.
         match begun {
             Ok((Begin::Granted(granted), _)) => {
                 let begun = start(settings, granted, arrived, &mut ready);
@@ -139,15 +140,15 @@ where
 }
 
 pin_project! {
-    /// Brings the handler to its end, and gives the answer once the record has it.
+    /// Runs the handler, and returns its response once the record is stored.
     ///
-    /// By hand, since an `async` block that is given a future holds it twice, and this one is put on the heap for each request.
+    /// Hand-written, because an `async` block stores a captured future twice, and this future is allocated for each request.
     #[project = ServeProj]
     #[project_replace = ServeDone]
     enum RunHandler<F, R, E, K, A> {
-        // The handler is at work; there is none if somebody else may have begun before.
+        // The handler is running; `None` if another attempt may have started before.
         Handling { #[pin] handler: Option<F>, course: Execution, shared: Arc<Shared<K, A>> },
-        // The record is told what has come of it.
+        // The result is being stored.
         Settling { settled: Pin<Box<dyn Future<Output = Answer<R, E>> + Send>> },
         Done,
     }
@@ -180,7 +181,7 @@ where
             ServeProj::Done => None,
         };
         let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
-        // The handler goes before anything else is done.
+        // Drop the handler before anything else happens.
         let ServeDone::Handling { mut course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
             panic!("ResponseFuture polled after completion")
         };
@@ -224,7 +225,8 @@ where
     }
 }
 
-/// Says why a handler was dropped, or its answer, and what that has come to: to a layer around it is the same.
+/// The rejection for a handler that was dropped, or whose response was discarded. The marker tells an outer layer what happened
+/// to the operation.
 fn refuse<A, B, R, E>(
     settings: &Settings,
     answer: &A,
@@ -244,7 +246,7 @@ where
     answered
 }
 
-/// What the store is asked about a request, and what is going to be known of its body.
+/// The context of a request, with its claim and the state of its body.
 fn order<B>(
     settings: &Settings,
     (operation, bound): (Operation, RecordBound),
@@ -257,13 +259,14 @@ fn order<B>(
     Ok(OperationContext::new(&settings.home, operation, claim, reading))
 }
 
-/// A request, and its place among those that are handled.
+/// A request that counts as running.
 struct AdmittedRequest<B> {
     request: Request<B>,
     running: Running,
 }
 
-/// What is known of the operation from now on, and its handler at work, which is `None` if somebody else may have begun meanwhile.
+/// Starts the execution. The handler is `None` if another attempt may have started meanwhile, or if the body differs from that of
+/// the previous attempt.
 fn start<S, B>(
     settings: &Settings,
     granted: Granted<BodyFingerprint>,
@@ -287,10 +290,10 @@ where
     let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     let mut course = Execution::new(attempt, settings, running, rest, has_route(&request));
-    // Of a body that has come already it is known whether it is that of the attempt before.
+    // If the body has arrived already, the comparison with the previous attempt is done here.
     let is_fit = order.body().unfit().is_none();
     if !is_fit {
-        // As it was.
+        // Released with its earlier state.
         course.gives_back();
     }
     if !is_fit || course.is_lost() {
@@ -301,7 +304,8 @@ where
     (course, Some(handler))
 }
 
-/// Answers a request that has nothing to be begun: out of the record, or without one if the store fails and that may be.
+/// Replays or rejects a request that is not executed. After a store error, calls the inner service without a record if the
+/// settings allow it.
 async fn replay_or_reject<S, A, B, R>(
     mut ready: S,
     begun: Result<(Begun, Arc<OperationContext<BodyFingerprint>>), StoreError>,
@@ -317,7 +321,7 @@ where
     let AdmittedRequest { request, running: _running } = arrived;
     match begun {
         Ok((begun, order)) => {
-            // Whoever asks for it needs no place in the inner service.
+            // A replay needs no reserved service.
             drop(ready);
             let recorded = recorded(settings, begun, request, order.body()).await;
             recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
@@ -331,7 +335,7 @@ where
     }
 }
 
-/// The answer to a request that is not served again, or what is in the way.
+/// The stored response for a request that is not executed, or its rejection.
 async fn recorded<B>(
     settings: &Settings,
     begun: Begun,
@@ -359,17 +363,17 @@ where
             (Err(Rejection::ScopeFull { bound, retry_after }), Payload::default())
         }
         Begun::Unknown { attempt, payload } => (Err(Rejection::OutcomeUnknown { attempt }), payload),
-        // `Granted` is no refusal.
+        // `Granted` does not reach this function.
         Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), Payload::default()),
     };
-    // Who sends something else learns nothing about the first request.
+    // A different request learns nothing about the first one.
     compare(settings, request, payload, reading).await?;
     let recorded = recorded?;
     settings.home.meters().decided(Verdict::Replayed);
     Ok(recorded)
 }
 
-/// What is wrong with a request that should have this body.
+/// Checks that the body of a request matches the fingerprint.
 async fn compare<B: Body<Data = Bytes>>(
     settings: &Settings,
     request: Request<B>,

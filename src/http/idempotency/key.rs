@@ -7,12 +7,12 @@ use sfv::visitor::{Ignored, ParameterVisitor, parameter_visitor_with};
 use crate::idempotency::InvalidKey;
 use crate::key::Key;
 
-/// The longest key, in characters.
+/// The maximum length of a key, in characters.
 const MAX_LEN: usize = 255;
-/// The longest value that a key is looked for in: each character escaped, the quotes, and parameters.
+/// The maximum length of a header value: with every character escaped, the quotes, and parameters.
 const MAX_VALUE_LEN: usize = 2 * MAX_LEN + 2 + 512;
 
-/// The key that a request carries, if it does.
+/// The key of a request; `None` without the header.
 pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Key>, InvalidKey> {
     let mut values = headers.get_all(name).iter();
     let Some(value) = values.next() else { return Ok(None) };
@@ -22,8 +22,8 @@ pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Ke
     parse(value.as_bytes()).map(|key| Some(Key::new(key)))
 }
 
-/// The characters of a key: those of a string as RFC 9651 has it, whose parameters mean nothing here, or a bare token, which
-/// is what most clients send. `"abc"` and `abc` are the same key.
+/// Parses the value of the header: a String of RFC 9651 or a bare token, which most clients send. So `"abc"` and `abc` are the
+/// same key. Parameters of a String are ignored.
 pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
     let value = without_spaces(value);
     let key = match value.first() {
@@ -31,7 +31,7 @@ pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
         Some(_) if value.len() > MAX_VALUE_LEN => return Err(InvalidKey::TooLong),
         Some(b'"') => string(value)?,
         Some(_) => {
-            // A comma is what several headers are joined by.
+            // A comma may separate several keys, because proxies may join repeated headers into one.
             let is_token = |byte: &u8| byte.is_ascii_graphic() && !b"\",\\".contains(byte);
             if !value.iter().take(MAX_LEN + 1).all(is_token) {
                 return Err(InvalidKey::Malformed);
@@ -46,7 +46,7 @@ pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
     }
 }
 
-/// What is left of a value that the server has not trimmed. Only of spaces, as RFC 9651 has it.
+/// Trims spaces that the server has not trimmed. RFC 9651 allows no other whitespace here.
 fn without_spaces(mut value: &[u8]) -> &[u8] {
     while let [b' ', rest @ ..] | [rest @ .., b' '] = value {
         value = rest;
@@ -54,7 +54,7 @@ fn without_spaces(mut value: &[u8]) -> &[u8] {
     value
 }
 
-/// What stands between the quotes.
+/// The text between the quotes.
 fn string(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
     fn text(item: BareItemFromInput<'_>) -> Result<impl ParameterVisitor<'_, Out = Cow<'_, [u8]>>, InvalidKey> {
         let text = match item {
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_string_and_a_bare_token_are_the_same_key() {
+    fn string_and_bare_token_are_same_key() {
         let uuid = "8e03978e-40d5-43e8-bc93-6894a57f9324";
         for value in [uuid.to_owned(), format!("\"{uuid}\""), format!("  \"{uuid}\" "), format!("\"{uuid}\";v=1; b")] {
             assert_eq!(read(value.as_bytes()).as_deref(), Ok(uuid), "{value}");
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused_by_its_kind() {
+    fn invalid_keys_are_refused_with_reason() {
         let long = |len| "x".repeat(len);
         for (value, expected) in [
             (String::new(), InvalidKey::Empty),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn several_keys_are_none() {
+    fn several_keys_are_refused() {
         let name = HeaderName::from_static("idempotency-key");
         let mut headers = HeaderMap::new();
         assert_eq!(key_of(&headers, &name), Ok(None));
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(key_of(&headers, &name), Err(InvalidKey::Several));
     }
 
-    /// Any bytes, those that keys are made of, and what is nearly a string.
+    /// Arbitrary bytes, bytes of keys, and text that is almost a String.
     fn values() -> impl Strategy<Value = Vec<u8>> {
         let quoted = "[ ]{0,2}\"([ -~]|\\\\[\"\\\\]){0,300}\"?(;[ -~]{0,9})?[ ]{0,2}";
         prop_oneof![
@@ -150,11 +150,11 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(10_000))]
 
         #[test]
-        fn any_bytes_are_a_bounded_key_or_none(values in prop::collection::vec(values(), 1..3)) {
+        fn any_bytes_parse_to_bounded_key_or_error(values in prop::collection::vec(values(), 1..3)) {
             let mut headers = HeaderMap::new();
             let name = HeaderName::from_static("idempotency-key");
             for value in &values {
-                // What no server lets through is looked at all the same, by itself.
+                // Values that no server accepts are not headers. The test parses them directly.
                 if let Ok(value) = HeaderValue::from_bytes(value) {
                     headers.append(&name, value);
                 }
@@ -174,7 +174,7 @@ mod tests {
         }
 
         #[test]
-        fn strings_are_read_as_a_library_for_structured_fields_reads_them(
+        fn strings_parse_as_structured_fields(
             text in "[\"\\\\]?[ -~\\t\"\\\\]{0,20}[;\"]?",
             is_quoted: bool,
         ) {

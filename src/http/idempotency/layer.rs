@@ -21,11 +21,13 @@ use crate::on_failure::{OnMissingKey, OnStoreError};
 use crate::responder::{HttpResponder, Responder};
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
-/// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
+/// Executes a request once, and replays the response to retries with the same key. See the [module docs](crate::idempotency) for
+/// examples.
 ///
-/// POST and PATCH that is, unless [`methods`](Self::methods) says otherwise: a PUT or a DELETE is served as often as it comes, also with a key.
+/// By default this applies to POST and PATCH. Set [`methods`](Self::methods) for others: a PUT or a DELETE is executed each time,
+/// also with a key.
 ///
-/// It has to be told [who is calling](Self::scope), since two callers may choose the same key:
+/// The layer needs the [scope](Self::scope) of the caller, because two callers may choose the same key:
 ///
 /// ```compile_fail
 /// use axum::{Router, routing::post};
@@ -36,7 +38,8 @@ use crate::store::circuit::{CircuitBreaker, OutageTracker};
 ///     .layer(IdempotencyLayer::new(MemoryBackend::new()));
 /// ```
 ///
-/// Type parameters: the scope, which is a [key](crate::ExtractKey), and what a rejection [becomes](crate::responder::Responder).
+/// Type parameters: the scope, which is a [key](crate::ExtractKey), and the [responder](crate::responder::Responder) for
+/// rejections.
 #[must_use]
 pub struct IdempotencyLayer<K = Unscoped, A = HttpResponder> {
     settings: Settings,
@@ -44,12 +47,12 @@ pub struct IdempotencyLayer<K = Unscoped, A = HttpResponder> {
     answer: A,
 }
 
-/// The scope of a layer that was not told one: of no use until it is.
+/// The missing scope of a new layer, which is not usable yet.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Unscoped;
 
-/// What has nothing to do with the type of requests and answers.
+/// The settings that do not depend on the types of requests and responses.
 #[derive(Clone)]
 pub(super) struct Settings {
     pub(super) home: Arc<Coordinator>,
@@ -63,7 +66,7 @@ pub(super) struct Settings {
     pub(super) max_waiting: usize,
     pub(super) max_runtime: Duration,
     pub(super) max_running: usize,
-    // `None` is half of them.
+    // `None` is half of `max_running`.
     pub(super) max_running_per_scope: Option<usize>,
     pub(super) max_records_per_scope: u64,
     pub(super) max_answer: usize,
@@ -75,17 +78,17 @@ pub(super) struct Settings {
     pub(super) on_unknown: OnUnknown,
     pub(super) on_store_error: OnStoreError,
     pub(super) on_disconnect: OnDisconnect,
-    // Whether the log has been told that requests pass without a record.
+    // Whether the log has reported that requests pass without a record.
     unprotected: Arc<OutageTracker>,
-    // Whether it is known which methods are served once: by `methods`, or since the log has been told.
+    // Whether `methods` was called, or the log has reported a request whose method is not handled.
     methods_are_known: Arc<AtomicBool>,
 }
 
 impl IdempotencyLayer {
-    /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
+    /// Stores records in `store`, which is a backend. Set a [scope](Self::scope) before you use the layer.
     ///
-    /// A setting that cannot work (a [deadline](Self::deadline) or [`max_runtime`](Self::max_runtime) of zero) is found with the first request that has a key: each is
-    /// answered 500 with HTTP then, and the log has a line.
+    /// A [deadline](Self::deadline) or [`max_runtime`](Self::max_runtime) of zero is invalid. The layer finds it with the first
+    /// request that has a key. Each such request is rejected, 500 with HTTP, and logged.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
             home: Arc::new(Coordinator::new(store)),
@@ -118,26 +121,27 @@ impl IdempotencyLayer {
 }
 
 impl<K, A> IdempotencyLayer<K, A> {
-    /// Who is calling: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
-    /// [`ExtractKey`](crate::ExtractKey). The same key of another caller is another operation. A request without a scope is turned away,
-    /// 400 with HTTP.
+    /// Identifies the caller: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
+    /// [`ExtractKey`](crate::ExtractKey). The same key of another caller is another operation. A request without a scope is
+    /// rejected, 400 with HTTP.
     ///
-    /// What distinguishes callers has to be something that they cannot choose, or that is checked before this layer: credentials, or a
-    /// user that was found by them. It has to be the same when the client tries again, too: an access token that is refreshed in between is
-    /// not, and the handler would run a second time. Take the user or the account that it stands for then, which whatever checks it
-    /// can leave in the extensions. [`GlobalKey`](crate::GlobalKey) is for services with one caller.
+    /// Use a scope that callers cannot choose, or that is checked before this layer: credentials, or the user that an
+    /// authentication layer found. It must also stay the same in retries. An access token that the client refreshes in between
+    /// changes, so the handler would run again. Use the user or the account of the token then: the authentication layer can
+    /// insert it into the extensions. Use [`GlobalKey`](crate::GlobalKey) for a service with one caller.
     ///
-    /// Services that share a store and a path share operations, so give each a prefix of its own in the store, or say in the scope which one it is; and
-    /// the host, where one layer serves several.
+    /// Services that share a store and a path also share operations. Give each service its own prefix in the store, or include
+    /// the service in the scope. If one layer serves several hosts, include the host.
     ///
-    /// The route is part of it without being said: the method, and the path without its query. A path of which a router in front of this layer
-    /// has taken a prefix away is known as a whole with axum (feature `axum`). Without that feature, and with other routers, the prefix has to be said, or two
-    /// nested routes are one operation: by a layer of its own scope for each, or one that finds what the request was for.
+    /// The method, and the path without its query, are always part of the scope. With axum and the feature `axum`, the layer also
+    /// knows the prefixes that outer routers have removed from the path. Otherwise include the prefix in the scope, or two nested
+    /// routes share operations. Either give each route a layer with its own scope, or use a scope that reads the prefix from the
+    /// request:
     ///
     /// ```
     /// use tollgate::{IdempotencyLayer, IntoKey, MemoryBackend};
     ///
-    /// /// In the extensions of a request, by whatever takes the prefix away.
+    /// /// The outer router inserts it into the extensions of the request.
     /// #[derive(Clone)]
     /// struct Prefix(&'static str);
     ///
@@ -153,9 +157,10 @@ impl<K, A> IdempotencyLayer<K, A> {
         IdempotencyLayer { settings, scope: Arc::new(scope), answer }
     }
 
-    /// What a rejection becomes. Defaults to [`HttpResponder`]; `GrpcResponder` of the module `tollgate::grpc` is for gRPC. An answer of one's own is a
-    /// type that implements [`Responder`] with responses that have an [`IdempotentBody`](crate::http::IdempotentBody), which is made of
-    /// `Bytes`; what it has nothing to say about it may pass on to `HttpResponder`.
+    /// Creates the responses to rejected requests. Defaults to [`HttpResponder`]. For gRPC use `GrpcResponder` of the module
+    /// `tollgate::grpc`. A responder of your own implements [`Responder`] with responses that have an
+    /// [`IdempotentBody`](crate::http::IdempotentBody), which you can create from `Bytes`. It may pass other rejections on to
+    /// `HttpResponder`.
     pub fn responder<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
         let Self { settings, scope, answer: _ } = self;
         IdempotencyLayer { settings, scope, answer }
@@ -166,8 +171,9 @@ impl<K, A> IdempotencyLayer<K, A> {
         self
     }
 
-    /// Which methods are served once. Defaults to POST and PATCH. All others pass without a record, also with a key: unless this is said, the log has a
-    /// line for the first of them that has one and is not [safe](Method::is_safe), unless a layer further outside has a record of it.
+    /// The methods that the layer handles. Defaults to POST and PATCH. All other requests pass without a record, also with a key.
+    /// Unless you call this, the log has a line for the first such request with a key that is not [safe](Method::is_safe).
+    /// Requests that an outer layer has recorded are not logged.
     ///
     /// ```
     /// use axum::{Router, body::Body, http::Request, routing::put};
@@ -195,187 +201,197 @@ impl<K, A> IdempotencyLayer<K, A> {
         })
     }
 
-    /// The header that the key is in. Defaults to `Idempotency-Key`.
+    /// The header with the key. Defaults to `Idempotency-Key`.
     ///
     /// # Panics
     ///
-    /// If `name` cannot be that of a header.
+    /// If `name` is not a valid header name.
     pub fn header(self, name: impl TryInto<HeaderName>) -> Self {
         self.with(|settings| settings.header = header_name(name))
     }
 
-    /// Which headers make another request if they differ, beside the method, the path with its query, and the body. Defaults to none.
+    /// The headers in the fingerprint, in addition to the method, the path with its query, and the body. Requests under one key
+    /// that differ in them are different requests. Defaults to none.
     ///
-    /// Other headers make other fingerprints: to a layer that was told so every request before is another one, so its duplicates are refused, 422 with
-    /// HTTP, for as long as its record is kept. While processes of both kinds run, so are those of requests in flight in the other kind.
+    /// A change of this setting changes all fingerprints. Retries of earlier requests are then rejected as different requests,
+    /// 422 with HTTP, while their records are stored. If processes with both settings run, this also affects requests in flight
+    /// in a process with the other setting.
     ///
     /// # Panics
     ///
-    /// If one of them cannot be that of a header.
+    /// If a name is not a valid header name.
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item: TryInto<HeaderName>>) -> Self {
         self.with(|settings| settings.headers = names.into_iter().map(header_name).collect())
     }
 
-    /// What fingerprints are made with, the same in all replicas, so that nobody who reads the store can guess requests. Defaults to
-    /// no secret.
+    /// The secret of the fingerprints, the same in all replicas. With it, a reader of the store cannot guess requests from their
+    /// fingerprints. Defaults to no secret.
     ///
-    /// Another secret makes other fingerprints, with what that means for records that there are: see
-    /// [`fingerprint_headers`](Self::fingerprint_headers). So it is one to keep, and to change together with where records are, for instance the prefix
-    /// of the backend, if clients may be served anew.
+    /// A change of the secret changes all fingerprints, with the effects of [`fingerprint_headers`](Self::fingerprint_headers).
+    /// So do not rotate it, or change it together with the location of the records, such as the prefix of the backend. Then
+    /// retries of earlier requests are executed again.
     pub fn fingerprint_secret(self, secret: impl AsRef<[u8]>) -> Self {
         self.with(|settings| settings.fingerprints = Fingerprints::new(secret.as_ref()))
     }
 
-    /// How long an answer is kept. Defaults to a day; from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`], and what is beyond is cut.
+    /// How long a response is stored. Defaults to a day. From [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values
+    /// are cut.
     pub fn retention(self, retention: Duration) -> Self {
         self.with(|settings| settings.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION))
     }
 
-    /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
-    /// [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`], and what is beyond is cut.
+    /// How long a process may be silent before the outcome of its requests is unknown. Defaults to 15 s, renewed after a third of
+    /// that. From [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`]; other values are cut.
     pub fn lease(self, lease: Duration) -> Self {
         self.with(|settings| settings.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE))
     }
 
-    /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
+    /// How long a request waits for the same request in flight. Defaults to zero: it is rejected at once, 409 with HTTP. At most
+    /// a day.
     ///
-    /// It is told by the store when the other one is done, and looks once a second in any case, and when the other one's lease would end. A request that waits holds the place in the
-    /// inner service that was reserved for it, and counts as one that is [running](Self::max_running). At most a day.
+    /// A notification ends the wait. The request also polls once a second and when the other lease ends. Meanwhile it keeps its
+    /// reserved inner service, and counts as a [running](Self::max_running) request.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
     }
 
-    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One caller, which is what the [scope](Self::scope) says, takes half of
-    /// that at most. One more request is rejected as if it did not wait.
+    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000, of which one caller may use half. The
+    /// [scope](Self::scope) identifies the caller. One more request does not wait, and is rejected.
     pub fn max_waiters_in_total(self, requests: usize) -> Self {
         self.with(|settings| settings.max_waiting = requests)
     }
 
-    /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.
+    /// How long a handler may run, until its response has ended. Defaults to 5 minutes. It is dropped then, and its outcome is
+    /// unknown.
     ///
-    /// Once an answer is too large to be kept, and no more of its request is read, which the record says then, it may take as long as it does not stand
-    /// still for that time: a client that reads it slowly is no reason to cut it off.
+    /// For a response that is too large to be stored, the layer stores the status early, once the handler has stopped reading the
+    /// request. From then on, this limits only the time without progress, so a client that reads slowly is not cut off.
     pub fn max_runtime(self, max_runtime: Duration) -> Self {
         self.with(|settings| settings.max_runtime = max_runtime)
     }
 
-    /// How many handlers may be at work, those included whose client has gone. Defaults to 10,000. One more is turned away, 503 with HTTP.
-    /// One caller may have [half of them](Self::max_running_per_scope).
+    /// How many handlers may run in this process, including those whose client has disconnected. Defaults to 10,000. One more
+    /// request is rejected, 503 with HTTP. One caller may use [half of them](Self::max_running_per_scope).
     pub fn max_running(self, handlers: usize) -> Self {
         self.with(|settings| settings.max_running = handlers)
     }
 
-    /// How many handlers of one caller, which is what the [scope](Self::scope) says, may be at work in this process, including those whose client has
-    /// gone. Defaults to half of [`max_running`](Self::max_running), and at least one. One more is turned away, 429 with HTTP.
+    /// How many handlers of one caller may run in this process, including those whose client has disconnected. The
+    /// [scope](Self::scope) identifies the caller. Defaults to half of [`max_running`](Self::max_running), and at least one. One
+    /// more request is rejected, 429 with HTTP.
     ///
-    /// Set it to `max_running` where all requests come from one caller, as with [`GlobalKey`](crate::GlobalKey).
+    /// If all requests come from one caller, as with [`GlobalKey`](crate::GlobalKey), set it to the value of `max_running`.
     pub fn max_running_per_scope(self, handlers: usize) -> Self {
         self.with(|settings| settings.max_running_per_scope = Some(handlers))
     }
 
-    /// How many records one caller, which is what the [scope](Self::scope) says, may have in the store, on all routes and in all processes. Defaults to
-    /// 1,000,000. A request under one more key is turned away, 429 with HTTP. A key that has a record is answered as ever.
+    /// How many records one caller may have in the store, over all routes and processes. The [scope](Self::scope) identifies the
+    /// caller. Defaults to 1,000,000. A request with one more key is rejected, 429 with HTTP. Keys with a record are not
+    /// affected.
     ///
-    /// A record is kept for the [retention](Self::retention), so at a day the default is 11 new keys a second. Raise it where one caller sends more.
+    /// A record is stored for the [retention](Self::retention). With a day, the default allows 11 new keys per second. Raise it
+    /// for callers that send more.
     ///
-    /// * In memory the count is exact. The backend may refuse sooner, where a caller has its [share](crate::MemoryBackend#memory) of the room.
-    /// * With one Redis server a record counts from its beginning for the lease and the retention, or for ten minutes where it is given
-    ///   back: by up to a lease longer than it lives, and less for a handler that outlives its lease. A record that an operator forgets counts until it
-    ///   would have ended.
-    /// * On a cluster the records of a caller are counted in 64 parts, by their keys. Each part has a 64th of the bound, and room for chance, so a caller
-    ///   may have up to `most + 32 * sqrt(most) + 400` records. While the slot of a part moves between nodes, new keys of that part can fail as if Redis
-    ///   did not answer.
+    /// * In memory the count is exact. The backend may reject earlier, if the caller has used its
+    ///   [share](crate::MemoryBackend#memory) of the room.
+    /// * With one Redis server, a record counts from its start for the lease and the retention, or for ten minutes after a
+    ///   release. So it may count for up to a lease longer than it is stored, or for less time if its handler runs longer than
+    ///   the lease. A forgotten record counts until it would have expired.
+    /// * On a cluster, the records of a caller are counted in 64 parts, selected by key. Each part has a 64th of the limit, and a
+    ///   margin for uneven parts. So a caller may have up to `most + 32 * sqrt(most) + 400` records. While the slot of a part
+    ///   moves between nodes, new keys of that part can fail as if Redis did not reply.
     pub fn max_records_per_scope(self, most: u64) -> Self {
         self.with(|settings| settings.max_records_per_scope = most)
     }
 
-    /// How many bytes of an answer are kept at the most, headers and trailers included. Defaults to 64 KiB. Of a larger one the status is
-    /// kept; who asks for it again is turned away, 409 with HTTP, and the handler is not run again.
+    /// The maximum size of a stored response in bytes, including headers and trailers. Defaults to 64 KiB. Of a larger response
+    /// only the status is stored. A retry is then rejected, 409 with HTTP, and the handler does not run again.
     pub fn max_answer(self, bytes: usize) -> Self {
         self.with(|settings| settings.max_answer = bytes)
     }
 
-    /// How many bytes the body of a request may have. Defaults to 64 MiB. A request that says it has more is turned away, 413 with HTTP; the
-    /// handler of one that turns out to have more is dropped there, its caller is answered the same, and what came of it is unknown.
+    /// The maximum size of a request body in bytes. Defaults to 64 MiB. A request that announces more is rejected, 413 with HTTP.
+    /// If a body turns out to be larger, its handler is dropped, the client gets the same response, and the outcome is unknown.
     ///
-    /// Nothing of a body is collected, so this is for those that never end; what a handler collects has a limit of its own. A task that a
-    /// handler has started to read the body waits for more of it until somebody aborts the task.
+    /// The layer does not buffer bodies, so this limit is for endless ones. What a handler buffers needs a limit of its own. If a
+    /// handler has spawned a task that reads the body, that task waits for more of it until it is aborted.
     pub fn max_body(self, bytes: u64) -> Self {
         self.with(|settings| settings.max_body = bytes)
     }
 
-    /// How long the body of a repeat may stand still while it is compared with the one before, and what the handler of a next attempt has left of
-    /// its body. Defaults to 10 s.
+    /// How long the body of a retry may stall during its comparison. The same applies to the part of the body that the handler of
+    /// a further attempt has not read. Defaults to 10 s.
     ///
-    /// Each part of the body that is not empty starts the time again. As a whole the comparison may take as long as [`max_runtime`](Self::max_runtime). A repeat
-    /// that is too slow is answered by 408 with HTTP and `UNAVAILABLE` with gRPC: the client may send it again.
+    /// The time restarts with each part of the body that is not empty. The whole comparison may take up to
+    /// [`max_runtime`](Self::max_runtime). A retry that is too slow is rejected, 408 with HTTP and `UNAVAILABLE` with gRPC. The
+    /// client may send it again.
     ///
-    /// A call whose client sends the next part of the body only after a part of the answer, as with bidirectional streams of gRPC, cannot be repeated:
-    /// the answer of the first call is replayed once the whole body is known to be the same. Each repeat ends with this timeout.
+    /// Some clients send the next part of the body only after a part of the response, as with bidirectional gRPC streams. Such a
+    /// call cannot be retried: a replay needs the whole body first, so each retry ends with this timeout.
     pub fn body_timeout(self, timeout: Duration) -> Self {
         self.with(|settings| settings.body_timeout = timeout)
     }
 
-    /// Whether `Set-Cookie` is kept with the answer. Defaults to false: a cookie is for the one who asked first.
+    /// Whether `Set-Cookie` is stored. Defaults to false, because a cookie belongs to the client that sent the first request.
     pub fn keep_cookies(self, keeps: bool) -> Self {
         self.with(|settings| settings.keeps_cookies = keeps)
     }
 
-    /// Which answers are kept. Defaults to [`ResponsePolicy::SafeRetry`].
+    /// Which responses are stored. Defaults to [`ResponsePolicy::SafeRetry`].
     pub fn keep(self, keep: ResponsePolicy) -> Self {
         self.with(|settings| settings.keep = keep)
     }
 
-    /// What the layer is called in metrics and logs. Defaults to `idempotency`.
+    /// The name of the layer in metrics and logs. Defaults to `idempotency`.
     pub fn name(self, name: impl AsRef<str>) -> Self {
         self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.name = name.as_ref().into())))
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// The longest duration of a store call. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.limit = deadline)))
     }
 
-    /// When the layer stops to ask a store that fails before it serves a request. Defaults to [`CircuitBreaker::new`]. Meanwhile requests
-    /// are [turned away](OnStoreError::Deny) or [pass](OnStoreError::Allow) at once; what is at work is still renewed and completed.
+    /// When to stop calling a failing store for new requests. Defaults to [`CircuitBreaker::new`]. Meanwhile, requests are
+    /// [rejected](OnStoreError::Deny) or [pass](OnStoreError::Allow) at once. Running requests are still renewed and completed.
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.breaker = breaker)))
     }
 
-    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    /// What to do with a request without a key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.with(|settings| settings.on_missing_key = on_missing_key)
     }
 
-    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Reject`].
+    /// What to do with a request whose outcome is unknown. Defaults to [`OnUnknown::Reject`].
     pub fn on_unknown(self, on_unknown: OnUnknown) -> Self {
         self.with(|settings| settings.on_unknown = on_unknown)
     }
 
-    /// What happens to a request when the store fails before it is served. Defaults to [`OnStoreError::Deny`].
+    /// What to do with a request if the store fails before its execution. Defaults to [`OnStoreError::Deny`].
     pub fn on_store_error(self, on_store_error: OnStoreError) -> Self {
         self.with(|settings| settings.on_store_error = on_store_error)
     }
 
-    /// What happens to a handler whose client goes away. Defaults to [`OnDisconnect::Finish`].
+    /// What to do with a handler whose client disconnects. Defaults to [`OnDisconnect::Finish`].
     pub fn on_disconnect(self, on_disconnect: OnDisconnect) -> Self {
         self.with(|settings| settings.on_disconnect = on_disconnect)
     }
 
-    /// Makes sure that requests are served once among as many as they are meant to, so that the memory backend is not taken for a
-    /// distributed one.
+    /// Checks that operations are unique widely enough, for instance that the backend is not the memory backend.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if that is fewer than `scope` says.
+    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
     pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
         self.settings.home.scope().require(scope)?;
         Ok(self)
     }
 
-    /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
-    /// requests. For all clones of this layer that were made after its
-    /// [`name`](Self::name), [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker) were said.
+    /// Waits until no handler runs and the store has all results. Call it at the end of a program, after the last request.
+    ///
+    /// It covers all clones of this layer that were made after the last call of [`name`](Self::name),
+    /// [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker).
     pub async fn wait_idle(&self) {
         self.settings.home.wait_idle().await;
     }
@@ -391,17 +407,17 @@ impl Settings {
         MostRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
     }
 
-    /// How long a body may take that is compared: as a whole no longer than the handler may, its body included.
+    /// The timeouts of a comparison. In total it may take as long as the handler.
     pub(super) fn pace(&self) -> Pace {
         Pace { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
     }
 
-    /// Whether there is time for the store, and for the handler.
+    /// Checks that no timeout is zero.
     pub(super) fn check_times(&self) -> Result<(), ConfigError> {
         self.home.check_times(Some(self.max_runtime))
     }
 
-    /// Whether a request passes without a record because of this, and if so the log is told.
+    /// Whether a request passes without a record after this error. If so, it is logged.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {
             return false;
@@ -413,21 +429,21 @@ impl Settings {
         true
     }
 
-    /// Tells the log of a request that passes without a record, if it is the first with a key for which that may not be meant.
+    /// Logs the first request with a key that passes without a record, unless its method is safe or `methods` was called.
     pub(super) fn passed<B>(&self, request: &Request<B>) {
         let (method, headers) = (request.method(), request.headers());
         if method.is_safe() || self.methods_are_known.load(Ordering::Relaxed) || !headers.contains_key(&self.header) {
             return;
         }
-        // A layer further outside has one.
+        // An outer layer has a record.
         if request.extensions().get::<IdempotencyHandle>().is_some() {
             return;
         }
         if !self.methods_are_known.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 layer = &*self.home.terms().name, %method,
-                "a request with an idempotency key is served without a record: only POST and PATCH are served once unless \
-                 `IdempotencyLayer::methods` names others, which also keeps this line away"
+                "a request with an idempotency key is served without a record: only POST and PATCH have records by \
+                 default; name all methods with `IdempotencyLayer::methods`, which also stops this warning"
             );
         }
     }
@@ -439,7 +455,7 @@ impl Settings {
         }
     }
 
-    /// Turns a request away, and counts it.
+    /// Rejects a request, and counts it.
     pub(super) fn reject<A: Responder<Rejection, Res, E>, Res, E>(
         &self,
         answer: &A,
@@ -472,7 +488,7 @@ impl<S, K, A: Clone> Layer<S> for IdempotencyLayer<K, A> {
     }
 }
 
-// By hand: `derive` would ask for `K: Clone`.
+// Hand-written, because `derive` would require `K: Clone`.
 impl<K, A: Clone> Clone for IdempotencyLayer<K, A> {
     fn clone(&self) -> Self {
         Self { settings: self.settings.clone(), scope: Arc::clone(&self.scope), answer: self.answer.clone() }

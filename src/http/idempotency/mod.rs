@@ -1,4 +1,4 @@
-//! Idempotency for services that speak HTTP. The docs are in `crate::idempotency`.
+//! Idempotency for HTTP services. The documentation is in `crate::idempotency`.
 
 mod body;
 mod execution;

@@ -1,4 +1,4 @@
-//! Answers as they are kept: one byte version 1, the status, the headers, the trailers and the body, each with its length.
+//! The stored form of responses: one byte version 1, the status, the headers and the trailers with their lengths, and the body.
 
 use std::iter;
 use std::sync::Arc;
@@ -10,12 +10,12 @@ use smallvec::{Array, SmallVec};
 
 use crate::idempotency::Answer;
 
-/// The layout of an answer.
+/// The version of the stored form.
 const VERSION: u8 = 1;
-/// A list of headers with nothing in it.
+/// An empty list of headers.
 const NO_HEADERS: [u8; 2] = [0; 2];
 
-/// Of one hop, of one moment, or of one request: none of it is true of a replay.
+/// Headers of one hop, one moment or one request. They would be wrong in a replay.
 const NOT_KEPT: &[&str] = &[
     "age",
     "connection",
@@ -34,9 +34,9 @@ const NOT_KEPT: &[&str] = &[
     "x-request-id",
 ];
 
-/// An answer on its way into the record: all but its body.
+/// Builds the stored form of a response. The body is added at the end.
 pub(super) struct Recorder {
-    // A couple of headers take no memory of their own.
+    // A few headers fit without an allocation.
     head: SmallVec<[u8; 96]>,
     trailers: SmallVec<[u8; 16]>,
     len: usize,
@@ -55,7 +55,7 @@ impl Recorder {
         Self { head, trailers: SmallVec::new(), len, most, status }
     }
 
-    /// Whether there is room for all of it, as far as it came.
+    /// Whether the part that was recorded so far fits into the maximum size.
     pub(super) const fn fits(&self) -> bool {
         self.len <= self.most
     }
@@ -65,14 +65,14 @@ impl Recorder {
     }
 
     pub(super) fn trailers(&mut self, trailers: &HeaderMap) {
-        // The last are those that count, should there be more than one set of them.
+        // If there are several sets of trailers, the last one counts.
         self.len -= self.trailers.len();
         self.trailers.clear();
         put(&mut self.trailers, trailers, |_| true);
         self.len = self.len.saturating_add(self.trailers.len());
     }
 
-    /// The answer with its body, or only its status where that is all that fits or is whole.
+    /// The stored form of the response; of its status alone if it is incomplete or too large.
     pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
@@ -80,9 +80,9 @@ impl Recorder {
         }
         let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
         let len = self.len - self.trailers.len() + trailers.len();
-        // In one piece of memory from the beginning.
+        // Allocated once.
         let mut answer: Arc<[u8]> = std::iter::repeat_n(0, len).collect();
-        let mut rest = Arc::get_mut(&mut answer).expect("nobody else has it yet");
+        let mut rest = Arc::get_mut(&mut answer).expect("the new Arc has one owner");
         for part in [&*self.head, trailers].into_iter().chain(body.map(|chunk| &**chunk)) {
             let (to, after) = rest.split_at_mut(part.len());
             to.copy_from_slice(part);
@@ -92,7 +92,7 @@ impl Recorder {
     }
 }
 
-/// What is kept in the place of an answer: its status, and no headers.
+/// Stands for a response that was not stored: its status without headers.
 pub(super) fn mark(status: StatusCode) -> [u8; 5] {
     let [low, high] = status.as_u16().to_le_bytes();
     let [none, nothing] = NO_HEADERS;
@@ -100,8 +100,8 @@ pub(super) fn mark(status: StatusCode) -> [u8; 5] {
 }
 
 impl Answer {
-    /// For an operation of an [`IdempotencyLayer`](crate::IdempotencyLayer): all of it is replayed, trailers and cookies included, but for headers of one
-    /// hop, one moment or one request.
+    /// For an operation of an [`IdempotencyLayer`](crate::IdempotencyLayer): the whole response is replayed, including trailers
+    /// and cookies. Only headers of one hop, one moment or one request are left out.
     pub fn with_trailers<B: Into<Bytes>>(response: Response<B>, trailers: &HeaderMap) -> Self {
         let (head, body) = response.into_parts();
         let body = body.into();
@@ -112,12 +112,12 @@ impl Answer {
         Self::of_record(bytes, is_kept)
     }
 
-    /// For a call of gRPC with one answer behind an [`IdempotencyLayer`](crate::IdempotencyLayer): `OK`, with this message as it is encoded, which with
-    /// prost is `message.encode_to_vec()`.
+    /// For a unary gRPC call behind an [`IdempotencyLayer`](crate::IdempotencyLayer): the status `OK`, with this encoded message.
+    /// With prost, pass `message.encode_to_vec()`.
     #[cfg(feature = "grpc")]
     pub fn of_message(message: impl AsRef<[u8]>) -> Self {
         let message = message.as_ref();
-        // Not compressed, and how long it is.
+        // The prefix of a message: not compressed, and its length.
         let len = u32::try_from(message.len()).unwrap_or(u32::MAX);
         let body = [&[0], len.to_be_bytes().as_slice(), message].concat();
         let mut response = Response::new(body);
@@ -127,21 +127,21 @@ impl Answer {
     }
 }
 
-/// All of it is replayed, cookies included, but for headers of one hop, one moment or one request.
+/// The whole response is replayed, including cookies. Only headers of one hop, one moment or one request are left out.
 impl<B: Into<Bytes>> From<Response<B>> for Answer {
     fn from(response: Response<B>) -> Self {
         Self::with_trailers(response, &HeaderMap::new())
     }
 }
 
-/// That there was an answer with this status, and no more of it.
+/// Only the status is stored: a retry learns that the operation was completed.
 impl From<StatusCode> for Answer {
     fn from(status: StatusCode) -> Self {
         Self::of_record(mark(status).as_slice().into(), false)
     }
 }
 
-/// Whether a header says something of the answer, and not of the way that it took.
+/// Whether a header belongs to the response, and not to its transport.
 fn is_kept(name: &HeaderName, headers: &HeaderMap) -> bool {
     let is_of_connection = || {
         let tokens = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
@@ -156,7 +156,7 @@ fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept:
     out.extend_from_slice(&[0; 2]);
     let mut count = 0_u16;
     for (name, value) in headers.iter().filter(|(name, _)| is_kept(name)) {
-        // Names are no longer than this, and hyper lets no value through that is longer than this.
+        // Skips nothing in practice: names are shorter than this, and hyper accepts no longer values.
         let (Ok(name_len), Ok(value_len)) = (u16::try_from(name.as_str().len()), u32::try_from(value.len())) else {
             continue;
         };
@@ -169,7 +169,7 @@ fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept:
     out[count_at..count_at + 2].copy_from_slice(&count.to_le_bytes());
 }
 
-/// An answer out of a record.
+/// A stored response.
 pub(super) struct Recorded {
     pub(super) status: StatusCode,
     pub(super) headers: HeaderMap,
@@ -178,14 +178,14 @@ pub(super) struct Recorded {
 }
 
 impl Recorded {
-    /// `None` if that is not what [`Recorder`] writes.
+    /// `None` if [`Recorder`] did not write these bytes.
     pub(super) fn read(mut bytes: Bytes) -> Option<Self> {
         if bytes.try_get_u8().ok()? != VERSION {
             return None;
         }
         let status = StatusCode::from_u16(bytes.try_get_u16_le().ok()?).ok()?;
         let headers = get(&mut bytes)?;
-        // Of one that was not kept there is no more.
+        // A response that was not stored ends here.
         let trailers = if bytes.is_empty() { HeaderMap::new() } else { get(&mut bytes)? };
         Some(Self { status, headers, body: bytes, trailers })
     }
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_read_as_it_was_written() {
+    fn stored_response_survives_round_trip() {
         let sent = headers(&[("location", b"/a"), ("x-many", b"1"), ("x-many", b"\xff\xfe"), ("x-empty", b"")]);
         let trailers = headers(&[("grpc-status", b"0")]);
         let mut recorder = Recorder::new(StatusCode::CREATED, &sent, false, 1_000);
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_true_of_a_replay_is_left_out() {
+    fn headers_of_hop_moment_or_request_are_not_stored() {
         let sent = headers(&[
             ("connection", b"close, X-Hop"),
             ("x-hop", b"1"),
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn of_what_does_not_fit_the_status_is_kept() {
+    fn too_large_or_broken_response_is_stored_as_status() {
         let sent = headers(&[("x-a", b"b")]);
         for (most, is_whole) in [(100, true), (1_000, false)] {
             let mut recorder = Recorder::new(StatusCode::OK, &sent, false, most);
@@ -278,7 +278,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_an_answer_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100), version: bool) {
+        fn any_bytes_parse_to_response_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100), version: bool) {
             let mut bytes = bytes;
             if let (Some(first), true) = (bytes.first_mut(), version) {
                 *first = VERSION;

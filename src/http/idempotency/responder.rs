@@ -25,11 +25,11 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
             Rejection::ScopeFull { retry_after, .. } => {
                 (Kind::IdempotencyScopeFull, StatusCode::TOO_MANY_REQUESTS, Some(*retry_after))
             }
-            // It may have had effects, so nobody is invited to try again.
+            // The request may have had effects, so the response has no `Retry-After`.
             Rejection::Cancelled => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, None),
-            // A mistake of the program.
+            // An error in the program or its configuration.
             Rejection::Config(error) => {
-                tracing::error!(%error, "a request cannot be served once");
+                tracing::error!(%error, "cannot make a request idempotent");
                 let response = self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
                 return Ok(response.map(IdempotentBody::other));
             }

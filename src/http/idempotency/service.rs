@@ -19,17 +19,18 @@ use crate::key::{ExtractKey, Key};
 use crate::on_failure::OnMissingKey;
 use crate::responder::{HttpResponder, Responder};
 
-/// A service that serves the same request once. See the [module docs](crate::idempotency) for examples.
+/// A service that executes a request once, and replays the response to retries. See the [module docs](crate::idempotency) for
+/// examples.
 ///
-/// Ready when the inner service is: which operation a request belongs to is known only once it is there. The inner service that
-/// reported ready is held while the store is asked; a request that is not served gives it back unused.
+/// It is ready when the inner service is, because the operation is known only with the request. The ready inner service is
+/// reserved during the store call. A request that is not executed returns it unused.
 #[must_use]
 pub struct Idempotency<S, K, A = HttpResponder> {
     inner: S,
     shared: Arc<Shared<K, A>>,
 }
 
-/// What all clones of a service have in common.
+/// The shared state of all clones of a service.
 pub(super) struct Shared<K, A> {
     pub(super) settings: Arc<Settings>,
     scope: Arc<K>,
@@ -37,23 +38,23 @@ pub(super) struct Shared<K, A> {
 }
 
 impl<S, K, A> Idempotency<S, K, A> {
-    /// Puts `inner` behind `layer`, without a stack of layers.
+    /// Wraps `inner` without a layer stack.
     pub fn new(inner: S, layer: IdempotencyLayer<K, A>) -> Self {
         let (settings, scope, answer) = layer.into_parts();
         Self { inner, shared: Arc::new(Shared { settings: Arc::new(settings), scope, answer }) }
     }
 
-    /// The service behind the layer.
+    /// The inner service.
     pub const fn get_ref(&self) -> &S {
         &self.inner
     }
 
-    /// The service behind the layer, to change.
+    /// The inner service, mutable.
     pub const fn get_mut(&mut self) -> &mut S {
         &mut self.inner
     }
 
-    /// Takes the service out from behind the layer.
+    /// Returns the inner service.
     pub fn into_inner(self) -> S {
         self.inner
     }
@@ -128,12 +129,12 @@ fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
     Key::from((scope, request.method().as_str(), original_uri(request).path()))
 }
 
-/// Whether a layer further outside does this operation already: to this one it would be in flight for ever.
+/// Whether an outer layer executes this operation already. For this layer the operation would stay in flight.
 fn is_being_done<B>(operation: &Operation, request: &Request<B>) -> bool {
     request.extensions().get::<IdempotencyHandle>().is_some_and(|handle| handle.operation() == operation)
 }
 
-// By hand: `derive` would ask for more than the inner service to be `Clone`.
+// Hand-written, because `derive` would also require `K: Clone` and `A: Clone`.
 impl<S: Clone, K, A> Clone for Idempotency<S, K, A> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
