@@ -132,7 +132,17 @@ impl<W: Send + 'static> Batcher<W> {
             Box::pin(send_together(arrivals, limits, Arc::clone(&awaited), Arc::clone(&known), waited.clone(), send))
         };
         let sender = home.spawn(start(arrivals));
-        Self { limits, away, rtt, waiting, threshold, idle, sender, successor: Mutex::default(), start: Box::new(start) }
+        Self {
+            limits,
+            away,
+            rtt,
+            waiting,
+            threshold,
+            idle,
+            sender,
+            successor: Mutex::default(),
+            start: Box::new(start),
+        }
     }
 
     /// A permit for a direct call, or `None` if the call should be batched.
