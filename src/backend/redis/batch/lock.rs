@@ -168,7 +168,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     let answered = reply.is_ok().then(Instant::now);
     let numbers = match reply.map_err(store_error) {
         Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
-            tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
+            tracing::debug!(error = %unexpected_reply(&reply), "redis sent an unexpected reply to a batch of locks");
             vec![0; group.len()]
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
@@ -176,7 +176,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
             return None;
         }
         Err(error) => {
-            tracing::debug!(%error, "redis refuses a call about several locks");
+            tracing::debug!(%error, "redis rejected a batch of locks");
             vec![0; group.len()]
         }
     };
@@ -190,8 +190,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     answered
 }
 
-/// The answers of the script: one number for most acquisitions, 1 for most releases, and other numbers for the ones that it
-/// lists.
+/// The answers in the reply of the script. It has one number for most acquisitions, implies 1 for most releases, and lists the exceptions.
 fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
     let Value::Array(values) = reply else { return None };
     let [Value::Int(first), others @ ..] = values.as_slice() else { return None };
