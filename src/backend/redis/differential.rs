@@ -237,7 +237,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             &Verb::CheckTwo { cost, other } => {
                 let request = |key: Key| Request { policy: policy.clone(), key, cost: cost_of(cost) };
                 let requests = [request(key), request(Key::from(other + 1))];
-                // Redis checks a repeated key one after the other, and reports the units that were left in between.
+                // Redis checks a repeated key twice in sequence. Its first decision has the units that were left in between.
                 if requests[0].key == requests[1].key {
                     continue;
                 }

@@ -244,8 +244,8 @@ impl RedisBackend {
 impl RedisBackend {
     /// Adds a push to your own pipeline, so that the job is pushed if and when the pipeline runs, also within MULTI.
     ///
-    /// The reply is an array whose first element is a string: `1` if the job is new, `0` if a job with this ID exists, `2` if the queue is
-    /// full, `3` if another job holds its unique key. After `3`, the next element is the ID of that job.
+    /// The reply is an array whose first element is a string. It is `1` if the job is new, and `0` if a job with this ID exists. It is `2` if
+    /// the queue is full, and `3` if another job holds the unique key. After `3`, the next element is the ID of that job.
     ///
     /// ```no_run
     /// use tollgate::backend::redis::bb8_redis::redis;
@@ -280,8 +280,8 @@ impl RedisBackend {
     }
 }
 
-/// How many of these one call finishes. A retry, snooze, release or death takes the server several times as long as a removal, and no script
-/// may block it for long.
+/// How many of these one call finishes. A retry, snooze, release or death takes the server several times as long as a removal, and no
+/// script may block it for long.
 fn at_once(finished: &[Ack]) -> usize {
     let mut others = 0;
     let is_short = |finish: &&Ack| {
