@@ -8,8 +8,8 @@
 -- ARGV[3]  first     the first of at most 256 tickets
 --
 -- Value    leases, jobs, cancels: see delay_queue_claim
--- Returns  a number for each ticket: 0 the lease is lost or the job has ended. 1 renewed, even if the job's record was evicted. 2 renewed,
---          and the job was cancelled
+-- Returns  a number for each ticket. Lease lost or job ended: 0. Renewed, even if the job's record was evicted: 1. Renewed, and the job
+--          was cancelled: 2
 -- Errors   WRONGTYPE
 -- Repeat   harmless
 local leases, jobs, cancels, keep_ms, lease_ms, first = KEYS[1], KEYS[2], KEYS[3], ARGV[1] + 0, ARGV[2] + 0, 3

@@ -16,10 +16,10 @@
 --          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
 --          idempotency_checkpoint. Five zeros stand for the checkpoint after a takeover of an attempt without one
 --          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
--- Returns  {0}: another request used this key. {1, fence, attempt, payload, checkpoint}: claimed, with the state of earlier attempts.
---          {2, remaining_ms, payload}: in flight. {3, attempt, payload}: outcome unknown, since the lease ended before completion.
---          {4, payload, response}: completed. {5, payload, response}: completed without a stored response. {6, remaining_ms}: no
---          record, and the caller has as many as allowed until the first of them ends
+-- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, payload, checkpoint}, with the state of earlier attempts. In
+--          flight: {2, remaining_ms, payload}. Outcome unknown, since the lease ended before completion: {3, attempt, payload}.
+--          Completed: {4, payload, response}. Completed without a stored response: {5, payload, response}. No record, and the caller
+--          has as many as allowed: {6, remaining_ms}, until the first of them ends
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
 --          is released unclaimed

@@ -11,8 +11,8 @@
 --          Then for each holder 7 bytes end of the lease in us, 4 bytes its length in ms, 7 bytes its first fence, little endian, and 16
 --          bytes token. A lease that ends at 0 was released. The expiry is written again unless the last grant was in the same fifth of
 --          keep_ms and no shorter. Each other write sets it to keep_ms after the leases, so at least four fifths of keep_ms remain
--- Returns  fence: granted, and the fences from this one on belong to the holder. -remaining_ms, below 0: held by others. {held_as}: a lock
---          of another kind, whose byte this is, holds the key
+-- Returns  granted: fence, the first of the holder's fences. Held by others: -remaining_ms, below 0. Held by a lock of another kind:
+--          {held_as}, the byte of that kind
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the token of a holder renews its lease and gets the same fences
 local lease, claim = KEYS[1], ARGV[1]

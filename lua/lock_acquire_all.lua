@@ -8,8 +8,8 @@
 -- ARGV[5]  tokens   16 random bytes a lease, new for each acquisition
 --
 -- Value    leases: see lock_acquire
--- Returns  {1, first fence of each}: all are granted. {0, remaining_ms of each, 0 if it is free}: none is granted. {2, for each the byte of
---          the holding kind if it is another kind of lock, otherwise 0}: none is granted
+-- Returns  all granted: {1, first fence of each}. None granted: {0, remaining_ms of each, 0 if it is free}. None granted, since another
+--          kind of lock holds some: {2, for each the byte of that kind, otherwise 0}
 -- Errors   TOLLGATE if these scripts did not write a value; WRONGTYPE
 -- Repeat   harmless: the tokens of the holders renew their leases and get the same fences
 local leases, ttl_ms, fences, keep_ms, floor, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, 4

@@ -11,8 +11,8 @@
 -- ARGV[4]  keep_ms  how long the last fence is remembered after the leases, or four fifths of that
 -- ARGV[5]  floor    all granted fences are larger than this number, which is below 2^53
 --
--- Value    leases: see lock_acquire. A grant in the same fifth of keep_ms as the last one does not write the expiry again unless its lease is
---          longer, so fences are remembered for at least four fifths of keep_ms. A released lease ends at 0 and keeps its expiry;
+-- Value    leases: see lock_acquire. A grant in the same fifth of keep_ms as the last one writes the expiry only if its lease is longer.
+--          So fences are remembered for at least four fifths of keep_ms. A released lease ends at 0 and keeps its expiry;
 --          channels: 1
 -- Returns  {fence, then for some leases: position from 1, and answer}. Leases without an answer: acquired ones are granted with this first
 --          fence, released ones are free and have no listeners. Answers: acquired, another first fence, or -remaining_ms if others hold

@@ -16,9 +16,9 @@
 -- ARGV[10] floor     all granted fences are larger than this number, which is below 2^53
 --
 -- Value    lease: see lock_acquire; its first byte is the kind of the holders. line, places: the kind, 3 to 6, and the token
--- Returns  {1, fence}: granted, and the fences from this one on belong to the holder. {2, remaining_ms, ahead}: queued behind so many
---          waiters. {0, remaining_ms}: held or awaited by others. {3, remaining_ms}: the queue is full. {4, held_as}: a lock of another
---          kind, whose byte this is, holds the key; a queued waiter keeps its position
+-- Returns  granted: {1, fence}, the first of the holder's fences. Queued: {2, remaining_ms, ahead}, the number of waiters ahead. Held or
+--          awaited by others: {0, remaining_ms}. Queue full: {3, remaining_ms}. Held by a lock of another kind: {4, held_as}, the byte of
+--          that kind; a queued waiter keeps its position
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the token of a holder renews its lease and gets the same fences; a queued waiter keeps its position
 local lease, line, places, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]

@@ -100,8 +100,8 @@ impl<T> Job<T> {
     /// tokens: they come from a worker that stalled for longer than its lease.
     ///
     /// This holds on one primary that remembers the last claim, whatever happens to processes, even if its clock is set back by up to ten
-    /// minutes. After a failover that lost the last claim, the order follows the clocks: the new primary's clock must not be behind by more
-    /// than the time since that claim.
+    /// minutes. After a failover that lost the last claim, the order follows the clocks. It holds if the new primary's clock is behind by
+    /// at most the time since that claim.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.meta.token

@@ -123,7 +123,7 @@ impl Push {
     }
 
     /// Adds the trace context of the current span, as the [headers](Self::header) `traceparent` and `tracestate` of the
-    /// [W3C](https://www.w3.org/TR/trace-context/), so that the span of each attempt links to it: see
+    /// [W3C](https://www.w3.org/TR/trace-context/). The span of each attempt then links to it: see
     /// [traces](crate::delay_queue#traces). Adds nothing if no layer of `tracing-opentelemetry` knows the span.
     #[cfg(feature = "otel")]
     pub fn traced(self) -> Self {

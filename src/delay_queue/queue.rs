@@ -264,10 +264,9 @@ impl<T, C> DelayQueue<T, C> {
     /// Jobs of [normal](super::Priority::Normal) priority without an [id](Push::id) and with the same due time are cheaper while they wait.
     /// They take about half the memory of others in Redis, and two thirds of the work, unless the queue is [split](Self::split).
     ///
-    /// Each has to be a push of this queue: of this value, of a clone, or of a queue with the same name and split on the same backend. Clones
-    /// of a backend are the same backend. Any other push fails with [another queue](ConfigError::OtherQueue). Two backends that
-    /// clone of that backend. Any other push fails with [another queue](ConfigError::OtherQueue), and is pushed nowhere. Two backends that
-    /// were opened separately are not the same, even if they use the same server.
+    /// Each has to be a push of this queue, of a clone, or of a queue with the same name and split on the same backend. Clones of a backend
+    /// are the same backend. Two backends that were opened separately are not the same, even if they use the same server. Any other push
+    /// fails with [another queue](ConfigError::OtherQueue), and is pushed nowhere.
     ///
     /// Each store call has the [deadline](Self::deadline). If a call fails, its jobs fail, and the other calls go on. If the
     /// [circuit](Self::circuit_breaker) is open, the call waits for up to a second until the store may be probed. Jobs that are left after

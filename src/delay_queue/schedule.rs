@@ -43,8 +43,8 @@ const MAX_COUNTED: usize = 1_000;
 
 /// A recurring schedule: a cron pattern in a time zone.
 ///
-/// On a day when clocks change, a pattern with one second, one minute and one hour comes once: at the first of two such times, or at the
-/// end of the skipped hour. If that hour ends at midnight, it comes only if the next day matches the pattern, too.
+/// On a day when clocks change, a pattern with one second, one minute and one hour comes once. If its time occurs twice, it comes at the
+/// first. If its time is skipped, it comes at the end of the skipped hour. If that hour ends at midnight, it comes only if the next day matches the pattern, too.
 ///
 /// Any other pattern, with a list or a step such as `0,30 2 * * *`, follows the clock: on such a day its times come twice or not at all. To
 /// have them come once, use two schedules with one time each.

@@ -124,7 +124,7 @@ impl Busy {
 
 impl fmt::Display for Busy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the lock `{}` is held by somebody else", self.lock)
+        write!(f, "the lock `{}` is held by another holder", self.lock)
     }
 }
 
@@ -154,7 +154,7 @@ impl QueueFull {
 
 impl fmt::Display for QueueFull {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "too many wait for the lock `{}`", self.lock)
+        write!(f, "too many callers wait for the lock `{}`", self.lock)
     }
 }
 
@@ -199,7 +199,7 @@ impl NotReplicated {
 impl fmt::Display for NotReplicated {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { lock, replicas, required } = self;
-        write!(f, "the lock `{lock}` is known to {replicas} replicas, and {required} have to know of it")
+        write!(f, "the lock `{lock}` has reached {replicas} replicas, and {required} are required")
     }
 }
 
@@ -230,7 +230,7 @@ impl Nested {
 
 impl fmt::Display for Nested {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the lock `{}` is asked for by who holds it", self.lock)
+        write!(f, "the caller already holds the lock `{}`", self.lock)
     }
 }
 
@@ -273,10 +273,7 @@ impl OtherKind {
 impl fmt::Display for OtherKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { lock, wanted, held } = self;
-        write!(
-            f,
-            "the key `{lock}` is held as {held} and cannot be taken as {wanted}: use locks with another name for it"
-        )
+        write!(f, "the key `{lock}` is held as {held} and cannot be acquired as {wanted}; use locks with another name")
     }
 }
 
@@ -338,9 +335,9 @@ impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match self.reason {
             LossReason::Expired => "was not renewed in time",
-            LossReason::Taken => "is not held any more",
-            LossReason::MaxHold => "was held for as long as it may be",
-            LossReason::GivenBack => "was given back",
+            LossReason::Taken => "is no longer held",
+            LossReason::MaxHold => "was held for the maximum time",
+            LossReason::GivenBack => "was released",
         };
         write!(f, "the lock `{}` {how}", self.lock)
     }
@@ -359,7 +356,7 @@ pub(crate) struct PartialEffects;
 
 impl fmt::Display for PartialEffects {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("what was done under it may have had effects")
+        f.write_str("work under the lock may have had effects")
     }
 }
 

@@ -213,7 +213,7 @@ impl LockLayer {
         Self::with_locks(semaphore.locks)
     }
 
-    /// Admits safe requests (GET, HEAD, OPTIONS and TRACE with HTTP) together, and any other request alone, for each key: safe
+    /// For each key, admits safe requests (GET, HEAD, OPTIONS and TRACE with HTTP) together, and any other request alone. Safe
     /// requests take the read side of the lock, the others the write side. Uses the [settings](Self::with_locks) of the locks.
     ///
     /// The data of a reader does not change while its response is sent. Without HTTP no request is known to be safe, so all of
@@ -248,9 +248,9 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// The response to a rejection. Defaults to [`HttpResponder`]; use [`ErrorResponder`](crate::responder::ErrorResponder) for
     /// services without HTTP.
     ///
-    /// A responder of your own also decides, through [`BindLease`](super::BindLease), which requests are
+    /// Through [`BindLease`](super::BindLease), a responder of your own also decides three things: which requests are
     /// [safe](Self::lock_safe_methods), where a handler finds its [`LeaseHandle`](super::LeaseHandle), and that the lock is held
-    /// until the [body has ended](ReleaseAt::BodyEnd): see the [examples](crate::responder#examples).
+    /// until the [body has ended](ReleaseAt::BodyEnd). See the [examples](crate::responder#examples).
     pub fn responder<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
         let Self { settings, key, answer: _, handlers } = self;
         LockLayer { settings, key, answer, handlers }
@@ -267,8 +267,8 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// [`max_running`](LockLayer::max_running) bounds the number of running requests, and [`shutdown`](Self::shutdown) waits for
     /// them.
     ///
-    /// Inside of another lock, of an outer layer or of [`Locks::run`], a detached handler with its own lock keeps the outer lock
-    /// until its end as well, and is cancelled with it as usual. A handler without its own lock keeps no outer one.
+    /// Within an outer lock, of a layer or of [`Locks::run`], a detached handler with its own lock also keeps the outer lock until
+    /// its end. As usual, it is cancelled with the outer lock. A handler without its own lock keeps no outer one.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { mut settings, key, answer, handlers: _ } = self;
         settings.places.get_or_insert_with(|| Places::new(MAX_RUNNING));

@@ -79,7 +79,7 @@ impl Hasher for Known {
     }
 
     fn write(&mut self, _: &[u8]) {
-        unreachable!("only what has a hash of its own is looked up by it");
+        unreachable!("keys of this map write their hash with `write_u64`");
     }
 
     fn finish(&self) -> u64 {

@@ -31,9 +31,9 @@
 //!
 //! # Fences
 //!
-//! A fence is the time of the store's clock in microseconds, or the largest known fence plus one if that is larger. Known are
-//! the last fence of the key, which the store keeps for ten minutes after the lease, and the largest fence of any grant to this
-//! process, which each acquisition passes on. A backend and its clones have one such number; two backends do not share it. On a
+//! A fence is the time of the store's clock in microseconds, or the largest known fence plus one if that is larger. The store
+//! knows the last fence of the key until ten minutes after the lease. It also knows the largest fence of any grant to this
+//! process, since each acquisition passes it on. A backend and its clones have one such number; two backends do not share it. On a
 //! cluster it covers all nodes, so the clock of one node can raise the fences of another.
 //!
 //! * Fences of a key rise across process restarts, and if the clock of the store is set back by up to ten minutes.

@@ -35,8 +35,8 @@ use crate::panics::discard_joined;
 /// ```
 ///
 /// This is the algorithm that Redis calls Redlock. The client calls all stores at the same time. A lease is granted if a
-/// majority grants it with time left, counted from before the first call, less 1 % and 2 ms for clocks of different speed, as
-/// for any lease. Otherwise the client releases it everywhere. A renewal succeeds if a majority has it. It is retried for the
+/// majority grants it with time left. As for any lease, the time counts from before the first call, less 1 % and 2 ms for clocks
+/// of different speed. Otherwise the client releases it everywhere. A renewal succeeds if a majority has it. It is retried for the
 /// rest of the lease if the failed stores could decide it. Once a majority has decided, the other stores get as long again, or
 /// 10 ms, to reply.
 ///

@@ -63,9 +63,9 @@ impl Error for Full {}
 /// lock is released before the response body has ended. Over HTTP, a responder of your own forwards them to
 /// [`HttpResponder`](crate::responder::HttpResponder), as in the [examples](crate::responder#examples).
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` does not say which of the requests `{Req}` need a lock, and how long the answers `{Res}` keep it",
-    note = "the default answers with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
-    note = "an answer of your own for a lock implements `BindLease` beside `Responder`; over HTTP all of its methods are passed on to `HttpResponder`, or the lock is given back before the body of the answer has ended"
+    message = "`{Self}` cannot decide which requests `{Req}` need a lock, and how long responses `{Res}` keep it",
+    note = "the default responds with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
+    note = "your own responder has to implement `BindLease` and `Responder`; over HTTP, forward all methods of `BindLease` to `HttpResponder`, or the lock is released before the response body has ended"
 )]
 pub trait BindLease<Req, Res> {
     /// Whether the request changes nothing, so that it needs no lock. By default, no request is safe.

@@ -347,8 +347,8 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
     loop {
         let Some(shared) = task.0.upgrade() else { return };
         let (mut renew, next) = shared.due(Instant::now());
-        // Leases with fewer replicas do not wait for those with more, and short leases do not delay long ones: within one call,
-        // no lease waits twice as long as another.
+        // Leases with fewer replicas do not wait for those with more. Short leases do not delay long ones: within one call, no
+        // lease waits twice as long as another.
         let now = Instant::now();
         let shard = |hold: &Arc<Grant>| {
             let patience = hold.patience(now).as_millis().max(1).ilog2();

@@ -87,8 +87,8 @@ impl<B> Limiter<B> {
 
     /// Sets how long a call may take in total, including the wait for a connection. Defaults to 100 ms.
     ///
-    /// With zero, a call that charges a key returns a decision only if the store can answer immediately, as the memory backend can, or if
-    /// no store is needed. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
+    /// With zero, a call that charges a key returns a decision only if no store is needed, or if the store can answer immediately. The
+    /// memory backend can. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
     /// [`ConfigError::ZeroTimeout`].
     ///
     /// ```

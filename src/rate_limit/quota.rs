@@ -94,9 +94,9 @@ impl Quota {
     /// A client that was idle may use the whole quota at once, and then tokens as they are refilled. In the worst case, twice the quota,
     /// less one, passes within one window's length. Set a smaller [burst](Self::burst) if that is too much.
     ///
-    /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers. The rate is exact as long as
-    /// the window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a day), and for round numbers
-    /// far beyond that. Above that, it may be too slow by at most 2.2 millionths.
+    /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers. The rate is exact if the
+    /// window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a day). For round numbers, it is
+    /// exact far beyond that. Otherwise it may be too slow by at most 2.2 millionths.
     #[must_use]
     pub const fn token_bucket(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
@@ -114,8 +114,8 @@ impl Quota {
     /// Counts in two windows, and fades out the older count as the newer window fills: nearly as strict as a [log](Self::sliding_log), at
     /// the cost of two numbers.
     ///
-    /// The count of the last window is scaled by the share of it that is less than one window ago, as if its requests had been spread
-    /// evenly, and rounded up. So a client that spreads its requests evenly gets the quota less at most one in each window. For a quota of
+    /// The count of the last window is scaled by the share of that window that is less than one window ago, and rounded up. This treats its
+    /// requests as spread evenly. So a client that spreads its requests evenly gets the quota less at most one in each window. For a quota of
     /// two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its end,
     /// somewhat less than twice the quota passes within one window's length.
     ///

@@ -1,5 +1,5 @@
-//! The same for jobs: random pushes, claims, endings and changes, by workers that may stop anywhere, on memory, on Redis and on a model of
-//! what should be.
+//! The same for jobs: random pushes, claims, results and changes run on memory, on Redis and on a model of the correct state. Workers may
+//! stop at any step.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,7 +12,7 @@ use crate::delay_queue::{
 
 #[derive(Clone, Debug)]
 struct JobStep {
-    // In microseconds, before the step.
+    // The time before the step, in microseconds.
     pause: u64,
     verb: JobVerb,
 }
@@ -20,11 +20,11 @@ struct JobStep {
 #[derive(Clone, Debug)]
 enum JobVerb {
     Push(Vec<Pushing>),
-    // Tickets and endings by number, and how many to claim.
+    // The numbers of tickets with their results, and how many jobs to claim.
     Claim { finish: Vec<(usize, End)>, limit: usize, lease_ms: u64 },
     Extend { tickets: Vec<usize>, lease_ms: u64 },
     Cancel(u32, bool),
-    // The job of a ticket by number, and a push in its place.
+    // Cancels the job of the ticket with this number, and pushes a job with the same ID.
     PushAgain(usize, bool),
     Reschedule(u32, When),
     Replace(u32, u8),
@@ -49,7 +49,7 @@ struct Pushing {
 #[derive(Clone, Copy, Debug)]
 enum When {
     In(u64),
-    // In ms since the trace began, which may be over.
+    // In ms since the start of the trace. May be in the past.
     At(u64),
 }
 
@@ -69,19 +69,19 @@ impl End {
     }
 }
 
-/// Jobs with a name, and behind them those of two runs.
+/// The number of jobs with a name. Those of two runs follow.
 const NAMED: u32 = 8;
 const RUN: u32 = 16;
 const IDS: u32 = NAMED + 2 * RUN;
 /// In ms.
 const BRIEF: u64 = 20;
 const LONGER: u64 = 5_000;
-/// By turns: fewer jobs than there are names, or room for all but a few.
+/// Alternately: fewer than there are names, or all but a few of the IDs.
 const MAX_JOBS: [u64; 2] = [6, 38];
 const DEAD: DeadLimits = DeadLimits { count: 2, age: Duration::from_secs(1) };
 
 fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
-    // Often right when a delay or a lease is over.
+    // Often right at the end of a delay or a lease.
     let pause = prop_oneof![
         8 => Just(0_u64),
         4 => 0..3_000_u64,
@@ -158,7 +158,7 @@ fn id(number: u32) -> JobId {
     })
 }
 
-/// A ticket by its number, counted from the last one back, as each backend has given it out.
+/// A ticket as each backend has issued it. Traces count tickets backwards from the last one.
 #[derive(Clone, Copy)]
 struct Tickets {
     of: u32,
@@ -167,7 +167,7 @@ struct Tickets {
     redis: JobLease,
 }
 
-/// What should be known of a job. Times are in ms since the trace began.
+/// The expected state of a job. Times are in ms since the start of the trace.
 #[derive(Clone, Debug)]
 struct ModelJob {
     id: u32,
@@ -180,7 +180,7 @@ struct ModelJob {
     unique: Option<(u8, UniqueFor)>,
     reason: Option<Reason>,
     payload: u8,
-    // While it waits: when it returns to where it is due.
+    // The end of its snooze, while it waits.
     snoozed: Option<u64>,
 }
 
@@ -194,13 +194,13 @@ enum Place {
 #[derive(Default)]
 struct Model {
     jobs: Vec<ModelJob>,
-    // Those that run although they were cancelled, and the keys that they held.
+    // Cancelled jobs that still run, and for each unique key the cancelled job that held it.
     cancelled: Vec<ModelJob>,
     cancelled_keys: [Option<u32>; 2],
-    // By key: who has it, and until when.
+    // For each unique key the job that holds it, and until when.
     unique: [Option<(u32, Option<u64>)>; 2],
     is_paused: bool,
-    // Of the last claim of any jobs: the time in microseconds, and larger than all before.
+    // The token of the last claim with jobs: the time in microseconds, and larger than all tokens before.
     token: u64,
     now_us: u64,
 }
@@ -233,7 +233,7 @@ impl Model {
         self.release(id, true);
     }
 
-    /// Answers which key it has had.
+    /// Releases the unique key of a job, and returns it.
     fn release(&mut self, id: u32, keeps: bool) -> Option<usize> {
         let (key, span) = self.find(id)?.unique?;
         let (key, keeps) = (usize::from(key), keeps || matches!(span, UniqueFor::Occurrence(_)));
@@ -357,7 +357,7 @@ impl Model {
             .zip(finish)
             .map(|(done, (ticket, end))| {
                 let is_done = end.forgets();
-                // Another one that was pushed since the ticket was given out is not the job of the ticket, which is done.
+                // A job that was pushed after the ticket was issued is another job. The job of the ticket is gone.
                 let is_other = |job: &&mut ModelJob| is_done && job.pushed * 1_000 > ticket.claim;
                 let is_there = self.find(ticket.of).is_some_and(|job| !is_other(&job));
                 done.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
@@ -538,12 +538,12 @@ impl ModelJob {
         }
     }
 
-    /// When it can be claimed.
+    /// The time from which it can be claimed.
     fn ready(&self) -> u64 {
         self.snoozed.unwrap_or(self.due)
     }
 
-    /// Of those that wait: by priority, those that are snoozed last.
+    /// The position in the order of waiting jobs: by priority, with snoozed jobs last.
     fn group(&self) -> u64 {
         if self.snoozed.is_some() { 3 } else { self.priority as u64 }
     }
@@ -625,7 +625,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     End::Release => AckKind::Release,
                     End::Dead(reason) => AckKind::Dead { reason, error: "why".into() },
                 };
-                // The same ticket twice is not what a worker does, and which ending comes first is not said.
+                // No worker sends a ticket twice, and the order of two results is unspecified.
                 let mut finish_once: Vec<(Tickets, End)> = Vec::new();
                 for (ticket, end) in finish {
                     if finish_once.iter().all(|(other, _)| (other.of, other.claim) != (ticket.of, ticket.claim)) {
@@ -642,10 +642,10 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let (memory, redis) =
                     pair.both(|to| to.claim(&queue, &in_memory, &claim), |to| to.claim(&queue, &in_redis, &claim));
                 let expected = model.claim(&finish_once, *limit, *lease_ms);
-                let told = [&memory, &redis].map(|claimed| {
+                let results = [&memory, &redis].map(|claimed| {
                     let start = if std::ptr::eq(claimed, &memory) { starts[0] } else { starts[1] };
                     let jobs: Vec<_> = claimed.jobs.iter().map(|claimed| seen(&claimed.job, start)).collect();
-                    // Memory says nothing where there is nothing to wait for, and Redis looks now and then.
+                    // Without a future event, memory returns no time, and Redis returns the polling interval.
                     let next = claimed.next.map_or(5_000, |next| next.as_micros().div_ceil(1_000).min(5_000));
                     let Claimed { finished, more, oldest_due, expired, .. } = claimed;
                     format!("{finished:?} {jobs:?} more {more} next {next} oldest {oldest_due:?} {expired:?}")
@@ -659,7 +659,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     let (memory, redis) = (memory.ticket(), redis.ticket());
                     tickets.push(Tickets { of, claim: model.token, memory, redis });
                 }
-                let [memory, redis] = told;
+                let [memory, redis] = results;
                 (expected, memory, redis)
             }
             JobVerb::Extend { tickets, lease_ms } => {
@@ -689,8 +689,8 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let unique = unique.map(|(key, span)| Unique { key: u32::from(key).into(), span });
                 let new = [NewJob { max_attempts: 2, unique, ..NewJob::new(job, [7]) }];
                 let pushed = pair.both(|to| to.push(&queue, &new, u64::MAX), |to| to.push(&queue, &new, u64::MAX));
-                let told = |cancelled, pushed: Vec<Admission>| format!("{:?}", (cancelled, pushed[0]));
-                (format!("{expected:?}"), told(cancelled.0, pushed.0), told(cancelled.1, pushed.1))
+                let results = |cancelled, pushed: Vec<Admission>| format!("{:?}", (cancelled, pushed[0]));
+                (format!("{expected:?}"), results(cancelled.0, pushed.0), results(cancelled.1, pushed.1))
             }
             &JobVerb::Reschedule(of, when) => {
                 let (job, [in_memory, in_redis], new) = (id(of), due(when), model.due(when));
@@ -710,8 +710,8 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let list =
                     pair.both(|to| to.list(&queue, state, skip, limit), |to| to.list(&queue, state, skip, limit));
                 let counts = pair.both(|to| to.counts(&queue), |to| to.counts(&queue));
-                let told = [(list.0, counts.0, starts[0]), (list.1, counts.1, starts[1])];
-                let [memory, redis] = told.map(|(jobs, counts, start)| {
+                let results = [(list.0, counts.0, starts[0]), (list.1, counts.1, starts[1])];
+                let [memory, redis] = results.map(|(jobs, counts, start)| {
                     let jobs: Vec<_> = jobs.iter().map(|job| seen(job, start)).collect();
                     let numbers = [counts.waiting, counts.due, counts.running, counts.dead];
                     let oldest = counts.oldest_due.map(|age| age.as_millis());
@@ -764,7 +764,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
 }
 
 #[test]
-fn memory_and_redis_keep_jobs_as_a_model_does() {
+fn memory_and_redis_agree_with_model_of_jobs() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
     let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
@@ -774,5 +774,5 @@ fn memory_and_redis_keep_jobs_as_a_model_does() {
         run_job_trace(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
-    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= STEPS / 2, "only {} steps were compared", steps.get());
 }

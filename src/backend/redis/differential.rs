@@ -1,8 +1,8 @@
-//! The scripts and the memory backend must decide alike: random traces drive both on the same clock, and every field of
-//! every decision is compared.
+//! Differential tests: the scripts and the memory backend must decide alike. Random traces run on both with the same clock, and every
+//! field of every decision is compared.
 //!
-//! The scripts run on a real server, through the calls that production uses. Only their clock is replaced (see
-//! `virtual_clock.lua`), since nobody can wait for a day, or hit a microsecond, on a real one.
+//! The scripts run on a real server, through the calls of production. Only their clock is replaced (see `virtual_clock.lua`), since a test
+//! with a real clock can neither wait for a day nor hit a microsecond.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -31,23 +31,23 @@ pub(crate) mod server;
 use self::server::RedisServer;
 
 const CLOCK: &str = "{clock}:now";
-/// When the virtual clock starts, in microseconds: a date of our time, so that numbers are as long as they really are.
+/// The start of the virtual clock, in microseconds. A realistic date, so that numbers have realistic lengths.
 const START_US: u64 = 1_800_000_000_000_000;
-/// How many steps a run compares at least.
+/// Minimum number of steps that a run compares.
 const STEPS: usize = 10_000;
 
 #[derive(Clone, Debug)]
 struct Trace {
     shape: Vec<(Algorithm, Duration)>,
     change: QuotaChange,
-    // Units for each of the limits. A client changes to another of these plans now and then.
+    // Units for each of the limits. Now and then, a key changes to another of these plans.
     plans: Vec<Vec<u32>>,
     steps: Vec<Step>,
 }
 
 #[derive(Clone, Debug)]
 struct Step {
-    // Before the step, in parts per million of the window of one of the limits; 0 for none.
+    // The time before the step, in millionths of the window of one of the limits; 0 for none.
     pause: u64,
     of: usize,
     subject: u8,
@@ -57,15 +57,15 @@ struct Step {
 
 #[derive(Clone, Debug)]
 enum Verb {
-    // Costs in parts per thousand of the smallest capacity, rounded down; 0 for one unit.
+    // Costs in thousandths of the smallest capacity, rounded down; 0 for one unit.
     Check { cost: u32 },
     CheckTwo { cost: u32, other: u32 },
-    // Who asks at the same time, and for how much.
+    // The keys and costs of a batch.
     CheckMany { asked: Vec<(u8, u32)> },
     Peek { cost: u32 },
-    // Of the receipt so many charges ago.
+    // With the receipt `charge` charges ago.
     Refund { charge: usize, cost: u32 },
-    // By another of the plans, so many after that of the step, with the receipt of so many charges ago, or with none.
+    // With the plan that is `after` positions after that of the step, and the receipt `charge` charges ago or none.
     Charge { cost: u32, after: usize, charge: Option<usize> },
     Block { share: u64 },
     Reset,
@@ -76,7 +76,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         Just(Quota::MIN_WINDOW),
         Just(Duration::from_micros(1_234_567)),
         Just(Duration::from_secs(60)),
-        // Not the longest there is: a trace must end before microseconds no longer fit into 53 bits, in 2255.
+        // Not the longest possible: a trace must end before 2255, when microseconds no longer fit into 53 bits.
         Just(Duration::from_secs(30 * 86_400)),
     ];
     let algorithm = prop_oneof![
@@ -92,7 +92,7 @@ fn traces() -> impl Strategy<Value = Trace> {
     let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
     let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
     let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
-    // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.
+    // Usually about as many pauses in a window as a log has entries, sometimes at the edge of a window or beyond it.
     let pause = prop_oneof![
         60 => Just(0_u64),
         240 => 0..12_000_u64,
@@ -101,7 +101,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         1 => 0..3_000_000_u64,
     ];
     let cost = prop_oneof![60 => Just(0_u32), 6 => 0..30_u32, 1 => 0..1_001_u32];
-    // Resets are rare, so that logs grow long enough to be cut.
+    // Resets are rare, so that logs grow long enough to be trimmed.
     let verb = prop_oneof![
         400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
         40 => (cost.clone(), 0..3_u32).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
@@ -114,7 +114,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         1 => Just(Verb::Reset),
     ];
     let subject = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
-    // Changes of the limit are rare.
+    // Changes of the plan are rare.
     let plan = prop_oneof![20 => Just(0_usize), 1 => 0..3_usize];
     let step = (pause, 0..4_usize, subject, plan, verb).prop_map(|(pause, of, subject, plan, verb)| Step {
         pause,
@@ -134,7 +134,7 @@ fn traces() -> impl Strategy<Value = Trace> {
 fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
     let quota = |units: u32| Quota::new(units, window).unwrap();
     match algorithm {
-        // Sometimes with another burst than the quota.
+        // Sometimes with a burst other than the quota.
         Algorithm::TokenBucket if units.is_multiple_of(3) => quota(units).burst(units / 2 + 1).unwrap().token_bucket(),
         Algorithm::TokenBucket => quota(units).token_bucket(),
         Algorithm::FixedWindow => quota(units).fixed_window(),
@@ -143,7 +143,7 @@ fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
     }
 }
 
-/// Both backends, each in a runtime of its own: a paused clock would run away while Redis is waited for.
+/// Both backends, each in its own runtime: a paused clock would advance by itself during calls to Redis.
 struct Pair {
     memory_runtime: Runtime,
     memory: MemoryBackend,
@@ -160,7 +160,7 @@ impl Pair {
         let memory = memory_runtime.block_on(async { MemoryBackend::new() });
         let redis_runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let redis = redis_runtime.block_on(async {
-            // What is compared has nothing to do with how busy the machine is.
+            // A long timeout, so that results do not depend on the load of the machine.
             let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
             options.connect().await.unwrap().on_virtual_clock()
         });
@@ -173,7 +173,7 @@ impl Pair {
         let _: () = redis::cmd("SET").arg(CLOCK).arg(self.now_us).query(&mut self.connection).unwrap();
     }
 
-    /// The same question to both.
+    /// Makes the same call to both.
     fn both<'a, M, R, T>(
         &'a self,
         memory: impl FnOnce(&'a MemoryBackend) -> M,
@@ -194,7 +194,7 @@ impl Pair {
         }
     }
 
-    /// Every count has an expiry beside it.
+    /// Checks that every key has an expiry.
     fn check_expiries(&mut self) {
         let keys: Vec<String> = redis::cmd("KEYS").arg("tollgate:*").query(&mut self.connection).unwrap();
         for key in keys.iter().filter(|key| !key.ends_with("#due")) {
@@ -204,7 +204,7 @@ impl Pair {
 }
 
 fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
-    // A name of its own keeps the traces apart.
+    // Its own policy name separates the trace from the others.
     let policies: Vec<Policy> = trace
         .plans
         .iter()
@@ -237,7 +237,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             &Verb::CheckTwo { cost, other } => {
                 let request = |key: Key| Request { policy: policy.clone(), key, cost: cost_of(cost) };
                 let requests = [request(key), request(Key::from(other + 1))];
-                // Redis does the same subject twice one after the other, and says what was left in between.
+                // Redis checks a repeated key twice in sequence. Its first decision has the units that were left in between.
                 if requests[0].key == requests[1].key {
                     continue;
                 }
@@ -263,7 +263,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             }
             &Verb::Refund { charge, cost } => {
                 let Some(charge) = charges.len().checked_sub(charge + 1) else { continue };
-                // Not more than is left of the charge.
+                // At most the rest of the charge.
                 let (plan, key, left, receipts) = &mut charges[charge];
                 let units = cost_of(cost).min(*left);
                 *left -= units;
@@ -313,16 +313,16 @@ fn memory_and_redis_decide_alike() {
         run(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
-    assert!(steps.get() >= STEPS, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= STEPS, "only {} steps were compared", steps.get());
 }
 
-/// What began before 1970 by a clock that was set back was stored with instants below 0, which nobody can read.
+/// Regression: after the clock was set back, windows that began before 1970 were stored as negative instants, which are unreadable.
 #[test]
-fn counts_survive_a_clock_that_is_set_back_to_1970() {
+fn counts_survive_clock_set_back_to_1970() {
     let server = RedisServer::start();
     let mut pair = Pair::new(&server);
     let quota = Quota::per_minute(10);
-    // In 10 s one token of the bucket has flowed in, and most of a second one.
+    // In 10 s, the bucket refills by one token and most of a second one.
     let limits = [
         ("bucket", quota.token_bucket(), 2),
         ("fixed", quota.fixed_window(), 1),
@@ -345,16 +345,16 @@ fn counts_survive_a_clock_that_is_set_back_to_1970() {
     }
 }
 
-/// A sliding log began afresh where the clock was set back by more than its window: 40 requests passed instead of 20.
+/// Regression: a sliding log started again after the clock was set back by more than its window. It admitted 40 requests instead of 20.
 #[test]
-fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
+fn clock_set_back_admits_no_more_in_any_real_window() {
     const UNITS: u32 = 20;
     const WINDOW_S: u64 = 60;
     let server = RedisServer::start();
     let mut pair = Pair::new(&server);
     let quota = Quota::per_minute(UNITS);
     let log = quota.sliding_log().unwrap();
-    // How many pass within a window at the most: see the docs of each.
+    // The maximum number of requests admitted within a window: see the documentation of each algorithm.
     let limits = [
         (Policy::new("log", log), UNITS),
         (Policy::new("log-and-window", log).limit(quota.fixed_window()), UNITS),
@@ -367,11 +367,11 @@ fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
         for back_s in [45, 10 * WINDOW_S, 365 * 86_400] {
             let (mut clock_s, mut admitted) = (START_US / 1_000_000, Vec::new());
             for real_s in 0..10 * WINDOW_S {
-                // In the middle of a window, when its quota is used up, and twice at once.
+                // In the middle of a window, when its quota is used up, and twice in a row.
                 clock_s = if [25, 190, 191, 407].contains(&real_s) { clock_s - back_s } else { clock_s + 1 };
                 let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
                 let check = || pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 1)).unwrap();
-                // Bursts and a trickle.
+                // Bursts between single requests.
                 let asked = if real_s % 7 == 3 { 15 } else { 1 };
                 let passed = (0..asked).map(|_| check()).filter(Decision::is_allowed).count();
                 admitted.extend(std::iter::repeat_n(real_s, passed));
@@ -381,7 +381,7 @@ fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
                 let within = admitted[index..].iter().take_while(|real_s| **real_s < begin + WINDOW_S).count();
                 assert!(within <= most as usize, "{name}: {within} within a window from {begin} s on");
             }
-            // Each time that it is set back costs a window at the most, and a trickle has nearly all of the quota.
+            // Each step back of the clock costs at most a window, and single requests get nearly all of the quota.
             assert!(admitted.len() as u32 > 5 * (UNITS - 2), "{name}: only {} were admitted", admitted.len());
             pair.check_expiries();
             pair.reset(&policy, &key);
@@ -389,9 +389,9 @@ fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
     }
 }
 
-/// A refund for a charge of a window that is over made room in the next one.
+/// Regression: a refund for a charge of a past window made room in the next one.
 #[test]
-fn refund_from_before_a_set_back_makes_no_room() {
+fn refund_from_before_clock_set_back_makes_no_room() {
     let server = RedisServer::start();
     let mut pair = Pair::new(&server);
     let quota = Quota::per_minute(5);
@@ -416,7 +416,7 @@ fn refund_from_before_a_set_back_makes_no_room() {
 }
 
 impl RedisBackend {
-    /// The same connections and keys, with scripts that read the clock of the test.
+    /// A backend with the same connections and keys, and with scripts that read the virtual clock.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
         let mut scripts = Scripts::new();
@@ -465,7 +465,7 @@ impl RedisBackend {
         Self::with_scripts(servers.clone(), (**keys).clone(), locks.again(), scripts)
     }
 
-    /// As if all of this had been asked for while other calls were away.
+    /// Checks all of these in one batch, as if other calls were in flight.
     async fn check_together(&self, policy: &Policy, asked: &[(Key, u32)]) -> Result<Vec<Decision>, StoreError> {
         let super::Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
@@ -473,7 +473,7 @@ impl RedisBackend {
             let together = asked.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
             super::batch::check::together(servers, scripts, together).await?
         } else {
-            // Nothing that is ever gathered.
+            // Such checks are never batched.
             vec![super::batch::check::Reply::new(); asked.len()]
         };
         let mut decisions = Vec::new();

@@ -257,7 +257,7 @@ mod tests {
         assert!(!store_error(in_script).is_refusal());
     }
 
-    /// It was a permanent error, and ended all waiting.
+    /// Regression: this was a permanent error, and ended all waits.
     #[test]
     fn demoted_primary_is_unavailable() {
         for text in [

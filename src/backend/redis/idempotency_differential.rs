@@ -1,5 +1,5 @@
-//! The same for operations: random attempts, each of which may stop anywhere and never be heard of again, on memory, on Redis and on
-//! a model of what should be.
+//! The same for operations: random attempts run on memory, on Redis and on a model of the correct state. Each attempt may stop at any step
+//! for good.
 
 use super::*;
 use crate::idempotency::{
@@ -9,8 +9,8 @@ use crate::idempotency::{
 use crate::lock::Token;
 
 const TOKENS: usize = 4;
-/// No token: what was forgotten is nobody's.
-const NOBODY: usize = usize::MAX;
+/// The model's token of operations that were forgotten or completed by an operator.
+const NO_TOKEN: usize = usize::MAX;
 const KEEP_FREE: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ struct AttemptStep {
     head: u8,
     takes_over: bool,
     lease_ms: u64,
-    // What is known of the body.
+    // The known part of the request body.
     body: Payload,
     verb: AttemptVerb,
 }
@@ -39,16 +39,16 @@ enum AttemptVerb {
     },
     Release,
     Inspect,
-    /// As it was when it was looked at last.
+    /// Expects the state of the last inspection.
     Forget,
-    /// The same, by hand.
+    /// By an operator, who expects the state of the last inspection.
     CompleteUnknown {
         is_kept: bool,
     },
 }
 
 fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
-    // Often right at the end of a lease, of a retention, or of what is remembered of an attempt that was given back.
+    // Often right at the end of a lease, of a retention, or of the memory of a released attempt.
     let pause = prop_oneof![
         6 => Just(0_u64),
         4 => 0..60_u64,
@@ -69,7 +69,7 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
     ];
     let head = prop_oneof![9 => Just(1_u8), 1 => Just(2)];
     let lease_ms = prop_oneof![Just(10_u64), Just(50)];
-    // In no order: what was sent earlier may come later.
+    // In no order, because earlier calls may arrive later.
     let body = (0..4_u64, prop::option::of(any::<bool>()), any::<u8>());
     let body = body.prop_map(|(len, is_whole, byte)| Payload { len, is_whole, digest: Digest([byte; 16]) });
     let step = (pause, 0..2_u32, 0..TOKENS, head, any::<bool>(), lease_ms, body, verb);
@@ -86,18 +86,18 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
     prop::collection::vec(step, 100..300)
 }
 
-/// What should be known of one operation.
+/// The expected state of an operation.
 #[derive(Clone, Copy, Debug, Default)]
 struct Model {
     state: Option<State>,
     attempt: u32,
-    // The step in which it was granted last, and 1.
+    // The step of the last grant, plus one.
     fence: usize,
     token: usize,
     head: u8,
     payload: Payload,
     checkpoint: Option<u32>,
-    // It has a checkpoint, or was taken over.
+    // Whether it has a checkpoint or was taken over.
     is_bound: bool,
     // In milliseconds.
     expires: u64,
@@ -117,7 +117,7 @@ impl Model {
         matches!(self.state, Some(State::InFlight { .. })) && self.token == token
     }
 
-    /// How far it is, but for the time.
+    /// The name of its state.
     fn kind(&self, now: u64) -> &'static str {
         match self.state {
             None => "nothing",
@@ -166,14 +166,14 @@ impl Model {
             Some(State::InFlight { .. }) => {}
         }
         let (attempt, expires) = (self.attempt + 1, now + lease_ms + RETENTION_MS);
-        // What was known of the body stays known.
+        // The known part of the body is kept.
         let is_bound = self.is_bound || matches!(self.state, Some(State::InFlight { .. }));
         let state = Some(State::InFlight { ends: now + lease_ms });
         *self = Self { state, attempt, fence, token, head, is_bound, expires, ..*self };
         self.granted()
     }
 
-    /// No less is known of the body than before.
+    /// Stores the known part of the body, unless it is smaller than the stored one.
     fn reads(&mut self, body: Payload) {
         let known = |payload: &Payload| (payload.len, payload.is_whole);
         if known(&body) >= known(&self.payload) {
@@ -186,13 +186,13 @@ impl Model {
     }
 }
 
-/// How far a body was read.
+/// The known part of a body, as text.
 fn read(payload: &Payload) -> String {
     let Payload { len, is_whole, digest } = payload;
     format!("body {len} of {}, whole: {is_whole:?}", digest.0[0])
 }
 
-fn told(begun: &Begun) -> String {
+fn outcome(begun: &Begun) -> String {
     match begun {
         Begun::Granted { attempt, payload, checkpoint, .. } => {
             let checkpoint = checkpoint.as_ref().map(Checkpoint::number);
@@ -205,8 +205,8 @@ fn told(begun: &Begun) -> String {
         }
         Begun::Unknown { attempt, payload } => format!("unknown, attempt {attempt}, {}", read(payload)),
         Begun::Completed { payload, answer, is_kept } => {
-            // What is said by hand begins with a letter.
-            let by = if answer[0] == b'o' || answer.len() > 1 { NOBODY as u8 } else { answer[0] };
+            // The answer of an operator begins with a letter.
+            let by = if answer[0] == b'o' || answer.len() > 1 { NO_TOKEN as u8 } else { answer[0] };
             format!("completed by {by} (kept: {is_kept}), {}", read(payload))
         }
     }
@@ -225,7 +225,7 @@ fn seen(status: Option<&OperationStatus>) -> String {
     format!("{kind}, {time} ms, attempt {attempts}, checkpoint {checkpoint:?}")
 }
 
-/// What is said by hand.
+/// The answer of an operator.
 fn answer(is_kept: bool) -> Answer {
     if is_kept { Answer::of_operation([]) } else { Answer::not_kept() }
 }
@@ -233,9 +233,9 @@ fn answer(is_kept: bool) -> Answer {
 fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     let tokens = [(); TOKENS].map(|()| Token::random().unwrap());
     let mut models = [Model::default(); 2];
-    // The last fence of each operation that was given out, on either backend, and to whom.
+    // The last granted fence of each operation, on each backend.
     let mut fences = [[0; 2]; 2];
-    // What was seen of each operation last, by the model and by either backend.
+    // The last inspection of each operation, by the model and by each backend.
     let mut looks = [const { None }; 2];
     let mut now = 0;
     for (number, step) in trace.iter().enumerate() {
@@ -262,7 +262,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                         *last = *fence;
                     }
                 }
-                (expected, told(&memory), told(&redis))
+                (expected, outcome(&memory), outcome(&redis))
             }
             AttemptVerb::Renew => {
                 let expected = model.is_in_flight_by(step.token);
@@ -332,20 +332,20 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     |to| IdempotencyRegistry::inspect(to, &operation),
                     |to| IdempotencyRegistry::inspect(to, &operation),
                 );
-                let told = (model.looked_at(now), seen(memory.as_ref()), seen(redis.as_ref()));
+                let outcome = (model.looked_at(now), seen(memory.as_ref()), seen(redis.as_ref()));
                 if let Some((memory, redis)) = memory.zip(redis) {
                     looks[at] = Some((model.kind(now), model.fence, memory, redis));
                 }
-                told
+                outcome
             }
             AttemptVerb::Forget => {
                 let Some((kind, fence, memory, redis)) = &looks[at] else { continue };
-                let was_forgotten = model.state == Some(State::Free) && model.token == NOBODY;
+                let was_forgotten = model.state == Some(State::Free) && model.token == NO_TOKEN;
                 let expected =
                     model.state.is_some() && model.fence == *fence && (model.kind(now) == *kind || was_forgotten);
                 if expected {
                     let (attempt, fence, expires) = (model.attempt, model.fence, now + KEEP_FREE.as_millis() as u64);
-                    let (state, token) = (Some(State::Free), NOBODY);
+                    let (state, token) = (Some(State::Free), NO_TOKEN);
                     *model = Model { state, attempt, fence, token, expires, ..Model::default() };
                 }
                 let (memory, redis) = pair
@@ -354,13 +354,13 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
             }
             AttemptVerb::CompleteUnknown { is_kept } => {
                 let Some((kind, fence, memory, redis)) = &looks[at] else { continue };
-                let was_completed = model.state == Some(State::Completed { is_kept }) && model.token == NOBODY;
-                let is_completed = matches!(model.state, Some(State::Completed { .. })) && model.token == NOBODY;
+                let was_completed = model.state == Some(State::Completed { is_kept }) && model.token == NO_TOKEN;
+                let is_completed = matches!(model.state, Some(State::Completed { .. })) && model.token == NO_TOKEN;
                 let is_as_found = model.kind(now) == *kind && (*kind == "unknown" || is_completed);
                 let can_be = *kind == "unknown" || kind.starts_with("completed");
                 let expected = model.fence == *fence && can_be && (is_as_found || was_completed);
                 if expected && !was_completed {
-                    (model.state, model.token) = (Some(State::Completed { is_kept }), NOBODY);
+                    (model.state, model.token) = (Some(State::Completed { is_kept }), NO_TOKEN);
                     (model.expires, model.checkpoint) = (now + RETENTION_MS, None);
                 }
                 let answer = answer(is_kept);
@@ -379,7 +379,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
 }
 
 #[test]
-fn memory_and_redis_keep_operations_as_a_model_does() {
+fn memory_and_redis_agree_with_model_of_operations() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
     let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
@@ -389,5 +389,5 @@ fn memory_and_redis_keep_operations_as_a_model_does() {
         run_attempts(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
-    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= STEPS / 2, "only {} steps were compared", steps.get());
 }

@@ -1,4 +1,4 @@
-//! Every shape of a stored key. The only place where keys are spelled.
+//! The names of all keys and channels in Redis. No other module composes them.
 
 use std::borrow::Cow;
 
@@ -10,14 +10,14 @@ use crate::key::Key;
 use crate::lock::LockKey;
 use crate::rate_limit::Policy;
 
-/// The version of the layout of keys. Goes up when two releases must not read each other's keys.
+/// The version of the layout of keys. It is raised if two releases must not read each other's keys.
 const LAYOUT: &str = "2";
 
-/// How many parts the records of idempotency lie in, each of which is in one slot of a cluster.
+/// The number of parts of the idempotency records. Each part is in one slot of a cluster.
 pub(crate) const PARTS: u64 = 64;
 
-/// The part of an operation: the same for all processes, so no keyed hash. FNV-1a alone would put keys that are counted up into few parts, since
-/// their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
+/// The part of an operation. It is the same for all processes, so the hash has no random key. FNV-1a alone would put sequential keys into
+/// few parts, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
 fn part(scope: &str, key: &str) -> String {
     let bytes = scope.bytes().chain([b':']).chain(key.bytes());
     let hash =
@@ -28,7 +28,7 @@ fn part(scope: &str, key: &str) -> String {
     (((spread ^ (spread >> 33)) >> 32) % PARTS).to_string()
 }
 
-/// The keys below one prefix.
+/// The keys with one prefix.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
     // `<prefix>:<layout>:`, percent-encoded.
@@ -40,15 +40,15 @@ impl Keys {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
-    /// The key that a script is given to see whether it may run. Nothing is ever stored there.
+    /// The key for the script that tests the permissions at startup. No value is ever stored there.
     pub(crate) fn probe(&self) -> String {
         [&self.root, "{probe}"].concat()
     }
 
     /// `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:counts`, and for each sliding log of the policy
-    /// `...{...}:<shape>:log:<window in us>`, with `:2` and so on behind it where several have the same window.
+    /// `...{...}:<shape>:log:<window in us>`. If several logs have the same window, the further ones end with `:2` and so on.
     ///
-    /// The shape stands for the algorithms and windows of the limits: what cannot be counted together lies apart.
+    /// The shape stands for the algorithms and windows of the limits, so limits that cannot share counts have different keys.
     pub(crate) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
         let mut keys = smallvec![self.counts(policy, subject)];
         let mut windows = SmallVec::<[u64; 4]>::new();
@@ -65,14 +65,14 @@ impl Keys {
         keys
     }
 
-    /// The first of them, and the only one without sliding logs.
+    /// The key of the counts: the first of them, and the only one without sliding logs.
     pub(crate) fn counts(&self, policy: &Policy, subject: &Key) -> String {
         let mut key = self.counting(policy, subject);
         key.push_str("counts");
         key
     }
 
-    /// What they begin with, and room for the rest of most.
+    /// The prefix of these keys, with capacity for the rest of most of them.
     fn counting(&self, policy: &Policy, subject: &Key) -> String {
         let (name, subject, shape) = (policy.name(), subject.as_str(), policy.shape());
         let mut key = String::with_capacity(self.root.len() + name.len() + subject.len() + shape.len() + 48);
@@ -89,18 +89,17 @@ impl Keys {
 
     /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record`.
     ///
-    /// The part, of which there are 64 for all operations, is what makes the slot of a cluster. So a count of the records of a caller can be in the slot of
-    /// the record.
+    /// The part, one of 64, determines the slot on a cluster. So the set of a caller's records in a part can be in the slot of the record.
     pub(crate) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }
 
-    /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:done`, the channel.
+    /// The channel `<prefix>:2:{idempotency:<part>}:<scope>:<key>:done`.
     pub(crate) fn done(&self, operation: &Operation) -> String {
         self.operation(operation, "done")
     }
 
-    /// What `SCAN` finds the records of a scope by, or those of all.
+    /// The `SCAN` pattern for the records of a scope, or of all scopes.
     pub(crate) fn operations(&self, scope: Option<&Key>) -> String {
         let start = literal(&[&self.root, "{idempotency:"].concat());
         match scope {
@@ -109,8 +108,8 @@ impl Keys {
         }
     }
 
-    /// Where the records of a caller are counted: `<prefix>:2:{idempotency}:<scope>:records`, or on a cluster `<prefix>:2:{idempotency:<part>}:<scope>:records` for
-    /// those that lie in the slot of this operation.
+    /// The key that counts the records of a caller: `<prefix>:2:{idempotency}:<scope>:records`. On a cluster, each part has its own:
+    /// `<prefix>:2:{idempotency:<part>}:<scope>:records`.
     pub(crate) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
         let scope = escape_part(scope);
         if is_cluster {
@@ -120,7 +119,7 @@ impl Keys {
         [&self.root, "{idempotency}:", &scope, ":records"].concat()
     }
 
-    /// Which operation a record belongs to.
+    /// The operation of a record.
     pub(crate) fn operation_of(&self, record: &str) -> Option<Operation> {
         let name = record.strip_prefix(&self.root)?.strip_prefix("{idempotency:")?.strip_suffix(":record")?;
         let (_, name) = name.split_once("}:")?;
@@ -132,21 +131,21 @@ impl Keys {
         [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
     }
 
-    /// `<prefix>:2:{lock:<name>:<key>}:free`, the channel.
+    /// The channel `<prefix>:2:{lock:<name>:<subject>}:free`.
     pub(crate) fn free(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")
     }
 
-    /// `<prefix>:2:{lock:<name>:<key>}:asked`, the channel.
+    /// The channel `<prefix>:2:{lock:<name>:<subject>}:asked`.
     pub(crate) fn asked(&self, lock: &LockKey) -> String {
         self.lock(lock, "asked")
     }
 
-    /// `<prefix>:2:{delay_queue:<name>}:<part>`, and `...{delay_queue:<name>#<number>}:<part>` for each part of a queue behind the first.
+    /// `<prefix>:2:{delay_queue:<name>}:<part>`, and for the further parts of a split queue `...{delay_queue:<name>#<number>}:<part>`.
     pub(crate) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
         let tag = match queue.part() {
             0 => [&self.root, "{delay_queue:", queue.name().as_str(), "}:"].concat(),
-            // No name has this sign, but for the first of a digest.
+            // A name has no `#`, except as the first character of a digest.
             part => [&self.root, "{delay_queue:", queue.name().as_str(), "#", &part.to_string(), "}:"].concat(),
         };
         let key = |part: &str| [&tag, part].concat();
@@ -166,7 +165,7 @@ impl Keys {
         }
     }
 
-    /// `<prefix>:2:{lock:<name>:<key>}:line`, and `...:places` beside it.
+    /// `<prefix>:2:{lock:<name>:<subject>}:line` and `...:places`.
     pub(crate) fn line(&self, lock: &LockKey) -> [String; 2] {
         [self.lock(lock, "line"), self.lock(lock, "places")]
     }
@@ -176,12 +175,12 @@ impl Keys {
         self.lock(lock, "names")
     }
 
-    /// What `SCAN` finds the leases of a name by.
+    /// The `SCAN` pattern for the leases of a name.
     pub(crate) fn leases(&self, name: &Key) -> String {
         literal(&[&self.root, "{lock:", &escape_part(name), ":"].concat()) + "*}:lease"
     }
 
-    /// Which lock of a name a lease belongs to.
+    /// The lock of a lease in a name.
     pub(crate) fn lock_of(&self, name: &Key, lease: &str) -> Option<LockKey> {
         let start = [&self.root, "{lock:", &escape_part(name), ":"].concat();
         let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
@@ -195,16 +194,16 @@ impl Keys {
     }
 }
 
-/// Keys of several locks, one behind the other in one text.
+/// Keys of several locks, concatenated in one buffer.
 pub(crate) struct LockNames<'a> {
     keys: &'a Keys,
-    // What is written once for all need not be read as text once for each.
+    // One buffer, so that UTF-8 is validated once for all keys.
     text: Vec<u8>,
     ends: Vec<usize>,
 }
 
 impl<'a> LockNames<'a> {
-    /// With room for so many keys as most are.
+    /// Reserves capacity for `count` keys of usual length.
     pub(crate) fn for_locks(keys: &'a Keys, count: usize) -> Self {
         Self { keys, text: Vec::with_capacity(count * (keys.root.len() + 64)), ends: Vec::with_capacity(count) }
     }
@@ -213,7 +212,7 @@ impl<'a> LockNames<'a> {
         self.push(lock, "lease");
     }
 
-    /// The channel.
+    /// Adds the channel of releases.
     pub(crate) fn push_free(&mut self, lock: &LockKey) {
         self.push(lock, "free");
     }
@@ -243,7 +242,7 @@ impl<'a> LockNames<'a> {
     }
 }
 
-/// A pattern for `SCAN` that matches this and nothing else.
+/// A `SCAN` pattern that matches exactly this text.
 fn literal(text: &str) -> String {
     let mut pattern = String::with_capacity(text.len() + 10);
     for sign in text.chars() {
@@ -255,14 +254,14 @@ fn literal(text: &str) -> String {
     pattern
 }
 
-/// What comes before another part of a key, which must not begin any earlier: `a:b` and `c` are not `a` and `b:c`.
+/// Escapes the colons of a part that another part follows, so that `a:b` and `c` differ from `a` and `b:c`.
 fn escape_part(part: &Key) -> Cow<'_, str> {
     let part = part.as_str();
-    // A key never has an escape for a colon of its own.
+    // Unambiguous, because a `Key` never contains `%3A`.
     if part.contains(':') { part.replace(':', "%3A").into() } else { part.into() }
 }
 
-/// Where a queue lies: see the heads of the scripts.
+/// The keys of a queue: see the headers of the scripts.
 pub(crate) struct QueueKeys {
     pub(crate) jobs: String,
     // By priority, the highest first.
@@ -275,9 +274,9 @@ pub(crate) struct QueueKeys {
     pub(crate) snoozed: String,
     pub(crate) state: String,
     pub(crate) idle: String,
-    // Of normal priority, which most jobs have.
+    // For jobs of normal priority, which most jobs have.
     pub(crate) runs: String,
-    // What the channels of workers begin with.
+    // The prefix of the channels of workers.
     pub(crate) wake: String,
 }
 
@@ -287,7 +286,7 @@ mod tests {
     use crate::rate_limit::Quota;
     use std::time::Duration;
 
-    /// What stands for a fixed window of a minute. Part of the data format: another digest would forget all counts.
+    /// The shape of a fixed window of a minute. It is part of the data format: a different digest would reset all counts.
     const FIXED_MINUTE: &str = "AI4BFwVH";
 
     fn key(prefix: &str, policy: &str, subject: &str) -> String {
@@ -314,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_move_a_slot() {
+    fn braces_cannot_change_the_slot() {
         for (prefix, policy, subject) in [("{a}", "api", "alice"), ("t", "{a}", "alice"), ("t", "api", "}{a}")] {
             let key = key(prefix, policy, subject);
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
@@ -322,11 +321,11 @@ mod tests {
     }
 
     #[test]
-    fn a_name_cannot_run_into_the_subject() {
+    fn policy_name_and_key_are_kept_apart() {
         assert_ne!(key("t", "a:b", "c"), key("t", "a", "b:c"));
     }
 
-    /// An operation of the scope `alice:b` was one of `alice`, whose key began with `b:`.
+    /// Regression: an operation of the scope `alice:b` equalled one of `alice` whose key began with `b:`.
     #[test]
     fn names_and_scopes_do_not_run_into_keys() {
         let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
@@ -339,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_is_one_slot_whatever_it_is_called() {
+    fn lock_with_any_name_has_one_slot() {
         let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
         assert_eq!(lease("orders", "order:42"), "t:2:{lock:orders:order:42}:lease");
         assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
@@ -351,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
+    fn operation_with_any_name_has_one_slot() {
         let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
         assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:45}:alice:8e03978e:record");
         assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:44}:alice:8e:done");
@@ -362,9 +361,9 @@ mod tests {
         }
     }
 
-    /// Each part has an even share of the bound of a caller, so parts that fill unevenly refuse keys far below the bound.
+    /// Each part has an equal share of a caller's limit. If parts filled unevenly, keys would be rejected far below the limit.
     #[test]
-    fn parts_fill_evenly_with_keys_that_are_counted_up() {
+    fn sequential_keys_fill_parts_evenly() {
         let mut parts = std::collections::HashMap::<_, usize>::new();
         for number in 0..10_000 {
             *parts.entry(part("alice", &format!("order-{number}"))).or_default() += 1;
@@ -375,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_says_which_operation_it_is_of() {
+    fn operation_is_read_from_the_name_of_its_record() {
         let keys = Keys::new("t*");
         for operation in
             [Operation::new(("ali:ce", "POST", "/a*b"), "k:1"), Operation::new("", ""), Operation::new("%3A", "é{")]

@@ -1,4 +1,4 @@
-//! The same for locks: what is granted, to whom and for how long.
+//! The same for locks: which token gets a lease, and for how long.
 
 use super::*;
 use crate::backend::redis::Inner;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 struct LockStep {
-    // In microseconds, before the step.
+    // The time before the step, in microseconds.
     pause: u64,
     lock: u32,
     token: usize,
@@ -18,12 +18,12 @@ struct LockStep {
 #[derive(Clone, Debug)]
 enum LockVerb {
     Acquire,
-    // Both locks or none, by a token for each.
+    // Both locks or none, with a token for each.
     AcquireAll { tokens: [usize; 2] },
-    // Locks and tokens, at the same time.
+    // Releases and acquisitions in one batch, as locks and tokens.
     Exchange { held: Vec<(u32, usize)>, asked: Vec<(u32, usize)> },
     Renew,
-    // Also several of one semaphore.
+    // May renew several leases of one semaphore.
     RenewMany { held: Vec<(u32, usize)> },
     Release,
 }
@@ -31,7 +31,7 @@ enum LockVerb {
 fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     // Often right at the end of a lease.
     let soon = prop_oneof![3 => Just(0_u64), 3 => 0..60_000_u64, 2 => 9_990..10_010_u64, 1 => Just(10_000_u64)];
-    // Sometimes so long that the time to live of what is taken has to be written again.
+    // Sometimes so long that the next grant has to write the expiry again.
     let pause = prop_oneof![9 => soon, 1 => 0..100_000_000_u64];
     let ttl_ms = prop_oneof![Just(10_u64), Just(50), Just(60_000), Just(86_400_000)];
     let several = || prop::collection::vec((0..2_u32, 0..3_usize), 1..6);
@@ -56,16 +56,16 @@ fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
 
 fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     let tokens = [(); 3].map(|()| Token::random().unwrap());
-    // The last fence of each lock that was given out, on either backend.
+    // The last granted fence of each lock, on each backend.
     let mut fences = [[0; 2]; 2];
     // The grants of each lock, by token.
     let mut grants: [[Option<[u64; 2]>; 3]; 2] = Default::default();
-    // A lock, or a semaphore.
+    // One for an exclusive lock, more for a semaphore.
     let permits = 1 + turn as u32 % 3;
-    // The same whenever a token asks.
+    // The same for all claims of a trace, because a repeated claim must not differ.
     let fences_each = 1 + turn as u32 % 4 * 5;
     let lock_at = |at: u32| LockKey::new(format!("trace-{turn}"), at);
-    // When each lock was seen to be held for the last time.
+    // When each lock was last found to be held.
     let mut held = [0; 2];
     for (number, step) in trace.iter().enumerate() {
         pair.pause(Duration::from_micros(step.pause));
@@ -95,7 +95,7 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                     .map(|&(at, token)| (lock_at(at), Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) }));
                 let wanted: Vec<_> = wanted.collect();
                 let (released, acquired) = pair.exchange(&held, &wanted);
-                // What the script has left alone comes after all of what it has done.
+                // First compare the calls that the batch has executed, then make the calls that it skipped.
                 for is_left in [false, true] {
                     for ((lock, token), released) in held.iter().zip(&released) {
                         if released.is_none() == is_left {
@@ -126,7 +126,7 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                 }
             }
             LockVerb::Renew => {
-                let others = Renewal::new(LockKey::new("nobody", 0), token, ttl);
+                let others = Renewal::new(LockKey::new("not held", 0), token, ttl);
                 let renewals = [Renewal::new(lock, token, ttl), others];
                 let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
                 prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
@@ -144,14 +144,15 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
         }
         for (at, held) in held.iter_mut().enumerate() {
             let lives = pair.outlives(&lock_at(at as u32), held);
-            prop_assert!(lives, "lock {at} is forgotten too early after step {number}: {step:?}");
+            prop_assert!(lives, "the last fence of lock {at} expires too early after step {number}: {step:?}");
         }
     }
     pair.check_expiries();
     Ok(())
 }
 
-/// Whether memory and Redis say the same to one who wants a lease: granted with fences that rise, or held by others for as long.
+/// Checks that memory and Redis give the same answer to an acquisition: a grant with rising fences, or a refusal with the same remaining
+/// time.
 fn agree(
     answers: (Acquired, Acquired),
     grant: &mut Option<[u64; 2]>,
@@ -172,7 +173,7 @@ fn agree(
             *grant = Some(granted);
             Ok(())
         }
-        // Redis answers in milliseconds, rounded up.
+        // Redis replies in milliseconds, rounded up.
         (Acquired::Busy { remaining: memory }, Acquired::Busy { remaining: redis })
             if memory.as_micros().div_ceil(1_000) == redis.as_millis() =>
         {
@@ -183,7 +184,7 @@ fn agree(
 }
 
 impl Pair {
-    /// What Redis says to those who give back and to those who want, as if all of them had come while other calls were away.
+    /// Redis's answers to releases and acquisitions in one batch, as if other calls were in flight.
     fn exchange(
         &self,
         held: &[(LockKey, Token)],
@@ -201,7 +202,8 @@ impl Pair {
         self.redis_runtime.block_on(met).unwrap()
     }
 
-    /// Whether the last fence of a lock is remembered for ten minutes after its leases: those there are, and those there were at `held`.
+    /// Whether the last fence of a lock is remembered for ten minutes after its current leases, or without any, for ten minutes after
+    /// `held`. Updates `held`.
     fn outlives(&mut self, lock: &LockKey, held: &mut u64) -> bool {
         const KEPT_US: u64 = 10 * 60 * 1_000_000;
         let lease = self.redis.inner.keys.lease(lock);
@@ -209,7 +211,7 @@ impl Pair {
         let (value, due): (Option<Vec<u8>>, Option<u64>) =
             redis::cmd("MGET").arg(&looks).query(&mut self.connection).unwrap();
         let due_us = due.unwrap_or_default() * 1_000;
-        // What has expired is taken away when it is next looked at.
+        // The value may have expired on the virtual clock, and is deleted on the next access.
         let holders = value.iter().flat_map(|value| value[8..].chunks(34)).filter(|_| due_us > self.now_us);
         let ends = holders.map(|holder| holder[..7].iter().rfold(0, |number, byte| number << 8 | u64::from(*byte)));
         let latest = ends.max().filter(|ends| *ends > self.now_us);
@@ -222,7 +224,7 @@ impl Pair {
 }
 
 #[test]
-fn memory_and_redis_lend_alike() {
+fn memory_and_redis_grant_alike() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
     let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
@@ -232,10 +234,10 @@ fn memory_and_redis_lend_alike() {
         run_lock_trace(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
-    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= STEPS / 2, "only {} steps were compared", steps.get());
 }
 
-/// Who holds a lease and who stands in line for it, as the docs say and as slowly as it can be said.
+/// The expected holders and wait queue of a lock, as documented. Written for clarity, not for speed.
 #[derive(Default)]
 struct Model {
     // Tokens and ends, in microseconds.
@@ -251,11 +253,11 @@ enum Answer {
     InLine { is_first: bool },
 }
 
-/// How many read at a time in these traces.
+/// Maximum number of concurrent readers in these traces.
 const READERS: u32 = 2;
 const PLACE_US: u64 = Claim::PLACE.as_micros() as u64;
 
-/// The even ones write.
+/// Whether a token reads. Even tokens write.
 const fn reads(token: usize) -> bool {
     token % 2 == 1
 }
@@ -318,7 +320,7 @@ enum LineVerb {
 }
 
 fn line_traces() -> impl Strategy<Value = Vec<LineStep>> {
-    // Often nothing, sometimes right at the end of a lease or of a place.
+    // Often zero, sometimes right at the end of a lease or of a position in the queue.
     let pause = prop_oneof![
         6 => Just(0_u64),
         4 => 0..40_000_u64,
@@ -361,14 +363,14 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                 };
                 let (memory, redis) = pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim));
                 let expected = model.acquire(step.token, ttl_us, joins, now);
-                for (whose, answer) in [("memory", &memory), ("redis", &redis)] {
+                for (backend, answer) in [("memory", &memory), ("redis", &redis)] {
                     let seen = match *answer {
                         Acquired::Granted { .. } => Answer::Granted,
                         Acquired::Busy { .. } => Answer::Busy,
                         Acquired::InLine { is_first, .. } => Answer::InLine { is_first },
-                        answer => panic!("six are not too many: {answer:?}"),
+                        answer => panic!("the queue has room for six: {answer:?}"),
                     };
-                    prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", whose, number, step);
+                    prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", backend, number, step);
                 }
                 let remaining = |answer| match answer {
                     Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } => remaining,
@@ -396,7 +398,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
 }
 
 #[test]
-fn memory_and_redis_keep_the_same_line() {
+fn memory_and_redis_keep_the_same_queue() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
     let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
@@ -406,12 +408,12 @@ fn memory_and_redis_keep_the_same_line() {
         run_line_trace(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
-    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= STEPS / 2, "only {} steps were compared", steps.get());
 }
 
-/// Of 527 grants 449 had a smaller fence than the grant before: the store had forgotten the last one, and its clock was behind it.
+/// Regression: 449 of 527 grants had a smaller fence than the grant before. The store had lost the last fence, and its clock was behind it.
 #[test]
-fn fences_rise_when_redis_forgets_and_its_clock_is_set_back() {
+fn fences_rise_after_data_loss_and_clock_set_back() {
     let server = RedisServer::start();
     let mut pair = Pair::new(&server);
     let locks = [0, 1].map(|at| LockKey::new("forgotten", at));
@@ -450,7 +452,7 @@ fn fences_rise_when_redis_forgets_and_its_clock_is_set_back() {
             let _: u64 = redis::cmd("DEL").arg(lease).query(&mut pair.connection).unwrap();
         }
     }
-    // Another backend has nothing to do with that.
+    // Another backend has its own floor.
     let other = Pair::new(&server);
     let _: () = redis::cmd("SET").arg(CLOCK).arg(START_US).query(&mut pair.connection).unwrap();
     let claim = Claim::new(Token::random().unwrap(), Duration::from_secs(30));

@@ -236,8 +236,8 @@ impl RedisBackend {
     /// Turn on `TcpSettings::set_nodelay` in the settings of the manager's client; it is off by default. These connections are shared, so
     /// without it each command waits until the network has acknowledged the one before.
     ///
-    /// If the pool has a password and the server has no room for another client, the failure can look like a rejected password: the
-    /// manager discards the server's message. The error is then [`ConnectError::Credentials`], and later a store error with
+    /// If the server has no room for another client, the manager discards the server's message. With a password, the failure can then
+    /// look like a rejected password. The error is then [`ConnectError::Credentials`], and later a store error with
     /// [`is_unauthorized`](StoreError::is_unauthorized).
     ///
     /// # Errors

@@ -507,7 +507,7 @@ mod tests {
         is_send(RedisOptions::from_url("redis+cluster://127.0.0.1/").unwrap().connect());
     }
 
-    /// Without it, a shared connection had one call in flight at a time.
+    /// Regression: without it, a shared connection had one call in flight at a time.
     #[test]
     fn clients_set_tcp_nodelay() {
         let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap();

@@ -357,7 +357,7 @@ mod tests {
         port
     }
 
-    /// Each dead connection cost a caller one second.
+    /// Regression: each dead connection cost a caller one second.
     #[tokio::test]
     async fn dead_connection_marks_idle_others() {
         let connected = Arc::new(Semaphore::new(0));
@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(connected.available_permits(), 3, "the idle connection is replaced");
     }
 
-    /// Each connection logged its own failure.
+    /// Regression: each connection logged its own failure.
     #[tokio::test]
     async fn connect_failure_applies_to_all_connections() {
         // No server listens there.

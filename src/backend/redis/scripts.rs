@@ -1,4 +1,4 @@
-//! The scripts, and one typed call for each.
+//! The Lua scripts, with a typed call for each.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
 use crate::lock::{Claim, FenceFloor, Line, LockKey, LockKind, Token};
 use crate::rate_limit::Receipt;
 
-/// A Lua script and its hash, which is what Redis knows it by.
+/// A Lua script and its hash, by which Redis identifies it.
 #[derive(Debug)]
 pub(crate) struct LuaScript {
     code: String,
@@ -30,7 +30,7 @@ macro_rules! lua {
     };
 }
 
-/// All scripts, ready to run.
+/// All scripts.
 #[derive(Debug)]
 pub(crate) struct Scripts {
     pub(crate) check: LuaScript,
@@ -59,11 +59,11 @@ pub(crate) struct Scripts {
     pub(crate) delay_queue_extend: LuaScript,
     pub(crate) delay_queue_control: LuaScript,
     pub(crate) probe: LuaScript,
-    // What the replies to the calls for locks have shown, and what they are sent.
+    // The largest fence in any reply to a lock call. Acquisitions send it as the floor of new fences.
     pub(crate) floor: FenceFloor,
 }
 
-/// What is to become of the counts.
+/// How a call uses the counts.
 #[derive(Clone, Copy)]
 pub(crate) enum CheckMode {
     Check,
@@ -71,7 +71,7 @@ pub(crate) enum CheckMode {
     Settle(Receipt),
 }
 
-/// Whom a decision is about: see the header of `rate_limit_check.lua`.
+/// A descriptor: see the header of `rate_limit_check.lua`.
 pub(crate) struct Subject<'a> {
     pub(crate) keys: &'a [String],
     pub(crate) cost: i64,
@@ -95,7 +95,7 @@ impl ToRedisArgs for Subject<'_> {
     }
 }
 
-/// Subjects that are counted by one policy: see the header of `rate_limit_check_many.lua`.
+/// The descriptors of one policy: see the header of `rate_limit_check_many.lua`.
 pub(crate) struct Group<'a> {
     pub(crate) packed: &'a EncodedLimits,
     pub(crate) costs: SmallVec<[u32; 64]>,
@@ -172,7 +172,8 @@ impl Scripts {
         }
     }
 
-    /// Charges a subject without sliding logs. An empty answer says that nothing was done, and the other script is to be asked.
+    /// Charges a descriptor without sliding logs. An empty reply means that nothing was changed, and that the caller has to use
+    /// [`rate_limit_check`](Self::rate_limit_check).
     pub(crate) async fn rate_limit_check_plain(
         &self,
         servers: &Servers,
@@ -217,7 +218,7 @@ impl Scripts {
         Ok(reply)
     }
 
-    /// All with the times of the first of them.
+    /// Acquires all locks or none, with the lease duration and the number of fences of the first claim.
     pub(crate) async fn lock_acquire_all(
         &self,
         way: Delivery<'_>,
@@ -233,8 +234,8 @@ impl Scripts {
         Ok(reply)
     }
 
-    /// At most [`MAX_LOCKS`] at once, with as many tokens. The keys are the leases that are wanted for `ttl`, those that are given back, and the
-    /// channels of the latter. No fence that is granted is as small as `floor`.
+    /// Acquires and releases leases, at most [`MAX_LOCKS`] in all, with a token for each. The keys are the leases to acquire for `ttl`, the
+    /// leases to release, and the channels of the latter. All granted fences are larger than `floor`.
     pub(crate) async fn lock_exchange(
         &self,
         servers: &Servers,
@@ -248,14 +249,14 @@ impl Scripts {
         self.lock_exchange.run(servers, keys, &(tokens, millis(ttl), fences, KEEP_FENCE_MS, floor)).await
     }
 
-    /// Notes what was granted, if that is a fence.
+    /// Records the fence of a grant. A negative number is no grant, and is ignored.
     pub(crate) fn granted(&self, fence: i64, fences: u32) {
         if let Ok(fence) = u64::try_from(fence) {
             self.floor.note(fence, fences);
         }
     }
 
-    /// The same of a reply that begins with 1 where fences come after it.
+    /// The same for a reply that begins with 1, followed by fences.
     fn granted_all(&self, reply: &Reply, fences: u32) {
         if let Reply::Replied(Value::Array(numbers)) = reply
             && let [Value::Int(1), granted @ ..] = numbers.as_slice()
@@ -268,7 +269,7 @@ impl Scripts {
         }
     }
 
-    /// For whoever stands in line, or respects it.
+    /// Acquires a lock with a wait queue, for a claim that joins or respects the queue.
     pub(crate) async fn lock_line(
         &self,
         way: Delivery<'_>,
@@ -284,7 +285,7 @@ impl Scripts {
         Ok(reply)
     }
 
-    /// At most [`MAX_RENEWALS`] at once.
+    /// Renews at most [`MAX_RENEWALS`] leases.
     pub(crate) async fn lock_renew(
         &self,
         way: Delivery<'_>,
@@ -436,7 +437,7 @@ impl Scripts {
 }
 
 impl Scripts {
-    /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
+    /// Pushes jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(crate) async fn delay_queue_push(
         &self,
         servers: &Servers,
@@ -449,7 +450,7 @@ impl Scripts {
         self.delay_queue_push.call(servers, &names, args).await
     }
 
-    /// The same as a command by itself, with the text of the script.
+    /// The same as a command for a pipeline, with the text of the script.
     pub(crate) fn delay_queue_push_command(
         &self,
         servers: &Servers,
@@ -462,19 +463,19 @@ impl Scripts {
         command("EVAL", &self.delay_queue_push.code, &names, &args)
     }
 
-    /// Waits for `patience`: what is claimed by a call that nobody waits for any more is nobody's until its lease has ended.
+    /// Finishes and claims jobs. If no reply arrives within `timeout`, the claimed jobs belong to no worker until their lease ends.
     pub(crate) async fn delay_queue_claim(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
         claim: &delay_queue::Claim,
         finished: &PackedFinishes,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Value, StoreError> {
         let delay_queue::Claim { worker, limit, lease, dead } = claim;
         let terms = (limit, millis(*lease), dead.count, millis(dead.age));
         let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
-        let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(patience)).await;
+        let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(timeout)).await;
         reply.map_err(error::store_error)
     }
 
@@ -521,20 +522,20 @@ fn all_of(keys: &QueueKeys) -> [&str; 12] {
     [jobs, high, normal, low, leases, dead, unique, cancels, state, idle, runs, snoozed].map(String::as_str)
 }
 
-/// A cluster sends what is published by PUBLISH to all of its nodes.
+/// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
 const fn publish(servers: &Servers) -> &'static str {
     if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
 }
 
-/// How long the keys of a queue outlive the last time at which something in them is due.
+/// How long the keys of a queue are kept after the latest time at which an entry in them is due.
 pub(crate) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
-/// One argument costs less than one for each.
+/// The claim as arguments of `lock_line`.
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, permits(claim))
 }
 
-/// How many may hold it in the same way.
+/// The maximum number of holders of this kind.
 const fn permits(claim: &Claim) -> u32 {
     match claim.kind {
         LockKind::Semaphore => claim.permits,
@@ -543,7 +544,7 @@ const fn permits(claim: &Claim) -> u32 {
     }
 }
 
-/// The byte of a lease's value that says how it is held.
+/// The byte in the value of a lease for the kind of its holders.
 const fn held_as(claim: &Claim) -> u8 {
     match (claim.kind, claim.line) {
         (LockKind::Exclusive, Line::Ignore) => 1,
@@ -560,7 +561,7 @@ const fn held_as(claim: &Claim) -> u8 {
     }
 }
 
-/// The kind of lock behind that byte.
+/// The kind of lock for that byte.
 pub(crate) const fn lock_kind(held_as: u64) -> Option<LockKind> {
     match held_as {
         1 | 3 => Some(LockKind::Exclusive),
@@ -570,7 +571,7 @@ pub(crate) const fn lock_kind(held_as: u64) -> Option<LockKind> {
     }
 }
 
-/// The claim as `lock_acquire` has it.
+/// The claim as the argument of `lock_acquire`. One argument costs less than several.
 fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
     let mut packed = [0; 40];
     let (token, numbers) = packed.split_at_mut(16);
@@ -580,39 +581,39 @@ fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
     for (term, number) in terms.as_chunks_mut().0.iter_mut().zip(numbers) {
         *term = u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
     }
-    // One byte of kind, and seven of a number that is below 2^53.
+    // One byte for the kind, and seven for the floor, which is below 2^53.
     rest.copy_from_slice(&(floor << 8 | u64::from(held_as(claim))).to_le_bytes());
     packed
 }
 
-/// What a script answers that replicas may have to know of.
+/// The reply of a script whose writes may have to reach replicas.
 pub(crate) enum Reply {
-    /// They do, if there is something to know.
+    /// Enough replicas have the writes, or there were none.
     Replied(Value),
-    /// So few do.
+    /// Only this number of replicas have the writes.
     Insufficient(u32),
 }
 
-/// Whether a script of locks grants what it was asked for.
+/// Whether the reply of a lock script is a grant.
 fn begins_with_one(reply: &Value) -> bool {
     matches!(reply, Value::Array(numbers) if numbers.first() == Some(&Value::Int(1)))
 }
 
-/// How many leases one call of `lock_exchange` takes, as the script has it.
+/// The maximum number of leases in one call of `lock_exchange`. The script has the same limit.
 pub(crate) const MAX_LOCKS: usize = 64;
 
-/// How many leases one call of `lock_renew` takes, as the script has it.
+/// The maximum number of leases in one call of `lock_renew`. The script has the same limit.
 pub(crate) const MAX_RENEWALS: usize = 128;
 
-/// How long the last fence of a lock is remembered after its lease. Fences go on to rise without that, by the server's clock;
-/// this is by how much the clock may be set back, or that of a replica be behind that takes over, for them to rise all the same. A
-/// quarter more than the ten minutes that are promised: locks that go together leave it as it is most of the time.
+/// How long the last fence of a lock is remembered after its lease. After that, the server's clock makes fences rise. So fences also rise
+/// if the clock is set back by less than this, or if a new primary's clock is behind by less than this. It is a quarter more than the ten
+/// minutes of the documentation, because most batches leave the expiry as it is.
 const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000 * 5 / 4;
 
-/// The same for an attempt at an operation that was given back.
+/// How long a released attempt of an operation is remembered.
 const KEEP_ATTEMPT_MS: u64 = 10 * 60 * 1_000;
 
-/// Rounded up: a lease is never shorter than was asked for.
+/// Milliseconds, rounded up, so that a lease is never shorter than requested.
 pub(crate) fn millis(ttl: Duration) -> u64 {
     ttl.as_micros().div_ceil(1_000) as u64
 }
@@ -627,8 +628,8 @@ impl LuaScript {
         &self.code
     }
 
-    /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover, a move of
-    /// its slot or `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
+    /// Runs the script by its hash, or by its text if the server does not know it. That is so after a restart, a failover, a move of its
+    /// slot or `SCRIPT FLUSH`. NOSCRIPT means that the server has done nothing, so the script never runs twice.
     pub(crate) async fn run(
         &self,
         servers: &Servers,
@@ -638,25 +639,25 @@ impl LuaScript {
         self.run_on(servers, keys, args, None).await
     }
 
-    /// The same, for longer or less than commands are waited for otherwise.
+    /// The same, with a response timeout other than the connection's.
     async fn run_on(
         &self,
         servers: &Servers,
         keys: &[&str],
         args: &impl ToRedisArgs,
-        patience: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<Value, RedisError> {
-        // All keys of a script are in one slot, so any of them will do.
+        // All keys of a script are in one slot.
         let key = keys.first().copied().unwrap_or_default();
-        match servers.exchange(key, &command("EVALSHA", &self.hash, keys, args), patience).await {
+        match servers.exchange(key, &command("EVALSHA", &self.hash, keys, args), timeout).await {
             Err(error) if error::is_no_script(&error) => {
-                servers.exchange(key, &command("EVAL", &self.code, keys, args), patience).await
+                servers.exchange(key, &command("EVAL", &self.code, keys, args), timeout).await
             }
             reply => reply,
         }
     }
 
-    /// The same, and waits for replicas if `is_granted` says that they have to have what the script has written.
+    /// The same, and waits until replicas have the writes of the script if `is_granted` is true for its reply.
     async fn exchange(
         &self,
         way: Delivery<'_>,
@@ -676,13 +677,13 @@ impl LuaScript {
             Outcome::Insufficient(replicas) => Ok(Reply::Insufficient(replicas)),
             Outcome::Indeterminate(error) => match error::store_error(error) {
                 error if error.is_timeout() || error.is_unavailable() => Err(error),
-                // Whatever it says, the lease has been granted.
+                // No refusal, whatever the error says: the lease was granted.
                 error => Err(StoreError::other(error)),
             },
         }
     }
 
-    /// Runs the script, and makes sure that it could be run by its text too if the server forgot it.
+    /// Runs the script by its hash, and checks that EVAL is permitted too, for a server that forgets the script.
     pub(crate) async fn run_and_verify(
         &self,
         servers: &Servers,
@@ -719,7 +720,7 @@ fn command(verb: &str, script: &str, keys: &[&str], args: &impl ToRedisArgs) -> 
 mod tests {
     use super::*;
 
-    /// The words behind `KEYS[1]`, `ARGV[1]` and so on in the header of a script.
+    /// The names after `KEYS[1]`, `ARGV[1]` and so on in the header of a script.
     fn declared(header: &str, what: &str) -> Vec<String> {
         let names = (1..).map_while(|i| {
             let tag = format!("-- {what}[{i}]");
@@ -732,7 +733,7 @@ mod tests {
     #[test]
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
-        // How many keys and arguments the typed calls above give for one subject or lease.
+        // The number of keys and arguments of the typed calls above, for one descriptor or lease.
         let calls = [
             (&scripts.check, 1, 10),
             (&scripts.check_plain, 1, 1),
@@ -766,19 +767,22 @@ mod tests {
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
                 assert_eq!(names.len(), count, "{what} in the header");
-                assert!(!body.contains(&format!("{what}[{}]", count + 1)), "{what} that the header does not have");
+                assert!(
+                    !body.contains(&format!("{what}[{}]", count + 1)),
+                    "the body uses a {what} that is not in the header"
+                );
                 for name in names {
-                    assert!(body.contains(&name), "the body names {name} as the header does");
+                    assert!(body.contains(&name), "the body does not use {name} of the header");
                 }
             }
             for word in ["Value ", "Returns ", "Errors ", "Repeat "] {
-                assert!(header.contains(&format!("-- {word}")), "the header states {word}");
+                assert!(header.contains(&format!("-- {word}")), "the header has no line {word}");
             }
         }
     }
 
     #[test]
-    fn a_call_is_one_command_with_all_arguments() {
+    fn call_is_one_command_with_all_arguments() {
         let packed = EncodedLimits {
             terms: b"terms".to_vec(),
             limits: b"limits".to_vec(),

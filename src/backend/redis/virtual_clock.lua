@@ -1,7 +1,7 @@
--- virtual_clock: put in front of a script, lets it run on a clock of the test's choice.
+-- virtual_clock: the prelude of a script that runs on the clock of a test.
 --
--- TIME and everything that has to do with expiry is answered from the key {clock}:now, in us; all other commands are real.
--- An expiry lies beside its key, as the last millisecond in which the key is seen: this is how Redis expires keys too.
+-- TIME and all commands about expiry use the key {clock}:now, in us. All other commands are real. The expiry of a key is stored in a
+-- second key, as the last millisecond in which the key exists. Redis expires keys in the same way.
 local real = redis
 local now = tonumber(real.call('GET', '{clock}:now'))
 local tick = math.floor(now / 1000)
@@ -63,5 +63,5 @@ function redis.call(command, ...)
   return real.call(command, ...)
 end
 
--- Nothing that a test does is refused.
+-- No call of a test fails, so pcall is the same as call.
 redis.pcall = redis.call

@@ -1,13 +1,15 @@
-//! Where calls of one kind meet, to go together.
+//! Batches calls of one kind.
 //!
-//! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
-//! go as one: a call costs Redis more than what is asked in it. While there are such, and for a moment after, nobody goes alone.
+//! While few calls are in flight, each call goes directly and without a delay. Further calls wait until one of a few batches returns, and
+//! then share a batch, because a command costs Redis more than its content. While a batch is in flight, and for a moment after, no call
+//! goes directly.
 //!
-//! Where there are many they do not all go in one: nobody would be left to ask anything while it is away, and Redis would have nothing to do while
-//! they are told and ask again. With a part of them in each call both are at work at the same time.
+//! Many waiting calls are divided among several batches. With a single batch, the callers would be idle while Redis works, and Redis would
+//! be idle while the callers get their replies and call again. With a part of the callers in each batch, both work at the same time.
 //!
-//! One that is full would save nothing by waiting, so more of those may be on their way; where the way to Redis is long, as many as there is time
-//! for. Those who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
+//! A full batch gains nothing by waiting, so more full batches may be in flight. With a long round trip, as many are in flight as fit into
+//! it. Calls whose callers have given up are not sent, except for releases of locks. This limits the calls in flight to the number that a
+//! healthy server can answer.
 
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
@@ -24,75 +26,74 @@ use tokio::time::{Instant, sleep_until};
 use super::deferred::Idle;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 
-/// A call that is away for longer than this does not hold up the next one: its connection may be dead.
+/// A batch in flight for longer than this does not delay the next one, since its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
-/// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
-/// long, and does less in the same time the more there are.
+/// Each time that this fits into the round trip, one more full batch may be in flight. A busy server nearby takes about as long, and more
+/// batches in flight would lower its throughput.
 const NEARBY: Duration = Duration::from_millis(2);
-/// How many may wait; more than that go by themselves.
+/// Maximum number of waiting calls. Further calls go directly.
 const WAITING: usize = 4_096;
-/// How many calls may be away altogether, late ones included.
+/// Maximum number of batches in flight, including late ones.
 const AWAY: usize = 64;
 
-/// Takes in what may go together.
+/// Collects calls and sends them in batches.
 pub(crate) struct Batcher<W> {
     limits: BatchConfig,
     away: Arc<AtomicUsize>,
-    crowd: Arc<RttEstimate>,
+    rtt: Arc<RttEstimate>,
     waiting: mpsc::Sender<W>,
-    quorum: Arc<Threshold>,
+    threshold: Arc<Threshold>,
     idle: Idle,
     sender: AbortHandle,
-    // Once the runtime has ended in which that was at work: what is, and what it takes in.
+    // The queue and the task that replace `waiting` and `sender` after their runtime has ended.
     successor: Mutex<Option<(mpsc::Sender<W>, AbortHandle)>>,
     start: Box<dyn Fn(mpsc::Receiver<W>) -> Task + Send + Sync>,
 }
 
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// How calls go together.
+/// The parameters of batches.
 #[derive(Clone, Copy)]
 pub(crate) struct BatchConfig {
-    /// While so many calls are on their way, nobody goes alone.
+    /// While this many direct calls are in flight, further calls are batched.
     pub(crate) max_unbatched: usize,
-    /// For how long nobody goes alone after several were answered together: whoever is first to ask again is not the last, and
-    /// would pay for a call of their own.
+    /// How long after the return of a batch no call goes directly. More of its callers are about to call again, and each direct call
+    /// would cost Redis a command.
     pub(crate) linger: Duration,
-    /// How many go together at the most.
+    /// Maximum number of calls in a batch.
     pub(crate) max_batch: usize,
-    /// Into how many calls so many who are there are divided, if that leaves no more for each than may go together.
+    /// Into how many batches the given number of callers is divided. `max_batch` takes precedence.
     pub(crate) split: fn(usize) -> usize,
-    /// While so many calls of several are on their way, where so many are there, the next one has to be full. With two of them Redis has one to work
-    /// on while the other one travels.
+    /// With the given number of callers, how many batches may be in flight before each further batch has to be full. With two, Redis works
+    /// on one while the other is on the network.
     pub(crate) max_in_flight: fn(usize) -> usize,
-    /// As long as they are full, so many may be on their way.
+    /// How many batches may be in flight if the further ones are full. A long round trip adds to this.
     pub(crate) full: usize,
 }
 
-/// Wakes who sends the next call once so many wait for it.
+/// Wakes the sender of batches when enough calls are waiting.
 struct Threshold {
     number: AtomicUsize,
     reached: Notify,
 }
 
-/// What is known of calls of several that are back.
+/// The last batch that returned.
 struct RttEstimate {
     epoch: Instant,
-    // When there was one for the last time, in us since `epoch`; zero if there never was.
+    // When it returned, in µs since `epoch`, plus one. Zero: none has returned.
     last: AtomicU64,
-    // How long that one took, in us.
+    // The round trip of the last batch with a reply, in µs.
     round_trip: AtomicU64,
 }
 
-/// The place of a call that is on its way; one of several takes all places of those that go alone.
+/// The permit of a call in flight. A batch takes as many permits as there are for direct calls.
 pub(crate) struct InFlightPermit {
     away: Arc<AtomicUsize>,
     places: usize,
 }
 
 impl<W: Send + 'static> Batcher<W> {
-    /// Sends what has met until it is dropped. `send` says when Redis has answered, if it has, and tells those who have met
-    /// when the thread is idle.
+    /// Sends batches until it is dropped. `send` answers the callers when the thread is idle, and returns when Redis replied, if it did.
     pub(crate) fn new<F>(
         limits: BatchConfig,
         home: &RuntimeHandle,
@@ -104,68 +105,79 @@ impl<W: Send + 'static> Batcher<W> {
         let (waiting, arrivals) = mpsc::channel(WAITING);
         let away = Arc::default();
         let counted = Arc::clone(&away);
-        let crowd =
+        let rtt =
             Arc::new(RttEstimate { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) });
         let idle = Idle::new();
-        let (answered, teller) = (Arc::clone(&crowd), idle.clone());
+        let (answered, deferred) = (Arc::clone(&rtt), idle.clone());
         let send = move |batch: Vec<W>| {
             let several = (batch.len() > 1).then(|| Arc::clone(&answered));
-            let (place, sent, teller) =
-                (InFlightPermit::new(&counted, limits.max_unbatched).0, Instant::now(), teller.clone());
-            let call = send(batch, teller.clone());
+            let (place, sent, deferred) =
+                (InFlightPermit::new(&counted, limits.max_unbatched).0, Instant::now(), deferred.clone());
+            let call = send(batch, deferred.clone());
             async move {
                 let answered = call.await;
-                if let Some(crowd) = several {
-                    crowd.is_back(sent, answered);
+                if let Some(rtt) = several {
+                    rtt.is_back(sent, answered);
                 }
                 drop(place);
-                teller.catch_up();
+                deferred.catch_up();
             }
         };
         let send = Arc::new(send);
-        let quorum = Arc::new(Threshold { number: AtomicUsize::new(limits.max_batch), reached: Notify::new() });
-        let (awaited, known, waited) = (Arc::clone(&quorum), Arc::clone(&crowd), idle.clone());
+        let threshold = Arc::new(Threshold { number: AtomicUsize::new(limits.max_batch), reached: Notify::new() });
+        let (awaited, known, waited) = (Arc::clone(&threshold), Arc::clone(&rtt), idle.clone());
         let start = move |arrivals| -> Task {
             let send = Arc::clone(&send);
             let send = move |batch| send(batch);
             Box::pin(send_together(arrivals, limits, Arc::clone(&awaited), Arc::clone(&known), waited.clone(), send))
         };
         let sender = home.spawn(start(arrivals));
-        Self { limits, away, crowd, waiting, quorum, idle, sender, successor: Mutex::default(), start: Box::new(start) }
+        Self {
+            limits,
+            away,
+            rtt,
+            waiting,
+            threshold,
+            idle,
+            sender,
+            successor: Mutex::default(),
+            start: Box::new(start),
+        }
     }
 
-    /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
+    /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
         let (place, before) = InFlightPermit::new(&self.away, 1);
-        let is_alone = before < self.limits.max_unbatched && !self.crowd.is_within(self.limits.linger);
+        let is_alone = before < self.limits.max_unbatched && !self.rtt.is_within(self.limits.linger);
         if is_alone {
             self.idle.catch_up();
         }
         is_alone.then_some(place)
     }
 
-    /// What is answered to one of those that go together. `None` if it has to go by itself after all; an error if the runtime that
-    /// sends them has ended.
+    /// Adds a call to the next batch and waits for its answer. `None` if the call has to go directly, and an error if the runtime that
+    /// sends the batches has ended.
     pub(crate) async fn submit<T>(&self, wait: impl FnOnce(oneshot::Sender<T>) -> W) -> Option<Result<T, RecvError>> {
         let (reply, answer) = oneshot::channel();
         let capacity = match self.waiting.try_send(wait(reply)) {
             Ok(()) => self.waiting.capacity(),
-            // Too many wait.
+            // Too many calls are waiting.
             Err(TrySendError::Full(_)) => return None,
             Err(TrySendError::Closed(waiting)) => self.wait_elsewhere(waiting)?,
         };
         let number = WAITING - capacity;
-        if number >= self.quorum.number.load(Ordering::Relaxed) {
-            self.quorum.reached.notify_one();
+        if number >= self.threshold.number.load(Ordering::Relaxed) {
+            self.threshold.reached.notify_one();
         }
-        // Not for each of them: it takes a look at the clock.
+        // Not for each call, since this reads the clock.
         if number % 8 == 1 {
             self.idle.catch_up();
         }
         Some(answer.await)
     }
 
-    /// The same where the first runtime has ended: in that of the caller, or of whoever came first since. How many more may wait there.
+    /// Queues a call after the first runtime has ended. The batches are then sent in the runtime of the first caller that finds no sender.
+    /// Returns how many more calls may wait.
     fn wait_elsewhere(&self, waiting: W) -> Option<usize> {
         let mut successor = self.successor.lock().unwrap_or_else(PoisonError::into_inner);
         let (sender, _) = match successor.take() {
@@ -192,7 +204,7 @@ impl<W> Drop for Batcher<W> {
 
 impl RttEstimate {
     fn is_back(&self, sent: Instant, answered: Option<Instant>) {
-        // What has no answer says nothing of the way to Redis, and nobody waits for one that takes longer.
+        // Without a reply, the duration says nothing about the round trip. A batch that takes longer than `LATE` delays no other.
         if let Some(answered) = answered {
             let took = answered.saturating_duration_since(sent).min(LATE);
             self.round_trip.store(took.as_micros() as u64, Ordering::Relaxed);
@@ -200,7 +212,7 @@ impl RttEstimate {
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
-    /// How many calls that are full may be on their way so that Redis need not wait for the next one: `near` of them if it is nearby.
+    /// How many full batches may be in flight, so that Redis need not wait for the next: `near` if the server is nearby.
     fn window(&self, near: usize) -> usize {
         near + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
     }
@@ -212,7 +224,7 @@ impl RttEstimate {
 }
 
 impl InFlightPermit {
-    /// And how many places were taken before.
+    /// The permits, and how many were taken before.
     fn new(away: &Arc<AtomicUsize>, places: usize) -> (Self, usize) {
         let before = away.fetch_add(places, Ordering::Relaxed);
         (Self { away: Arc::clone(away), places }, before)
@@ -225,9 +237,9 @@ impl Drop for InFlightPermit {
     }
 }
 
-/// Waits until nobody waits any more, and an answer would be late: a connection that is dead, or a node that hangs, is to hold the place of a call for
-/// no longer, or there are none left for the others, and what is given up in time is how a dead connection is found out. No timer is set while
-/// somebody waits.
+/// Waits until all callers have given up and the reply would be late. A dead connection or a stalled node may hold the permit of a call for
+/// no longer, or the other calls would run out of permits. Besides, a command that is abandoned late is how dead connections are detected.
+/// No timer is set while a caller waits.
 pub(crate) async fn given_up<W, T>(waiting: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
     let late = Instant::now() + LATE;
     for waiting in waiting {
@@ -236,37 +248,37 @@ pub(crate) async fn given_up<W, T>(waiting: &mut [W], reply: fn(&mut W) -> &mut 
     sleep_until(late).await;
 }
 
-/// Sends what has met until nobody can ask any more.
+/// Sends batches until the queue is closed.
 async fn send_together<W, F>(
     mut arrivals: mpsc::Receiver<W>,
     limits: BatchConfig,
-    quorum: Arc<Threshold>,
-    crowd: Arc<RttEstimate>,
+    threshold: Arc<Threshold>,
+    rtt: Arc<RttEstimate>,
     idle: Idle,
     send: impl Fn(Vec<W>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
     let mut calls = JoinSet::new();
-    // When those were sent that are not known to be back or late, and how many are in each.
+    // The batches that are neither back nor late: when each was sent, and its number of calls.
     let mut young = VecDeque::<(Instant, usize)>::new();
-    // How many there were when the last call was sent: in it, in others and waiting. They are not forgotten at once, since some are always about to
-    // ask again.
+    // The number of callers when the last batch was sent: in it, in other batches, and waiting. It decays slowly, because some callers are
+    // always about to call again.
     let mut present = 0_usize;
     let share = |present: usize| present.div_ceil((limits.split)(present)).clamp(1, limits.max_batch);
-    // Rings when one may be late. It is not set anew for each call: that wakes whoever waits for the sockets of this runtime.
+    // Fires when a batch may be late. It is not reset for each batch, because a reset wakes the thread that polls this runtime's sockets.
     let mut alarm = pin!(sleep_until(Instant::now()));
     loop {
-        quorum.number.store(limits.max_batch, Ordering::Relaxed);
+        threshold.number.store(limits.max_batch, Ordering::Relaxed);
         loop {
-            let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.full);
+            let has_room = calls.len() < AWAY && young.len() < rtt.window(limits.full);
             if has_room && (young.len() < (limits.max_in_flight)(present) || arrivals.len() >= limits.max_batch) {
                 break;
             }
             let oldest = young.front().map(|(sent, _)| *sent);
             tokio::select! {
                 _ = calls.join_next() => drop(young.pop_front()),
-                () = quorum.reached.notified(), if has_room => {}
+                () = threshold.reached.notified(), if has_room => {}
                 () = &mut alarm, if oldest.is_some() => {
                     let late = oldest.unwrap_or_else(Instant::now) + LATE;
                     if Instant::now() < late {
@@ -278,14 +290,14 @@ async fn send_together<W, F>(
             }
         }
         let enough = share(present);
-        if crowd.is_within(limits.linger) && arrivals.len() < enough {
-            // Those who were answered a moment ago may want something again: most of them come in time for the next call.
-            quorum.number.store(enough, Ordering::Relaxed);
+        if rtt.is_within(limits.linger) && arrivals.len() < enough {
+            // Callers that were just answered may call again, most of them in time for this batch.
+            threshold.number.store(enough, Ordering::Relaxed);
             let mut waited = pin!(idle.then(|| ()));
             while arrivals.len() < enough {
                 tokio::select! {
                     () = &mut waited => break,
-                    () = quorum.reached.notified() => {}
+                    () = threshold.reached.notified() => {}
                 }
             }
         }
@@ -303,11 +315,11 @@ async fn send_together<W, F>(
         batch.push(first);
         let others = (share(present) - 1).min(arrivals.len());
         if others > 0 {
-            // They are there already.
+            // Does not wait: these calls are already in the queue.
             arrivals.recv_many(&mut batch, others).await;
         }
         young.push_back((Instant::now(), batch.len()));
-        // Some kilobytes that would be moved from hand to hand otherwise.
+        // Boxed, because the future has some kilobytes that would be moved several times otherwise.
         calls.spawn(Box::pin(send(batch)));
     }
 }
@@ -319,12 +331,12 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn each_call_that_is_late_makes_room_for_the_next_one() {
+    async fn late_batch_makes_room_for_the_next() {
         let (begun, (sent, mut times)) = (Instant::now(), mpsc::channel(8));
         let send = move |batch: Vec<oneshot::Sender<()>>, _| {
             let _ = sent.try_send((begun.elapsed().as_millis(), batch.len()));
             async move {
-                // Those who wait hear nothing of it either.
+                // Keep the reply channels open without an answer.
                 let _batch = batch;
                 std::future::pending().await
             }
@@ -337,7 +349,7 @@ mod tests {
             max_in_flight: |_| 1,
             full: 1,
         };
-        let meeting = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
+        let batcher = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
         let late = LATE.as_millis();
         let mut waiting = JoinSet::new();
         for (comes, goes) in
@@ -345,8 +357,8 @@ mod tests {
         {
             let comes = begun + Duration::from_millis(comes as u64);
             tokio::time::sleep_until(comes).await;
-            let meeting = Arc::clone(&meeting);
-            waiting.spawn(async move { meeting.submit(|reply| reply).await });
+            let batcher = Arc::clone(&batcher);
+            waiting.spawn(async move { batcher.submit(|reply| reply).await });
             if comes.duration_since(begun).as_millis() != goes {
                 assert!(tokio::time::timeout(Duration::from_millis(1), times.recv()).await.is_err());
             }
@@ -354,9 +366,9 @@ mod tests {
         }
     }
 
-    /// All went together, so that either all of them or Redis had nothing to do.
+    /// Regression: all callers went in one batch, so that either the callers or Redis were idle.
     #[tokio::test(start_paused = true)]
-    async fn half_of_those_who_are_there_go_in_each_of_two_calls() {
+    async fn callers_are_divided_between_two_batches() {
         let (sent, mut calls) = mpsc::unbounded_channel();
         let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
             let (answer, is_answered) = oneshot::channel::<()>();
@@ -375,25 +387,25 @@ mod tests {
             max_in_flight: |_| 2,
             full: 2,
         };
-        let meeting = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
-        let mut asking = JoinSet::new();
+        let batcher = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
+        let mut callers = JoinSet::new();
         for _ in 0..6 {
-            let meeting = Arc::clone(&meeting);
-            asking.spawn(async move { while meeting.submit(|reply| reply).await.is_some() {} });
+            let batcher = Arc::clone(&batcher);
+            callers.spawn(async move { while batcher.submit(|reply| reply).await.is_some() {} });
         }
         let (first, mut oldest) = calls.recv().await.unwrap();
         let next = tokio::time::timeout(Duration::from_secs(1), calls.recv()).await;
-        let (second, mut newest) = next.expect("all of them went in the first").unwrap();
+        let (second, mut newest) = next.expect("all callers went in the first batch").unwrap();
         assert_eq!((first, second), (3, 3));
         for _ in 0..10 {
             oldest.send(()).unwrap();
             let (again, next) = calls.recv().await.unwrap();
-            assert_eq!(again, 3, "those who were told, and all of them");
+            assert_eq!(again, 3, "all callers of the batch that returned, and no others");
             (oldest, newest) = (newest, next);
         }
     }
 
-    /// A runtime of so many threads beside that of the test.
+    /// A second runtime, with this number of threads.
     fn elsewhere(threads: usize) -> (Runtime, RuntimeHandle) {
         let runtime = Builder::new_multi_thread().worker_threads(threads).enable_time().build().unwrap();
         let home = {
@@ -404,7 +416,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_asks_next_tells_those_whose_thread_is_blocked() {
+    async fn next_call_delivers_replies_of_blocked_thread() {
         let (runtime, home) = elsewhere(1);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (begun, has_begun) = oneshot::channel();
@@ -429,29 +441,29 @@ mod tests {
             max_in_flight: |_| 1,
             full: 1,
         };
-        let meeting = Batcher::new(limits, &home, send);
-        let mut first = pin!(meeting.submit(|reply| reply));
+        let batcher = Batcher::new(limits, &home, send);
+        let mut first = pin!(batcher.submit(|reply| reply));
         assert!(futures_util::poll!(&mut first).is_pending());
         has_begun.await.unwrap();
         tokio::time::sleep(Duration::from_millis(2)).await;
         assert!(futures_util::poll!(&mut first).is_pending());
-        let mut next = pin!(meeting.submit(|reply| reply));
+        let mut next = pin!(batcher.submit(|reply| reply));
         assert!(futures_util::poll!(&mut next).is_pending());
         let told = tokio::time::timeout(Duration::from_secs(10), first).await;
         free.send(()).unwrap();
         next.await.unwrap().unwrap();
         runtime.shutdown_background();
-        told.expect("nobody tells it").unwrap().unwrap();
+        told.expect("the reply was not delivered").unwrap().unwrap();
     }
 
-    /// A thread that keeps the answers of one call, and nobody who asks.
+    /// A blocked thread has the replies of one batch, and no further call arrives.
     #[tokio::test]
-    async fn a_call_that_comes_back_tells_those_whose_thread_is_blocked() {
+    async fn returning_batch_delivers_replies_of_blocked_thread() {
         let (runtime, home) = elsewhere(2);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (answer, answered) = oneshot::channel::<()>();
         let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
-        // What the second call has, and the first.
+        // The second batch blocks its thread. The first, which is popped first, waits for its answer.
         let has = Mutex::new(vec![(None, Some(until_free)), (Some(answered), None)]);
         let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
             let (answered, until_free) = has.lock().unwrap().pop().unwrap();
@@ -479,10 +491,10 @@ mod tests {
             max_in_flight: |_| 2,
             full: 2,
         };
-        let meeting = Batcher::new(limits, &home, send);
+        let batcher = Batcher::new(limits, &home, send);
         let mut calls = Vec::new();
         for _ in 0..2 {
-            let mut call = Box::pin(meeting.submit(|reply| reply));
+            let mut call = Box::pin(batcher.submit(|reply| reply));
             assert!(futures_util::poll!(&mut call).is_pending());
             has_begun.recv().await.unwrap();
             calls.push(call);
@@ -494,17 +506,17 @@ mod tests {
         let told = tokio::time::timeout(Duration::from_secs(10), blocked).await;
         free.send(()).unwrap();
         runtime.shutdown_background();
-        told.expect("nobody tells it").unwrap().unwrap();
+        told.expect("the reply was not delivered").unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_answers_say_how_long_the_way_is() {
-        let crowd = RttEstimate { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
+    async fn round_trip_is_measured_by_replies_only() {
+        let rtt = RttEstimate { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
-        crowd.is_back(sent, None);
-        assert_eq!(crowd.window(2), 2);
-        crowd.is_back(sent, Some(Instant::now()));
-        assert_eq!(crowd.window(2), 12);
+        rtt.is_back(sent, None);
+        assert_eq!(rtt.window(2), 2);
+        rtt.is_back(sent, Some(Instant::now()));
+        assert_eq!(rtt.window(2), 12);
     }
 }

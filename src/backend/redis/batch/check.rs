@@ -1,6 +1,6 @@
-//! Decisions that are asked for at the same time, in one call.
+//! Batches of rate limit checks that are requested at the same time.
 //!
-//! A call costs Redis as much as three decisions in it, so that many more are made in the same time.
+//! A command costs Redis as much as three checks within it, so batches allow many more checks in the same time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::Policy;
 
-/// More together would save Redis little, and hold up others for longer; the script takes no more than that.
+/// Larger batches would save Redis little and block it for longer. The script accepts at most 64 checks.
 const LIMITS: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
@@ -31,34 +31,34 @@ const LIMITS: BatchConfig = BatchConfig {
     full: 4,
 };
 
-/// How many calls are to be on their way where so many decisions are asked for, each with its part of them. Of a few the way to Redis and back takes most
-/// of the time, so there had better be more calls; of many their number does, so it had better be fewer.
+/// Into how many batches the given number of checks is divided. For few checks, the round trip takes most of the time, so more batches are
+/// better. For many checks, the number of commands does, so fewer batches are better.
 const fn calls(present: usize) -> usize {
     if present <= FEW { 4 } else { 2 }
 }
 
-/// From 24 on four calls made fewer decisions a second than two where the client had one thread.
+/// From 24 checks on, with a client of one thread, four batches had a lower throughput than two.
 const FEW: usize = 20;
 
-/// What is said of one subject. There is room for the counts of the limits that most policies have.
+/// The reply for one descriptor. The counts of most policies fit inline.
 pub(crate) type Reply = SmallVec<[u8; 32]>;
 
-/// Where decisions meet.
+/// Batches of checks.
 pub(crate) struct CheckBatcher(Batcher<Pending>);
 
-/// A decision that has not been asked for yet.
+/// A check that was not sent yet.
 struct Pending {
     policy: Policy,
-    // Of the subject: those with the same one are beside each other before their keys are compared.
+    // The hash of the key. Sorting by it first avoids most comparisons of strings.
     sum: u64,
-    // Where it is counted.
+    // The key of the counts in Redis.
     counts: String,
     cost: u32,
     reply: oneshot::Sender<Result<Reply, RedisError>>,
 }
 
 impl CheckBatcher {
-    /// Sends what has met, until it is dropped.
+    /// Sends batches until it is dropped.
     pub(crate) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, home: &RuntimeHandle) -> Self {
         let send = move |batch, idle| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
@@ -67,12 +67,12 @@ impl CheckBatcher {
         Self(Batcher::new(LIMITS, home, send))
     }
 
-    /// A place for a decision that may go by itself, unless others are on their way already.
+    /// A permit for a direct call, unless others are in flight.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
         self.0.try_direct()
     }
 
-    /// What `rate_limit_check_plain` would say, or `None` if the decision has to go by itself after all.
+    /// The reply that `rate_limit_check_plain` would send; `None` to call directly.
     pub(crate) async fn check(
         &self,
         policy: &Policy,
@@ -81,13 +81,13 @@ impl CheckBatcher {
         cost: u32,
     ) -> Option<Result<Reply, StoreError>> {
         let waiting = |reply| Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply };
-        let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that asks for decisions has ended"));
+        let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that sends checks to redis has ended"));
         let answer = self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost()));
         Some(answer.map_err(store_error))
     }
 }
 
-/// Asks for several decisions at once, and tells each who waits for it. When Redis has answered, if it has.
+/// Sends a batch and answers its callers. Returns when Redis replied, if it did.
 async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<Pending>) -> Option<Instant> {
     let connected = tokio::select! {
         biased;
@@ -98,11 +98,11 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
         batch.into_iter().for_each(|waiting| drop(waiting.reply.send(Err(error.clone()))));
         return None;
     }
-    // Who has given up by the time that there is a connection need not be charged.
+    // Do not charge callers that gave up before a connection was available.
     batch.retain(|waiting| !waiting.reply.is_closed());
-    // Those of one policy are a group, and those of one subject are beside each other in it.
-    let place = |waiting: &Pending| (std::ptr::from_ref(waiting.policy.packed(encode)), waiting.sum);
-    batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.counts.cmp(&other.counts)));
+    // The script needs the checks of a policy in one group, and the checks of a key next to each other.
+    let order = |waiting: &Pending| (std::ptr::from_ref(waiting.policy.packed(encode)), waiting.sum);
+    batch.sort_by(|one, other| order(one).cmp(&order(other)).then_with(|| one.counts.cmp(&other.counts)));
     let (asked, mut replies): (Vec<_>, Vec<_>) =
         batch.into_iter().map(|Pending { policy, counts, cost, reply, .. }| ((policy, counts, cost), reply)).unzip();
     if asked.is_empty() {
@@ -126,7 +126,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
         Ok(answer) => {
             let lengths = asked.iter().map(|(policy, ..)| policy.packed(encode).counts);
             split(&answer, lengths).unwrap_or_else(|| {
-                tracing::debug!(error = %unexpected_reply(&answer), "redis answers several decisions in a way that cannot be read");
+                tracing::debug!(error = %unexpected_reply(&answer), "redis sent an unexpected reply to a batch of checks");
                 vec![Err(unreadable()); replies.len()]
             })
         }
@@ -134,7 +134,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     };
     idle.then(move || {
         for (reply, answer) in replies.into_iter().zip(answers) {
-            // Who has given up meanwhile is not interested.
+            // The caller may have given up.
             let _ = reply.send(answer);
         }
     })
@@ -142,7 +142,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     answered
 }
 
-/// What the script says to each of those who are told so many bytes if they are charged. `None` if that cannot be told.
+/// Splits the reply of the script, given the length of each reply if all descriptors are charged. `None` if the reply is malformed.
 fn split(
     answer: &Value,
     lengths: impl ExactSizeIterator<Item = usize> + Clone,
@@ -169,10 +169,10 @@ fn split(
 }
 
 fn unreadable() -> RedisError {
-    RedisError::from((redis::ErrorKind::UnexpectedReturnType, "a decision cannot be read"))
+    RedisError::from((redis::ErrorKind::UnexpectedReturnType, "the reply to a check is malformed"))
 }
 
-/// What the script says to questions that meet.
+/// The replies to checks in one batch.
 #[cfg(test)]
 pub(crate) async fn together(
     servers: &Servers,
@@ -188,7 +188,7 @@ pub(crate) async fn together(
     send(servers, scripts, &Idle::new(), batch).await;
     let mut replies = Vec::new();
     for answer in answers {
-        let reply = answer.await.expect("everybody gets an answer");
+        let reply = answer.await.expect("each check gets a reply");
         replies.push(reply.map_err(store_error)?);
     }
     Ok(replies)
@@ -202,30 +202,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_told_its_part_of_the_answer() {
+    fn reply_is_split_into_one_for_each_check() {
         let lengths = [24, 32, 24];
-        let told = |answer: &Value| split(answer, lengths.into_iter());
+        let replies = |answer: &Value| split(answer, lengths.into_iter());
         let parts = lengths.map(|length| vec![length as u8; length]);
         let text = |bytes: &[u8]| Value::BulkString(bytes.to_vec());
 
-        let all_charged = told(&text(&parts.concat())).unwrap();
+        let all_charged = replies(&text(&parts.concat())).unwrap();
         assert_eq!(all_charged.into_iter().map(Result::unwrap).collect::<Vec<_>>(), parts.clone().map(Reply::from));
 
         let failed = redis::parse_redis_value(b"-WRONGTYPE a list\r\n").unwrap();
-        let some = told(&Value::Array(vec![text(&[]), failed, text(&[0; 8])])).unwrap();
+        let some = replies(&Value::Array(vec![text(&[]), failed, text(&[0; 8])])).unwrap();
         assert!(some[0].as_ref().unwrap().is_empty());
         assert_eq!(some[1].as_ref().unwrap_err().code(), Some("WRONGTYPE"));
         assert_eq!(**some[2].as_ref().unwrap(), [0; 8]);
-        let other = told(&Value::Array(vec![Value::Int(1), Value::Nil, text(&[])])).unwrap();
+        let other = replies(&Value::Array(vec![Value::Int(1), Value::Nil, text(&[])])).unwrap();
         assert_eq!(other.iter().map(Result::is_ok).collect::<Vec<_>>(), [false, false, true]);
 
         for answer in [text(&[0; 79]), text(&[0; 81]), text(&[]), Value::Array(vec![text(&[]); 2]), Value::Okay] {
-            assert!(told(&answer).is_none(), "{answer:?}");
+            assert!(replies(&answer).is_none(), "{answer:?}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn few_go_in_more_calls_than_many() {
+    async fn few_checks_use_more_batches_than_many() {
         for (number, parts) in [(16, vec![4, 4, 4, 4]), (20, vec![5, 5, 5, 5]), (32, vec![16, 16])] {
             let (sent, mut calls) = mpsc::unbounded_channel();
             let send = move |batch: Vec<oneshot::Sender<()>>, _| {
@@ -235,14 +235,14 @@ mod tests {
                     std::future::pending().await
                 }
             };
-            let meeting = Arc::new(Batcher::new(LIMITS, &RuntimeHandle::here(), send));
+            let batcher = Arc::new(Batcher::new(LIMITS, &RuntimeHandle::here(), send));
             let mut asking = JoinSet::new();
             for _ in 0..number {
-                let meeting = Arc::clone(&meeting);
-                asking.spawn(async move { meeting.submit(|reply| reply).await });
+                let batcher = Arc::clone(&batcher);
+                asking.spawn(async move { batcher.submit(|reply| reply).await });
             }
             for (turn, part) in parts.into_iter().enumerate() {
-                // Less than it takes a call to be late, which would make room for the next one.
+                // Shorter than the time after which a batch is late and makes room for the next.
                 let call = tokio::time::timeout(Duration::from_millis(1), calls.recv()).await;
                 assert_eq!(call.unwrap_or_else(|_| panic!("call {turn} of {number}")), Some(part));
             }

@@ -1,7 +1,7 @@
-//! What is put off until a thread has nothing else to do.
+//! Work that is deferred until a thread is idle.
 //!
-//! Who tells many tasks that they may go on wakes another thread with each of them, which takes that task away, is done with it at once and sleeps
-//! again. What is woken by a thread that is about to sleep is spread over the threads once, when all of it is there.
+//! A busy thread that wakes many tasks wakes another thread for each of them. That thread steals the task, finishes it at once and sleeps
+//! again. If a thread wakes the tasks just before it sleeps, they are spread over the threads once, when all of them are queued.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -14,76 +14,76 @@ use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-/// A thread that is busy for longer than this does not keep what it was to do: whoever comes by does it.
+/// If a thread is busy for longer than this, the next call of [`Idle::catch_up`] runs its deferred work.
 const LATE: Duration = Duration::from_millis(1);
 
-/// What has been put off and is not done.
+/// The deferred work that has not run yet.
 #[derive(Clone)]
-pub(crate) struct Idle(Arc<Errands>);
+pub(crate) struct Idle(Arc<DeferredList>);
 
-struct Errands {
+struct DeferredList {
     epoch: Instant,
-    // Since when the first of them waits, in us since `epoch`, plus one; zero if there is none.
+    // When the first of them was deferred, in µs since `epoch`, plus one. Zero: there is none.
     since: AtomicU64,
     waiting: Mutex<VecDeque<Pending>>,
 }
 
-/// An errand that is not done, and since when.
+/// A deferred closure, and when it was deferred.
 struct Pending {
     since: u64,
-    errand: Arc<Errand>,
+    deferred: Arc<Deferred>,
 }
 
-/// The place of an errand among those that are not done, while somebody waits for it.
+/// Keeps a deferred closure in the list while its caller waits.
 struct Listed<'a> {
-    errands: &'a Errands,
-    errand: Arc<Errand>,
+    list: &'a DeferredList,
+    deferred: Arc<Deferred>,
 }
 
-/// Something that is done once, by whoever comes first.
-struct Errand(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+/// A closure that runs once, on the first wake.
+struct Deferred(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl Idle {
     pub(crate) fn new() -> Self {
-        Self(Arc::new(Errands { epoch: Instant::now(), since: AtomicU64::new(0), waiting: Mutex::default() }))
+        Self(Arc::new(DeferredList { epoch: Instant::now(), since: AtomicU64::new(0), waiting: Mutex::default() }))
     }
 
-    /// Does something once this thread has nothing else to do, and waits until it is done. Whoever stops waiting does not keep it from being done.
+    /// Runs `act` once this thread is idle, and waits until it has run. It also runs if the caller stops waiting.
     pub(crate) async fn then(&self, act: impl FnOnce() + Send + 'static) {
         let (done, is_done) = oneshot::channel();
         let act = move || {
             act();
-            // Who waited may have been dropped.
+            // The caller may have stopped waiting.
             let _ = done.send(());
         };
-        let errand = Arc::new(Errand(Mutex::new(Some(Box::new(act)))));
-        let _listed = self.0.list(&errand);
-        // The runtime wakes who has yielded when it is done with others, whoever that is.
-        let _ = pin!(yield_now()).poll(&mut Context::from_waker(&Waker::from(errand)));
+        let deferred = Arc::new(Deferred(Mutex::new(Some(Box::new(act)))));
+        let _listed = self.0.list(&deferred);
+        // Registers the closure, in place of this task, as the waker that the runtime wakes after the other tasks of the thread.
+        let _ = pin!(yield_now()).poll(&mut Context::from_waker(&Waker::from(deferred)));
         let _ = is_done.await;
     }
 
-    /// Does what should have been done a while ago.
+    /// Runs all deferred work if the oldest of it is late.
     pub(crate) fn catch_up(&self) {
         let since = self.0.since.load(Ordering::Relaxed);
         if since == 0 || self.0.now().saturating_sub(since) < LATE.as_micros() as u64 {
             return;
         }
-        let late: Vec<_> = self.0.waiting().iter().map(|waiting| Arc::clone(&waiting.errand)).collect();
-        late.into_iter().for_each(Errand::wake);
+        let late: Vec<_> = self.0.waiting().iter().map(|waiting| Arc::clone(&waiting.deferred)).collect();
+        late.into_iter().for_each(Deferred::wake);
     }
 }
 
-impl Errands {
+impl DeferredList {
     fn now(&self) -> u64 {
         self.epoch.elapsed().as_micros() as u64 + 1
     }
 
-    fn list(&self, errand: &Arc<Errand>) -> Listed<'_> {
+    fn list(&self, deferred: &Arc<Deferred>) -> Listed<'_> {
         let mut waiting = self.waiting();
-        waiting.push_back(Pending { since: self.now(), errand: Arc::clone(errand) });
+        waiting.push_back(Pending { since: self.now(), deferred: Arc::clone(deferred) });
         self.note(&waiting);
-        Listed { errands: self, errand: Arc::clone(errand) }
+        Listed { list: self, deferred: Arc::clone(deferred) }
     }
 
     fn note(&self, waiting: &VecDeque<Pending>) {
@@ -97,13 +97,13 @@ impl Errands {
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        let mut waiting = self.errands.waiting();
-        waiting.retain(|other| !Arc::ptr_eq(&other.errand, &self.errand));
-        self.errands.note(&waiting);
+        let mut waiting = self.list.waiting();
+        waiting.retain(|other| !Arc::ptr_eq(&other.deferred, &self.deferred));
+        self.list.note(&waiting);
     }
 }
 
-impl Wake for Errand {
+impl Wake for Deferred {
     fn wake(self: Arc<Self>) {
         let act = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(act) = act {
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_put_off_comes_after_what_others_do() {
+    async fn deferred_work_runs_after_other_tasks() {
         let noted = Arc::new(Mutex::new(Vec::new()));
         let note = |what: &'static str| {
             let noted = Arc::clone(&noted);
@@ -130,7 +130,7 @@ mod tests {
         let acting = tokio::spawn(async move {
             let idle = Idle::new();
             let mut done = pin!(idle.then(act));
-            // Unlike `yield_now` it does not end because somebody looks at it once more.
+            // Unlike `yield_now`, it does not complete because it is polled again.
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             done.await;
@@ -141,9 +141,9 @@ mod tests {
         assert_eq!(*noted.lock().unwrap(), ["other", "act", "after"]);
     }
 
-    /// They were kept for ever.
+    /// Regression: abandoned closures stayed in the list for ever.
     #[tokio::test]
-    async fn nothing_is_left_of_what_nobody_waits_for() {
+    async fn abandoned_work_leaves_the_list() {
         let idle = Idle::new();
         for _ in 0..2 {
             let mut waits = Box::pin(idle.then(|| ()));
@@ -155,9 +155,9 @@ mod tests {
         }
     }
 
-    /// All who had met in a call waited for as long as the thread was busy that had got its answer.
+    /// Regression: the callers of a batch waited for as long as the thread with its reply was busy.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_thread_that_is_blocked_does_not_keep_what_it_was_to_do() {
+    async fn other_thread_runs_work_of_blocked_thread() {
         let idle = Idle::new();
         let (free, until_free) = mpsc::channel::<()>();
         let (begun, has_begun) = oneshot::channel();
@@ -174,7 +174,7 @@ mod tests {
         });
         has_begun.await.unwrap();
         tokio::time::sleep(2 * LATE).await;
-        assert!(has_acted.try_recv().is_err(), "nobody has come by");
+        assert!(has_acted.try_recv().is_err(), "no other thread has caught up");
         idle.catch_up();
         has_acted.try_recv().unwrap();
         free.send(()).unwrap();

@@ -1,6 +1,6 @@
 //! Batches of lock acquisitions and releases.
 //!
-//! As with decisions, single calls go directly, and further ones wait until one of a few batches returns. Each acquisition and
+//! As with checks, single calls go directly, and further ones wait until one of a few batches returns. Each acquisition and
 //! release has its own answer. Without an answer from its batch, a caller retries alone with the same token, which is harmless.
 //! So a refusal of one never refuses others.
 
@@ -22,9 +22,9 @@ use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, Token};
 
-/// A call costs Redis as much as three locks, and as much again to read and answer, so larger batches are better. Callers do
-/// more after a lock than after a decision before they call again. With a third of them in each call Redis does not wait for
-/// them, and late callers have a fourth call.
+/// A command costs Redis as much as three locks, and as much again to read and answer, so larger batches are better. Callers do
+/// more after a lock than after a check before they call again. With a third of them in each batch, Redis does not wait for them,
+/// and late callers use a fourth batch.
 const LIMITS: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
@@ -90,7 +90,7 @@ impl Pending {
     }
 }
 
-/// The meaning of the number that the script returns for an acquisition.
+/// Decodes the number that the script returns for an acquisition.
 pub(crate) const fn acquired(number: i64) -> Acquired {
     match number {
         1.. => Acquired::Granted { fence: number.unsigned_abs() },
@@ -134,7 +134,7 @@ async fn exchange(
     join_all(calls).await.into_iter().max().flatten()
 }
 
-/// The same in one call: acquisitions with the same parameters, then releases.
+/// Sends one call of a batch: acquisitions with the same parameters, then releases.
 async fn exchange_alike(
     own: &Servers,
     scripts: &Scripts,
@@ -168,7 +168,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     let answered = reply.is_ok().then(Instant::now);
     let numbers = match reply.map_err(store_error) {
         Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
-            tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
+            tracing::debug!(error = %unexpected_reply(&reply), "redis sent an unexpected reply to a batch of locks");
             vec![0; group.len()]
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
@@ -176,7 +176,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
             return None;
         }
         Err(error) => {
-            tracing::debug!(%error, "redis refuses a call about several locks");
+            tracing::debug!(%error, "redis rejected a batch of locks");
             vec![0; group.len()]
         }
     };
@@ -190,8 +190,7 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
     answered
 }
 
-/// The answers of the script: one number for most acquisitions, 1 for most releases, and other numbers for the ones that it
-/// lists.
+/// The answers in the reply of the script. It has one number for most acquisitions, implies 1 for most releases, and lists the exceptions.
 fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
     let Value::Array(values) = reply else { return None };
     let [Value::Int(first), others @ ..] = values.as_slice() else { return None };

@@ -1,6 +1,6 @@
-//! Jobs that are pushed at the same time, in one call.
+//! Batches of jobs that are pushed at the same time.
 //!
-//! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
+//! As with checks, single pushes go directly, and further ones wait until one of a few batches returns.
 
 use std::mem;
 use std::sync::Arc;
@@ -29,10 +29,10 @@ const LIMITS: BatchConfig = BatchConfig {
     full: 2,
 };
 
-/// Where pushes meet.
+/// Batches of pushes.
 pub(crate) struct PushBatcher(Batcher<Pending>);
 
-/// A job that has not been pushed yet.
+/// A job that was not pushed yet.
 struct Pending {
     queue: QueueKey,
     job: NewJob,
@@ -41,7 +41,7 @@ struct Pending {
 }
 
 impl PushBatcher {
-    /// Sends what has met, until it is dropped.
+    /// Sends batches until it is dropped.
     pub(crate) fn new(inner: &Inner) -> Self {
         let Inner { servers, keys, scripts, locks, .. } = inner;
         let (servers, keys, scripts) = (Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts));
@@ -49,12 +49,12 @@ impl PushBatcher {
         Self(Batcher::new(LIMITS, locks.home(), send))
     }
 
-    /// A place for a push that may go by itself, unless others are on their way already.
+    /// A permit for a direct call, unless others are in flight.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
         self.0.try_direct()
     }
 
-    /// Pushes a job together with others, or `None` if it has to go by itself after all.
+    /// Pushes a job in a batch; `None` to call directly.
     pub(crate) async fn together(
         &self,
         queue: &QueueKey,
@@ -62,13 +62,12 @@ impl PushBatcher {
         max_jobs: u64,
     ) -> Option<Result<Admission, StoreError>> {
         let waiting = |reply| Pending { queue: *queue, job: job.clone(), max_jobs, reply };
-        let lost = || StoreError::unavailable("the runtime that pushes jobs has ended");
+        let lost = || StoreError::unavailable("the runtime that sends pushes to redis has ended");
         Some(self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost())))
     }
 }
 
-/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it. When Redis has answered, if it has
-/// answered all of it.
+/// Pushes a batch, with one call or more for each queue, and answers its callers. Returns when Redis replied, if it replied to all calls.
 async fn send(
     servers: Arc<Servers>,
     keys: Arc<Keys>,
@@ -76,17 +75,17 @@ async fn send(
     idle: Idle,
     mut batch: Vec<Pending>,
 ) -> Option<Instant> {
-    // Who has given up need not be pushed.
+    // Skip the jobs of callers that have given up.
     batch.retain(|waiting| !waiting.reply.is_closed());
     if batch.is_empty() {
         return None;
     }
-    // At the same time: a node of a cluster that hangs concerns its own queues.
+    // Concurrently, so that a stalled node of a cluster delays only its own queues.
     let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, &idle, group));
     join_all(calls).await.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
 }
 
-/// Jobs of one queue and priority, and no more in a group than one call carries.
+/// Groups of jobs with the same queue, priority and maximum number of jobs, each small enough for one call.
 fn groups(mut batch: Vec<Pending>) -> Vec<Vec<Pending>> {
     let mut groups = Vec::new();
     while let Some(last) = batch.last() {
@@ -105,7 +104,7 @@ fn groups(mut batch: Vec<Pending>) -> Vec<Vec<Pending>> {
     groups
 }
 
-/// Pushes several jobs of one queue and priority. When there was an answer, if there was.
+/// Pushes jobs of one queue and priority. Returns when Redis replied, if it did.
 async fn send_group(
     servers: &Servers,
     keys: &Keys,
@@ -129,7 +128,7 @@ async fn send_group(
                 Ok(admissions) => Ok(admissions[i]),
                 Err(error) => Err(error.clone()),
             };
-            // Who has given up meanwhile is not interested.
+            // The caller may have given up.
             let _ = reply.send(admission);
         }
     })
@@ -145,16 +144,16 @@ mod tests {
     use crate::backend::redis::connection::runtime::RuntimeHandle;
     use crate::delay_queue::{JobId, Priority};
 
-    /// Of somebody who has given up.
+    /// The push of a caller that has given up.
     fn waiting(bytes: usize, priority: Priority) -> Pending {
         let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
         Pending { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
     }
 
-    /// The time that it took was taken for that of the way to Redis.
+    /// Regression: the time until they were discarded counted as a round trip.
     #[tokio::test]
-    async fn pushes_that_nobody_waits_for_are_no_answer() {
-        // There is nobody to connect to.
+    async fn abandoned_pushes_count_as_no_reply() {
+        // No server listens there.
         let client = redis::Client::open("redis://127.0.0.1:1/").unwrap();
         let connector = Connector::Client(Box::new((client, redis::AsyncConnectionConfig::new())));
         let terms =
@@ -165,9 +164,9 @@ mod tests {
         assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);
     }
 
-    /// Redis does nothing else for as long as it takes a script to read them.
+    /// Redis does nothing else while a script reads its arguments.
     #[test]
-    fn large_jobs_that_meet_go_in_several_calls() {
+    fn batch_of_large_jobs_goes_in_several_calls() {
         let sizes = |batch| {
             let mut sizes: Vec<_> = groups(batch).iter().map(Vec::len).collect();
             sizes.sort_unstable();

@@ -1,4 +1,4 @@
-//! The packed counts of `lua/rate_limit_check.lua`: the terms of a policy as they are sent, and what comes back.
+//! The encoding of `lua/rate_limit_check.lua`: the terms of a policy in requests, and the packed counts in replies.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
 const VERSION: u8 = 4;
-/// While a key is blocked; the end of the block follows, and then the counts.
+/// The first byte of the value of a blocked key. The end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
-/// What a reply says, where it is more than the counts.
+/// The status in a reply that is more than the counts.
 const BLOCKED_STATUS: u64 = 2;
 const ADMITTED: u8 = 3;
 const INSTANT: usize = 7;
-/// Doubles have all integers up to this one.
+/// Doubles represent all integers up to this one.
 const EXACT: i64 = 1 << 53;
-/// A number of a count, and the time of the last update.
+/// The length in bytes of a number of a count, and of the time of the last update.
 const NUMBER: usize = 8;
 
 const fn code(algorithm: Algorithm) -> u8 {
@@ -27,7 +27,7 @@ const fn code(algorithm: Algorithm) -> u8 {
     }
 }
 
-/// How many numbers a count has.
+/// How many numbers the count of a limit has.
 const fn numbers(algorithm: Algorithm) -> usize {
     match algorithm {
         Algorithm::TokenBucket | Algorithm::FixedWindow => 2,
@@ -36,9 +36,9 @@ const fn numbers(algorithm: Algorithm) -> usize {
     }
 }
 
-/// The terms, and how counts begin that were made with them: there is what the key does not tell of the terms.
+/// The terms, and the prefix of the counts under them. The prefix has the terms that are not part of the key.
 pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
-    // The last update is in front of them.
+    // Plus one for the time of the last update.
     let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
     let (mut all, mut limits) = (Vec::new(), vec![VERSION]);
     for LimitParams { algorithm, span, step, capacity } in terms {
@@ -63,39 +63,38 @@ pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
     }
 }
 
-/// Whether one of several replies says that its subject is admitted.
+/// Whether this reply, one of several, admits its descriptor.
 pub(crate) fn is_admitted(reply: &[u8]) -> bool {
     reply.first() == Some(&ADMITTED)
 }
 
-/// How long counts say something after they were written, debts included, and a quarter of that: the scripts do not write it each time.
+/// How long counts matter after they were written, debts included, plus a quarter, because the scripts do not write the expiry each time.
 fn time_to_live_ms(terms: &[LimitParams]) -> u64 {
     let longest = terms.iter().map(|terms| match terms.algorithm {
         Algorithm::TokenBucket => (2 * terms.full()).div_ceil(terms.step.max(1)),
         Algorithm::SlidingWindow => 2 * terms.span,
         Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
     });
-    // Expiry is counted in whole milliseconds of another reading of the clock.
+    // The expiry has whole milliseconds, and starts from another reading of the clock.
     let longest = longest.max().unwrap_or(0).div_ceil(1_000) + 10;
     longest + longest.div_ceil(4)
 }
 
-/// What a script says of one subject: the clock and the counts as they are stored now, if it was charged and has no logs, and otherwise
+/// Decodes the reply of a script for one descriptor; `None` if it is malformed. If the descriptor was charged and has no logs, the reply is
+/// the clock and the stored counts. Otherwise it is
 ///
 /// ```text
-/// status, clock, (used, us until the cost fits, us until more is left) for each log, the value as it is stored now
+/// status, clock, (used, us until the cost fits, us until more is left) for each log, the stored value
 /// ```
 ///
-/// The first is told by its length, which the second never has without logs.
-///
-/// `None` if it cannot be understood.
+/// The length tells the first form from the second, which never has that length without logs.
 pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
     let is_short = policy.logs().next().is_none() && reply.len() == policy.packed(encode).counts;
     let (status, now) =
         if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
     let charged = charges && cost > 0 && status == u64::from(ADMITTED);
-    // What was charged is in the counts.
+    // The counts in the reply include the charge.
     let asked = if charged { 0 } else { cost };
 
     let mut log_statuses = policy
@@ -130,11 +129,11 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
     })
 }
 
-/// The counts of one subject, one after the other.
+/// The counts of one descriptor, limit by limit.
 enum Counts<'a> {
     /// Nothing is stored.
     None,
-    /// As they were packed under the same terms at the instant `last`.
+    /// Packed under the same terms, at the instant `last`.
     EncodedLimits { reader: Reader<'a>, last: u64 },
     /// Carried over from other terms.
     CarriedOver(std::vec::IntoIter<Option<Count>>),
@@ -178,28 +177,28 @@ impl<'a> Counts<'a> {
     }
 }
 
-/// Bytes to be read from the front.
+/// Reads values from the front of a byte string.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
-    /// A little-endian integer of so many bytes, at most 8.
+    /// A little-endian integer of `bytes` bytes, at most 8.
     fn integer(&mut self, bytes: usize) -> Option<u64> {
         let (integer, rest) = self.0.split_at_checked(bytes)?;
         self.0 = rest;
         Some(integer.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
     }
 
-    /// An integer that Lua counts exactly, as it has it.
+    /// An integer in Lua's representation, a double. `None` if Lua cannot count it exactly.
     fn number(&mut self) -> Option<u64> {
         let (number, rest) = self.0.split_first_chunk::<NUMBER>()?;
         self.0 = rest;
         let number = f64::from_le_bytes(*number);
-        // What is none becomes another one here, or too large.
+        // The cast changes a number that is no integer, or makes it too large.
         let integer = number as i64;
         (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }
 
-    /// Of a limit that is counted in the place of this one.
+    /// The stored terms of the limit at the position of this one.
     fn terms(&mut self, terms: &LimitParams) -> Option<LimitParams> {
         if terms.algorithm == Algorithm::TokenBucket {
             let (span, step, capacity) = (self.integer(7)?, self.integer(5)?, self.integer(4)? as u32);
@@ -213,7 +212,7 @@ impl Reader<'_> {
         if algorithm == Algorithm::SlidingLog {
             return None;
         }
-        // Nothing begins after `now`, whatever another program may have stored.
+        // Another program may have stored a later start.
         let start = self.number()?.min(now);
         Some(match algorithm {
             Algorithm::TokenBucket => Count::TokenBucket { since: start, debt: self.number()? },

@@ -23,7 +23,7 @@ use crate::lock::{Notifications, Reach};
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let pushes = self.inner.pushes.get_or_init(|| PushBatcher::new(&self.inner));
-        // Held until the answer is there.
+        // Held until the reply arrives.
         let place = pushes.try_direct();
         if let ([job], None) = (jobs, &place)
             && let Some(admission) = pushes.together(queue, job, max_jobs).await
@@ -33,7 +33,7 @@ impl DelayQueueStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         let mut admissions = vec![Admission::Full; jobs.len()];
-        // One script for each priority, mostly one in all.
+        // One call for each priority, usually one in all.
         for &priority in Priority::ALL {
             let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
             let mut rest = &places[..];
@@ -53,7 +53,7 @@ impl DelayQueueStore for RedisBackend {
     async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        // A worker gives its calls up by itself. What only notes is asked again, better over another connection.
+        // A claim has the deadline of its worker. A call that only finishes jobs is retried, preferably over another connection.
         let patience = match claim.limit {
             0 => locks.patience(),
             _ => Claim::patience(claim.lease).max(locks.patience()),
@@ -63,11 +63,11 @@ impl DelayQueueStore for RedisBackend {
             let (part, others) = rest.split_at(at_once(rest));
             rest = others;
             let packed = PackedFinishes::new(part);
-            // Only the last one claims.
+            // Only the last call claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
             let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await;
             let reply = reply.map_err(|error| {
-                // What the calls before it finished is finished, and a script may do a part until it finds what is not ours.
+                // Earlier calls may have finished jobs, and a script may have finished some before it met foreign data.
                 if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
             })?;
             let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
@@ -84,7 +84,7 @@ impl DelayQueueStore for RedisBackend {
         tickets: &[JobLease],
         lease: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
-        // Not behind what requests have asked for.
+        // On the dedicated connections, so that renewals do not wait behind requests.
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         let mut extended = Vec::with_capacity(tickets.len());
@@ -177,7 +177,7 @@ impl DelayQueueStore for RedisBackend {
             State::Running => 2,
             State::Dead => 3,
         };
-        // The script counts in numbers that are exact up to there.
+        // The script counts in doubles, which are exact up to this number.
         let skip = skip.min(1 << 53);
         let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
@@ -232,7 +232,7 @@ impl RedisBackend {
         }
         let reply = self.control(queue, verb, &names).await?;
         match &reply {
-            // Fewer than were asked for where they are large.
+            // Fewer than requested if the jobs are large.
             Value::Array(answers) if (1..=names.len()).contains(&answers.len()) => {
                 Ok(answers.iter().map(|answer| *answer == Value::Int(1)).collect())
             }
@@ -242,9 +242,10 @@ impl RedisBackend {
 }
 
 impl RedisBackend {
-    /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
-    /// an array that begins with a text: `1` the job is new, `0` there is one with its id, `2` the queue is full, `3` another job holds
-    /// its unique key, whose id comes next.
+    /// Adds a push to your own pipeline, so that the job is pushed if and when the pipeline runs, also within MULTI.
+    ///
+    /// The reply is an array whose first element is a string. It is `1` if the job is new, and `0` if a job with this ID exists. It is `2` if
+    /// the queue is full, and `3` if another job holds the unique key. After `3`, the next element is the ID of that job.
     ///
     /// ```no_run
     /// use tollgate::backend::redis::bb8_redis::redis;
@@ -263,7 +264,7 @@ impl RedisBackend {
     /// # }
     /// ```
     ///
-    /// On a cluster all keys of a pipeline have to be in the slot of the queue. The script goes along as text.
+    /// On a cluster, all keys of the pipeline must be in the slot of the queue. The pipeline contains the text of the script.
     pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let PreparedPush { queue, job, max_jobs } = job;
@@ -279,8 +280,8 @@ impl RedisBackend {
     }
 }
 
-/// How many of these one script finishes. What is not done takes the server several times as long as what is, and no script is to keep it
-/// for long.
+/// How many of these one call finishes. A retry, snooze, release or death takes the server several times as long as a removal, and no
+/// script may block it for long.
 fn at_once(finished: &[Ack]) -> usize {
     let mut others = 0;
     let is_short = |finish: &&Ack| {
@@ -290,7 +291,7 @@ fn at_once(finished: &[Ack]) -> usize {
     finished.iter().take(MAX_BATCH).take_while(is_short).count()
 }
 
-/// The values of a reply, as many as were asked for.
+/// The values of a reply, if it has `len` of them.
 fn array(reply: &Value, len: usize) -> Result<&[Value], StoreError> {
     match reply {
         Value::Array(values) if values.len() == len => Ok(values),
@@ -311,7 +312,7 @@ pub(crate) async fn push(
     admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
 }
 
-/// The reply of `delay_queue_push.lua`.
+/// Decodes the reply of `delay_queue_push.lua`.
 fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
@@ -339,7 +340,7 @@ fn changed(reply: &Value) -> Result<Changed, StoreError> {
     }
 }
 
-/// The reply of `delay_queue_claim.lua`.
+/// Decodes the reply of `delay_queue_claim.lua`.
 fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     let Value::Array(values) = reply else { return None };
     let [
@@ -374,7 +375,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     for pair in claims.chunks(2) {
         let [Value::Array(ids), Value::Array(records)] = pair else { return None };
         jobs.reserve(ids.len());
-        // One that cannot be read must not keep the others from being done: it is dead when its attempts are over.
+        // Skip unreadable jobs, so that the others run. They become dead after their last attempt.
         let stored = ids.iter().zip(records).filter_map(|(id, record)| stored(id, record, State::Running));
         jobs.extend(stored.map(|job| ClaimedJob { token, job }));
     }
@@ -385,13 +386,13 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
         oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
         expired,
-        // An id that cannot be read is of nobody's job.
+        // A malformed ID is no ID of a job.
         died: died.flatten().collect(),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }
 
-/// Ids and records, one after the other. One that cannot be read must not keep the others from being seen.
+/// Decodes pairs of IDs and records. Skips unreadable jobs, so that the others are listed.
 fn stored_jobs(values: &[Value], state: State) -> Vec<StoredJob> {
     values.chunks(2).filter_map(|pair| stored(pair.first()?, pair.get(1)?, state)).collect()
 }

@@ -94,7 +94,7 @@ impl RedisBackend {
     }
 }
 
-/// More than a script can count exactly: no bound.
+/// A script cannot count further exactly. Larger bounds are lowered to this, which no caller reaches.
 const MOST_COUNTED: u64 = 1 << 53;
 
 /// The bound of one partition of a cluster, so that all together have `most`. Keys fall on partitions at random: four standard

@@ -125,7 +125,7 @@ impl LockStore for RedisBackend {
         Ok(answers)
     }
 
-    /// A script reaches one slot of a cluster, and everything on other servers.
+    /// The keys that one script can reach: one slot on a cluster, all keys on a single server.
     fn shard(&self, lock: &LockKey) -> u32 {
         let Inner { servers, keys, .. } = &*self.inner;
         if servers.is_cluster() { slot(&keys.lease(lock)).into() } else { 0 }
@@ -200,7 +200,7 @@ impl RedisBackend {
         (!servers.is_cluster()).then(|| lock_batcher.get_or_init(start))
     }
 
-    /// In a call of its own.
+    /// Acquires a lock in a separate call.
     async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
         let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
@@ -220,7 +220,7 @@ impl RedisBackend {
         }
     }
 
-    /// In a call of its own. Returns whether it was held, and the number of listeners.
+    /// Releases a lease in a separate call. Returns whether it was held, and the number of listeners.
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
@@ -240,7 +240,7 @@ impl RedisBackend {
 
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         match self.renew_together(renewals).await {
-            // The slot moves, and some of the keys have gone. Each of them is on one of the nodes.
+            // The slot moves, and some of its keys have moved. Each key is on one of the nodes, so calls with one key work.
             Err(error) if is_refused_for_now(&error) => {
                 let locks = renewals.chunk_by(|one, other| one.lock == other.lock);
                 let renewed = try_join_all(locks.map(|renewals| self.renew_together(renewals))).await;
@@ -250,7 +250,7 @@ impl RedisBackend {
         }
     }
 
-    /// In one call.
+    /// Renews leases in one call.
     async fn renew_together(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
@@ -276,7 +276,7 @@ impl RedisBackend {
     }
 }
 
-/// The reply of `lock_acquire` if it is not a number.
+/// Decodes a reply of `lock_acquire` that is not a number.
 fn other_kind(reply: &Value) -> Option<Acquired> {
     match *numbers(reply)? {
         [held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
@@ -284,7 +284,7 @@ fn other_kind(reply: &Value) -> Option<Acquired> {
     }
 }
 
-/// The reply of `lock_line`.
+/// Decodes the reply of `lock_line`.
 fn in_line(reply: &Value) -> Option<Acquired> {
     let numbers = numbers(reply)?;
     let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());

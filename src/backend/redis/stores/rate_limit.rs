@@ -17,8 +17,8 @@ use crate::rate_limit::{
     Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
 };
 
-/// How many decisions about several have their charges given back at the same time without anybody who waits for it. What is beyond
-/// that stays charged if it is not waited for.
+/// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
+/// end early if the caller is dropped.
 pub(crate) const MAX_REFUNDS: usize = 1_024;
 
 impl RedisBackend {
@@ -32,12 +32,12 @@ impl RedisBackend {
         }
         let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
-        // Apart, so that most have no room for it to carry along.
+        // Boxed to keep the fast path's future small.
         let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[subject])).await?;
         read(text(&reply)?, policy, cost, verb)
     }
 
-    /// By itself, or together with others that are asked for at the same time.
+    /// Checks a key without logs, directly or in a batch.
     async fn check_plain(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Reply, StoreError> {
         let Inner { servers, keys, scripts, check_batcher, .. } = &*self.inner;
         let mut place = None;
@@ -55,7 +55,7 @@ impl RedisBackend {
         Ok(Reply::from_slice(text(&reply?)?))
     }
 
-    /// Gives back what was charged, to the end even if nobody waits for it. Each of the calls ends by its own timeout.
+    /// Refunds charges, in a task that runs to its end even if the caller is dropped. Each call has its own timeout.
     fn give_back(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
         let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
         let refund = async move { give_back(&backend, charges).await };
@@ -105,7 +105,7 @@ impl RateLimitStore for RedisBackend {
         if let [Request { policy, key, cost }] = requests {
             return Ok(vec![self.check(policy, key, *cost).await?]);
         }
-        // The script reads all counts before it writes any, so it cannot be asked about one subject twice.
+        // The script reads all counts before it writes any, so one call cannot have a key twice.
         let is_repeated = |(index, request): (usize, &Request)| {
             requests[..index]
                 .iter()
@@ -129,7 +129,7 @@ impl RateLimitStore for RedisBackend {
             redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
             _ => return Err(unexpected_reply(&reply)),
         };
-        // The status of each subject is its own; it was charged only if all of them were admitted.
+        // Each reply has the status of its own key, but the keys were charged only if all of them were admitted.
         let admitted = replies
             .iter()
             .all(|reply| matches!(reply, redis::Value::BulkString(text) if rate_limit::is_admitted(text)));
@@ -145,7 +145,7 @@ impl RateLimitStore for RedisBackend {
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
-        // More than anybody can have been charged is as good as that.
+        // No charge is larger.
         let most = i64::from(u32::MAX);
         let subject = subject(policy, &keys, change.clamp(-most, most));
         scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[subject]).await.map(drop)
