@@ -58,7 +58,7 @@ pub(super) struct Queue {
     pub(super) wake: Option<watch::Sender<()>>,
 }
 
-/// The job that holds a unique key, and the end of a hold for a time, which lasts whatever becomes of the job.
+/// The job that holds a unique key, and the end of a hold for a time, which outlives the job.
 pub(super) struct Holder {
     id: JobId,
     until: Option<u64>,
