@@ -146,8 +146,8 @@ impl QueueTable {
         shares::excess(own, all, bytes, room)
     }
 
-    /// Makes room for the jobs and bytes that a queue demands. While dead jobs take up more than half of the capacity, it removes the oldest
-    /// ones of the queue with the most of them.
+    /// Makes room for the jobs and bytes that a queue demands. While dead jobs use more than half of the capacity, it removes the oldest
+    /// dead jobs of the queue with the most of them.
     fn make_room(
         &self,
         queues: &mut Queues,
@@ -206,8 +206,8 @@ impl Queues {
         self.all.get(key).map_or((0, 0), |queue| (queue.jobs.len() + queue.unique_ends.len(), queue.bytes))
     }
 
-    /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the queue is
-    /// full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
+    /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the
+    /// queue is full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
     fn demand(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let known = self.all.get(key);
         let mut room = max_jobs.saturating_sub(known.map_or(0, |queue| queue.jobs.len() as u64));

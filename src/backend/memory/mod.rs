@@ -28,7 +28,7 @@ use crate::rate_limit::{Policy, Quota};
 
 /// Keeps all state in this process: no server, no background task, and the same decisions as with Redis.
 ///
-/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 between them; use Redis where that matters. The backend logs its
+/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 together; use Redis where that matters. The backend logs its
 /// scope when it is created: at INFO if a URL [selected](crate::connect) it, and at DEBUG otherwise. Clones share all state.
 ///
 /// # Memory
@@ -39,8 +39,8 @@ use crate::rate_limit::{Policy, Quota};
 /// A key counts as one additional key for every two limits of its policy, and for every eight requests that its sliding log has space for
 /// (16 bytes each). A log of 10,000 requests counts as 1,251 keys.
 ///
-/// New keys remove keys whose counts expired more than a second ago. If the backend is still full, it samples a few keys and evicts the one
-/// that used the smallest share of its quota. So a flood of new keys evicts its own keys, and limited clients stay limited.
+/// New keys remove keys whose counts expired more than a second ago. If the backend is still full, it samples a few keys, and evicts the
+/// key that used the smallest share of its quota. So a flood of new keys evicts its own keys, and limited clients stay limited.
 ///
 /// Locks do not share this space. The backend can hold as many locks as keys, and never evicts a held lock. If there is no space for
 /// another lock, the error is [out of memory](crate::StoreError::is_out_of_memory). The records of idempotency and the jobs of all queues
@@ -50,8 +50,8 @@ use crate::rate_limit::{Policy, Quota};
 /// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves for the others, so a full share
 /// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
 ///
-/// If dead jobs take more than half of the capacity of a single queue, new jobs of any queue replace the oldest dead jobs of the queue with
-/// the most.
+/// Dead jobs may use half of the capacity of a single queue. If they use more, new jobs of any queue replace them: the oldest dead jobs of
+/// the queue with the most.
 ///
 /// # Time
 ///
@@ -158,7 +158,7 @@ impl MemoryBackend {
         }
     }
 
-    /// The current number of keys, including expired ones that were not removed yet.
+    /// The current number of keys, including expired keys that were not removed yet.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.shards.iter().map(|shard| lock(shard).len()).sum()

@@ -13,7 +13,7 @@ const SAMPLE: usize = 8;
 /// How many buckets are visited to find the sample. At least an eighth of all buckets are taken; otherwise the table
 /// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
 const PLACES: usize = 64;
-/// How many existing keys each new key visits, in at most [`SWEPT_PLACES`] buckets, to remove those that expired a while ago. Two, so that
+/// How many existing keys each new key visits, in at most [`SWEPT_PLACES`] buckets, to remove keys that expired a while ago. Two, so that
 /// the expired keys never far outnumber the others.
 const SWEPT: usize = 2;
 const SWEPT_PLACES: usize = 16;
@@ -104,8 +104,8 @@ impl Shard {
         self.place(hash, policy, key).map_or(0, |place| self.evict(place))
     }
 
-    /// Evicts one of a few sampled counts, except the one at `keep`. Prefers an expired count, then the one that used the smallest share of
-    /// its quota, then the one that expires first. Returns its weight, or 0 if there is no other count.
+    /// Evicts one of a few sampled counts, except the one at `keep`. Prefers an expired count, then the smallest used share of a quota,
+    /// then the earliest expiry. Returns the weight of the evicted count, or 0 if there is no other count.
     pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
         let mut sample = self.some::<SAMPLE>(PLACES, keep);
         if sample.len() < SAMPLE {

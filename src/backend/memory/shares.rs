@@ -91,7 +91,6 @@ impl Shares {
 
     /// No code panics in the middle of a change, so a poisoned part is intact.
     fn part(&self, owner: u64) -> MutexGuard<'_, HashMap<u64, Amount>> {
-        // The lower half chooses the place within the part.
         self.parts[(owner >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
