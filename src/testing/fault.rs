@@ -200,7 +200,7 @@ impl Faults {
         *state = State { calls: state.calls, seed: state.seed, ..State::default() };
     }
 
-    /// The number of calls of one kind, including those that failed or hang.
+    /// The number of calls of one kind, including failed and hanging calls.
     #[must_use]
     pub fn calls(&self, verb: Verb) -> u64 {
         self.state().calls[verb as usize]

@@ -247,7 +247,7 @@ pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry
     assert!(!later.complete(&last, answer("y")).await.unwrap(), "the status is of the previous attempt");
 }
 
-/// An operator cannot complete an operation in another state, or one that was not inspected in the unknown state.
+/// An operator cannot complete an operation in another state, or with the status of another state.
 pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let complete = async |status: &OperationStatus| admin.complete(status, answer("charged")).await.unwrap();
