@@ -50,8 +50,8 @@ use crate::rate_limit::{Policy, Quota};
 /// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves for the others, so a full share
 /// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
 ///
-/// Dead jobs may use half of the capacity of a single queue. If they use more, a push to a full queue removes some of them: the oldest dead
-/// jobs of the queue with the most.
+/// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
+/// dead jobs of the queue with the most.
 ///
 /// # Time
 ///
