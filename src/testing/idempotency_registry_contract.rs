@@ -275,7 +275,7 @@ pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry
     assert!(store.complete(&operation(), &second.token, &completion(true)).await.unwrap());
     let done = look(&store).await;
     assert!(!complete(&unknown).await && !complete(&done).await);
-    assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "an operator cannot replace the response of the handler");
+    assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "the response of the handler stays");
     let free = {
         assert!(admin.forget(&done).await.unwrap());
         look(&store).await

@@ -420,7 +420,7 @@ mod tests {
         let key = Some(Unique { key: Key::from("a"), span: UniqueFor::WaitingOrRunning });
         let alike = [job(1, key), job(2, key)];
         assert_eq!(admitted(1, 10, &alike).await, exists(&alike[0]));
-        assert!(admitted(10, 11, &many).await.is_err(), "the queue would accept a job for which the backend has no room");
+        assert!(admitted(10, 11, &many).await.is_err(), "the backend has no room for the last job");
     }
 
     #[tokio::test(start_paused = true)]

@@ -306,7 +306,7 @@ impl MemoryBackend {
         decision
     }
 
-    /// Charges a request if it is allowed. `None` if it is denied, or if the fast path does not apply; then nothing is charged.
+    /// Charges a request if it is allowed. `None` if it is denied, or if existing counts need the slow path. Then nothing is charged.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
