@@ -428,7 +428,7 @@ pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + '
     drop(there.try_lock("a").await.unwrap());
 }
 
-/// A lease is lost after its maximum hold time. Its holder can then release the lock.
+/// A lease is lost after its maximum hold time. The lock is free after the holder has released the lost lease.
 pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_hold(SHORT);
     let begun = Instant::now();

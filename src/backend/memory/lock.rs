@@ -706,7 +706,7 @@ mod tests {
         let table = LockTable::new(100);
         let cycle = |lock: &LockKey| {
             let claim = Claim { fences: 16, ..claim(1_000) };
-            let Acquired::Granted { fence } = table.acquire(lock, &claim).unwrap() else { panic!("{lock} is free") };
+            let Acquired::Granted { fence } = table.acquire(lock, &claim).unwrap() else { panic!("{lock} is held") };
             assert!(table.release(lock, &claim.token).was_held);
             fence
         };

@@ -28,7 +28,7 @@ enum Counters {
 }
 
 /// The count of a single limit, and the time of its last update.
-// The fields after `last` are in the order of `Count`, so that the conversion needs fewer branches.
+// The fields after the first are in the order of `Count`, so that the conversion does not distinguish the variants.
 #[derive(Clone, Copy)]
 enum One {
     TokenBucket { last: u64, since: u64, debt: u64 },
