@@ -1,9 +1,9 @@
-//! What every [`RateLimitStore`] must do: one claim a function, written once, run on each backend by
-//! [`rate_limit_contract!`](crate::rate_limit_contract).
+//! The contract tests of [`RateLimitStore`]: each function tests one requirement. [`rate_limit_contract!`](crate::rate_limit_contract) runs
+//! them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use crate::rate_limit::{
     Request,
 };
 
-/// A window that no test sees the end of, nor a bucket gain a token in, however slow the machine.
+/// A window that does not end during a test, and in which a bucket gains no token, even on a slow machine.
 const LONG: Duration = Duration::from_secs(3_600);
-/// A window that can be waited for, with room for a machine that is slow to wake somebody.
+/// A window whose end a test can wait for, with tolerance for a slow machine.
 const SHORT: Duration = Duration::from_secs(1);
 
 /// All algorithms, with a quota of `limit` per [`LONG`].
@@ -31,17 +31,17 @@ fn limits_of(limit: u32, window: Duration) -> [Limit; 4] {
     [quota.fixed_window(), quota.sliding_log().unwrap(), quota.sliding_window(), quota.token_bucket()]
 }
 
-/// The longest that a count of this limit lives.
+/// The longest time that a count of this limit is kept.
 fn lifetime(limit: Limit) -> Duration {
     limit.quota().window() * if limit.algorithm() == Algorithm::SlidingWindow { 2 } else { 1 }
 }
 
 fn limiter<B: RateLimitStore + Clone>(store: &B, name: &str, limit: Limit) -> Limiter<B> {
-    // Generous, since these claims are not about time.
+    // Generous, since these tests are not about time.
     Limiter::new(store.clone(), Policy::new(name, limit)).deadline(Duration::from_secs(10))
 }
 
-/// Of each algorithm exactly the quota is admitted, and a denial says how long to wait.
+/// Each algorithm admits exactly the quota, and a denial says how long to wait.
 pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "quota", limit);
@@ -61,7 +61,7 @@ pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) 
     }
 }
 
-/// What one subject uses under one policy is nothing to others, and to other policies.
+/// The use of one key under one policy does not count for other keys or other policies.
 pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let (api, login) = (limiter(&store, "api", limit), limiter(&store, "login", limit));
@@ -74,7 +74,7 @@ pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(
     }
 }
 
-/// Two policies of one name count in the same place.
+/// Two policies with the same name share their counts.
 pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let (here, there) = (limiter(&store, "shared", limit), limiter(&store, "shared", limit));
@@ -84,7 +84,7 @@ pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(
     }
 }
 
-/// Who is denied a large cost still gets a small one that fits, however often it was denied.
+/// A client whose large cost is denied can still use a small cost that fits, after any number of denials.
 pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(10) {
         let limiter = limiter(&store, "denial", limit);
@@ -98,50 +98,50 @@ pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
-/// After `retry_after` there is room, and after half of it there is not.
+/// A denied request fits after `retry_after`, and does not fit after half of it.
 pub async fn waiting_as_told_is_enough_and_not_too_much<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(3, SHORT) {
         let limiter = limiter(&store, "wait", limit);
         let mut tries = 1;
-        // Who was held up for so long that there is room before it is asked for has seen nothing.
-        while !is_told_how_long_to_wait(&limiter).await {
-            assert!(tries < 10, "there was room too early in {tries} tries of {limit:?}");
+        // If the test was delayed until the request fits, it has seen nothing, so try again.
+        while !is_retry_after_exact(&limiter).await {
+            assert!(tries < 10, "the request fitted too early in {tries} tries of {limit:?}");
             tries += 1;
             limiter.reset("alice").await.unwrap();
         }
     }
 }
 
-/// Whether there was something to wait for, and half of it was not enough. Panics if there was too little or too much.
-async fn is_told_how_long_to_wait<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -> bool {
+/// Whether the request had to wait, and half of the wait was not enough. Panics if `retry_after` is too short or too long.
+async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -> bool {
     let begun = Instant::now();
     for _ in 0..3 {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
         sleep(Duration::from_millis(20)).await;
     }
-    // The store decides somewhere between these two instants.
+    // The store decides between these two instants.
     let asked = Instant::now();
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     let told = Instant::now();
     let Some(wait) = decision.retry_after() else {
-        assert!(begun.elapsed() >= SHORT / 2, "so soon there is no room: {decision:?}");
+        assert!(begun.elapsed() >= SHORT / 2, "the request fitted too early: {decision:?}");
         return false;
     };
 
     sleep(wait / 2).await;
     let early = limiter.check_cost("alice", 2).await.unwrap();
     if early.is_allowed() {
-        assert!(asked.elapsed() >= wait, "less than {wait:?} was enough: {early:?}");
+        assert!(asked.elapsed() >= wait, "the request fitted before {wait:?}: {early:?}");
         return false;
     }
 
     sleep(wait.saturating_sub(told.elapsed())).await;
     let decision = limiter.check_cost("alice", 2).await.unwrap();
-    assert!(decision.is_allowed(), "after {wait:?} there is room: {decision:?}");
+    assert!(decision.is_allowed(), "the request does not fit after {wait:?}: {decision:?}");
     true
 }
 
-/// A cost of 0 is admitted even where nothing is left, and charges nothing.
+/// A cost of 0 is admitted even if no quota is left, and charges nothing.
 pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let limiter = limiter(&store, "nothing", limit);
@@ -153,7 +153,7 @@ pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitSto
     }
 }
 
-/// A peek says what a check would, and can be repeated.
+/// A peek returns the decision of a check. It charges nothing, so it can be repeated.
 pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "peek", limit);
@@ -168,7 +168,7 @@ pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitSto
     }
 }
 
-/// A reset forgets one subject and no other, and one that is not known is no error.
+/// A reset forgets one key and no other. The reset of an unknown key is not an error.
 pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "reset", limit);
@@ -182,7 +182,7 @@ pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
-/// `reset_after` is zero as long as nothing is used, and then no longer than a count lives.
+/// `reset_after` is zero while nothing is used, and then no longer than a count is kept.
 pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
         let limiter = limiter(&store, "untouched", limit);
@@ -192,7 +192,7 @@ pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(
     }
 }
 
-/// Who has used more than a limit that was lowered is denied, for no longer than the new limit lasts.
+/// If a limit is lowered below the used units, the client is denied, for no longer than the new limit lasts.
 pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(10).into_iter().zip(limits(4)) {
         let longest = lifetime(after);
@@ -204,7 +204,7 @@ pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(sto
     }
 }
 
-/// A limit that was raised does not forget what was used.
+/// If a limit is raised, the used units still count.
 pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(2).into_iter().zip(limits(5)) {
         let (before, after) = (limiter(&store, "higher", before), limiter(&store, "higher", after));
@@ -226,7 +226,7 @@ pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
-/// A fixed window opens with its first charge and gives back all of them at its end.
+/// A fixed window opens with its first charge, and all units are available again at its end.
 pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B) {
     let window = SHORT * 3;
     let [fixed, ..] = limits_of(3, window);
@@ -235,11 +235,11 @@ pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B
     sleep(window / 2).await;
     assert_eq!(limiter.check_cost("alice", 2).await.unwrap().remaining(), Some(0));
     sleep(window * 3 / 4).await;
-    // The window opened with the first request, so all three units are back, those of the second request too.
+    // The window opened with the first request, so all three units are back, including those of the second request.
     assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(3));
 }
 
-/// No window that can be drawn holds more than the quota of a sliding log, and all of it can be used.
+/// No interval as long as the window contains more than the quota of a sliding log, and all of the quota can be used.
 pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + Clone>(store: B) {
     const LIMIT: usize = 4;
     let [_, log, ..] = limits_of(LIMIT as u32, SHORT);
@@ -249,7 +249,7 @@ pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + C
     while start.elapsed() < SHORT * 3 {
         let asked = Instant::now();
         if limiter.check("alice").await.unwrap().is_allowed() {
-            // The store decided somewhere between these two.
+            // The store decided between these two instants.
             admitted.push((asked, Instant::now()));
         }
         sleep(Duration::from_millis(7)).await;
@@ -258,7 +258,7 @@ pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + C
         let (first, last) = (span[0], span[LIMIT]);
         assert!(last.1 - first.0 >= SHORT, "{} admitted within {:?}", LIMIT + 1, last.1 - first.0);
     }
-    // Asked all the time, it admits all there is: the quota at once and again with every window.
+    // Under constant load, it admits the whole quota: at once, and again in every window.
     assert!(admitted.len() >= LIMIT * 2, "only {} admitted", admitted.len());
 }
 
@@ -291,7 +291,7 @@ pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitS
     }
 }
 
-/// Callers at the same time get the quota between them, and no two see the same number left.
+/// Concurrent callers get exactly the quota in total, and no two of them see the same number of remaining units.
 pub async fn racing_callers_get_the_quota_between_them<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -306,12 +306,12 @@ where
         let mut left: Vec<_> =
             callers.join_all().await.iter().filter(|d| d.is_allowed()).map(Decision::remaining).collect();
         left.sort_unstable();
-        // Fifty got through, and no two saw the same number left.
+        // Fifty requests were admitted, and no two saw the same number of remaining units.
         assert_eq!(left, (0..50).map(Some).collect::<Vec<_>>());
     }
 }
 
-/// Whatever bytes a key is made of, it is counted by itself.
+/// A key may consist of any bytes, and has its own count.
 pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
     let huge = vec![b'x'; 1 << 20];
     let mut other_huge = huge.clone();
@@ -331,7 +331,7 @@ pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
 
 /// A token bucket refills token by token, and never holds more than its burst.
 pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(store: B) {
-    // A token a second.
+    // One token per second.
     let bucket = Quota::new(5, SHORT * 5).unwrap().burst(3).unwrap().token_bucket();
     let limiter = limiter(&store, "bucket", bucket);
     assert_eq!(limiter.check_cost("alice", 3).await.unwrap().remaining(), Some(0));
@@ -339,20 +339,20 @@ pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(
     assert!(!decision.is_allowed() && decision.retry_after().unwrap() <= SHORT);
     sleep(decision.retry_after().unwrap()).await;
     assert!(limiter.check("alice").await.unwrap().is_allowed());
-    // However long it is left alone, it holds no more than its burst.
+    // After any idle time, it holds no more than its burst.
     sleep(SHORT * 4).await;
     assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(3));
     assert_eq!(limiter.check_cost("alice", 4).await.unwrap().outcome(), Outcome::Never);
 }
 
-/// What was used in the last window fades evenly in the next.
+/// The units that were used in the last window fade evenly during the next.
 pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     let [_, _, sliding, _] = limits_of(100, SHORT);
     let limiter = limiter(&store, "fades", sliding);
     let start = Instant::now();
     assert_eq!(limiter.check_cost("alice", 100).await.unwrap().remaining(), Some(0));
     let opened = Instant::now();
-    // Half way through the next window half of it still counts.
+    // Half way through the next window, half of the units still count.
     sleep(SHORT * 3 / 2).await;
     let asked = opened.elapsed();
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
@@ -361,7 +361,7 @@ pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     assert!((least..=most).contains(&f64::from(left)), "{left} is not between {least} and {most}");
 }
 
-/// The largest quotas and windows, and odd ones, do not overflow.
+/// The largest quotas and windows, and unusual ones, do not overflow.
 pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Clone>(store: B) {
     let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
     let slowest = Quota::new(1, Quota::MAX_WINDOW).unwrap();
@@ -372,7 +372,7 @@ pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Cl
             let limiter = limiter(&store, "largest", limit);
             assert_eq!(limiter.check_cost("alice", most).await.unwrap().remaining(), Some(0), "{limit:?}");
             let decision = limiter.check_cost("alice", most).await.unwrap();
-            // So fast a bucket may be full again by now.
+            // Such a fast bucket may already be full again.
             if quota.window() > SHORT {
                 let wait = decision.retry_after().unwrap();
                 let due = lifetime(limit);
@@ -383,7 +383,7 @@ pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Cl
     }
 }
 
-/// A policy of one limit for each algorithm, the tightest first.
+/// A policy with one limit for each algorithm, the tightest first.
 fn four_limits(name: &str) -> Policy {
     let policy = Policy::new(name, Quota::new(3, LONG).unwrap().token_bucket());
     let policy = policy.limit(Quota::new(5, LONG * 2).unwrap().fixed_window());
@@ -399,7 +399,7 @@ fn left(decision: &Decision) -> Vec<u32> {
     decision.limits().iter().map(LimitStatus::remaining).collect()
 }
 
-/// A policy of several limits charges all of them or none.
+/// A policy with several limits charges all of them or none.
 pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore + Clone>(store: B) {
     let limiter = policy_limiter(&store, four_limits("together"));
     let decision = limiter.check_cost("alice", 2).await.unwrap();
@@ -415,7 +415,7 @@ pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore
     assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![0, 2, 4, 6]));
 }
 
-/// A denial tells every limit that stands in the way, and to wait for the last of them.
+/// A denial lists every violated limit, and the wait is the longest of theirs.
 pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateLimitStore + Clone>(store: B) {
     let limits = limits_of(4, LONG).into_iter().chain(limits_of(4, LONG * 4));
     let policy = limits.fold(Policy::new("roomy", Quota::per_day(100).fixed_window()), Policy::limit);
@@ -430,7 +430,7 @@ pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateL
     assert!(longest.unwrap() > LONG * 3, "{longest:?}");
 }
 
-/// `charge_now` charges what `check` would and knows who is near a limit; where it does not say yes, nothing was charged.
+/// `charge_now` charges like `check`, and reports whether the key is near a limit. If it returns `None`, nothing was charged.
 pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore + Clone>(store: B) {
     let (alice, cost) = (Key::from("alice"), 3);
     for limit in limits(20) {
@@ -453,8 +453,8 @@ pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore 
     }
 }
 
-/// `check_now` and `check_all_now` charge what `check` and `check_all` would, which is all of them or none, and say what these would say. Where they
-/// have no answer, nothing was charged.
+/// `check_now` and `check_all_now` charge like `check` and `check_all`, all requests or none, and return the same decisions. If they return
+/// `None`, nothing was charged.
 pub async fn an_answer_without_waiting_charges_as_a_decision_does<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
@@ -477,7 +477,7 @@ where
             assert!(decision.receipt().is_some(), "{limit:?}");
             assert_eq!(left("alice").await, expected, "{limit:?}");
         }
-        // Once by itself, and once when the store has said so.
+        // Once before the store has denied a request, and once after.
         for _ in 0..2 {
             if let Some(decision) = store.check_now(&policy, &alice, cost) {
                 assert_eq!((decision.outcome(), decision.receipt()), (Outcome::Limited, None), "{limit:?}");
@@ -486,7 +486,7 @@ where
             assert!(!store.check(&policy, &alice, cost).await.unwrap().is_allowed(), "{limit:?}");
             assert_eq!(left("alice").await, 1, "{limit:?}");
         }
-        // Some have room and one has not, wherever it is named.
+        // Two keys have units left and one has not, in any position.
         for names in [["alice", "bob", "carol"], ["bob", "alice", "carol"], ["bob", "carol", "alice"]] {
             let requests = names.map(|name| request(name, cost));
             if let Some(decisions) = store.check_all_now(&requests) {
@@ -498,7 +498,7 @@ where
             }
             assert_eq!([left("alice").await, left("bob").await, left("carol").await], [1, 5, 5], "{limit:?}");
         }
-        // All have room.
+        // All keys have units left.
         let requests = ["bob", "carol"].map(|name| request(name, cost));
         let decisions = match store.check_all_now(&requests) {
             Some(decisions) => decisions,
@@ -512,7 +512,7 @@ where
     }
 }
 
-/// `Limiter::try_acquire` charges what `check` would, answers what it would say, and charges nothing where that is no.
+/// `Limiter::try_acquire` charges like `check`, and returns whether the request is allowed. A denied request is not charged.
 pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
         let limiter = limiter(&store, "acquire", limit);
@@ -529,7 +529,7 @@ pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(s
     assert!(!nothing.try_acquire("alice").await.unwrap());
 }
 
-/// `check_all` charges every subject or none.
+/// `check_all` charges every key or none.
 pub async fn several_subjects_are_charged_together_or_not_at_all<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
@@ -547,7 +547,7 @@ where
     assert_eq!(left(&decisions), [2, 1, 1]);
     assert!(decisions.iter().all(|decision| decision.receipt().is_some()));
 
-    // The address has one left and wants two; the others have room, and keep it.
+    // The address has one unit left and needs two. The others have units left, and keep them.
     let decisions = store.check_all(&requests).await.unwrap();
     assert_eq!(outcomes(&decisions), [Outcome::Allowed, Outcome::Limited, Outcome::Allowed]);
     assert!(decisions.iter().all(|decision| decision.receipt().is_none()), "{decisions:?}");
@@ -557,9 +557,9 @@ where
     }
 }
 
-/// A subject that is named twice in `check_all` is charged for both, or not at all.
+/// A key that occurs twice in `check_all` is charged for both requests, or not at all.
 ///
-/// It happened that both were judged by what was counted before, and only one was charged.
+/// Once, both were decided by the counts before the call, and only one was charged.
 pub async fn one_subject_twice_is_charged_twice<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
@@ -579,7 +579,7 @@ where
     }
 }
 
-/// What is given back can be used again.
+/// Refunded units can be used again.
 pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "refund", limit);
@@ -587,15 +587,15 @@ pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(sto
         assert!(!limiter.check_cost("alice", 3).await.unwrap().is_allowed());
         limiter.settle("alice", decision.receipt().unwrap(), -3).await.unwrap();
         assert_eq!(limiter.check_cost("alice", 3).await.unwrap().remaining(), Some(1), "{limit:?}");
-        // And all of it, which leaves nothing behind.
+        // Then refund the rest of the charge.
         limiter.settle("alice", decision.receipt().unwrap(), -1).await.unwrap();
         assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(2), "{limit:?}");
     }
 }
 
-/// What is given back to a token bucket never makes more of it than if it had not been charged.
+/// A refund never leaves more tokens in a bucket than if the request had not been charged.
 pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
-    // A token every tenth of a second.
+    // One token every tenth of a second.
     let limiter = limiter(&store, "tokens", Quota::new(10, SHORT).unwrap().token_bucket());
     let start = Instant::now();
     let receipt = limiter.check_cost("alice", 10).await.unwrap().receipt().unwrap();
@@ -603,11 +603,11 @@ pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
     assert!(limiter.check_cost("alice", 9).await.unwrap().is_allowed());
     limiter.settle("alice", receipt, -10).await.unwrap();
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
-    // Without the first charge the bucket would have been full before the second.
+    // Without the first charge, the bucket would have been full before the second.
     let most = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u32 / 100 + 1;
-    assert!(left <= most, "{left} are left of 10, and not {most} at most");
+    assert!(left <= most, "{left} of 10 are left, and at most {most} are correct");
 
-    // While others keep it from filling up, all that is given back counts.
+    // While other requests keep the bucket from filling up, the whole refund counts.
     let limiter = limiter_of_a_busy_bucket(&store);
     assert!(limiter.check_cost("bob", 60).await.unwrap().is_allowed());
     let receipt = limiter.check_cost("bob", 20).await.unwrap().receipt().unwrap();
@@ -616,12 +616,12 @@ pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
     assert_eq!(limiter.peek("bob").await.unwrap().remaining(), Some(40));
 }
 
-/// A bucket that loses no token while a claim lasts.
+/// A bucket that gains no token during a test.
 fn limiter_of_a_busy_bucket<B: RateLimitStore + Clone>(store: &B) -> Limiter<B> {
     limiter(store, "busy", Quota::per_hour(100).token_bucket())
 }
 
-/// What was charged in a window that is over is not given back in another, and giving back makes no key.
+/// A charge of an ended window is not refunded in another window, and a refund does not create a key.
 pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(5, SHORT / 4) {
         let limiter = limiter(&store, "late", limit);
@@ -635,7 +635,7 @@ pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone
         assert!(!decision.is_allowed() || before.elapsed() >= limit.quota().window(), "{limit:?}");
         limiter.reset("alice").await.unwrap();
     }
-    // A key that is gone is not made by giving back.
+    // A refund does not create a removed key again.
     for limit in limits(5) {
         let limiter = limiter(&store, "gone", limit);
         let receipt = limiter.check("alice").await.unwrap().receipt().unwrap();
@@ -646,7 +646,7 @@ pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone
     }
 }
 
-/// Giving back more than was used leaves the whole quota and no more.
+/// A refund of more units than were used restores the whole quota, and no more.
 pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "over", limit);
@@ -660,7 +660,7 @@ pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(s
     }
 }
 
-/// What is charged afterwards counts even where it does not fit.
+/// A later charge counts even if it does not fit.
 pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "debt", limit);
@@ -668,13 +668,13 @@ pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) 
         limiter.settle("alice", receipt, 3).await.unwrap();
         let decision = limiter.check("alice").await.unwrap();
         assert_eq!((decision.outcome(), decision.remaining()), (Outcome::Limited, Some(0)), "{limit:?}");
-        // Seven of five are used, so giving back three leaves one.
+        // Seven of five units are used, so a refund of three leaves one.
         limiter.settle("alice", receipt, -3).await.unwrap();
         assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(1), "{limit:?}");
     }
 }
 
-/// A debt is paid in at most twice the window.
+/// A debt is paid within at most twice the window.
 pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "deep", limit);
@@ -686,9 +686,9 @@ pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(st
     }
 }
 
-/// Nor is a debt deeper that was made in two windows.
+/// A debt that was made in two windows is no deeper.
 ///
-/// It happened that each of the two windows of a sliding window held a whole quota of debt by itself, three quotas in all.
+/// Once, each of the two windows of a sliding window held a debt of a whole quota, which made three quotas in total.
 pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(store: B) {
     let [_, _, sliding, _] = limits_of(5, SHORT);
     let limiter = limiter(&store, "windows", sliding);
@@ -700,7 +700,7 @@ pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(sto
     assert!(wait <= SHORT || opened.elapsed() > SHORT * 3 / 2, "{wait:?}");
 }
 
-/// A block denies everything, ends by itself, by a block of no time and by a reset, and leaves the counts alone.
+/// A block denies every request, and keeps the counts. It ends after its time, with a block of no duration, or with a reset.
 pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "block", limit);
@@ -728,13 +728,13 @@ pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store
     }
 }
 
-/// What becomes of counts when a quota changes is what [`QuotaChange`] says.
+/// If the quota changes, the counts change as [`QuotaChange`] says.
 pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
     let cases = [(QuotaChange::Keep, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
     for (change, expected) in cases {
         for (free, pro) in limits(100).into_iter().zip(limits(1_000)) {
             let expected = match (free.algorithm(), change) {
-                // A log remembers requests, and not shares.
+                // A log stores requests, so it cannot be scaled.
                 (Algorithm::SlidingLog, QuotaChange::Proportional) => 920,
                 _ => expected,
             };
@@ -742,7 +742,7 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
                 [free, pro].map(|limit| policy_limiter(&store, Policy::new("plan", limit).on_quota_change(change)));
             assert_eq!(free.check_cost("alice", 80).await.unwrap().remaining(), Some(20));
             let seen = pro.peek("alice").await.unwrap().remaining();
-            // A bucket of 1,000 an hour has gained a token by now and then.
+            // A bucket of 1,000 per hour may have gained a token.
             assert!(seen.unwrap().abs_diff(expected) <= 10, "{change:?} {:?} {seen:?}", pro.policy());
             assert!(pro.check_cost("alice", expected - 10).await.unwrap().is_allowed());
             assert!(!pro.check_cost("alice", 100).await.unwrap().is_allowed());
@@ -751,9 +751,9 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
     }
 }
 
-/// What corrects the charge of an older plan leaves alone what was used under the newer one since.
+/// A correction of a charge under an older plan does not affect the units that were used under the newer plan since.
 ///
-/// It happened that all of it was cut to twice the older quota, or forgotten.
+/// Once, the correction cut these units to twice the older quota, or removed them.
 pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
     for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
@@ -767,7 +767,7 @@ pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore 
             assert!(before <= 100, "{change:?} {:?}", pro.policy());
 
             free.settle("alice", receipt, -1).await.unwrap();
-            // A bucket of 1,000 an hour gains a token in some seconds.
+            // A bucket of 1,000 per hour gains a token every few seconds.
             assert!((before..before + 3).contains(&left().await), "{change:?} {:?}", pro.policy());
             free.settle("alice", receipt, 50).await.unwrap();
             let after = left().await;
@@ -778,16 +778,16 @@ pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore 
     }
 }
 
-/// What is charged afterwards counts under the quota that a client has changed to, if that is larger.
+/// A later charge counts under the quota that the client has changed to, if that is larger.
 ///
-/// It happened that it was cut to twice the older quota each time, so that far more was admitted than the newer one.
+/// Once, each charge cut the count to twice the older quota, so that far more was admitted than the newer quota allows.
 pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
     for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
         for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
             let [free, pro] =
                 [free, pro].map(|limit| policy_limiter(&store, Policy::new("larger", limit).on_quota_change(change)));
-            // Requests that are admitted for nothing, and then charged what they took.
+            // Requests that are admitted at a cost of 0, and charged with their actual cost later.
             assert!(free.check_cost("alice", 50).await.unwrap().is_allowed());
             for _ in 0..5 {
                 assert!(pro.check_cost("alice", 0).await.unwrap().is_allowed());
@@ -802,7 +802,7 @@ pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimit
             );
             pro.reset("alice").await.unwrap();
 
-            // And a request from before that was charged too little. A limit that starts afresh does so all the same.
+            // A request from before the change that was charged too little. Even so, a limit that resets starts without used units.
             let receipt = free.check("alice").await.unwrap().receipt().unwrap();
             pro.settle("alice", receipt, 1_500).await.unwrap();
             let decision = pro.check("alice").await.unwrap();
@@ -812,7 +812,7 @@ pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimit
     }
 }
 
-/// Callers at the same time under several limits get the tightest of them between them.
+/// Concurrent callers under several limits get exactly the tightest of them in total.
 pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,

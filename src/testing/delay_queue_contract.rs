@@ -1,9 +1,9 @@
-//! What every [`DelayQueueStore`] must do: one claim a function, written once, run on each backend by
-//! [`delay_queue_contract!`](crate::delay_queue_contract).
+//! The contract tests of [`DelayQueueStore`]: each function tests one requirement. [`delay_queue_contract!`](crate::delay_queue_contract)
+//! runs them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -17,11 +17,11 @@ use crate::delay_queue::{
     WorkerId,
 };
 
-/// A lease that no test sees the end of, however slow the machine.
+/// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
-/// A time whose end can be waited for, with room for a machine that is slow to do what has to be done before.
+/// A time whose end a test can wait for, with tolerance for a slow machine.
 const SHORT: Duration = Duration::from_secs(2);
-/// How many jobs there may be.
+/// The maximum number of jobs.
 const MANY: u64 = 1_000_000;
 
 fn queue() -> QueueKey {
@@ -50,7 +50,7 @@ async fn ask<S: DelayQueueStore>(store: &S, limit: usize) -> Claimed {
     store.claim(&queue(), &[], &claim(limit, LONG)).await.unwrap()
 }
 
-/// Claims exactly these, in this order.
+/// Claims exactly these jobs, in this order.
 async fn take<S: DelayQueueStore>(store: &S, ids: &[&str]) -> Vec<ClaimedJob> {
     let jobs = ask(store, 100).await.jobs;
     assert_eq!(names(&jobs), ids);
@@ -92,7 +92,7 @@ async fn state<S: DelayQueueStore>(store: &S, id: &str) -> Option<State> {
     store.get(&queue(), &JobId::from(id)).await.unwrap().map(|job| job.state)
 }
 
-/// What is pushed is claimed once, as it was, and is gone when it is done.
+/// A pushed job is claimed once, unchanged, and removed when it is done.
 pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(store: S) {
     let mut new = job("a");
     new.headers.insert("traceparent", "00-1-2-3");
@@ -108,7 +108,7 @@ pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(
     assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Gone);
 }
 
-/// A job is claimed when its delay is over, and not before; who waits is told how long.
+/// A job is claimed after its delay, and not before. The reply to an earlier claim says how long to wait.
 pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
     let delay = SHORT;
     push(&store, &[later("a", delay)]).await;
@@ -130,7 +130,7 @@ pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S)
     assert_eq!(names(&jobs), ["a"]);
 }
 
-/// A lease that is extended lasts; one that is not ends, and the job is claimed anew with a larger token.
+/// An extended lease lasts. Without an extension, the lease ends, and the job is claimed again with a larger token.
 pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a"), job("b")]).await;
     let first = store.claim(&queue(), &[], &claim(2, SHORT)).await.unwrap().jobs;
@@ -147,7 +147,7 @@ pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store
     assert_eq!(finish(&store, &first[0], AckKind::Done).await, Finished::Done);
 }
 
-/// What is pushed again under its id is left alone while it waits or runs, and is new when it is done or dead.
+/// A push with the id of a waiting or running job changes nothing. If the job is done or dead, the push adds a new job.
 pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
     let exists = Admission::Exists(JobId::from("a"));
     let other = NewJob { payload: [7].into(), ..later("a", LONG) };
@@ -157,10 +157,10 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
     assert_eq!(*jobs[0].job.payload, *b"a");
     assert_eq!(add(&store, other.clone()).await, exists);
     assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
-    // Stores count in ms when a job is pushed.
+    // Stores record the time of a push in ms.
     sleep(Duration::from_millis(2)).await;
     push(&store, &[job("a")]).await;
-    // It is not the one that was done.
+    // The new job is not the finished one.
     assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Gone);
     assert_eq!(finish(&store, &jobs[0], AckKind::Release).await, Finished::Lost);
     let jobs = take(&store, &["a"]).await;
@@ -171,14 +171,14 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
     assert_eq!(state(&store, "a").await, Some(State::Waiting));
 }
 
-/// A batch is answered job by job, in order, also where one id is in it twice and where there is no room for all.
+/// A batch gets a reply for each job, in order, also if an id occurs twice or the queue has too little space.
 pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
     let exists = |id: &str| Admission::Exists(JobId::from(id));
     let twins = [job("a"), later("a", Duration::from_secs(60))];
     assert_eq!(store.push(&queue(), &twins, 3).await.unwrap(), [Admission::New, exists("a")]);
     let keys = [job("b"), with_key("c", UniqueFor::WaitingOrRunning), with_key("d", UniqueFor::Waiting)];
     assert_eq!(store.push(&queue(), &keys, MANY).await.unwrap(), [Admission::New, Admission::New, exists("c")]);
-    // The first of the twins is the one that was kept.
+    // The first of the two jobs with this id was kept.
     let jobs = take(&store, &["a", "b", "c"]).await;
     for job in &jobs {
         assert_eq!(finish(&store, job, AckKind::Done).await, Finished::Done);
@@ -190,7 +190,7 @@ pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
     assert_eq!(answers, [Admission::New, exists("b"), Admission::New, exists("a"), Admission::Full]);
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
     assert_eq!(store.push(&queue(), &[], 3).await.unwrap(), []);
-    // What runs takes room as well.
+    // Running jobs also take space.
     let jobs = ask(&store, 4).await.jobs;
     assert_eq!(jobs.len(), 3);
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
@@ -198,7 +198,7 @@ pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::New]);
 }
 
-/// A unique key keeps other jobs out until its job is done, claimed, or for a time.
+/// A unique key keeps other jobs out until its job is done, until its job is claimed, or for a time.
 pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     let exists = |id: &str| Admission::Exists(JobId::from(id));
     let while_there = UniqueFor::WaitingOrRunning;
@@ -227,12 +227,13 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
     assert_eq!(store.cancel(&queue(), &JobId::from("f"), false).await.unwrap(), Cancelled::Removed);
 
-    // Longer than anything is kept.
+    // Longer than the maximum time.
     assert_eq!(add(&store, with_key("g", UniqueFor::Time(Duration::MAX))).await, Admission::New);
     assert_eq!(add(&store, with_key("h", while_there)).await, exists("g"));
 }
 
-/// A removed job's unique key is free, also one that is held for a time, unless the caller keeps that. One that is done keeps it for that time.
+/// The removal of a job releases its unique key, also a key that is held for a time, unless the caller keeps it. A job that is done does
+/// not release such a key.
 pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     let held = |id| with_key(id, UniqueFor::Time(LONG * 60));
     let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
@@ -251,7 +252,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         assert!(store.release_unique(&queue(), &user).await.unwrap());
         store.cancel(&queue(), &b, keeps).await.unwrap();
 
-        // One that runs, which the next one waits for.
+        // The next job waits for the running one.
         assert_eq!(add(&store, held("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
         assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Told);
@@ -263,7 +264,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         }
         assert!(store.release_unique(&queue(), &user).await.unwrap());
     }
-    // A worker says that it is not to be done any more, or it is dead and forgotten.
+    // The worker cancels the job, or the job is dead and then removed.
     for ending in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
         assert_eq!(add(&store, held("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
@@ -277,7 +278,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         assert!(store.release_unique(&queue(), &user).await.unwrap());
         store.cancel(&queue(), &b, false).await.unwrap();
     }
-    // Another job can have the key of one that is there.
+    // Another job can take the released key of an existing job.
     let while_there = |id| with_key(id, UniqueFor::WaitingOrRunning);
     assert_eq!(add(&store, while_there("c")).await, Admission::New);
     assert!(store.release_unique(&queue(), &user).await.unwrap());
@@ -289,7 +290,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, while_there("e")).await, Admission::New);
 }
 
-/// The unique key of an occurrence stays until its time is over, although the job is cancelled or purged.
+/// The unique key of an occurrence is held until its time is over, even if the job is cancelled or purged.
 pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(store: S) {
     let occurrence = |id| with_key(id, UniqueFor::Occurrence(LONG * 60));
     let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
@@ -323,7 +324,7 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
     }
 }
 
-/// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.
+/// A dead job keeps no other job out, with any key. A replayed job takes its key again, or stays dead if another job holds the key.
 pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S) {
     let refused = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
     let replay = async |id: &str| store.replay(&queue(), &[JobId::from(id)]).await.unwrap()[0];
@@ -334,7 +335,7 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
             let jobs = take(&store, &[id]).await;
             assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
         }
-        // Of two that are replayed at once one gets the key.
+        // If two jobs are replayed at once, one gets the key.
         assert_eq!(store.replay(&queue(), &["a", "b"].map(JobId::from)).await.unwrap(), [true, false]);
         assert_eq!(state(&store, "b").await, Some(State::Dead));
         let exists = Admission::Exists(JobId::from("a"));
@@ -344,7 +345,7 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
         assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
         assert!(replay("b").await);
         assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
-        // One that was unique until it was claimed does not need its key any more.
+        // A job that was unique until its claim does not need its key any more.
         assert_eq!(add(&store, unique("d", UniqueFor::Waiting)).await, Admission::New);
         let jobs = take(&store, &["d"]).await;
         assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
@@ -355,11 +356,11 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
     }
 }
 
-/// Higher priorities go first, then what was due first, then smaller ids.
+/// Higher priorities come first, then earlier due times, then smaller ids.
 pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S) {
     let of = |id: &str, priority| NewJob { priority, ..job(id) };
     let ago = |id: &str, secs| NewJob { due: Due::At(UNIX_EPOCH + Duration::from_secs(secs)), ..job(id) };
-    // An instant that is over is now.
+    // A due time in the past means now.
     push(&store, &[ago("e", 2), ago("d", 1)]).await;
     push(&store, &[of("low", Priority::Low), of("b", Priority::High), of("a", Priority::High)]).await;
     sleep(Duration::from_millis(2)).await;
@@ -367,7 +368,7 @@ pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S
     take(&store, &["a", "b", "d", "e", "c", "low"]).await;
 }
 
-/// A limit is a limit, and the answer says whether there is more.
+/// A claim returns no more jobs than its limit, and says whether more jobs are due.
 pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S) {
     let jobs: Vec<_> = (0..MAX_BATCH + 10).map(|i| job(&format!("{i:04}"))).collect();
     push(&store, &jobs).await;
@@ -388,7 +389,7 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
     assert_eq!(counts(&store).await, [0, 0, 10, 0]);
 }
 
-/// Failures spend attempts, and a job whose attempts are over is dead, with the reason. Snoozing and releasing spend none.
+/// Each failure uses up an attempt. After the last one, the job is dead, with the reason. A snooze or a release uses none.
 pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 2, ..job("a") }]).await;
     for ending in [AckKind::Snooze { delay: Duration::ZERO }, AckKind::Release, retry(Duration::ZERO)] {
@@ -409,7 +410,7 @@ pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
     assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 2, Reason::Failed));
 }
 
-/// A retry and a snooze wait for as long as was said; a release does not lose its place.
+/// A retried or snoozed job waits for the given delay. A released job keeps its place.
 pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
     push(&store, &["a", "b", "c", "d"].map(job)).await;
     let jobs = take(&store, &["a", "b", "c", "d"]).await;
@@ -422,7 +423,7 @@ pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
     take(&store, &["a", "b"]).await;
 }
 
-/// A snoozed job keeps its place among the jobs of its priority, by when it was first due, however often it is snoozed.
+/// A snoozed job keeps its place among the jobs of its priority, by its first due time, after any number of snoozes.
 pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
     let (a, snooze) = (JobId::from("a"), AckKind::Snooze { delay: SHORT });
     push(&store, &[job("a")]).await;
@@ -439,15 +440,15 @@ pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
         sleep(SHORT + Duration::from_millis(2)).await;
         assert_eq!(counts(&store).await, [1, 1, 0, 0]);
     }
-    // These are due later than it was first.
+    // The due times of these jobs are later than its first one.
     push(&store, &[job("0"), NewJob { priority: Priority::High, ..job("h") }]).await;
     let jobs = take(&store, &["h", "a", "0"]).await;
-    // A failed job is due anew.
+    // A failed job gets a new due time.
     assert_eq!(finish(&store, &jobs[2], AckKind::Snooze { delay: Duration::ZERO }).await, Finished::Done);
     sleep(Duration::from_millis(2)).await;
     assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Done);
     let jobs = take(&store, &["0", "a"]).await;
-    // What is snoozed can be moved, and is listed last.
+    // A snoozed job can be rescheduled, and is listed last.
     assert_eq!(finish(&store, &jobs[0], snooze).await, Finished::Done);
     push(&store, &[NewJob { priority: Priority::Low, ..later("l", LONG) }]).await;
     assert_eq!(list(&store, State::Waiting).await, ["l", "0"]);
@@ -455,11 +456,11 @@ pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
     take(&store, &["0"]).await;
 }
 
-/// A claim gets as many jobs whose snooze is over as it asks for.
+/// A claim returns as many jobs with an ended snooze as its limit allows.
 pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(store: S) {
     let jobs: Vec<_> = (0..100).map(|number| job(&number.to_string())).collect();
     push(&store, &jobs).await;
-    // In the end, the first of them in priority returns last.
+    // The snooze of the job with the highest priority ends last.
     push(&store, &[NewJob { priority: Priority::High, ..job("h") }]).await;
     let all = async || ask(&store, MAX_BATCH).await.jobs;
     let snooze = |delay| move |job: &ClaimedJob| Ack { ticket: job.ticket(), ending: AckKind::Snooze { delay } };
@@ -474,7 +475,7 @@ pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(stor
     assert_eq!((claimed.len(), names(&claimed)[0]), (101, "h"));
 }
 
-/// A job that never comes to an end, whose worker dies each time, is dead when its attempts are over.
+/// If the worker of a job dies in each attempt, the job is dead after the last one.
 pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 3, ..job("a") }]).await;
     for attempt in 1..=3 {
@@ -491,7 +492,7 @@ pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
 }
 
-/// A cancellation removes what waits, and tells the worker of what runs, which is not tried again.
+/// A cancellation removes a waiting job. The worker of a running job is notified, and the job is not retried.
 pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     let [a, b, c] = ["a", "b", "c"].map(JobId::from);
     assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Missing);
@@ -507,13 +508,13 @@ pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     assert_eq!(store.cancel(&queue(), &b, false).await.unwrap(), Cancelled::Missing);
     assert_eq!(store.cancel(&queue(), &c, false).await.unwrap(), Cancelled::Dead);
     assert_eq!(counts(&store).await, [0, 0, 0, 1]);
-    // Nothing is left of it for the next job of the same id.
+    // The next job with the same id is not affected.
     push(&store, &[job("b")]).await;
     let jobs = take(&store, &["b"]).await;
     assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
 }
 
-/// A job that is pushed while a cancelled run of its id or unique key goes on is kept, and claimed when that run has ended.
+/// If a job is pushed while a cancelled run with its id or unique key continues, it is kept, and claimed when that run has ended.
 pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
     let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
     for (old, new) in [(job("a"), job("a")), (unique("a"), unique("b")), (unique("a"), unique("a"))] {
@@ -525,7 +526,7 @@ pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
             assert_eq!(finish(&store, &first, ending).await, finished);
             let second = take(&store, &[new.id.as_str()]).await;
             assert_eq!(second[0].job.attempt, 1);
-            // The ticket of the old run is worth nothing any more.
+            // The lease of the old run is not valid any more.
             assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Lost]);
             assert_ne!(finish(&store, &first, retry(LONG)).await, Finished::Done);
             assert_eq!(state(&store, new.id.as_str()).await, Some(State::Running));
@@ -536,7 +537,7 @@ pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
     }
 }
 
-/// A job that waits for a cancelled run is claimed when the worker of that run has died, and can be cancelled by itself.
+/// A job that waits for a cancelled run is claimed when the worker of that run has died. It can be cancelled separately.
 pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore>(store: S) {
     let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
     let first = cancel_and_push_again(&store, &unique("a"), &unique("b")).await;
@@ -548,7 +549,7 @@ pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore
     let claimed = ask(&store, 100).await;
     assert_eq!((names(&claimed.jobs), claimed.expired), (vec!["a", "c"], Expired { jobs: 1, dead: 0 }));
     assert_eq!(finish(&store, &first, AckKind::Done).await, Finished::Gone);
-    // What is purged while it waits leaves the run alone.
+    // The purge of the waiting job does not affect the run.
     let [id] = ["a"].map(JobId::from);
     assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
     push(&store, &[job("a")]).await;
@@ -560,7 +561,7 @@ pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore
     assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Missing);
 }
 
-/// The run of a job that is cancelled while it runs. Another job is pushed in its place, which is not claimed yet.
+/// Cancels a running job, and pushes another job in its place, which is not claimed yet. Returns the cancelled run.
 async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new: &NewJob) -> ClaimedJob {
     push(store, std::slice::from_ref(old)).await;
     let first = take(store, &[old.id.as_str()]).await.remove(0);
@@ -569,7 +570,7 @@ async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new:
         assert_eq!(state(store, old.id.as_str()).await, Some(State::Running));
         assert_eq!(store.reschedule(&queue(), &old.id, Due::NOW).await.unwrap(), Changed::Running);
     }
-    // Stores count in ms when a job is pushed.
+    // Stores record the time of a push in ms.
     sleep(Duration::from_millis(2)).await;
     push(store, std::slice::from_ref(new)).await;
     for _ in 0..2 {
@@ -583,7 +584,7 @@ async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new:
     first
 }
 
-/// Only a job that waits can be moved and changed; the others are left as they are, and the answer says so.
+/// Only a waiting job can be rescheduled or replaced. Other jobs stay unchanged, and the reply says so.
 pub async fn changes_are_for_what_waits<S: DelayQueueStore>(store: S) {
     let id = JobId::from("a");
     let (far, queue) = (Due::In(LONG * 60), queue());
@@ -605,7 +606,7 @@ pub async fn changes_are_for_what_waits<S: DelayQueueStore>(store: S) {
     assert_eq!(store.replace(&queue, &id, b"x").await.unwrap(), Changed::Dead);
 }
 
-/// Counts and lists tell what there is, each state in its order.
+/// Counts and lists cover all jobs, and each state has its order.
 pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
     assert_eq!(store.counts(&queue()).await.unwrap(), Counts::default());
     push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
@@ -621,13 +622,13 @@ pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
     assert_eq!(list(&store, State::Dead).await, ["c"]);
     let some = store.list(&queue(), State::Waiting, 1, 1).await.unwrap();
     assert_eq!((some[0].id.as_str(), some[0].state, some.len()), ("d", State::Waiting, 1));
-    // However far behind the last one.
+    // At or behind the end of each list.
     for (state, skip) in [(State::Waiting, 3), (State::Running, 1 << 60), (State::Dead, u64::MAX)] {
         assert_eq!(store.list(&queue(), state, skip, 10).await.unwrap(), []);
     }
 }
 
-/// Nothing is claimed while a queue is paused, and what runs goes on.
+/// A paused queue grants no claims. Running jobs continue.
 pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a")]).await;
     let jobs = take(&store, &["a"]).await;
@@ -641,7 +642,7 @@ pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
     take(&store, &["b"]).await;
 }
 
-/// A purged queue has nothing that waits, and keeps what runs and what is dead.
+/// A purge removes all waiting jobs, and keeps running and dead jobs.
 pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a")]).await;
     take(&store, &["a"]).await;
@@ -655,7 +656,7 @@ pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
     assert_eq!(counts(&store).await, [0, 0, 1, 0]);
 }
 
-/// The dead are few, and can be tried again with all of their attempts, or forgotten.
+/// Dead jobs are limited in number and age. They can be replayed with all of their attempts, or removed.
 pub async fn the_dead_are_kept_in_bounds_and_can_be_replayed<S: DelayQueueStore>(store: S) {
     for id in ["a", "b", "c", "d"] {
         push(&store, &[NewJob { max_attempts: 1, ..job(id) }]).await;
@@ -677,31 +678,31 @@ pub async fn the_dead_are_kept_in_bounds_and_can_be_replayed<S: DelayQueueStore>
     assert_eq!(counts(&store).await, [0, 0, 1, 0]);
 }
 
-/// Who waits for jobs is woken by one that is earlier than it was told.
+/// An idle worker is woken by a job that is due earlier than the last reply said.
 pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) {
     let worker = claim(1, LONG);
     let mut wakeups = store.watch(&queue(), worker.worker).await;
     push(&store, &[later("z", LONG)]).await;
-    // A worker looks now and then by itself, so what is due much later than that need not wake it.
+    // A worker also polls by itself, so a job that is due much later than that need not wake it.
     for (id, delay) in [("b", SHORT * 2), ("a", Duration::ZERO)] {
-        // Nothing to do until then.
+        // No job is due until then.
         let claimed = store.claim(&queue(), &[], &worker).await.unwrap();
         assert!(claimed.jobs.is_empty());
         while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
         push(&store, &[later(id, delay)]).await;
-        timeout(Duration::from_secs(4), wakeups.next()).await.expect("an earlier job wakes who waits");
+        timeout(Duration::from_secs(4), wakeups.next()).await.expect("an earlier job wakes the worker");
     }
     let jobs = store.claim(&queue(), &[], &worker).await.unwrap().jobs;
     assert_eq!(names(&jobs), ["a"]);
-    // Also where it comes back from somebody who has had it.
+    // A job that another worker returns also wakes it.
     let waiting = store.claim(&queue(), &[], &Claim { limit: 100, ..worker }).await.unwrap();
     assert!(waiting.jobs.is_empty());
     while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
     assert_eq!(finish(&store, &jobs[0], AckKind::Release).await, Finished::Done);
-    timeout(Duration::from_secs(4), wakeups.next()).await.expect("what is released wakes who waits");
+    timeout(Duration::from_secs(4), wakeups.next()).await.expect("a released job wakes the worker");
 }
 
-/// Names and ids of any length and spelling are kept apart, and payloads of any bytes come back.
+/// Names and ids of any length and bytes are distinct, and payloads of any bytes come back unchanged.
 pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store: S) {
     let long = "}{".repeat(10_000);
     let names = ["", "{", "a:b", "a", "b:a", "#1", "ä\r\n\0", &long];
@@ -716,7 +717,7 @@ pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store:
     for (i, name) in names.iter().enumerate() {
         let queue = QueueKey::new(*name);
         let mut seen = 0;
-        // Large payloads come in several goes.
+        // Large payloads take several claims.
         while seen < names.len() {
             let jobs = store.claim(&queue, &[], &claim(100, LONG)).await.unwrap().jobs;
             assert!(!jobs.is_empty());
@@ -730,7 +731,7 @@ pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store:
     }
 }
 
-/// The longest delays are kept, and so is an instant far away.
+/// The longest delays are kept, and so is a due time in the far future.
 pub async fn the_longest_delays_are_kept<S: DelayQueueStore>(store: S) {
     let far = UNIX_EPOCH + Duration::from_secs(200 * 365 * 86_400);
     push(&store, &[later("a", Due::MAX_DELAY), later("b", Duration::MAX), NewJob { due: Due::At(far), ..job("c") }])
@@ -742,7 +743,7 @@ pub async fn the_longest_delays_are_kept<S: DelayQueueStore>(store: S) {
     assert_eq!(get("c").await.due_at, far);
 }
 
-/// Of many who claim at the same time each gets jobs of its own, and nothing is left over.
+/// Concurrent workers claim different jobs, and no job is left over.
 pub async fn racing_workers_share_the_jobs<S: DelayQueueStore + Send + Sync + 'static>(store: S) {
     const JOBS: usize = 1_000;
     let store = Arc::new(store);

@@ -20,10 +20,10 @@ use crate::lock::{
 };
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
-/// A store that fails when it is told to, and counts its calls. See the [module docs](super) for an example.
+/// A store with faults that a test injects. It also counts its calls. See the [module docs](super) for an example.
 ///
-/// Without a fault it is the store inside. A call that fails is not passed on, so it has done nothing. Clones share their
-/// faults and their counts.
+/// Without faults, it behaves like the inner store. A call that fails is not passed on, so it has no effect. Clones share their faults and
+/// counts.
 #[derive(Clone, Debug)]
 pub struct FaultStore<S> {
     inner: S,
@@ -31,27 +31,27 @@ pub struct FaultStore<S> {
 }
 
 impl<S> FaultStore<S> {
-    /// A store without faults in front of `inner`.
+    /// Wraps `inner`, without faults.
     pub fn new(inner: S) -> Self {
         Self { inner, faults: Faults::default() }
     }
 
-    /// What turns its faults on and off, also once the store is inside a layer.
+    /// The handle that switches the faults on and off, also when the store is inside a layer.
     #[must_use]
     pub fn faults(&self) -> Faults {
         self.faults.clone()
     }
 
-    /// The store without its faults: to see what became of the counts, for instance.
+    /// The inner store without faults, for instance to read its counts.
     pub const fn get_ref(&self) -> &S {
         &self.inner
     }
 }
 
-/// The faults of a [`FaultStore`]. Clones are the same faults.
+/// The faults of a [`FaultStore`]. Clones control the same faults.
 ///
-/// Faults add up: a call waits for its delay, and then hangs, fails or passes. They count from the first poll of a call; one that hangs
-/// goes on to hang when its fault is gone, as a reply that was lost does not come later.
+/// Faults combine: a call waits for its delay, and then hangs, fails or passes. The faults at the first poll of a call apply. A call that
+/// hangs never ends, even after [`heal`](Self::heal), as a lost reply does not arrive later.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     state: Arc<Mutex<State>>,
@@ -65,12 +65,12 @@ struct State {
     fails: Option<Failure>,
     next: Option<(u32, Failure)>,
     some: Option<(u8, Failure)>,
-    // Of the numbers that choose the calls to fail.
+    // The seed of the numbers that select the calls to fail.
     seed: u64,
     calls: [u64; VERBS],
 }
 
-/// What goes wrong: the kinds of [`StoreError`].
+/// The kind of [`StoreError`] that a call returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Failure {
@@ -88,14 +88,14 @@ pub enum Failure {
     Other,
 }
 
-/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`], and of
+/// The kind of a call: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`], and of
 /// [`LockRegistry`] and [`IdempotencyRegistry`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
-    /// `check`, and `check_now` where it knew the answer.
+    /// `check`, and `check_now` if it returns a decision.
     Check,
-    /// `check_all`, however many subjects it is about.
+    /// `check_all`, and `check_all_now` if it returns decisions. One call for any number of keys.
     CheckAll,
     /// `peek`.
     Peek,
@@ -107,7 +107,7 @@ pub enum Verb {
     Reset,
     /// `acquire` of a lock, or `acquire_all` of several.
     Acquire,
-    /// `renew`, however many leases it is about.
+    /// `renew`. One call for any number of leases.
     Renew,
     /// `release`, of a lock or of an operation.
     Release,
@@ -115,7 +115,7 @@ pub enum Verb {
     Name,
     /// `ask_holders`.
     Ask,
-    /// `watch`, of a lock, an operation or a queue, or `watch_asks`. One that fails answers that there are no wake-ups.
+    /// `watch` of a lock, an operation or a queue, or `watch_asks`. If it fails, there are no notifications.
     Watch,
     /// `begin` of an operation.
     Begin,
@@ -123,15 +123,15 @@ pub enum Verb {
     Complete,
     /// `checkpoint`.
     Checkpoint,
-    /// `push`, however many jobs it is about.
+    /// `push`. One call for any number of jobs.
     Push,
-    /// `claim`, which finishes jobs, too.
+    /// `claim`, which also finishes jobs.
     Claim,
-    /// `extend`, however many leases it is about.
+    /// `extend`. One call for any number of leases.
     Extend,
-    /// Whatever else a delay queue is asked.
+    /// All other methods of a delay queue.
     Control,
-    /// Whatever those ask who run services: of locks or of operations.
+    /// The methods of [`LockRegistry`] and [`IdempotencyRegistry`].
     Admin,
 }
 
@@ -151,7 +151,7 @@ impl Failure {
     }
 }
 
-/// What a call is to do.
+/// The faults of one call.
 struct Plan {
     delay: Duration,
     hangs: bool,
@@ -159,60 +159,60 @@ struct Plan {
 }
 
 impl Faults {
-    /// Every call fails.
+    /// Makes every call fail.
     pub fn fail(&self, failure: Failure) {
         self.state().fails = Some(failure);
     }
 
-    /// The next `calls` calls fail, and those behind them do not.
+    /// Makes the next `calls` calls fail.
     pub fn fail_next(&self, calls: u32, failure: Failure) {
         self.state().next = (calls > 0).then_some((calls, failure));
     }
 
-    /// About so many of a hundred calls fail. Which ones looks like chance and is the same in each run: see [`seed`](Self::seed).
+    /// Makes about `percent` of 100 calls fail. The selection looks random and is the same in each run: see [`seed`](Self::seed).
     pub fn fail_percent(&self, percent: u8, failure: Failure) {
         self.state().some = (percent > 0).then_some((percent, failure));
     }
 
-    /// Lets [`fail_percent`](Self::fail_percent) choose other calls from now on. Defaults to 0.
+    /// Lets [`fail_percent`](Self::fail_percent) select other calls from now on. Defaults to 0.
     pub fn seed(&self, seed: u64) {
         self.state().seed = seed;
     }
 
-    /// No call is ever answered: what a deadline is for.
+    /// Makes every call hang, so that only the deadline of the caller ends it.
     pub fn hang(&self) {
         self.state().hangs = true;
     }
 
-    /// Every call is passed on, and its answer never comes: what was asked has happened, and nobody knows.
+    /// Executes every call and never returns its reply. The caller cannot know whether the call had an effect.
     pub fn lose_answers(&self) {
         self.state().loses_answers = true;
     }
 
-    /// Every call takes so much longer, by tokio's clock.
+    /// Delays every call by this duration of tokio's clock.
     pub fn delay(&self, delay: Duration) {
         self.state().delay = delay;
     }
 
-    /// All faults are gone. Calls stay counted.
+    /// Removes all faults. The counts of calls remain.
     pub fn heal(&self) {
         let mut state = self.state();
         *state = State { calls: state.calls, seed: state.seed, ..State::default() };
     }
 
-    /// How many calls there were of one kind, those that failed or hang included.
+    /// The number of calls of one kind, including failed and hanging calls.
     #[must_use]
     pub fn calls(&self, verb: Verb) -> u64 {
         self.state().calls[verb as usize]
     }
 
-    /// How many calls there were in all.
+    /// The total number of calls.
     #[must_use]
     pub fn total_calls(&self) -> u64 {
         self.state().calls.iter().sum()
     }
 
-    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    /// No code panics in the middle of a change, so a poisoned state is intact.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -264,7 +264,7 @@ impl State {
         Plan { delay: self.delay, hangs: self.hangs, fails: next.or(self.fails).or(some) }
     }
 
-    /// A number below 100 that nobody would guess (SplitMix64).
+    /// A pseudorandom number below 100 (SplitMix64).
     fn draw(&mut self) -> u8 {
         self.seed = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.seed;
@@ -280,7 +280,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
     }
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
-        // Whoever is told nothing here asks again, and meets the fault then.
+        // Without a decision here, the caller continues with `check`, which meets the fault.
         if self.faults.state().is_faulty() {
             return None;
         }
@@ -537,13 +537,13 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
 
 #[cfg(test)]
 mod tests {
-    /// The lines between the one that begins with `first` and the next that begins with a brace.
+    /// The lines after the one with the prefix `first`, up to the next line with a brace as its prefix.
     fn block<'a>(source: &'a str, first: &str) -> Vec<&'a str> {
         let lines = source.lines().skip_while(|line| !line.starts_with(first)).skip(1);
         lines.take_while(|line| !line.starts_with('}')).collect()
     }
 
-    /// The methods of a block by name, each with its signature and its body.
+    /// The methods of a block: the name of each, with its signature and its body.
     fn methods(block: &[&str]) -> Vec<(String, String)> {
         let mut methods: Vec<(String, String)> = Vec::new();
         for line in block {
@@ -558,9 +558,9 @@ mod tests {
         methods
     }
 
-    /// A method that is new, and has a body for stores that do not have it, would go past the store inside, and past every fault.
+    /// A new method with a default body would bypass the inner store and all faults.
     #[test]
-    fn whatever_takes_time_meets_the_faults() {
+    fn every_asynchronous_method_meets_the_faults() {
         let traits = [
             ("RateLimitStore", include_str!("../rate_limit/store.rs"), 6),
             ("LockStore", include_str!("../lock/store.rs"), 8),
@@ -572,13 +572,13 @@ mod tests {
         for (name, source, expected) in traits {
             let wanted = methods(&block(source, &format!("pub trait {name}")));
             let wanted: Vec<_> = wanted.into_iter().filter(|(_, text)| text.contains("-> impl Future<")).collect();
-            assert!(wanted.len() >= expected, "{name} has more methods than {wanted:?}");
+            assert!(wanted.len() >= expected, "{name} has only these methods: {wanted:?}");
             let had =
                 methods(&block(include_str!("fault.rs"), &format!("impl<S: {name} + Sync> {name} for FaultStore<S>")));
             for (method, _) in wanted {
                 let body = had.iter().find(|(other, _)| *other == method).map_or("", |(_, body)| body);
                 let meets = body.contains("self.faults.around(") || body.contains("self.faults.watch(");
-                assert!(meets, "{name}::{method} meets no fault");
+                assert!(meets, "{name}::{method} bypasses the faults");
             }
         }
     }

@@ -1,9 +1,9 @@
-//! What every [`IdempotencyStore`] must do: one claim a function, written once, run on each backend by
-//! [`idempotency_contract!`](crate::idempotency_contract).
+//! The contract tests of [`IdempotencyStore`]: each function tests one requirement. [`idempotency_contract!`](crate::idempotency_contract)
+//! runs them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::idempotency::{
 };
 use crate::lock::Token;
 
-/// A lease that no test sees the end of, however slow the machine.
+/// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
-/// A lease whose end can be waited for, with room for a machine that is slow to wake somebody.
+/// A lease whose end a test can wait for, with tolerance for a slow machine.
 const SHORT: Duration = Duration::from_millis(1_500);
 
 fn operation(key: &str) -> Operation {
@@ -38,7 +38,7 @@ fn completion(answer: &[u8]) -> Completion {
     Completion { answer: answer.into(), is_kept: true, payload: payload(3), retention: LONG }
 }
 
-/// Begins what is free; answers the fence and the number of the attempt.
+/// Begins a free operation. Returns the fence and the number of the attempt.
 async fn take<S: IdempotencyStore>(store: &S, operation: &Operation, claim: &Claim) -> (u64, u32) {
     match store.begin(operation, claim).await.unwrap() {
         Begun::Granted { fence, attempt, .. } => (fence, attempt),
@@ -54,7 +54,7 @@ fn is_in_flight(begun: &Begun) -> bool {
     matches!(begun, Begun::InFlight { .. })
 }
 
-/// What nobody has begun is granted once; the others are told that it is in flight, and for how long at the most.
+/// A new operation is granted once. Other callers learn that it is in flight, and for how long at most.
 pub async fn an_operation_is_granted_once<S: IdempotencyStore>(store: S) {
     let (_, attempt) = take(&store, &operation("a"), &claim(LONG)).await;
     assert_eq!(attempt, 1);
@@ -69,7 +69,7 @@ pub async fn an_operation_is_granted_once<S: IdempotencyStore>(store: S) {
     }
 }
 
-/// The same key of somebody else is another operation, and so is another key.
+/// The same key in another scope is another operation, and so is another key.
 pub async fn scopes_and_keys_are_apart<S: IdempotencyStore>(store: S) {
     for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
         let (operation, claim) = (Operation::new(scope, key), claim(LONG));
@@ -84,7 +84,7 @@ pub async fn scopes_and_keys_are_apart<S: IdempotencyStore>(store: S) {
     }
 }
 
-/// Asking again with the token that has begun gives the same answer, and lets the lease last its whole time again.
+/// If a token begins its operation again, it gets the same reply, and the lease lasts for its whole time again.
 pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
     let (operation, claim) = (operation("a"), claim(SHORT));
     let granted = take(&store, &operation, &claim).await;
@@ -95,7 +95,7 @@ pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
     assert!(is_in_flight(&ask(&store, &operation).await));
 }
 
-/// What is said without waiting is what would be said with it; a store that has to wait does nothing.
+/// A call that does not wait returns the same reply as a call that waits. If the store would have to wait, it does nothing.
 pub async fn what_is_said_at_once_is_so<S: IdempotencyStore>(store: S) {
     let (operation, claim) = (operation("a"), claim(LONG));
     let at_once = store.begin_now(&operation, &claim).transpose().unwrap();
@@ -116,7 +116,7 @@ pub async fn what_is_said_at_once_is_so<S: IdempotencyStore>(store: S) {
     }
 }
 
-/// What was answered is answered to all that come later, byte by byte, with the fingerprint of the body that came with it.
+/// Every later caller gets the stored response unchanged, with the fingerprint of the request body.
 pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
     let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();
     for (number, answer) in [b"".as_slice(), b"\0\r\n{}", &all_bytes].into_iter().enumerate() {
@@ -129,11 +129,11 @@ pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
         for _ in 0..2 {
             assert_eq!(ask(&store, &operation).await, expected);
         }
-        assert_eq!(store.begin(&operation, &claim).await.unwrap(), expected, "by the same token, too");
+        assert_eq!(store.begin(&operation, &claim).await.unwrap(), expected, "also with the same token");
     }
 }
 
-/// An answer that was too large leaves a mark, and the operation is not begun anew.
+/// A response that is too large leaves a mark, and the operation does not begin again.
 pub async fn an_answer_that_is_not_kept_leaves_a_mark<S: IdempotencyStore>(store: S) {
     let claim = claim(LONG);
     take(&store, &operation("a"), &claim).await;
@@ -144,7 +144,7 @@ pub async fn an_answer_that_is_not_kept_leaves_a_mark<S: IdempotencyStore>(store
     assert_eq!(begun, Begun::Completed { payload: payload(3), answer: (*b"200").into(), is_kept: false });
 }
 
-/// Another head is a mismatch in each state, also after the answer was kept: it is not forgotten by that.
+/// Another head is a mismatch in each state, also after the response was stored. A mismatch does not remove the response.
 pub async fn another_request_is_told_nothing_but_that<S: IdempotencyStore>(store: S) {
     let first = claim(SHORT);
     let other = Claim { head: Digest([8; 16]), takes_over: true, ..claim(SHORT) };
@@ -160,10 +160,10 @@ pub async fn another_request_is_told_nothing_but_that<S: IdempotencyStore>(store
     assert!(store.complete(&operation("a"), &first.token, &completion(b"x")).await.unwrap());
     mismatch("completed").await;
     let begun = ask(&store, &operation("a")).await;
-    assert!(matches!(begun, Begun::Completed { .. }), "the first request is still the same: {begun:?}");
+    assert!(matches!(begun, Begun::Completed { .. }), "the first request still matches: {begun:?}");
 }
 
-/// The story of a live attempt that was taken for an orphan: nobody else begins while the lease lasts, whatever they ask for.
+/// Once, a live attempt was taken for an abandoned one. While the lease lasts, no other attempt begins, not even with a takeover.
 pub async fn a_live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
     let first = claim(SHORT);
     take(&store, &operation("a"), &first).await;
@@ -176,21 +176,21 @@ pub async fn a_live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
     }
 }
 
-/// The story of an orphan that was completed while it was being taken over: who comes too late changes nothing.
+/// Once, an abandoned attempt completed while it was taken over. A takeover after the completion changes nothing.
 pub async fn a_completed_answer_is_never_taken_over<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
     let begun = ask(&store, &operation("a")).await;
     assert!(matches!(begun, Begun::Unknown { attempt: 1, .. }), "{begun:?}");
-    // It was only slow.
+    // The attempt was only slow.
     assert!(store.complete(&operation("a"), &first.token, &completion(b"first")).await.unwrap());
     let late = Claim { takes_over: true, ..claim(LONG) };
     match store.begin(&operation("a"), &late).await.unwrap() {
         Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
         begun => panic!("{begun:?}"),
     }
-    assert!(store.complete(&operation("a"), &first.token, &completion(b"other")).await.unwrap(), "as it is");
+    assert!(store.complete(&operation("a"), &first.token, &completion(b"other")).await.unwrap(), "it is completed");
     assert!(!store.complete(&operation("a"), &late.token, &completion(b"late")).await.unwrap());
     assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
     assert!(!store.release(&operation("a"), &first).await.unwrap());
@@ -200,7 +200,7 @@ pub async fn a_completed_answer_is_never_taken_over<S: IdempotencyStore>(store: 
     }
 }
 
-/// An attempt whose lease has ended is of unknown outcome until somebody takes over; who had it can do nothing after that.
+/// If its lease ends, an attempt has an unknown outcome until another attempt takes over. After that, its holder can change nothing.
 pub async fn who_was_taken_over_changes_nothing<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     let (fence, _) = take(&store, &operation("a"), &first).await;
@@ -223,7 +223,7 @@ pub async fn who_was_taken_over_changes_nothing<S: IdempotencyStore>(store: S) {
     }
 }
 
-/// A lease that has ended comes back with a renewal, and tells what is known of the body.
+/// A renewal restores an ended lease, and stores the fingerprint of the body.
 pub async fn a_lease_comes_back_unless_somebody_took_over<S: IdempotencyStore>(store: S) {
     let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
     take(&store, &operation("a"), &first).await;
@@ -236,11 +236,11 @@ pub async fn a_lease_comes_back_unless_somebody_took_over<S: IdempotencyStore>(s
     }
 }
 
-/// What was given back can be begun again, with a larger fence and by another token only.
+/// A released operation can begin again, with a larger fence and only with another token.
 pub async fn what_is_given_back_is_begun_again<S: IdempotencyStore>(store: S) {
     let (mut last, mut heads) = (0, 0..);
     for attempt in 1..5 {
-        // What comes next need not be the same request.
+        // The next request may be another one.
         let claim = Claim { head: Digest([heads.next().unwrap(); 16]), ..claim(LONG) };
         let (fence, is) = take(&store, &operation("a"), &claim).await;
         assert!(fence > last && is == attempt, "{fence} after {last}, attempt {is} is {attempt}");
@@ -250,11 +250,11 @@ pub async fn what_is_given_back_is_begun_again<S: IdempotencyStore>(store: S) {
         }
         assert!(!store.renew(&operation("a"), &claim, &payload(1)).await.unwrap());
         assert!(!store.complete(&operation("a"), &claim.token, &completion(b"x")).await.unwrap());
-        assert!(is_in_flight(&store.begin(&operation("a"), &claim).await.unwrap()), "not by the same token");
+        assert!(is_in_flight(&store.begin(&operation("a"), &claim).await.unwrap()), "not with the same token");
     }
 }
 
-/// A claim that was given up before it came comes to nothing: whoever gave it up need not know whether it has come.
+/// If a claim is released before it arrives, it has no effect. So a client can release a claim without knowing whether it arrived.
 pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(store: S) {
     let lost = claim(LONG);
     assert!(store.release(&operation("a"), &lost).await.unwrap());
@@ -264,8 +264,7 @@ pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(sto
     assert!(is_in_flight(&ask(&store, &operation("a")).await));
 }
 
-/// What an attempt has put down last is what the next one finds, whether the one before was taken over or given back; and so is
-/// what is known of the body.
+/// The next attempt gets the last checkpoint and the fingerprint of the body, after a takeover and after a release.
 pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(store: S) {
     let note = |number| Checkpoint::new(number, "charged", &[0, number as u8, 255]).unwrap();
     let granted = async |claim: &Claim| match store.begin(&operation("a"), claim).await.unwrap() {
@@ -286,7 +285,7 @@ pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(stor
     assert!(!store.checkpoint(&operation("a"), &first, &payload(5), &note(9)).await.unwrap(), "it was taken over");
     assert!(store.renew(&operation("a"), &second, &payload(5)).await.unwrap());
     assert!(store.release(&operation("a"), &second).await.unwrap());
-    assert!(!store.checkpoint(&operation("a"), &second, &payload(5), &note(9)).await.unwrap(), "it was given back");
+    assert!(!store.checkpoint(&operation("a"), &second, &payload(5), &note(9)).await.unwrap(), "it was released");
     let third = claim(LONG);
     assert_eq!(granted(&third).await, (3, payload(5), Some(note(2))));
     assert!(store.complete(&operation("a"), &third.token, &completion(b"x")).await.unwrap());
@@ -295,7 +294,7 @@ pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(stor
     assert_eq!(ask(&store, &operation("a")).await, expected);
 }
 
-/// A checkpoint that comes late does not take the place of a later one, and lets a lease last as a renewal does.
+/// A checkpoint that arrives late does not replace a later one. A checkpoint renews the lease.
 pub async fn a_checkpoint_that_comes_late_changes_nothing<S: IdempotencyStore>(store: S) {
     let note = |number, data: &[u8]| Checkpoint::new(number, "", data).unwrap();
     let first = claim(SHORT);
@@ -312,7 +311,7 @@ pub async fn a_checkpoint_that_comes_late_changes_nothing<S: IdempotencyStore>(s
     }
 }
 
-/// What has left a checkpoint has happened: the key is still that of the same request when the attempt was given back.
+/// An attempt with a checkpoint may have had effects, so its key stays bound to the request after a release.
 pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
     let first = claim(LONG);
     take(&store, &operation("a"), &first).await;
@@ -323,12 +322,13 @@ pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
     }
     let other = Claim { head: Digest([8; 16]), ..claim(LONG) };
     assert_eq!(store.begin(&operation("a"), &other).await.unwrap(), Begun::Mismatch);
-    assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()), "not by the same token");
+    assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()), "not with the same token");
     take(&store, &operation("a"), &claim(LONG)).await;
 }
 
-/// The story of a renewal that came after a checkpoint which was sent later, and took back what that had told of the body: another one that began
-/// alike was taken for the same, and told of the checkpoint.
+/// A renewal that arrives after a later checkpoint does not reduce the known part of the body.
+///
+/// Once, it did. Another request whose body began alike was taken for the same request, and got the checkpoint.
 pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
     let read = |len, is_whole| Payload { len, is_whole: Some(is_whole), digest: Digest([len as u8; 16]) };
     let note = Checkpoint::new(1, "charged", b"").unwrap();
@@ -344,7 +344,7 @@ pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) 
         }
         assert!(store.checkpoint(&operation("a"), &first, &late, &note).await.unwrap());
         match ask(&store, &operation("a")).await {
-            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "put down with {late:?}"),
+            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "checkpoint with {late:?}"),
             begun => panic!("{begun:?}"),
         }
     }
@@ -357,8 +357,10 @@ pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) 
     }
 }
 
-/// The story of a takeover that was given back, with which was forgotten what the request was and how often it was tried: something may
-/// have come of the attempt that was taken over, so the next one has to be the same request.
+/// After a takeover, a release keeps the binding to the request and the number of attempts. The earlier attempt may have had effects, so
+/// the next one must be the same request.
+///
+/// Once, the release removed both.
 pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
@@ -386,7 +388,7 @@ pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(sto
         }
         let other = Claim { head: Digest([8; 16]), ..claim(LONG) };
         assert_eq!(store.begin(&operation("a"), &other).await.unwrap(), Begun::Mismatch);
-        assert!(is_in_flight(&store.begin(&operation("a"), &next).await.unwrap()), "not by the same token");
+        assert!(is_in_flight(&store.begin(&operation("a"), &next).await.unwrap()), "not with the same token");
     }
     let done = claim(LONG);
     take(&store, &operation("a"), &done).await;
@@ -395,13 +397,13 @@ pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(sto
     assert_eq!(ask(&store, &operation("a")).await, expected);
 }
 
-/// Whoever watches is told when the operation is completed, and when it is given back; also after a renewal, which is no news.
+/// Watchers get a notification when the operation is completed, and when it is released. A renewal sends none.
 pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
     for number in 0..2_u32 {
         let (operation, claim) = (Operation::new("watched", number), claim(LONG));
         take(&store, &operation, &claim).await;
         let mut wakeups = [store.watch(&operation).await, store.watch(&operation).await];
-        // One that comes because something may have been missed may come now, but not each time.
+        // A precautionary notification may arrive now, but not each time.
         let mut renewals = 0;
         loop {
             assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
@@ -409,7 +411,7 @@ pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
                 break;
             }
             renewals += 1;
-            assert!(renewals < 5, "nothing has happened");
+            assert!(renewals < 5, "renewals notify the watcher");
         }
         if number == 0 {
             assert!(store.complete(&operation, &claim.token, &completion(b"x")).await.unwrap());
@@ -417,13 +419,13 @@ pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
             assert!(store.release(&operation, &claim).await.unwrap());
         }
         for wakeups in &mut wakeups {
-            timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever watches is told");
+            timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
         }
         assert!(!is_in_flight(&ask(&store, &operation).await));
     }
 }
 
-/// An answer is kept for as long as was said, and the operation is free again then.
+/// A response is kept for its retention. Then the operation is free again.
 pub async fn an_answer_is_forgotten_when_its_time_is_over<S: IdempotencyStore>(store: S) {
     let claim = claim(LONG);
     take(&store, &operation("a"), &claim).await;
@@ -434,7 +436,7 @@ pub async fn an_answer_is_forgotten_when_its_time_is_over<S: IdempotencyStore>(s
     assert!(!store.complete(&operation("a"), &claim.token, &brief).await.unwrap());
 }
 
-/// Of many who begin at the same time one does.
+/// Of many concurrent calls, exactly one begins the operation.
 pub async fn one_of_many_racing_begins<S: IdempotencyStore + Send + Sync + 'static>(store: S) {
     let store = Arc::new(store);
     for round in 0..10 {
@@ -450,8 +452,8 @@ pub async fn one_of_many_racing_begins<S: IdempotencyStore + Send + Sync + 'stat
     }
 }
 
-/// A scope that has as many records as it may is refused one more, and is told when to come again. What has a record is answered as ever, and so are other
-/// scopes. Where a store does not count exactly it is refused later, but in the end.
+/// A scope with the maximum number of records gets no new one, and the reply says when to retry. Existing records and other scopes work as
+/// before. A store that counts approximately may refuse later, but refuses in the end.
 pub async fn a_scope_has_a_bounded_number_of_records<S: IdempotencyStore>(store: S) {
     const MOST: u64 = 3;
     let bounded = |scope: &str| Claim { bound: Some(RecordBound { scope: scope.into(), most: MOST }), ..claim(LONG) };
@@ -481,7 +483,7 @@ pub async fn a_scope_has_a_bounded_number_of_records<S: IdempotencyStore>(store:
     assert!(store.complete(&known, &claims[0].token, &completion(b"first")).await.unwrap());
     assert!(matches!(store.begin(&known, &bounded("alice")).await.unwrap(), Begun::Completed { .. }));
     take(&store, &operation("bob", 0), &bounded("bob")).await;
-    // What is given back is remembered for a while, and may be begun again.
+    // A released operation is remembered for a while, and may begin again.
     assert!(store.release(&operation("alice", 1), &claims[1]).await.unwrap());
     assert!(is_full().await);
     take(&store, &operation("alice", 1), &bounded("alice")).await;
@@ -489,11 +491,11 @@ pub async fn a_scope_has_a_bounded_number_of_records<S: IdempotencyStore>(store:
     // A claim that is released before it arrives makes no room for its key.
     let cancelled = operation("alice", granted + 2);
     assert!(store.release(&cancelled, &bounded("alice")).await.unwrap());
-    // A store that counts roughly may have room left for this key.
+    // A store that counts approximately may have room left for this key.
     let mut next = granted + 2;
     while !matches!(store.begin(&operation("alice", next), &bounded("alice")).await.unwrap(), Begun::ScopeFull { .. }) {
         next += 2;
-        assert!(next < granted + 1_000, "keys that were cancelled are not bounded");
+        assert!(next < granted + 1_000, "the number of cancelled keys has no bound");
         assert!(store.release(&operation("alice", next), &bounded("alice")).await.unwrap());
     }
 }

@@ -1,9 +1,9 @@
-//! What every [`IdempotencyRegistry`] must do: one claim a function, written once, run on each backend by
-//! [`idempotency_registry_contract!`](crate::idempotency_registry_contract).
+//! The contract tests of [`IdempotencyRegistry`]: each function tests one requirement.
+//! [`idempotency_registry_contract!`](crate::idempotency_registry_contract) runs them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::idempotency::{
 };
 use crate::lock::{Cursor, Token};
 
-/// A lease that no test sees the end of, however slow the machine.
+/// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
-/// A lease that is over soon.
+/// A lease that ends soon.
 const SHORT: Duration = Duration::from_millis(20);
 
 fn claim(lease: Duration) -> Claim {
@@ -56,7 +56,7 @@ fn is_about(duration: Duration, expected: Duration) -> bool {
     duration <= expected && duration + Duration::from_secs(20) > expected
 }
 
-/// How far an operation is can be seen in each of its states.
+/// An operator can see an operation in each of its states.
 pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).deadline(Duration::from_secs(10));
     assert_eq!(admin.inspect(&operation()).await.unwrap(), None);
@@ -68,7 +68,7 @@ pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store
     assert!(is_about(status.kept_for, LONG * 2), "{status:?}");
     assert_eq!((status.fence, status.attempts, status.checkpoint), (fence, 1, None));
 
-    // Given back with what was put down, and taken up and lost.
+    // Released with a checkpoint, then begun again and lost.
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
     assert!(store.checkpoint(&operation(), &first, &Payload::default(), &note).await.unwrap());
     assert!(store.release(&operation(), &first).await.unwrap());
@@ -89,7 +89,7 @@ pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store
     assert!(is_about(done.kept_for, LONG) && done.checkpoint.is_none(), "{done:?}");
 }
 
-/// What was taken over is told apart in the record, and that is nothing that anybody has put down.
+/// The record has a mark for a takeover. The mark is not a checkpoint.
 pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     take(&store, &claim(SHORT)).await;
     sleep(SHORT * 3).await;
@@ -99,13 +99,13 @@ pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clon
         assert_eq!((look(&store).await.attempts, look(&store).await.checkpoint), (2, None));
         assert!(store.release(&operation(), &second).await.unwrap());
     }
-    // It is not the same request's any more.
+    // After that, the operation is not bound to the request any more.
     let status = look(&store).await;
     assert!(store.forget(&status).await.unwrap());
     assert_eq!(take(&store, &Claim { head: Digest([8; 16]), ..claim(LONG) }).await.1, 3);
 }
 
-/// Whatever it is, the next request begins it, with a larger fence, and whoever did it before changes nothing.
+/// Whatever the state was, the next request begins a forgotten operation, with a larger fence. The previous attempt can change nothing.
 pub async fn what_is_forgotten_is_begun_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let mut last = (0, 0);
@@ -131,7 +131,7 @@ pub async fn what_is_forgotten_is_begun_anew<S: IdempotencyRegistry + Clone + Sy
     }
 }
 
-/// The story of an operation that was looked at, and was gone on with before somebody had made up their mind.
+/// If an operation has changed since an operator inspected it, the operator's call does nothing.
 pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let first = claim(SHORT);
@@ -139,7 +139,7 @@ pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + 
     sleep(SHORT * 3).await;
     let unknown = look(&store).await;
 
-    // Its process was silent, and is heard of again.
+    // The process of the attempt was silent, and renews the lease.
     let long = Claim { lease: LONG, ..first };
     assert!(store.renew(&operation(), &long, &Payload::default()).await.unwrap());
     assert!(!admin.forget(&unknown).await.unwrap());
@@ -155,7 +155,7 @@ pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + 
     assert!(!admin.forget(&other).await.unwrap());
     assert!(matches!(look(&store).await.state, OperationState::Completed { is_kept: true }));
 
-    // Begun anew, it is in the same states by another fence.
+    // The next execution has the same states, with another fence.
     assert!(admin.forget(&done).await.unwrap());
     let second = claim(LONG);
     take(&store, &second).await;
@@ -173,7 +173,7 @@ fn answer(text: &str) -> Answer {
     Answer::of_operation(text)
 }
 
-/// Begins the operation, says what its body is, and is never heard of again.
+/// Begins the operation, stores a checkpoint with the fingerprint of the body, and lets the lease end.
 async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Payload, OperationStatus) {
     let (claim, body) = (claim(SHORT), Payload { len: 3, is_whole: Some(true), digest: Digest([9; 16]) });
     take(store, &claim).await;
@@ -183,40 +183,42 @@ async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Paylo
     (claim, body, look(store).await)
 }
 
-/// What nobody was heard of is completed with an answer, which the next request gets, and whoever has begun it changes nothing.
+/// An operator can complete an operation of unknown outcome with a response. The next request gets the response, and the original attempt
+/// can change nothing.
 pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
     let (first, payload, unknown) = lose(&store).await;
     for _ in 0..2 {
         assert!(admin.complete(&unknown, answer("charged")).await.unwrap());
     }
-    assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is said already");
+    assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is already completed");
     assert!(!admin.complete(&unknown, Answer::not_kept()).await.unwrap());
     let done = look(&store).await;
     assert_eq!(done.state, OperationState::Completed { is_kept: true });
     assert_eq!((done.fence, done.attempts, done.checkpoint.as_ref()), (unknown.fence, 1, None));
     assert!(is_about(done.kept_for, LONG * 3), "{done:?}");
 
-    // Whoever has begun it is heard of again, and changes nothing.
+    // The original attempt continues, and can change nothing.
     assert!(!store.renew(&operation(), &first, &payload).await.unwrap());
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
     assert!(!store.release(&operation(), &first).await.unwrap());
     let expected = Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
     for takes_over in [false, true] {
         let same = Claim { takes_over, ..claim(LONG) };
-        assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "what was known of the request stays");
+        assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "the fingerprint of the request stays");
         let other = Claim { head: Digest([8; 16]), ..same };
         assert_eq!(store.begin(&operation(), &other).await.unwrap(), Begun::Mismatch);
     }
 
-    // Somebody has been wrong.
+    // The operator was wrong.
     assert!(admin.forget(&done).await.unwrap());
     let (_, _, unknown) = lose(&store).await;
     assert!(admin.complete(&unknown, Answer::not_kept()).await.unwrap());
     assert_eq!(look(&store).await.state, OperationState::Completed { is_kept: false });
 }
 
-/// What was completed by hand with the wrong answer gets another one, if it is still as it was found, and the next request gets that.
+/// If an operation was completed with a wrong response by an operator, the operator can replace it. The record must not have changed since
+/// the inspection. The next request gets the new response.
 pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
     let (first, payload, unknown) = lose(&store).await;
@@ -236,16 +238,16 @@ pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry
     assert!(later.complete(&done, Answer::not_kept()).await.unwrap());
     let unkept = look(&store).await;
     assert_eq!(unkept.state, OperationState::Completed { is_kept: false });
-    assert!(!later.complete(&done, answer("x")).await.unwrap(), "it is not as it was found");
+    assert!(!later.complete(&done, answer("x")).await.unwrap(), "the record has changed");
     assert!(later.complete(&unkept, answer("x")).await.unwrap());
     let last = look(&store).await;
     assert!(admin.forget(&last).await.unwrap());
     assert!(!later.complete(&last, answer("y")).await.unwrap());
     lose(&store).await;
-    assert!(!later.complete(&last, answer("y")).await.unwrap(), "that was the attempt before");
+    assert!(!later.complete(&last, answer("y")).await.unwrap(), "the status is of the previous attempt");
 }
 
-/// What is in any other state, or was not found to be unknown, stays as it is.
+/// An operator cannot complete an operation in another state, or with the status of another state.
 pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let complete = async |status: &OperationStatus| admin.complete(status, answer("charged")).await.unwrap();
@@ -253,27 +255,27 @@ pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry
     let never = OperationStatus { operation: Operation::new("alice", "never"), ..unknown.clone() };
     assert!(!complete(&never).await && admin.inspect(&never.operation).await.unwrap().is_none());
 
-    // Its process was silent, and is heard of again.
+    // The process of the attempt was silent, and renews the lease.
     assert!(store.renew(&operation(), &Claim { lease: LONG, ..first }, &payload).await.unwrap());
     let in_flight = look(&store).await;
     assert!(!complete(&unknown).await && !complete(&in_flight).await);
     assert_eq!(look(&store).await.checkpoint, in_flight.checkpoint);
     assert!(store.renew(&operation(), &first, &payload).await.unwrap());
     sleep(SHORT * 3).await;
-    assert!(!complete(&in_flight).await, "nobody has seen that it is unknown");
+    assert!(!complete(&in_flight).await, "the status does not say that the outcome is unknown");
 
-    // Another attempt, of which nobody knows either.
+    // Another attempt, also of unknown outcome.
     let second = Claim { takes_over: true, ..claim(SHORT) };
     let begun = store.begin(&operation(), &second).await.unwrap();
     assert!(matches!(begun, Begun::Granted { attempt: 2, .. }), "{begun:?}");
     sleep(SHORT * 3).await;
-    assert!(!complete(&unknown).await, "that was the first one");
+    assert!(!complete(&unknown).await, "the status is of the first attempt");
     let unknown = look(&store).await;
 
     assert!(store.complete(&operation(), &second.token, &completion(true)).await.unwrap());
     let done = look(&store).await;
     assert!(!complete(&unknown).await && !complete(&done).await);
-    assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "what the handler has said is not said by hand");
+    assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "the response of the handler stays");
     let free = {
         assert!(admin.forget(&done).await.unwrap());
         look(&store).await
@@ -282,7 +284,7 @@ pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry
     assert_eq!(look(&store).await.state, OperationState::Free);
 }
 
-/// All operations of a list, in whatever order, and no one twice.
+/// All operations of a list, in any order and without duplicates.
 async fn all(list: impl AsyncFn(Cursor) -> Result<OperationPage, StoreError>) -> HashMap<String, OperationState> {
     let (mut found, mut next, mut pages) = (HashMap::new(), Some(Cursor::default()), 0);
     while let Some(from) = next {
@@ -290,12 +292,12 @@ async fn all(list: impl AsyncFn(Cursor) -> Result<OperationPage, StoreError>) ->
         found.extend(page.operations.into_iter().map(|status| (status.operation.to_string(), status.state)));
         next = page.next;
         pages += 1;
-        assert!(pages < 3_000, "it comes to an end");
+        assert!(pages < 3_000, "the list does not end");
     }
     found
 }
 
-/// A list has every operation of a scope, or of all, page by page, and nothing else.
+/// A list contains every operation of a scope, or of all scopes, page by page, and no other.
 pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).scope("orders").deadline(Duration::from_secs(10));
     let odd = ["", "a b", "x:y", "*", "[a]", "}{", "\\", "ä", &"long".repeat(100)];
@@ -318,33 +320,33 @@ pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store:
     }
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap(), OperationPage { operations: Vec::new(), next: None });
-    // One that looks like a pattern is what it is called.
+    // A scope that looks like a pattern matches only itself.
     let pattern = IdempotencyAdmin::new(store.clone()).scope("o?ders");
     let found = all(async |from| pattern.list(from, 100).await).await;
     assert_eq!(found.into_keys().collect::<Vec<_>>(), ["o?ders:a"]);
 
-    // One of each state, of those of all scopes.
-    let everybody = IdempotencyAdmin::new(store.clone());
+    // One operation of unknown outcome, among those of all scopes.
+    let all_scopes = IdempotencyAdmin::new(store.clone());
     let (_, _, unknown) = lose(&store).await;
-    let found = all(async |from| everybody.list(from, 100).await).await;
+    let found = all(async |from| all_scopes.list(from, 100).await).await;
     assert_eq!(found.len(), expected.len() + 5);
-    let found = all(async |from| everybody.unknown(from, 100).await).await;
+    let found = all(async |from| all_scopes.unknown(from, 100).await).await;
     assert_eq!(found.keys().collect::<Vec<_>>(), [&unknown.operation.to_string()]);
     assert!(all(async |from| admin.unknown(from, 100).await).await.is_empty());
-    assert!(everybody.complete(&unknown, answer("charged")).await.unwrap());
-    assert!(all(async |from| everybody.unknown(from, 100).await).await.is_empty());
+    assert!(all_scopes.complete(&unknown, answer("charged")).await.unwrap());
+    assert!(all(async |from| all_scopes.unknown(from, 100).await).await.is_empty());
 }
 
-/// Whoever waits for an operation is told when it is forgotten or completed by hand.
+/// A watcher gets a notification when an operator forgets or completes the operation.
 pub async fn whoever_waits_is_told<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     take(&store, &claim(LONG)).await;
     let mut wakeups = store.watch(&operation()).await;
-    // One that comes because something may have been missed may come now.
+    // A precautionary notification may arrive now.
     while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
     assert!(store.forget(&look(&store).await).await.unwrap());
-    timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever waits is told");
+    timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
     let (_, _, unknown) = lose(&store).await;
     while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
     assert!(store.complete_unknown(&unknown, &answer("x"), LONG).await.unwrap());
-    timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever waits is told");
+    timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
 }

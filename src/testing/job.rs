@@ -6,16 +6,16 @@ use crate::delay_queue::{
     Canceller, ClaimedJob, FailureInfo, Headers, Job, JobId, NewJob, Priority, Reason, State, StoredJob,
 };
 
-/// Makes a job as a worker hands it to a service, without a queue and a worker: for tests of the service.
+/// Builds a job as a worker passes it to a service, without a queue or a worker. Use it in tests of the service.
 ///
-/// It is the first attempt of [as many as a job has](NewJob::DEFAULT_ATTEMPTS), pushed and due a moment ago.
+/// By default, it is the first attempt of [the usual number](NewJob::DEFAULT_ATTEMPTS), pushed and due a moment ago.
 ///
 /// ```
 /// use tollgate::testing::TestJob;
 /// use tollgate::{BoxError, Job};
 ///
 /// async fn send(mail: Job<String>) -> Result<(), BoxError> {
-///     if mail.is_last_attempt() { Err("nobody there".into()) } else { Ok(()) }
+///     if mail.is_last_attempt() { Err("no such mailbox".into()) } else { Ok(()) }
 /// }
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
@@ -26,14 +26,14 @@ use crate::delay_queue::{
 /// # }
 /// ```
 #[derive(Clone, Debug)]
-#[must_use = "is a job when it is built"]
+#[must_use = "call `build` or `cancellable` to get the job"]
 pub struct TestJob<T> {
     payload: T,
     stored: StoredJob,
 }
 
 impl<T> TestJob<T> {
-    /// A job with this payload, as it is after it was decoded.
+    /// A job with this decoded payload.
     pub fn new(payload: T) -> Self {
         let now = SystemTime::now();
         let stored = StoredJob {
@@ -52,47 +52,48 @@ impl<T> TestJob<T> {
         Self { payload, stored }
     }
 
-    /// What it is called. Defaults to `test`.
+    /// Sets the id. Defaults to `test`.
     pub fn id(mut self, id: impl Into<Key>) -> Self {
         self.stored.id = JobId::new(id);
         self
     }
 
-    /// Which attempt this is. Defaults to the first.
+    /// Sets the number of this attempt. Defaults to the first.
     pub fn attempt(mut self, attempt: u16) -> Self {
         self.stored.attempt = attempt;
         self
     }
 
-    /// How many attempts it has.
+    /// Sets the maximum number of attempts.
     pub fn max_attempts(mut self, attempts: u16) -> Self {
         self.stored.max_attempts = attempts;
         self
     }
 
-    /// What travels with it.
+    /// Adds a header.
     pub fn header(mut self, name: impl Into<Box<str>>, value: impl Into<Box<str>>) -> Self {
         self.stored.headers.insert(name, value);
         self
     }
 
-    /// What the service answered to the attempt before this one.
+    /// Sets the error of the previous attempt.
     pub fn last_failure(mut self, error: impl Into<Arc<str>>) -> Self {
         self.stored.note = Some(FailureInfo { reason: Reason::Failed, error: error.into() });
         self
     }
 
-    /// The job. Nobody cancels it. Its attempt is over, so that [`ended`](crate::delay_queue::Cancellation::ended) is ready, once it and its clones are
-    /// dropped, also by [`into_payload`](Job::into_payload). One that is [cancellable](Self::cancellable) lasts for as long as a test wants it to.
+    /// Builds a job that is never cancelled. Its attempt ends when the job and its clones are dropped, also by
+    /// [`into_payload`](Job::into_payload). Then [`ended`](crate::delay_queue::Cancellation::ended) is ready. To end the attempt at another
+    /// time, use [`cancellable`](Self::cancellable).
     pub fn build(self) -> Job<T> {
         let (mut job, canceller) = self.cancellable();
-        // With a worker it is there until the attempt is over.
+        // With a worker, the canceller exists until the attempt has ended.
         job.extensions_mut().insert(canceller.0);
         job
     }
 
-    /// The job, and what [cancels](Job::cancellation) it. Keep that for as long as the service is at work: the attempt is over once it is dropped, as when a
-    /// worker has the answer of the service, and [`ended`](crate::delay_queue::Cancellation::ended) is ready.
+    /// Builds a job and a handle that [cancels](Job::cancellation) it. Keep the handle while the service works. When you drop it, the
+    /// attempt ends and [`ended`](crate::delay_queue::Cancellation::ended) is ready, as when a worker has the result of the service.
     pub fn cancellable(self) -> (Job<T>, JobCanceller) {
         let token = u64::from(self.stored.attempt);
         let (job, canceller) = Job::new(ClaimedJob { token, job: self.stored }, self.payload);
@@ -100,12 +101,12 @@ impl<T> TestJob<T> {
     }
 }
 
-/// Cancels a [`TestJob`], as a worker does that has lost the lease or was told to.
+/// Cancels a [`TestJob`], like a worker that has lost the lease or received a cancellation.
 #[derive(Debug)]
 pub struct JobCanceller(Canceller);
 
 impl JobCanceller {
-    /// Tells the job that it is to be given up.
+    /// Cancels the job.
     pub fn cancel(&self) {
         self.0.cancel();
     }

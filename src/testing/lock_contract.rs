@@ -1,9 +1,9 @@
-//! What every [`LockStore`] must do, and what [`Locks`] does on each: one claim a function, written once, run on each backend by
-//! [`lock_contract!`](crate::lock_contract).
+//! The contract tests of [`LockStore`], and of [`Locks`] with each backend: each function tests one requirement.
+//! [`lock_contract!`](crate::lock_contract) runs them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -22,11 +22,11 @@ use crate::lock::{
 };
 use crate::testing::observed::Observed;
 
-/// A lease that no test sees the end of, however slow the machine.
+/// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
-/// A lease whose end can be waited for, with room for a machine that is slow to wake somebody.
+/// A lease whose end a test can wait for, with tolerance for a slow machine.
 const SHORT: Duration = Duration::from_millis(1_500);
-/// What a busy machine may add to a time before it counts as missed.
+/// How much later than expected an event may be on a busy machine.
 const SLACK: Duration = Duration::from_millis(1_200);
 
 fn lock(subject: &str) -> LockKey {
@@ -37,12 +37,12 @@ fn claim(ttl: Duration) -> Claim {
     Claim::new(Token::random().unwrap(), ttl)
 }
 
-/// Generous, since these claims are not about how fast a store is.
+/// A generous deadline, since these tests are not about the speed of a store.
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
     Locks::new(store.clone(), "default").deadline(Duration::from_secs(10))
 }
 
-/// Takes a lock that is free; answers the fence.
+/// Acquires a free lock. Returns the fence.
 async fn take<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> u64 {
     match store.acquire(lock, claim).await.unwrap() {
         Acquired::Granted { fence } => fence,
@@ -57,7 +57,7 @@ fn fence(answer: &Acquired) -> Option<u64> {
     }
 }
 
-/// How long somebody else may keep the lock.
+/// How long another holder may keep the lock.
 async fn busy<S: LockStore>(store: &S, lock: &LockKey) -> Duration {
     match store.acquire(lock, &claim(LONG)).await.unwrap() {
         Acquired::Busy { remaining } => remaining,
@@ -65,7 +65,7 @@ async fn busy<S: LockStore>(store: &S, lock: &LockKey) -> Duration {
     }
 }
 
-/// A lock that nobody holds is granted; one that somebody holds is not, and the answer says for how long it may be held.
+/// A free lock is granted. A held lock is not, and the reply says for how long it may be held.
 pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S) {
     take(&store, &lock("a"), &claim(LONG)).await;
     for _ in 0..3 {
@@ -74,16 +74,16 @@ pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S
     }
 }
 
-/// Other keys and other names are other locks.
-pub async fn keys_and_names_are_separate_locks<S: LockStore>(store: S) {
+/// Other keys and other namespaces are other locks.
+pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
     for lock in [LockKey::new("a", "b"), LockKey::new("b", "a"), LockKey::new("a:b", ""), LockKey::new("", "a:b")] {
         take(&store, &lock, &claim(LONG)).await;
         busy(&store, &lock).await;
     }
 }
 
-/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again. Of several stores others may
-/// have been heard in time than before, and have given out another fence.
+/// If the token of the holder acquires the lock again, it gets the same reply, and the lease lasts for its whole time again. With a quorum,
+/// other servers may have replied in time than before, with another fence.
 pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
     for fences in [1, 16] {
         let claim = Claim { fences, ..claim(SHORT) };
@@ -98,7 +98,7 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
     }
 }
 
-/// Each grant of a lock has larger fences than all before it, whether the lease before was given back or ran out.
+/// Each grant of a lock has larger fences than all earlier grants, whether the previous lease was released or expired.
 pub async fn fences_rise_with_every_grant<S: LockStore>(store: S) {
     let mut last = 0;
     for (round, fences) in [1, 16, 1, 65_536, 1, 1, 16, 16, 1].into_iter().enumerate() {
@@ -116,7 +116,7 @@ pub async fn fences_rise_with_every_grant<S: LockStore>(store: S) {
     }
 }
 
-/// A lease that is not renewed is free after its time, and not before.
+/// Without renewals, a lease expires after its time, and not before.
 pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
     let begun = Instant::now();
     let dead = claim(SHORT);
@@ -128,19 +128,19 @@ pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
                 assert!(remaining <= SHORT, "{remaining:?}");
                 sleep(remaining.max(Duration::from_millis(1))).await;
             }
-            answer => panic!("nobody stands in line: {answer:?}"),
+            answer => panic!("the queue should be empty: {answer:?}"),
         }
     }
     let took = begun.elapsed();
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
-    // Whoever was there before has no say any more.
+    // The previous holder can neither renew nor release the lease.
     let renewal = Renewal::new(lock("a"), dead.token, LONG);
     assert_eq!(store.renew(&[renewal]).await.unwrap(), [false]);
     assert!(!store.release(&lock("a"), &dead.token).await.unwrap().was_held);
     busy(&store, &lock("a")).await;
 }
 
-/// A lease that is renewed in time does not end.
+/// A lease that is renewed in time does not expire.
 pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
     let claim = claim(SHORT);
     take(&store, &lock("a"), &claim).await;
@@ -150,7 +150,7 @@ pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
         assert_eq!(store.renew(&[renewal]).await.unwrap(), [true]);
         busy(&store, &lock("a")).await;
     }
-    // It may become longer and shorter by that.
+    // A renewal may extend or shorten the lease.
     for ttl in [LONG, SHORT] {
         let renewal = Renewal::new(lock("a"), claim.token, ttl);
         store.renew(&[renewal]).await.unwrap();
@@ -159,7 +159,7 @@ pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
     }
 }
 
-/// A lease that has ended is not brought back by renewing it, although nobody else has taken the lock.
+/// A renewal does not restore an expired lease, although no other client has acquired the lock.
 pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
     let dead = claim(Claim::MIN_TTL);
     take(&store, &lock("a"), &dead).await;
@@ -170,7 +170,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
     take(&store, &lock("never"), &claim(LONG)).await;
 }
 
-/// Renewals are answered each for itself and in order, however many there are.
+/// Each renewal of a batch has its own reply, in order, for any size of the batch.
 pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal::new(LockKey::new("many", i), claim(LONG).token, LONG)).collect();
@@ -183,7 +183,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     assert!(store.renew(&[]).await.unwrap().is_empty());
 }
 
-/// Only the token that holds a lease gives it back, and doing so twice is harmless.
+/// Only the token of the holder releases a lease. A second release is harmless.
 pub async fn only_the_holder_gives_a_lease_back<S: LockStore>(store: S) {
     let (holder, other) = (claim(LONG), claim(LONG));
     assert_eq!(store.release(&lock("a"), &holder.token).await.unwrap(), Released::default());
@@ -197,7 +197,7 @@ pub async fn only_the_holder_gives_a_lease_back<S: LockStore>(store: S) {
     busy(&store, &lock("a")).await;
 }
 
-/// Whatever bytes a lock is called by, it is a lock of its own.
+/// A key may consist of any bytes, and has its own lock.
 pub async fn any_bytes_are_a_lock<S: LockStore>(store: S) {
     let subjects: [&[u8]; 8] =
         [b"", b"{", b"}{", b"{a}", b"a:b", b"\0\xff\n", &[b'x'; 1 << 20], "\u{1F512}".as_bytes()];
@@ -209,7 +209,7 @@ pub async fn any_bytes_are_a_lock<S: LockStore>(store: S) {
     }
 }
 
-/// Of many who ask at the same time one gets the lock.
+/// Of many concurrent callers, exactly one gets the lock.
 pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     for round in 0..5_u32 {
         let mut callers = JoinSet::new();
@@ -222,12 +222,12 @@ pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync
     }
 }
 
-/// However many locks are asked for at the same time, and given back, each is for itself.
+/// Any number of locks can be acquired and released at the same time, independently of each other.
 pub async fn many_who_ask_at_the_same_time_are_answered_one_by_one<S>(store: S)
 where
     S: LockStore + Clone + Send + Sync + 'static,
 {
-    // Two want each of the locks, and not all for the same time.
+    // Two callers want each lock, for different times.
     let claims: Vec<_> = (0..300_u32)
         .map(|i| (LockKey::new("crowd", i / 2), Claim { fences: 1 + i % 3, ..claim(LONG - SHORT * (i % 2)) }))
         .collect();
@@ -243,9 +243,9 @@ where
     };
     let fences = all(&claims).await;
     for pair in fences.chunks(2) {
-        assert_eq!(pair.iter().flatten().count(), 1, "one of two: {pair:?}");
+        assert_eq!(pair.iter().flatten().count(), 1, "exactly one of two callers gets the lock: {pair:?}");
     }
-    assert_eq!(all(&claims).await, fences, "the same when asked again");
+    assert_eq!(all(&claims).await, fences, "a repeated acquisition has the same fences");
 
     let mut giving = JoinSet::new();
     for ((lock, claim), fence) in claims.iter().copied().zip(fences.clone()) {
@@ -263,21 +263,21 @@ where
     }
 }
 
-/// Whoever watches is woken when the lease is given back, and the release says that somebody was waiting, if anything.
+/// A release notifies all watchers. It also works after they have gone.
 pub async fn a_release_wakes_those_who_watch<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
     let (mut one, mut other) = (store.watch(&lock("a"), None).await, store.watch(&lock("a"), None).await);
     store.release(&lock("a"), &holder.token).await.unwrap();
     for wakeups in [&mut one, &mut other] {
-        timeout(SLACK, wakeups.next()).await.expect("a wake-up");
+        timeout(SLACK, wakeups.next()).await.expect("a notification");
     }
     take(&store, &lock("a"), &holder).await;
     drop((one, other));
     assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
 }
 
-/// Tasks that change something under a lock never meet, and each sees a larger fence than all before it.
+/// Tasks that hold the lock never overlap, and each has a larger fence than all before it.
 pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     // Two clients, as in two processes.
     let clients = [locks(&store).wait(LONG), locks(&store).wait(LONG)];
@@ -288,7 +288,7 @@ pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync
         tasks.spawn(async move {
             for turn in 0..25 {
                 let lease = locks.lock("counter").await.unwrap();
-                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two at a time");
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two tasks hold the lock");
                 let before = fence.swap(lease.fence(), Ordering::SeqCst);
                 assert!(lease.fence() > before, "{} after {before}", lease.fence());
                 yield_now().await;
@@ -303,11 +303,11 @@ pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync
     }
     tasks.join_all().await;
     for locks in clients {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
-/// Whoever waits gets the lock soon after it is given back, in the same client and in another one.
+/// A waiter gets the lock soon after its release, in the same client and in another one.
 pub async fn who_waits_gets_the_lock_when_it_is_given_back<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let here = locks(&store);
     for (there, is_dropped) in
@@ -329,7 +329,7 @@ pub async fn who_waits_gets_the_lock_when_it_is_given_back<S: LockStore + Clone 
     }
 }
 
-/// Waiting ends when its time is over, and does not begin without one.
+/// A wait ends after its time, and a caller with no time does not wait.
 pub async fn waiting_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let here = locks(&store);
     let _lease = here.lock("a").await.unwrap();
@@ -344,7 +344,7 @@ pub async fn waiting_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(
     }
 }
 
-/// A lock whose holder has died is had by who waits when the lease has ended.
+/// A waiter gets the lock of a dead holder when the lease has expired.
 pub async fn who_waits_gets_the_lock_of_the_dead<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let begun = Instant::now();
     let fence = take(&store, &LockKey::new("default", "a"), &claim(SHORT * 2)).await;
@@ -354,7 +354,7 @@ pub async fn who_waits_gets_the_lock_of_the_dead<S: LockStore + Clone + Send + S
     assert!(lease.fence() > fence);
 }
 
-/// Within one client, whoever came first is served first.
+/// Within one client, waiters are served in order of arrival.
 pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).wait(LONG);
     let lease = locks.lock("a").await.unwrap();
@@ -362,7 +362,7 @@ pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sy
     let mut tasks = JoinSet::new();
     for i in 0..50 {
         let (mut waiting, served) = (locks.lock("a").into_future(), Arc::clone(&served));
-        // In the line before the next one comes.
+        // Queued before the next waiter arrives.
         let is_waiting = poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await;
         assert!(is_waiting);
         tasks.spawn(async move {
@@ -376,13 +376,13 @@ pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sy
     assert_eq!(*served.lock().unwrap(), (0..50).collect::<Vec<_>>());
 }
 
-/// So many may stand in line and no more, and who leaves makes room.
+/// The number of waiters is limited, and a waiter that leaves makes room for another.
 pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_waiters(2).wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let waiter = || {
         let mut waiting = locks.lock("a").into_future();
-        // In the line as soon as it is asked for.
+        // The first poll adds the waiter to the queue.
         assert!(waiting.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
         tokio::spawn(waiting)
     };
@@ -395,10 +395,10 @@ pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(sto
     drop(lease);
     drop(other.await.unwrap().unwrap());
     drop(third.await.unwrap().unwrap());
-    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
 }
 
-/// A lease is renewed for as long as somebody has it.
+/// A lease is renewed while a handle exists.
 pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let lease = here.lock("a").ttl(SHORT).await.unwrap();
@@ -413,7 +413,7 @@ pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync +
     drop(there.try_lock("a").await.unwrap());
 }
 
-/// The lock is given back with the last handle of a lease, and all of them have one fence.
+/// The lock is released with the last handle of a lease, and all handles have the same fence.
 pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let outer = here.lock("a").await.unwrap();
@@ -428,7 +428,7 @@ pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + '
     drop(there.try_lock("a").await.unwrap());
 }
 
-/// What may be held for so long is lost after that, and given back when the holder lets go of it.
+/// A lease is lost after its maximum hold time. The lock is free after the holder has released the lost lease.
 pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_hold(SHORT);
     let begun = Instant::now();
@@ -442,7 +442,7 @@ pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Se
     drop(locks.lock("a").await.unwrap());
 }
 
-/// A body runs under the lock, is dropped when the lease is lost, and may not wait for the lock that it has.
+/// A body runs under the lock, is dropped when the lease is lost, and may not wait for the lock that it holds.
 pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let outcome = here.run("a", async |lease| {
@@ -465,7 +465,7 @@ pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Sen
     drop(there.lock("c").await.unwrap());
 }
 
-/// Times that make no sense are refused by name, and those that nearly do work.
+/// Invalid times are rejected with the name of the setting. The largest valid times work.
 pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store);
     for ttl in [Duration::ZERO, Duration::from_millis(1), Duration::from_secs(86_400 * 365), Duration::MAX] {
@@ -482,16 +482,16 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
         );
     }
     drop(locks.lock("a").ttl(Claim::MAX_TTL).wait(Duration::MAX).max_hold(Duration::MAX).await.unwrap());
-    // What is being given back is waited for until the deadline, however far away that is.
-    let patient = locks.clone().deadline(Duration::MAX);
-    let giving = patient.lock("a").await.unwrap().release();
-    let (released, next) = tokio::join!(giving, patient.try_lock("a").into_future());
+    // An acquisition waits for a release in progress until the deadline, even a very long one.
+    let slow = locks.clone().deadline(Duration::MAX);
+    let giving = slow.lock("a").await.unwrap().release();
+    let (released, next) = tokio::join!(giving, slow.try_lock("a").into_future());
     assert_eq!(released.unwrap(), ReleaseOutcome::Released);
     drop(next.unwrap());
-    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
 }
 
-/// After a shutdown nothing is granted, those who wait are told, and it is over when the last lease is given back.
+/// After the start of a shutdown, no lock is granted, and waiters get an error. The shutdown ends when the last lease is released.
 pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store);
     let lease = locks.lock("a").await.unwrap();
@@ -506,12 +506,12 @@ pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Syn
     assert!(matches!(locks.lock("b").await, Err(LockError::Closed(_))));
     assert!(!over.is_finished());
     drop(lease);
-    timeout(LONG, over).await.expect("it ends").unwrap();
-    // Of somebody else's shutdown nobody else hears.
+    timeout(LONG, over).await.expect("the shutdown ends").unwrap();
+    // A shutdown does not affect other clients.
     drop(contender.await.unwrap().unwrap());
 }
 
-/// Whoever asks for any segment gets one that is free, until none is; and waits for one then.
+/// A request for any segment gets a free one. If no segment is free, it waits.
 pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
     let (here, there) = (Segmented::new(&here, "sku:1", 10), Segmented::new(&there, "sku:1", 10));
@@ -533,18 +533,18 @@ pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'stat
     taken.remove(7).release().await.unwrap();
     let segment = waiter.await.unwrap().unwrap();
     assert_eq!(segment.index(), 7);
-    // One wait for each of the others at the most, before it is found.
+    // At most one wait for each of the other segments comes before the free one.
     assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
     drop(segment);
-    // Only those that are wanted.
+    // Only the wanted segments.
     drop(taken.remove(3));
     let segment = here.any().among(|index| index == 3).await.unwrap();
     assert_eq!((segment.index(), Segmented::new(&locks(&store), "none", 0).segments()), (3, 1));
     assert!(here.one(13).wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
 }
 
-/// Of a semaphore as many may be in as it has permits, those of the dead count until they expire, and who waits gets in
-/// when one is given back.
+/// A semaphore admits as many holders as it has permits. The permits of dead holders count until they expire. A waiter gets in when a
+/// permit is released.
 pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let semaphore = || Semaphore::new(store.clone(), "semaphores", 3).deadline(Duration::from_secs(10)).wait(LONG);
     let (here, there) = (semaphore(), semaphore());
@@ -564,7 +564,7 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
     }
     permits.push(there.acquire("a").await.unwrap());
     assert!(dead.elapsed() >= SHORT * 2, "{:?}", dead.elapsed());
-    // Of two that wait in line one gets in, and then the other.
+    // Two queued waiters get in one after the other.
     let mut waiters = JoinSet::new();
     for _ in 0..2 {
         waiters.spawn(here.acquire("a").into_future());
@@ -578,13 +578,13 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
         } else {
             drop(permits.remove(0));
         }
-        // Whoever of them was first in line.
+        // The waiter that was first in the queue.
         permits.push(waiters.join_next().await.unwrap().unwrap().unwrap());
     }
     assert!(freed.elapsed() < SLACK * 2, "{:?}", freed.elapsed());
     drop(permits);
     for semaphore in [here, there] {
-        timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
+        timeout(LONG, semaphore.shutdown()).await.expect("the shutdown ends");
         assert!(matches!(semaphore.acquire("a").await, Err(LockError::Closed(_))));
     }
     for permits in [0, 1_001] {
@@ -593,7 +593,7 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
     }
 }
 
-/// Many who come and go are never more than there are permits, also with as many as there can be.
+/// Concurrent holders never exceed the number of permits. The largest number of permits works as well.
 pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let clients =
         [(); 2].map(|()| Semaphore::new(store.clone(), "semaphores", 5).deadline(Duration::from_secs(10)).wait(LONG));
@@ -622,17 +622,17 @@ pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync 
     permits.pop().unwrap().release().await.unwrap();
     drop(many.try_acquire("b").await.unwrap());
     drop(permits);
-    timeout(LONG, many.shutdown()).await.expect("nothing is left");
+    timeout(LONG, many.shutdown()).await.expect("the shutdown ends");
 }
 
-/// Of several keys all are taken or none, whatever order and however often they are named, and nobody waits in a circle.
+/// Of several keys, all locks are acquired or none, in any order and with repeated keys. Concurrent requests do not deadlock.
 pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
     let all = here.lock_all(["b", "a", "c", "a"]).await.unwrap();
     let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().key().as_str().to_owned()).collect();
     assert_eq!(keys, ["a", "b", "c"]);
     assert!(all.check().is_ok() && all.remaining() > Duration::ZERO);
-    // What comes before the one that is held is given back.
+    // The locks before the held one are released.
     let error = there.lock_all(["0", "1", "b"]).wait(Duration::from_millis(200)).await.unwrap_err();
     assert!(matches!(&error, LockError::Busy(busy) if busy.lock().key().as_str() == "b"), "{error:?}");
     let others = here.lock_all(["0", "1"]).wait(Duration::ZERO).await.unwrap();
@@ -651,12 +651,12 @@ pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone
             }
         });
     }
-    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    timeout(LONG, tasks.join_all()).await.expect("every waiter is served");
     let all = here.clone().max_hold(SHORT).lock_all(["a", "b"]).await.unwrap();
     assert_eq!(timeout(LONG, all.lost()).await.unwrap().reason(), LossReason::MaxHold);
     assert_eq!(all.release().await.unwrap(), ReleaseOutcome::Lost);
     for locks in [here, there] {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
@@ -664,20 +664,20 @@ fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks 
     RwLocks::new(store.clone(), "rw_locks").deadline(Duration::from_secs(10)).wait(LONG)
 }
 
-/// A claim of somebody who stands in line.
+/// The claim of a queued waiter.
 fn in_line(is_shared: bool, ttl: Duration) -> Claim {
     let (kind, permits) = if is_shared { (LockKind::ReadWrite, 100) } else { (LockKind::Exclusive, 1) };
     Claim { kind, is_shared, permits, line: Line::Join, ..claim(ttl) }
 }
 
-async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
+async fn is_first_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
     match store.acquire(lock, claim).await.unwrap() {
         Acquired::InLine { is_first, .. } => is_first,
-        answer => panic!("somebody holds {lock}, or comes first: {answer:?}"),
+        answer => panic!("the claim for {lock} should be queued: {answer:?}"),
     }
 }
 
-/// Locks that can be taken in one step.
+/// Locks that can be acquired in one step.
 fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
     let mut shards: HashMap<u32, Vec<LockKey>> = HashMap::new();
     for subject in 0..1_000_000_u32 {
@@ -691,7 +691,7 @@ fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
     panic!("no {count} locks have the same shard");
 }
 
-/// Several leases are taken in one step or none of them is, asking again changes nothing, and each fence is larger than all before it.
+/// Several leases are acquired in one step, or none. A repeated acquisition changes nothing, and each fence is larger than all before it.
 pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = in_one_shard(&store, 3);
     let wanted = |ttl| locks.iter().map(|lock| (*lock, Claim { fences: 7, ..claim(ttl) })).collect::<Vec<_>>();
@@ -709,7 +709,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
     for lock in &locks {
         busy(&store, lock).await;
     }
-    // One that is held keeps all of them from being taken.
+    // A single held lock prevents the acquisition of all locks.
     for free in 0..2 {
         assert!(store.release(&mine[free].0, &mine[free].1.token).await.unwrap().was_held);
         let answers = store.acquire_all(&wanted(LONG)).await.unwrap();
@@ -724,7 +724,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
     assert!(store.release(&mine[2].0, &mine[2].1.token).await.unwrap().was_held);
     let second = fences(store.acquire_all(&wanted(SHORT)).await.unwrap()).unwrap();
     assert!(first.iter().zip(&second).all(|(first, second)| first + 6 < *second), "{first:?} {second:?}");
-    // They end by themselves, and can be renewed before.
+    // The leases expire, and can be renewed before.
     sleep(SHORT).await;
     let third = wanted(LONG);
     let mut answer = store.acquire_all(&third).await.unwrap();
@@ -734,7 +734,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
     }
     let renewals: Vec<_> = third.iter().map(|(lock, claim)| Renewal::new(*lock, claim.token, LONG)).collect();
     assert_eq!(store.renew(&renewals).await.unwrap(), [true; 3]);
-    // Of many who want them in any order one gets them.
+    // Of many callers with different orders of the locks, exactly one gets them.
     for (lock, claim) in &third {
         assert!(store.release(lock, &claim.token).await.unwrap().was_held);
     }
@@ -748,7 +748,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
     assert_eq!(answers.into_iter().filter_map(fences).count(), 1);
 }
 
-/// Who came first is served first, whatever client they ask by, and whether or not those in between give up.
+/// Waiters are served in order of arrival, across clients, also if waiters between them give up.
 pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
     S: LockStore + Clone + Send + Sync + 'static,
 >(
@@ -771,7 +771,7 @@ pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
                 if i % 2 == 0 { drop(lease) } else { drop(lease.release().await) }
             });
         }
-        // In the line before the next one comes.
+        // Queued before the next waiter arrives.
         store.has_line_of(i + 1).await;
     }
     for locks in &clients {
@@ -780,33 +780,33 @@ pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
     leaving.iter().for_each(tokio::task::JoinHandle::abort);
     let freed = Instant::now();
     lease.release().await.unwrap();
-    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    timeout(LONG, tasks.join_all()).await.expect("every waiter is served");
     assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
     let served = std::mem::take(&mut *served.lock().unwrap());
     assert!(served.is_sorted(), "{served:?}");
     assert!(served.is_sorted_by_key(|(_, fence)| *fence), "{served:?}");
     assert_eq!(served.len(), 15);
     for locks in clients {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
-/// Somebody who has died in the line holds up those behind until the place is lost, and somebody looks.
+/// A dead waiter blocks the waiters behind it until its position has expired and a waiter polls.
 pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).fair().wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let begun = Instant::now();
-    assert!(stands_in_line(&store, lease.lock(), &in_line(false, LONG)).await);
+    assert!(is_first_in_line(&store, lease.lock(), &in_line(false, LONG)).await);
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(100)).await;
     lease.release().await.unwrap();
     drop(waiter.await.unwrap().unwrap());
     let took = begun.elapsed();
     assert!(took >= Claim::PLACE && took < Claim::PLACE + Duration::from_secs(1) + SLACK, "{took:?}");
-    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
 }
 
-/// Readers hold a lease together, up to as many as there are permits, and writers alone; each grant has a larger fence.
+/// Readers share the lock, up to the number of permits. A writer holds it alone. Each grant has a larger fence.
 pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (rw_locks(&store), rw_locks(&store));
     let (one, other) = (here.read("a").await.unwrap(), there.read("a").await.unwrap());
@@ -837,11 +837,12 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
     let answer = store.acquire(&lock("c"), &readers[3]).await.unwrap();
     assert!(matches!(answer, Acquired::Busy { .. }), "{answer:?}");
     for locks in [here, there] {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
-/// Readers who come while a writer waits stand behind it, and get in together once it is done; so do writers behind readers.
+/// Readers that arrive while a writer waits are queued behind it, and hold the lock together after it. Writers are queued behind readers,
+/// too.
 pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = Observed::new(store);
     let clients = [rw_locks(&store), rw_locks(&store)];
@@ -857,27 +858,27 @@ pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send 
             sleep(Duration::from_millis(50)).await;
             drop(lease);
         });
-        // In the line before the next one comes.
+        // Queued before the next waiter arrives.
         store.has_line_of(i + 1).await;
         assert!(clients[1].try_read("a").await.is_err_and(|error| error.is_busy()), "a writer waits");
     }
     let freed = Instant::now();
     drop(reader);
-    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    timeout(LONG, tasks.join_all()).await.expect("every waiter is served");
     assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
     let served = std::mem::take(&mut *served.lock().unwrap());
     let mut order: Vec<_> = served.iter().map(|(i, _)| *i).collect();
-    // Those who read together are told one after the other, and may come out in any order.
+    // Readers that hold the lock together are notified one after the other, and may finish in any order.
     order[1..4].sort_unstable();
     assert_eq!(order, [0, 1, 2, 3, 4, 5]);
     let fence_of = |i: usize| served.iter().find(|(j, _)| *j == i).unwrap().1;
     assert!((1..6).all(|i| fence_of(i - 1) < fence_of(i)), "{served:?}");
     for locks in clients {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
-/// A reader that has died holds a writer up until its own lease ends, however many others come and go meanwhile.
+/// A dead reader blocks a writer until its own lease expires, even if other readers come and go meanwhile.
 pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let lock = LockKey::new("rw_locks", "a");
     let (dead, alive) = (in_line(true, SHORT), in_line(true, LONG));
@@ -894,65 +895,65 @@ pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 's
     let renewals = [dead.token, alive.token].map(|token| Renewal::new(lock, token, LONG));
     assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
     let writer = Claim { kind: LockKind::ReadWrite, ..in_line(false, LONG) };
-    assert!(stands_in_line(&store, &lock, &writer).await);
+    assert!(is_first_in_line(&store, &lock, &writer).await);
     assert!(store.release(&lock, &alive.token).await.unwrap().was_held);
     take(&store, &lock, &writer).await;
 }
 
-/// Whoever stands in line keeps the place by asking, loses it by not asking for too long, and leaves it by giving it back. Whoever does
-/// not wait passes nobody who does.
+/// A queued waiter keeps its position with repeated calls. It loses the position without them, and gives it up with a release. A client
+/// that does not wait never overtakes a waiter.
 pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
     let [first, dead, leaving, last] = [(); 4].map(|()| in_line(false, LONG));
-    assert!(stands_in_line(&store, &lock("a"), &first).await);
+    assert!(is_first_in_line(&store, &lock("a"), &first).await);
     for behind in [&dead, &leaving, &last] {
-        assert!(!stands_in_line(&store, &lock("a"), behind).await);
+        assert!(!is_first_in_line(&store, &lock("a"), behind).await);
     }
     assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
     for line in [Line::Respect, Line::Join] {
         let answer = store.acquire(&lock("a"), &Claim { line, ..claim(LONG) }).await.unwrap();
-        assert!(!matches!(answer, Acquired::Granted { .. }), "there is a line: {answer:?}");
+        assert!(!matches!(answer, Acquired::Granted { .. }), "waiters are queued: {answer:?}");
     }
     for behind in [&dead, &leaving, &last] {
-        assert!(!stands_in_line(&store, &lock("a"), behind).await);
+        assert!(!is_first_in_line(&store, &lock("a"), behind).await);
     }
     assert!(!store.release(&lock("a"), &leaving.token).await.unwrap().was_held);
     let begun = Instant::now();
     while begun.elapsed() < Claim::PLACE + Duration::from_millis(500) {
-        assert!(!stands_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::PLACE / 2);
+        assert!(!is_first_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::PLACE / 2);
         let answer = store.acquire(&lock("a"), &first).await.unwrap();
         if begun.elapsed() < Claim::PLACE / 2 {
-            // Whoever is first gets it; asking again changes nothing.
+            // The first waiter gets the lock. A repeated call changes nothing.
             assert!(matches!(answer, Acquired::Granted { .. }), "{answer:?}");
         }
         sleep(Duration::from_millis(250)).await;
     }
     assert!(store.release(&lock("a"), &first.token).await.unwrap().was_held);
-    // The dead one, who was before it, does not stand there any more.
+    // The dead waiter before it is not in the queue any more.
     take(&store, &lock("a"), &last).await;
     assert!(store.release(&lock("a"), &last.token).await.unwrap().was_held);
     take(&store, &lock("a"), &Claim { line: Line::Respect, ..claim(LONG) }).await;
 }
 
-/// Whoever is next in line is told, and nobody else; whoever leaves makes the next one first.
+/// Only the next queued waiter is notified. If it leaves, the waiter behind it is next.
 pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
     let holder = in_line(false, LONG);
     take(&store, &lock("a"), &holder).await;
     let waiting = [(); 3].map(|()| in_line(false, LONG));
     let mut wakeups = Vec::new();
     for (i, claim) in waiting.iter().enumerate() {
-        assert_eq!(stands_in_line(&store, &lock("a"), claim).await, i == 0);
+        assert_eq!(is_first_in_line(&store, &lock("a"), claim).await, i == 0);
         wakeups.push(store.watch(&lock("a"), Some(&claim.token)).await);
     }
-    // Those that come because something may have been missed until now.
+    // Precautionary notifications may have arrived until now.
     for wakeups in &mut wakeups {
         while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
     }
     let quiet = Duration::from_millis(200);
     for turn in 0..3 {
         if turn == 1 {
-            // Gives up when it is its turn.
+            // The first waiter gives up.
             store.release(&lock("a"), &waiting[turn].token).await.unwrap();
         } else {
             let holder = if turn == 0 { holder.token } else { waiting[0].token };
@@ -960,11 +961,11 @@ pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
         }
         let next = if turn == 0 { 0 } else { 2 };
         if turn < 2 {
-            timeout(SLACK, wakeups[next].next()).await.expect("a wake-up");
+            timeout(SLACK, wakeups[next].next()).await.expect("a notification");
         }
         for (i, wakeups) in wakeups.iter_mut().enumerate() {
             if turn < 2 || i < 2 {
-                assert!(timeout(quiet, wakeups.next()).await.is_err(), "{i} was told in turn {turn}");
+                assert!(timeout(quiet, wakeups.next()).await.is_err(), "waiter {i} was notified in turn {turn}");
             }
         }
         if turn == 0 {
@@ -974,23 +975,23 @@ pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
     take(&store, &lock("a"), &waiting[2]).await;
 }
 
-/// Where nobody stands in line those are told who do not, also by whoever has had the lease in line.
+/// If no waiter is queued, a release notifies the other watchers, even if the holder acquired the lease through the queue.
 pub async fn where_there_is_no_line_all_who_watch_are_told<S: LockStore>(store: S) {
     for holder in [in_line(false, LONG), in_line(true, LONG)] {
         take(&store, &lock("a"), &holder).await;
         let mut wakeups = store.watch(&lock("a"), None).await;
-        // Those that come because something may have been missed until now.
+        // Precautionary notifications may have arrived until now.
         while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
         assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
-        timeout(SLACK, wakeups.next()).await.expect("a wake-up");
+        timeout(SLACK, wakeups.next()).await.expect("a notification");
     }
     take(&store, &lock("a"), &claim(LONG)).await;
 }
 
-/// Readers and writers that come and go never meet, nobody starves, and each writer has a larger fence than all before it.
+/// Readers and writers never hold the lock together, all of them are served, and each writer has a larger fence than the writers before it.
 pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let clients = [rw_locks(&store), rw_locks(&store)];
-    // How many read, and 1,000 for each that writes.
+    // The number of readers, and 1,000 for each writer.
     let (inside, fence, together) =
         (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = JoinSet::new();
@@ -1001,7 +1002,7 @@ pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync +
             for turn in 0..10 {
                 if (task + turn) % 3 == 0 {
                     let lease = locks.write("a").await.unwrap();
-                    assert_eq!(inside.fetch_add(1_000, Ordering::SeqCst), 0, "a writer meets somebody");
+                    assert_eq!(inside.fetch_add(1_000, Ordering::SeqCst), 0, "a writer shares the lock");
                     let before = fence.swap(lease.fence(), Ordering::SeqCst);
                     assert!(lease.fence() > before, "{} after {before}", lease.fence());
                     sleep(Duration::from_millis(1)).await;
@@ -1009,7 +1010,7 @@ pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync +
                 } else {
                     let lease = locks.read("a").await.unwrap();
                     let others = inside.fetch_add(1, Ordering::SeqCst);
-                    assert!(others < 1_000, "a reader meets a writer");
+                    assert!(others < 1_000, "a reader shares the lock with a writer");
                     together.fetch_max(others + 1, Ordering::SeqCst);
                     sleep(Duration::from_millis(2)).await;
                     inside.fetch_sub(1, Ordering::SeqCst);
@@ -1018,19 +1019,19 @@ pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync +
             }
         });
     }
-    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
-    assert!(together.load(Ordering::SeqCst) > 1, "readers read together");
+    timeout(LONG, tasks.join_all()).await.expect("every waiter is served");
+    assert!(together.load(Ordering::SeqCst) > 1, "readers share the lock");
     for locks in clients {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
     }
 }
 
-/// Whoever gives up waiting for readers, or for a writer, leaves the line, and holds nobody up.
+/// A waiter that gives up leaves the queue, and does not block others. This holds for readers and writers.
 pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = Observed::new(store);
     let (here, there) = (rw_locks(&store), rw_locks(&store));
     let reader = here.read("a").await.unwrap();
-    // By its time, and by being dropped.
+    // The first gives up after its wait, the second when it is dropped.
     let error = there.write("a").wait(Duration::from_millis(300)).await.unwrap_err();
     assert!(error.is_busy(), "{error:?}");
     let begun = Instant::now();
@@ -1043,8 +1044,8 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     writer.abort();
     drop(next.await.unwrap().unwrap());
     assert!(begun.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", begun.elapsed());
-    // So many may wait in one process.
-    let few = RwLocks::new(store.clone(), "rw_locks").max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
+    // The number of waiters in a process is limited.
+    let few = RwLocks::new(store.clone()).max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
     let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));
     store.has_line_of(2).await;
     assert!(matches!(few.write("a").await, Err(LockError::QueueFull(_))));
@@ -1052,16 +1053,16 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     waiters.iter().for_each(tokio::task::JoinHandle::abort);
     drop(reader);
     drop(here.write("a").wait(SLACK).await.unwrap());
-    // A body that asks for what it waits for itself is told so.
+    // A body that would wait for its own lease gets an error.
     let nested = here.read("a").run(async |_| here.write("a").await);
     assert!(matches!(nested.await, Ok(Err(LockError::Nested(_)))));
     for locks in [here, there, few] {
-        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
         assert!(matches!(locks.read("a").await, Err(LockError::Closed(_))));
     }
 }
 
-/// Claims of every kind, in every way that it is held.
+/// Claims of every kind, with every treatment of the queue.
 fn of_every_kind() -> Vec<Claim> {
     let all = |kind, permits, is_shared, line| Claim { kind, permits, is_shared, line, ..claim(LONG) };
     vec![
@@ -1077,8 +1078,10 @@ fn of_every_kind() -> Vec<Claim> {
     ]
 }
 
-/// A permit was granted beside an exclusive lock of the same key. While a key is held as one kind, a claim of another kind is told which, whoever
-/// makes it; once it is given back, the key may be held as any kind.
+/// While a key is held as one kind, a claim of another kind gets that kind in the reply. After the release, the key may be held as any
+/// kind.
+///
+/// Once, a permit was granted beside an exclusive lock of the same key.
 pub async fn a_key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     for (at, held) in of_every_kind().into_iter().enumerate() {
         let lock = LockKey::new("kinds", at as u32);
@@ -1123,7 +1126,7 @@ pub async fn a_key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'sta
     rw_locks.shutdown().await;
 }
 
-/// Whatever a store has forgotten, and whatever its clock says, it grants larger fences than the floor that it is told.
+/// A store grants larger fences than the given floor, even if it lost its data or its clock is wrong.
 pub async fn fences_are_larger_than_the_floor<S: LockStore>(store: S) {
     let day_us = 86_400_000_000;
     let mut floor = take(&store, &lock("start"), &claim(LONG)).await + day_us;
@@ -1142,15 +1145,15 @@ pub async fn fences_are_larger_than_the_floor<S: LockStore>(store: S) {
     assert!(fence > Claim::MAX_FLOOR && fence + 65_536 < 1 << 53, "{fence}");
 }
 
-/// Takes a lease away from whoever holds it, without a word to anybody: as a store does that has forgotten it.
+/// Removes the lease of the current holder without telling it, like a store that lost its data.
 async fn lose<S: LockStore>(store: &Tokens<S>, locks: &[LockKey]) {
     for lock in locks {
-        let token = *store.tokens.lock().unwrap().get(lock).expect("it was granted");
+        let token = *store.tokens.lock().unwrap().get(lock).expect("the lock was granted");
         assert!(store.inner.release(lock, &token).await.unwrap().was_held);
     }
 }
 
-/// A store that notes who was granted a lease last.
+/// A store that records the latest granted token of each lock.
 #[derive(Clone)]
 struct Tokens<S> {
     inner: S,
@@ -1195,8 +1198,10 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
     }
 }
 
-/// A lease that was lost shortly before its end was given back as if nothing had happened: whoever gives it back is told, and a body that ran under it
-/// answers with an error that carries what it has done.
+/// If a lease was lost shortly before its release, the release reports the loss. A body under the lease then ends with an error that
+/// carries its output.
+///
+/// Once, the release reported success.
 pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = &Tokens { inner: store, tokens: Arc::default() };
     let is_told = |outcome: Result<u32, RunError<u32>>| match outcome {
@@ -1225,7 +1230,7 @@ pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send +
     let lease = locks.lock("a").await.unwrap();
     lose(store, &[*lease.lock()]).await;
     assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);
-    // And nobody else is told anything.
+    // Other leases are not affected.
     assert_eq!(locks.run("a", async |_| 7).await.unwrap(), 7);
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
 }

@@ -1,9 +1,9 @@
-//! What every [`LockRegistry`] must do: one claim a function, written once, run on each backend by
-//! [`lock_registry_contract!`](crate::lock_registry_contract).
+//! The contract tests of [`LockRegistry`]: each function tests one requirement. [`lock_registry_contract!`](crate::lock_registry_contract)
+//! runs them on a backend.
 //!
-//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
-//! they take no time where it is paused and up to some seconds where it is not.
-#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+//! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
+//! take no time if it is paused, and up to some seconds otherwise.
+#![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::collections::HashMap;
 use std::future::{Future, IntoFuture};
@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::lock::{Cursor, LockAdmin, LockError, LockRegistry, LockStatus, LockStore, Locks, LossReason, Semaphore};
 use crate::testing::observed::Observed;
 
-/// Every wait that must end ends in this time.
+/// The longest duration of a wait that must end.
 const LONG: Duration = Duration::from_secs(20);
 
 fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
@@ -25,17 +25,17 @@ fn admin<S: LockRegistry + Clone + Sync>(store: &S) -> LockAdmin<S> {
     LockAdmin::new(store.clone(), "orders").deadline(LONG)
 }
 
-/// Waits for what is done in the background.
+/// Waits for background work.
 async fn until<F: Future<Output = bool>>(what: &str, mut is_so: impl FnMut() -> F) {
     let so = async {
         while !is_so().await {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(LONG, so).await.unwrap_or_else(|_| panic!("never {what}"));
+    timeout(LONG, so).await.unwrap_or_else(|_| panic!("not {what} within {LONG:?}"));
 }
 
-/// Who holds a lock can be seen, by name if there is one, and who does not any more cannot.
+/// An operator can see the holder of a lock, with its name if it has one, until the holder releases the lock.
 pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let admin = &admin(&store);
     let status = admin.inspect("a").await.unwrap();
@@ -64,13 +64,13 @@ pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'stati
         lease.release().await.unwrap();
         assert!(!admin.inspect("a").await.unwrap().is_held());
     }
-    // A lock with another name is another lock.
+    // The same key in another namespace is another lock.
     let _lease = named.lock("a").await.unwrap();
     let other = LockAdmin::new(store.clone(), "others");
     assert!(!other.inspect("a").await.unwrap().is_held());
 }
 
-/// Of a semaphore all holders are told of, up to a number, and each has the name that it has.
+/// An operator can see all holders of a semaphore, up to a maximum number, each with its own name.
 pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let names = ["north", "east", "south"];
     let client = |name| {
@@ -85,7 +85,7 @@ pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + 
         named.insert(permit.fence(), names[turn % 3]);
         permits.push(permit);
     }
-    assert_eq!(named.len(), 150, "each has a fence of its own");
+    assert_eq!(named.len(), 150, "each has its own fence");
     until("named", || async { admin.inspect("a").await.unwrap().holders.iter().all(|holder| holder.name.is_some()) })
         .await;
     let status = admin.inspect("a").await.unwrap();
@@ -93,31 +93,32 @@ pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + 
     let mut fences: Vec<u64> = status.holders.iter().map(|holder| holder.fence).collect();
     fences.sort_unstable();
     fences.dedup();
-    assert_eq!(fences.len(), LockStatus::MAX_HOLDERS, "somebody is listed twice");
+    assert_eq!(fences.len(), LockStatus::MAX_HOLDERS, "a holder is listed twice");
     for holder in &status.holders {
         assert_eq!(holder.name.as_deref(), named.get(&holder.fence).copied(), "{holder:?}");
     }
     drop(permits);
-    until("given back", || async { !admin.inspect("a").await.unwrap().is_held() }).await;
+    until("released", || async { !admin.inspect("a").await.unwrap().is_held() }).await;
 }
 
-/// A lock that is taken away is free at once for those who wait, with a larger fence, and lost for its holder when it renews.
+/// After a forced release, waiters can acquire the lock at once, with a larger fence. The previous holder notices the loss at its next
+/// renewal.
 pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).ttl(Duration::from_secs(3)), locks(&store).wait(LONG));
     let admin = admin(&store);
-    let nobody = admin.force_unlock("a").await.unwrap();
-    assert_eq!(nobody.holders, 0);
+    let unheld = admin.force_unlock("a").await.unwrap();
+    assert_eq!(unheld.holders, 0);
     let lease = here.lock("a").await.unwrap();
-    assert!(lease.fence() > nobody.fence);
+    assert!(lease.fence() > unheld.fence);
     let waiter = tokio::spawn(there.lock("a").into_future());
     sleep(Duration::from_millis(300)).await;
     let seized = admin.force_unlock("a").await.unwrap();
     assert!(seized.holders == 1 && seized.fence >= lease.fence(), "{seized:?}");
-    let next = timeout(Duration::from_secs(2), waiter).await.expect("it is told").unwrap().unwrap();
+    let next = timeout(Duration::from_secs(2), waiter).await.expect("the waiter gets a notification").unwrap().unwrap();
     assert!(next.fence() > seized.fence);
-    let lost = timeout(Duration::from_secs(3), lease.lost()).await.expect("it renews");
+    let lost = timeout(Duration::from_secs(3), lease.lost()).await.expect("the holder renews its lease");
     assert_eq!(lost.reason(), LossReason::Taken);
-    // What the one before does now concerns nobody.
+    // The late release of the previous holder does not affect the new one.
     drop(lease);
     sleep(Duration::from_millis(100)).await;
     assert!(next.check().is_ok());
@@ -125,15 +126,16 @@ pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 's
     next.release().await.unwrap();
 }
 
-/// Who stands in line gets what was taken away at once: nobody in particular is told, so all of them are.
+/// After a forced release, the first queued waiter gets the lock at once. The release notifies all waiters, since it does not single out
+/// one.
 pub async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let admin = admin(&store);
     let store = Observed::new(store);
     let (here, there) = (locks(&store).fair().wait(LONG), locks(&store).fair().wait(LONG));
     let mut took = Vec::new();
-    // Who is not told in time for want of a processor is in one of a few tries; who only looks is late in all of them.
+    // On a busy machine, notified waiters are in time in at least one of a few tries. Waiters that only poll are late in all of them.
     while took.last().is_none_or(|took| *took >= Duration::from_millis(500)) {
-        assert!(took.len() < 5, "it took {took:?} to be told");
+        assert!(took.len() < 5, "the notifications took {took:?}");
         let lease = here.lock("a").await.unwrap();
         let mut waiters = Vec::new();
         let begun = Instant::now();
@@ -144,16 +146,16 @@ pub async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clon
         let second = waiters.pop().unwrap();
         admin.force_unlock("a").await.unwrap();
         let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
-        // Who is not told looks half a second after it did so before, which was no earlier than this began.
+        // A waiter without a notification polls half a second after its last poll, which was not before `begun`.
         took.push(begun.elapsed());
         assert!(next.fence() > lease.fence());
-        assert!(!second.is_finished(), "it comes after the first");
+        assert!(!second.is_finished(), "the second waiter comes after the first");
         next.release().await.unwrap();
         timeout(LONG, second).await.unwrap().unwrap().unwrap().release().await.unwrap();
     }
 }
 
-/// A list has every lock that is held, page by page, and nothing else.
+/// A list contains every held lock, page by page, and no other.
 pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let (locks, admin) = (locks(&store), admin(&store));
     let odd = ["", "a b", "x:y", "*", "[a]", "}{", "\\", "ä", &"long".repeat(100)];
@@ -181,15 +183,15 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
             }
             next = page.next;
             pages += 1;
-            assert!(pages < 3_000, "it comes to an end");
+            assert!(pages < 3_000, "the list does not end");
         }
         let expected: HashMap<_, _> = leases.iter().map(|lease| (*lease.lock(), lease.fence())).collect();
         assert_eq!(found, expected, "{most} at a time");
     }
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap().next, None);
-    // A name that looks like a pattern is taken literally.
-    let admin = LockAdmin::new(store, "o?ders");
+    // A namespace that looks like a pattern matches only itself.
+    let admin = LockAdmin::new(store).namespace("o?ders");
     let mut found = 0;
     let mut next = Some(Cursor::default());
     while let Some(from) = next {

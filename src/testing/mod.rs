@@ -1,4 +1,4 @@
-//! For the tests of programs that use Tollgate, and of backends for it. Feature `testing`, which belongs into
+//! Test support for programs that use Tollgate, and contract tests for your own backends. Enable the feature `testing` in
 //! `[dev-dependencies]`:
 //!
 //! ```toml
@@ -9,7 +9,7 @@
 //!
 //! # Time
 //!
-//! [`MemoryBackend`](crate::MemoryBackend) counts by tokio's clock. A test that pauses it waits for nothing, and sees every window to
+//! [`MemoryBackend`](crate::MemoryBackend) uses tokio's clock. A test that pauses the clock does not have to wait, and windows are exact to
 //! the microsecond:
 //!
 //! ```
@@ -32,7 +32,7 @@
 //!
 //! # A client that is over its limit
 //!
-//! [`exhaust`] uses up whatever is left, by whatever algorithm, so that a test does not have to know the numbers:
+//! [`exhaust`] uses up the remaining quota, with any algorithm, so a test does not depend on the numbers:
 //!
 //! ```
 //! use tollgate::{Limiter, MemoryBackend, Policy, Quota, testing};
@@ -50,7 +50,7 @@
 //!
 //! # A store that fails
 //!
-//! [`FaultStore`] is any store, with faults that a test turns on and off while it is in use:
+//! [`FaultStore`] wraps any store. A test can switch its faults on and off while the store is in use:
 //!
 //! ```
 //! use tollgate::testing::{FaultStore, Failure, Verb};
@@ -78,17 +78,20 @@
 //!
 //! # A job without a worker
 //!
-//! [`TestJob`] makes the [`Job`](crate::Job) that a service is called with, in whichever attempt.
+//! [`TestJob`] builds the [`Job`](crate::Job) that a worker passes to a service, for any attempt.
 //!
 //! # A backend of your own
 //!
-//! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
-//! must do on it, each claim as a test of its own, [`lock_contract!`](crate::lock_contract) what a
-//! [`LockStore`](crate::lock::LockStore) must do, [`idempotency_contract!`](crate::idempotency_contract) what an
-//! [`IdempotencyStore`](crate::idempotency::IdempotencyStore) must do, and [`delay_queue_contract!`](crate::delay_queue_contract) what a
-//! [`DelayQueueStore`](crate::delay_queue::DelayQueueStore) must do. For one that those who run services can look into there are
-//! [`lock_registry_contract!`](crate::lock_registry_contract) and [`idempotency_registry_contract!`](crate::idempotency_registry_contract). The
-//! backends of this crate pass the same tests.
+//! These macros run the contract tests on your own store, with one test for each requirement. The backends of this crate pass the same
+//! tests.
+//!
+//! * [`rate_limit_contract!`](crate::rate_limit_contract) tests a [`RateLimitStore`](crate::rate_limit::RateLimitStore).
+//! * [`lock_contract!`](crate::lock_contract) tests a [`LockStore`](crate::lock::LockStore).
+//! * [`idempotency_contract!`](crate::idempotency_contract) tests an [`IdempotencyStore`](crate::idempotency::IdempotencyStore).
+//! * [`delay_queue_contract!`](crate::delay_queue_contract) tests a [`DelayQueueStore`](crate::delay_queue::DelayQueueStore).
+//! * [`lock_registry_contract!`](crate::lock_registry_contract) tests a [`LockRegistry`](crate::lock::LockRegistry).
+//! * [`idempotency_registry_contract!`](crate::idempotency_registry_contract) tests an
+//!   [`IdempotencyRegistry`](crate::idempotency::IdempotencyRegistry).
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;
@@ -111,9 +114,9 @@ pub use self::exhaust::exhaust;
 pub use self::fault::{Failure, FaultStore, Faults, Verb};
 pub use self::job::{JobCanceller, TestJob};
 
-/// Makes a test of every claim in [`contract`](crate::testing::contract), to run on a backend.
+/// Creates the tests of [`contract`](crate::testing::contract) for a backend.
 ///
-/// Takes a future that makes a store of its own for each test:
+/// Takes a future that creates a separate store for each test:
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -121,8 +124,7 @@ pub use self::job::{JobCanceller, TestJob};
 /// # fn main() {}
 /// ```
 ///
-/// The tests are `#[tokio::test]`s unless told otherwise; a store that keeps time by tokio's clock is better off with a
-/// paused one:
+/// The tests are `#[tokio::test]`s by default. If the store uses tokio's clock, pause the clock:
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -130,7 +132,7 @@ pub use self::job::{JobCanceller, TestJob};
 /// # fn main() {}
 /// ```
 ///
-/// And where something has to be done before and after, it can be said around the claim, which is a function of the store:
+/// To run code before and after each test, pass a closure. Its argument is the test, a function that takes the store:
 ///
 /// ```no_run
 /// # use tollgate::{MemoryBackend, testing::FaultStore};
@@ -143,7 +145,7 @@ pub use self::job::{JobCanceller, TestJob};
 /// # fn main() {}
 /// ```
 ///
-/// A module around the line keeps the names of the tests apart from others.
+/// Call the macro in a module of its own, so that the names of the tests do not collide with others.
 #[macro_export]
 macro_rules! rate_limit_contract {
     ($($told:tt)+) => {
@@ -194,8 +196,8 @@ macro_rules! rate_limit_contract {
     };
 }
 
-/// Makes a test of every claim in [`lock_contract`](crate::testing::lock_contract), to run on a backend. Takes what
-/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+/// Creates the tests of [`lock_contract`](crate::testing::lock_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -255,8 +257,8 @@ macro_rules! lock_contract {
     };
 }
 
-/// Makes a test of every claim in [`idempotency_contract`](crate::testing::idempotency_contract), to run on a backend. Takes what
-/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+/// Creates the tests of [`idempotency_contract`](crate::testing::idempotency_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -295,8 +297,8 @@ macro_rules! idempotency_contract {
     };
 }
 
-/// Makes a test of every claim in [`lock_registry_contract`](crate::testing::lock_registry_contract), to run on a backend. Takes what
-/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+/// Creates the tests of [`lock_registry_contract`](crate::testing::lock_registry_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -318,8 +320,8 @@ macro_rules! lock_registry_contract {
     };
 }
 
-/// Makes a test of every claim in [`idempotency_registry_contract`](crate::testing::idempotency_registry_contract), to run on a backend. Takes
-/// what [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+/// Creates the tests of [`idempotency_registry_contract`](crate::testing::idempotency_registry_contract) for a backend. Takes the same
+/// arguments as [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -345,8 +347,8 @@ macro_rules! idempotency_registry_contract {
     };
 }
 
-/// Makes a test of every claim in [`delay_queue_contract`](crate::testing::delay_queue_contract), to run on a backend. Takes what
-/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+/// Creates the tests of [`delay_queue_contract`](crate::testing::delay_queue_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
 /// ```no_run
 /// # use tollgate::MemoryBackend;
@@ -391,7 +393,7 @@ macro_rules! delay_queue_contract {
     };
 }
 
-/// What the contracts have in common: a test for each claim of a list.
+/// The common part of the contract macros: creates a test for each function of a list.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __contract {
@@ -418,9 +420,9 @@ macro_rules! __contract {
 
 #[cfg(test)]
 mod tests {
-    /// Each claim is a public function of its contract, and each is run.
+    /// Each public function of a contract is in the list of its macro, so that it runs.
     #[test]
-    fn no_claim_is_left_out() {
+    fn every_contract_function_is_in_its_list() {
         let front = include_str!("mod.rs");
         let contracts = [
             ("contract", include_str!("contract.rs"), 30),

@@ -8,14 +8,14 @@ use tokio::time::timeout;
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Released, Renewal, Token};
 
-/// For how long somebody is waited for, however slow the machine.
+/// How long the tests wait for waiters, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
 
-/// A store that notes who stands in line. Clones note it in one place.
+/// A store that records queued waiters. Clones share the record.
 #[derive(Clone)]
 pub(super) struct Observed<S> {
     inner: S,
-    // How often each has heard so since they came.
+    // How often each waiter was told that it is queued.
     in_line: Arc<watch::Sender<HashMap<Token, u64>>>,
 }
 
@@ -24,11 +24,11 @@ impl<S> Observed<S> {
         Self { inner, in_line: Arc::new(watch::Sender::new(HashMap::new())) }
     }
 
-    /// Waits until so many stand in line and listen: whoever hears of a place begins to listen, and asks again then.
+    /// Waits until `count` waiters are queued and listen. A waiter that learns that it is queued starts to listen, and then asks again.
     pub(super) async fn has_line_of(&self, count: usize) {
         let mut in_line = self.in_line.subscribe();
         let is_so = |in_line: &HashMap<Token, u64>| in_line.values().filter(|heard| **heard > 1).count() == count;
-        assert!(timeout(LONG, in_line.wait_for(is_so)).await.is_ok(), "there never was a line of {count}");
+        assert!(timeout(LONG, in_line.wait_for(is_so)).await.is_ok(), "the queue never had {count} waiters");
     }
 }
 

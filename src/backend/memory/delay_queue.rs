@@ -146,8 +146,8 @@ impl QueueTable {
         shares::excess(own, all, bytes, room)
     }
 
-    /// Makes room for the jobs and bytes that a queue demands. While dead jobs take up more than half of the capacity, it removes the oldest
-    /// ones of the queue with the most of them.
+    /// Makes room for the jobs and bytes that a queue demands. While dead jobs use more than half of the capacity, it removes the oldest
+    /// dead jobs of the queue with the most of them.
     fn make_room(
         &self,
         queues: &mut Queues,
@@ -165,7 +165,7 @@ impl QueueTable {
             let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
                 return Err(no_room());
             };
-            // What a queue gives up itself also lowers its own share, so it counts twice.
+            // Removing a queue's own dead jobs also lowers its own usage, so each removal counts twice.
             let factor = if largest == *key { 2 } else { 1 };
             let (excess, excess_bytes) = (excess.div_ceil(factor), excess_bytes.div_ceil(factor));
             let half_of_bytes = self.capacity.saturating_mul(JOB_SHARE) / 2;
@@ -206,8 +206,8 @@ impl Queues {
         self.all.get(key).map_or((0, 0), |queue| (queue.jobs.len() + queue.unique_ends.len(), queue.bytes))
     }
 
-    /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the queue is
-    /// full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
+    /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the
+    /// queue is full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
     fn demand(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let known = self.all.get(key);
         let mut room = max_jobs.saturating_sub(known.map_or(0, |queue| queue.jobs.len() as u64));
@@ -420,7 +420,7 @@ mod tests {
         let key = Some(Unique { key: Key::from("a"), span: UniqueFor::WaitingOrRunning });
         let alike = [job(1, key), job(2, key)];
         assert_eq!(admitted(1, 10, &alike).await, exists(&alike[0]));
-        assert!(admitted(10, 11, &many).await.is_err(), "there is no room for what the queue would take");
+        assert!(admitted(10, 11, &many).await.is_err(), "the backend has no room for the last job");
     }
 
     #[tokio::test(start_paused = true)]
@@ -469,7 +469,7 @@ mod tests {
         backend.push(&poison, &jobs, 100).await.unwrap();
         kill(&backend, &poison).await;
         assert_eq!(dead().await, [8, 2]);
-        // No dead job is removed for a push that would not fit anyway.
+        // No dead job is removed for a push that would still not fit.
         assert!(backend.push(&other, &jobs, 100).await.unwrap_err().is_out_of_memory());
         assert_eq!(dead().await, [8, 2]);
         for id in 0..7 {
@@ -552,7 +552,7 @@ mod tests {
         // A payload that grows needs room, too.
         assert_eq!(backend.replace(&other, &large(0, 0).id, &[0; 2_600]).await.unwrap(), Changed::Done);
         assert_eq!(dead().await, 2);
-        // Dead jobs have less than half of the room.
+        // Dead jobs now use less than half of the capacity.
         assert_eq!(backend.push(&other, &[large(1, 490)], 100).await.unwrap(), [Admission::New]);
         assert!(backend.push(&other, &[large(2, 10)], 100).await.unwrap_err().is_out_of_memory());
         assert!(backend.replace(&other, &large(1, 0).id, &[0; 1_000]).await.unwrap_err().is_out_of_memory());
@@ -563,7 +563,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn key_held_again_before_its_sweep_is_counted_once() {
-        // One more than a push and a claim sweep, so that the last one is left.
+        // One more than a push and a claim remove, so that the last one is left.
         const KEYS: u32 = 2 + RECLAIM_BATCH as u32 + 1;
         let backend = MemoryBackend::new();
         let queue = QueueKey::new("test");

@@ -38,7 +38,7 @@ pub(super) struct OperationTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     fence: AtomicU64,
-    // Records, and bytes of responses and checkpoints, by caller.
+    // Records, and bytes of responses and checkpoints, for each caller.
     shares: Shares,
 }
 
@@ -201,7 +201,7 @@ impl OperationTable {
             Ok(begun) => Ok(begun),
             Err(NoRoom::Bound) => Ok(Begun::ScopeFull { retry_after: RETRY_FULL }),
             Err(NoRoom::Share) => {
-                Err(StoreError::out_of_memory("more operations are kept than the memory backend has room for"))
+                Err(StoreError::out_of_memory("the memory backend has no capacity for more operations"))
             }
         }
     }
@@ -483,13 +483,13 @@ impl OperationTable {
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else { return false };
         // A free record without a token was forgotten before.
-        let is_forgotten = matches!(record.state, State::Free) && record.token == nobody();
+        let is_forgotten = matches!(record.state, State::Free) && record.token == no_token();
         if !is_forgotten && !record.state(now).is_like(status.state) {
             return false;
         }
         let (fence, attempt) = (record.fence, record.attempt);
         if let Some(owner) = shard.entry(&place).map(|entry| entry.owner) {
-            self.put(&mut shard, place, owner, Record { fence, attempt, ..Record::free(nobody(), now) });
+            self.put(&mut shard, place, owner, Record { fence, attempt, ..Record::free(no_token(), now) });
         }
         shard.tell(operation);
         true
@@ -517,7 +517,7 @@ impl OperationTable {
         };
         if let State::Completed { answer: kept, is_kept } = &record.state {
             // A response of a handler cannot be replaced by an operator.
-            if record.token != nobody() {
+            if record.token != no_token() {
                 return Ok(false);
             }
             if kept == answer.bytes() && *is_kept == answer.is_kept() {
@@ -531,7 +531,7 @@ impl OperationTable {
         self.keep(&mut shard, place, now, &Completion { answer, is_kept, payload, retention })?;
         // The holder of the attempt learns that its own response is not stored.
         if let Some(record) = shard.record(&place) {
-            record.token = nobody();
+            record.token = no_token();
         }
         Ok(true)
     }
@@ -603,12 +603,12 @@ impl Shard {
 
 /// Why a response is not stored.
 fn no_room(_: NoRoom) -> StoreError {
-    StoreError::out_of_memory("more answers are kept than the memory backend has room for")
+    StoreError::out_of_memory("the memory backend has no capacity for more responses")
 }
 
 /// No attempt has this token.
-fn nobody() -> Token {
-    Token::from_bytes(&[0; 16]).expect("that many bytes are a token")
+fn no_token() -> Token {
+    Token::from_bytes(&[0; 16]).expect("16 bytes are a token")
 }
 
 /// Removes the channel of a waiter that has gone.
@@ -754,7 +754,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_runs_out_is_forgotten_as_others_come_and_nothing_before() {
+    async fn new_operations_remove_expired_records_only() {
         let table = OperationTable::new(200);
         for i in 0..10_000_u32 {
             let (operation, claim) = (Operation::new("test", i), claim());
@@ -777,7 +777,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn there_is_room_for_so_much_and_nothing_is_forgotten_for_more() {
+    async fn full_table_refuses_operations_and_keeps_the_others() {
         let table = OperationTable::new(2);
         let (first, second) = (claim(), claim());
         let [a, b, c] = ["a", "b", "c"].map(|key| Operation::new("test", key));
@@ -797,7 +797,7 @@ mod tests {
 
     /// In each shard, also if none of them is removed for a new one.
     #[tokio::test(start_paused = true)]
-    async fn answers_that_have_run_out_make_room_for_others() {
+    async fn expired_responses_make_room_for_others() {
         let table = OperationTable::new(200);
         let begin = |key: u32| {
             let (operation, claim) = (Operation::new("test", key), claim());
@@ -825,7 +825,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_operation_that_fails_again_and_again_is_one_record() {
+    async fn failing_operation_is_one_record() {
         let table = OperationTable::new(2);
         let operation = Operation::new("test", "a");
         for attempt in 1..1_000 {

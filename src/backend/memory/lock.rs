@@ -72,7 +72,7 @@ struct Places {
     // When each position is lost.
     ends: BTreeSet<(Instant, u64)>,
     next: u64,
-    // Notifies queued waiters when it is their turn.
+    // Notifies queued waiters when they may acquire the lease.
     told: HashMap<Token, watch::Sender<()>>,
 }
 
@@ -215,7 +215,7 @@ impl LockTable {
         self.sweep(shard, now);
         if !shard.locks.contains_key(lock) {
             if self.len.load(Ordering::Relaxed) >= self.capacity {
-                return Err(StoreError::out_of_memory("more locks are held than the memory backend has room for"));
+                return Err(StoreError::out_of_memory("the memory backend has no capacity for more locks"));
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn expired_locks_are_removed_by_new_ones_and_held_ones_never() {
+    async fn new_locks_remove_expired_and_never_held_ones() {
         let table = LockTable::new(100);
         let held = LockKey::new("test", "held");
         table.acquire(&held, &claim(1_000_000)).unwrap();
@@ -647,7 +647,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn there_is_room_for_so_many_and_no_more() {
+    async fn full_table_refuses_new_locks() {
         let table = LockTable::new(3);
         let claims: Vec<_> = (0..3_u32).map(|i| (LockKey::new("test", i), claim(1_000))).collect();
         for (lock, claim) in &claims {
@@ -659,7 +659,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn leases_that_have_run_out_make_room_wherever_they_are_kept() {
+    async fn expired_leases_make_room_in_all_shards() {
         let table = LockTable::new(2);
         let run_out = async |subjects: [&str; 2]| {
             for subject in subjects {
@@ -706,7 +706,7 @@ mod tests {
         let table = LockTable::new(100);
         let cycle = |lock: &LockKey| {
             let claim = Claim { fences: 16, ..claim(1_000) };
-            let Acquired::Granted { fence } = table.acquire(lock, &claim).unwrap() else { panic!("it is free") };
+            let Acquired::Granted { fence } = table.acquire(lock, &claim).unwrap() else { panic!("{lock} is held") };
             assert!(table.release(lock, &claim.token).was_held);
             fence
         };
@@ -729,7 +729,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nothing_is_left_of_those_who_have_waited() {
+    async fn dropped_watchers_leave_no_entry() {
         let table = Arc::new(LockTable::new(3));
         let lock = LockKey::new("test", "a");
         let (one, other) = (table.watch(&lock, None), table.watch(&lock, None));

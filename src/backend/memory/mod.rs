@@ -26,33 +26,36 @@ use self::shard::Shard;
 use crate::key::Key;
 use crate::rate_limit::{Policy, Quota};
 
-/// Keeps everything in this process: no server, no background task, and the same decisions as Redis would give.
+/// Keeps all state in this process: no server, no background task, and the same decisions as with Redis.
 ///
-/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 between them; use Redis where that matters. The log says so at debug level
-/// where a backend is made, and where a URL [chose](crate::connect) it at info level.
-/// Clones share all counts.
+/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 together; use Redis where that matters. The backend logs its
+/// scope when it is created: at INFO if a URL [selected](crate::connect) it, and at DEBUG otherwise. Clones share all state.
 ///
 /// # Memory
 ///
-/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, which take some 100 bytes each. A key that several
-/// policies count is kept once for each, and a check takes the same time however many these are. A key
-/// counts as one more for every two limits of its policy, and for every eight requests that a sliding log has room for, 16 bytes each: a
-/// log of 10,000 requests takes the room of 1,251 keys. Keys whose count ran out a second ago are dropped as new ones come. When there is still no room, a
-/// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
-/// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
+/// The backend keeps at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys by default, at about 100 bytes each. A key is stored once
+/// for each policy that counts it. The duration of a check depends neither on the number of keys nor on the number of policies.
 ///
-/// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
-/// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
-/// of each on the average; and the jobs of all queues, with 1 KiB for each.
+/// A key counts as one additional key for every two limits of its policy, and for every eight requests that its sliding log has space for
+/// (16 bytes each). A log of 10,000 requests counts as 1,251 keys.
 ///
-/// A caller whose requests have records, or a queue, may have as many of them as keys are kept while it is alone. All callers together have twice that room, and
-/// so do all queues. Each of them is refused, as out of memory, once it has as much as is left for the others, so one that fills its own share refuses no
-/// other: beside a caller with 100,000 records the next one has room for 50,000. Once dead jobs are more than half of what a queue alone may have they make
-/// way for new ones, of whatever queue: the oldest of the queue that has the most of them.
+/// New keys remove keys whose counts expired more than a second ago. If the backend is still full, it samples a few keys, and evicts the
+/// key that used the smallest share of its quota. So a flood of new keys evicts its own keys, and limited clients stay limited.
+///
+/// Locks do not share this space. The backend can hold as many locks as keys, and never evicts a held lock. If there is no space for
+/// another lock, the error is [out of memory](crate::StoreError::is_out_of_memory). The records of idempotency and the jobs of all queues
+/// have the same capacity each, with 1 KiB on average for the response or the job.
+///
+/// A single caller with records, or a single queue with jobs, may use this whole capacity. All callers together have twice the capacity,
+/// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves for the others, so a full share
+/// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
+///
+/// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
+/// dead jobs of the queue with the most.
 ///
 /// # Time
 ///
-/// Time is tokio's clock, so a test that pauses it moves every window:
+/// The backend uses tokio's clock, so a test that pauses the clock controls every window:
 ///
 /// ```
 /// use std::time::Duration;
@@ -69,46 +72,46 @@ use crate::rate_limit::{Policy, Quota};
 /// # }
 /// ```
 ///
-/// Keys are hashed with a secret of the process (SipHash), so nobody can choose keys that collide.
+/// Keys are hashed with a secret of the process (SipHash), so clients cannot choose keys that collide.
 #[derive(Clone)]
 pub struct MemoryBackend {
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    // Microseconds by this are what the shards see.
+    // The shards count in microseconds of this clock.
     clock: Clock,
-    // What keys are hashed with.
+    // The secret of the hashes of keys.
     secret: (u64, u64),
     shards: Box<[CachePadded]>,
     capacity: usize,
-    // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
+    // The total weight of all counts. One budget for all shards, since one long log may exceed the equal share of its shard.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
-    // Nothing is held here: for holders who listen to those who ask for their locks.
+    // Holds no leases: notifies holders when a waiter asks for their lock.
     asks: Arc<LockTable>,
     operations: Arc<OperationTable>,
     queues: QueueTable,
 }
 
-/// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
+/// A shard in its own cache lines, so that processors that lock adjacent shards do not slow each other down.
 #[derive(Default)]
 #[repr(align(64))]
 struct CachePadded(Mutex<Shard>);
 
 const SCOPE: &str = "tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only";
 
-/// More than any machine has cores that would all ask at once.
+/// More than the number of cores that would use the backend at once.
 const MAX_SHARDS: usize = 64;
-/// With fewer keys than this to a shard, shards cost more than they save.
+/// With fewer keys than this per shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
-/// How many counts are forgotten for another one in its own shard before all shards have to give.
+/// How many counts of its own shard a growing count may evict. If that is not enough, all shards evict.
 const OWN_SHARE: usize = 4;
 
 impl MemoryBackend {
-    /// How many keys are kept unless told otherwise.
+    /// The maximum number of keys by default.
     pub const DEFAULT_CAPACITY: usize = 100_000;
-    /// The longest time that a key is blocked for at once.
+    /// The longest duration of a block.
     const MAX_BLOCK: Duration = Quota::MAX_WINDOW;
 
     /// An empty backend that keeps at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys.
@@ -117,21 +120,21 @@ impl MemoryBackend {
         Self::with_capacity(Self::DEFAULT_CAPACITY)
     }
 
-    /// An empty backend that keeps at most `keys` keys, or as many fewer as long logs leave room for, and at least one.
+    /// An empty backend that keeps at most `keys` keys, and at least one. Long logs reduce the number.
     #[must_use]
     pub fn with_capacity(keys: usize) -> Self {
-        // Whoever wrote this chose it, so nobody has to read of it.
+        // The program chose this backend explicitly, so DEBUG is enough.
         tracing::debug!("{SCOPE}");
         Self::build(keys)
     }
 
-    /// The same as [`new`](Self::new), where a URL chose it, which may be another one than somebody meant.
+    /// Like [`new`](Self::new), for a URL. Logs at INFO, since the URL may be wrong.
     pub(super) fn chosen() -> Self {
         tracing::info!("{SCOPE}");
         Self::build(Self::DEFAULT_CAPACITY)
     }
 
-    /// The same as [`new`](Self::new) without a log line, for limits that Redis shares as a rule.
+    /// Like [`new`](Self::new) without a log line, for limits that Redis usually shares.
     pub(crate) fn fallback() -> Self {
         Self::build(Self::DEFAULT_CAPACITY)
     }
@@ -155,7 +158,7 @@ impl MemoryBackend {
         }
     }
 
-    /// How many keys are kept at the moment, those included whose count has run out and that were not dropped yet.
+    /// The current number of keys, including expired keys that were not removed yet.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.shards.iter().map(|shard| lock(shard).len()).sum()
@@ -173,7 +176,7 @@ impl MemoryBackend {
         self.inner.clock.now_us()
     }
 
-    /// The hash of a key under a policy, and the number of the shard that holds its counts.
+    /// The hash of a key under a policy, and the index of the shard that holds its counts.
     #[inline]
     fn locate(&self, policy: &Policy, key: &Key) -> (u64, usize) {
         let hash = self.hash(policy, key);
@@ -181,7 +184,8 @@ impl MemoryBackend {
         (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
     }
 
-    // Long keys by another variant, so that this one is compiled for the length of nearly all. The policy is hashed already, with another secret.
+    // Long keys use another variant, so that the code for most keys is compiled for their fixed length. The policy is already hashed, with
+    // another secret.
     #[inline]
     fn hash(&self, policy: &Policy, key: &Key) -> u64 {
         let (first, second) = self.inner.secret;
@@ -192,14 +196,14 @@ impl MemoryBackend {
         hash ^ policy.counts_hash()
     }
 
-    /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before. A reading from before it has to be held
-    /// against the last update.
+    /// Read the clock after this call, so that time does not go back from one holder of the lock to the next. If the clock was read before,
+    /// use the time of the last update if that is later.
     #[inline]
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
         lock(&self.inner.shards[shard])
     }
 
-    /// Accounts for a count that weighs `added` more than before, and forgets a few others in its shard if there is no room.
+    /// Adds to the total weight after a count grew by `added`. If the backend is full, evicts a few other counts of the shard.
     fn grew(&self, shard: &mut Shard, place: usize, added: usize, now_us: u64) {
         self.inner.weight.fetch_add(added, Ordering::Relaxed);
         for _ in 0..OWN_SHARE {
@@ -214,13 +218,13 @@ impl MemoryBackend {
         self.inner.weight.fetch_sub(removed, Ordering::Relaxed);
     }
 
-    /// By how much more is kept than there is room for.
+    /// By how much the total weight exceeds the capacity.
     fn overweight(&self) -> usize {
         self.inner.weight.load(Ordering::Relaxed).saturating_sub(self.inner.capacity)
     }
 
-    /// Forgets counts all over until the rest fits, the same number in each shard: a log that grows must not push out
-    /// whoever happens to share its own. One lock at a time. At least one count stays where the newest is, in `home`.
+    /// Evicts counts until the rest fits, the same number from each shard: a growing log must not evict only the counts of its own shard.
+    /// Locks one shard at a time. At least one count stays in `home`, the shard of the newest count.
     fn make_room(&self, home: usize, now_us: u64) {
         let shards = &self.inner.shards;
         while self.overweight() > 0 {
@@ -238,7 +242,7 @@ impl MemoryBackend {
                     forgotten += 1;
                 }
             }
-            // Ends with nothing too much or nothing left to forget, since each turn forgets something.
+            // The loop ends when the rest fits, or when no count is left to evict.
             if forgotten == 0 {
                 return;
             }
@@ -246,7 +250,7 @@ impl MemoryBackend {
     }
 }
 
-/// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+/// No code panics in the middle of a change, so a poisoned shard is intact.
 #[inline]
 fn lock(CachePadded(shard): &CachePadded) -> MutexGuard<'_, Shard> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
@@ -274,18 +278,18 @@ mod tests {
     use crate::rate_limit::RateLimitStore;
 
     impl MemoryBackend {
-        /// The weights of all counts, added up anew.
+        /// The total weight, computed from all counts.
         fn weighed(&self) -> usize {
             self.inner.shards.iter().map(|shard| lock(shard).weight()).sum()
         }
     }
 
-    /// As the rules of a file are when they are read again: no key that was known had it until its counts had run out.
+    /// When a file of rules was reloaded, the keys that were known missed the fast path until their counts had expired.
     #[tokio::test]
-    async fn an_equal_policy_that_was_made_anew_takes_the_short_way_from_its_second_check_on() {
+    async fn new_equal_policy_takes_fast_path_from_second_check() {
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
         let [old, new] = [(), ()].map(|()| Policy::new("api", Quota::per_hour(10).token_bucket()));
-        let is_short = |policy: &Policy| {
+        let is_fast = |policy: &Policy| {
             let (hash, home) = backend.locate(policy, &key);
             let mut shard = backend.lock(home);
             let now = backend.now_us();
@@ -294,16 +298,16 @@ mod tests {
                 .is_some_and(|slot| slot.check_only_limit(policy, 0, now).is_some())
         };
         assert!(backend.check(&old, &key, 1).await.unwrap().is_allowed());
-        assert!(is_short(&old) && !is_short(&new));
-        // Who only looks changes nothing.
+        assert!(is_fast(&old) && !is_fast(&new));
+        // A peek changes nothing.
         assert_eq!(backend.peek(&new, &key, 1).await.unwrap().remaining(), Some(9));
-        assert!(is_short(&old) && !is_short(&new));
+        assert!(is_fast(&old) && !is_fast(&new));
         assert_eq!(backend.check(&new, &key, 1).await.unwrap().remaining(), Some(8));
-        assert!(is_short(&new));
+        assert!(is_fast(&new));
     }
 
     #[test]
-    fn keys_of_all_lengths_have_hashes_of_their_own_which_others_cannot_know() {
+    fn hashes_are_distinct_and_secret_for_keys_of_all_lengths() {
         let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
         let policy = Policy::new("api", Quota::per_hour(10).token_bucket());
         let hashes =
@@ -315,13 +319,13 @@ mod tests {
     }
 
     #[test]
-    fn policies_have_hashes_of_their_own_for_one_key() {
+    fn policies_have_distinct_hashes_for_one_key() {
         let (backend, quota) = (MemoryBackend::new(), Quota::per_hour(10));
         let hash = |policy: &Policy| backend.hash(policy, &Key::GLOBAL);
         let names: Vec<_> =
             (0..1_000).map(|tenant| Policy::new(format!("tenant-{tenant}"), quota.token_bucket())).collect();
         assert_eq!(names.iter().map(hash).collect::<HashSet<_>>().len(), names.len());
-        // Policies that share counts have one hash, and a policy with another algorithm has another one.
+        // Policies that share counts have the same hash. A policy with another algorithm has another one.
         let [bucket, equal, larger, window] =
             [quota.token_bucket(), quota.token_bucket(), Quota::per_hour(20).token_bucket(), quota.fixed_window()]
                 .map(|limit| hash(&Policy::new("api", limit)));
@@ -330,7 +334,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_books_agree_with_what_is_kept_and_stay_within_the_budget(
+        fn total_weight_matches_counts_and_stays_within_capacity(
             capacity in 1_usize..700,
             steps in prop::collection::vec((0_u32..90, 0_u8..20, 1_u32..40, 0_u64..400), 1..400),
         ) {
@@ -354,7 +358,7 @@ mod tests {
                     tokio::time::advance(std::time::Duration::from_millis(pause)).await;
                     let weight = backend.inner.weight.load(Ordering::Relaxed);
                     prop_assert_eq!(weight, backend.weighed());
-                    // One log alone may weigh more than everything that it pushed out.
+                    // A single log may weigh more than the capacity.
                     prop_assert!(weight <= capacity || backend.len() == 1, "{} of {}", weight, capacity);
                 }
                 Ok(())

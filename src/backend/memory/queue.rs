@@ -58,7 +58,7 @@ pub(super) struct Queue {
     pub(super) wake: Option<watch::Sender<()>>,
 }
 
-/// The job that holds a unique key, and the end of a hold for a time, which lasts whatever becomes of the job.
+/// The job that holds a unique key, and the end of a hold for a time, which outlives the job.
 pub(super) struct Holder {
     id: JobId,
     until: Option<u64>,
@@ -102,8 +102,8 @@ impl ClockOrigin {
         (self.date + self.instant.elapsed()).as_micros() as u64
     }
 
-    /// Converts an instant of the machine's clock to the time of the queues. The queues do not read the date again, so the two differ after a
-    /// suspension or a change of the clock.
+    /// Converts an instant of the machine's clock to the time of the queues. The queues do not read the date again, so the two differ after
+    /// a suspension or a change of the clock.
     fn instant(&self, instant: SystemTime) -> Duration {
         // The date is read first, so that a pause in between makes no job early.
         let (date, instant) = (since_1970(SystemTime::now()), since_1970(instant));
@@ -662,7 +662,8 @@ impl Queue {
     }
 }
 
-/// How many entries are due. It visits at most twice the smaller number, of due or of other entries, so that a long backlog does not hold the lock.
+/// How many entries are due. It visits at most twice the smaller number, of due or of other entries, so that a long backlog does not hold
+/// the lock.
 fn count_due<'a>(mut entries: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
     let len = entries.len();
     for visited in 0..len {

@@ -1,4 +1,4 @@
-//! Counting under the locks of the shards: what the scripts in `lua/` must do, decision for decision.
+//! Rate limits under the locks of the shards. Each decision must equal that of the scripts in `lua/`.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
@@ -15,12 +15,12 @@ use crate::rate_limit::{
     Algorithm, Charged, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
 };
 
-/// What was counted for one subject.
+/// The counts of one key.
 #[derive(Clone)]
 pub(super) struct Counts {
-    // The one that it was counted by, whose limits may not be those of the next request.
+    // The policy that the counts were made under. The next request may have other limits.
     policy: Policy,
-    // The last update.
+    // The time of the last update.
     last: u64,
     blocked_until: u64,
     limits: SmallVec<[LimitCount; 1]>,
@@ -29,11 +29,11 @@ pub(super) struct Counts {
 #[derive(Clone)]
 enum LimitCount {
     Plain(Count),
-    // Boxed, so that the small and frequent counts stay small.
+    // Boxed to keep the small and frequent counts small.
     Log(Box<SlidingLog>),
 }
 
-/// Requests in the order they came, the oldest first. None of them costs nothing.
+/// Requests in order of arrival, the oldest first. Each has a cost above 0.
 #[derive(Clone, Default)]
 pub(super) struct SlidingLog {
     requests: VecDeque<(u64, u32)>,
@@ -46,13 +46,13 @@ impl Counts {
         Self { policy: policy.clone(), last: now, blocked_until: 0, limits }
     }
 
-    /// What a policy of a single limit has counted.
+    /// The counts of a policy with a single limit.
     pub(super) fn of_one(policy: &Policy, last: u64, count: Count) -> Self {
         let limits = SmallVec::from_buf([LimitCount::Plain(count)]);
         Self { policy: policy.clone(), last, blocked_until: 0, limits }
     }
 
-    /// The last update and the count of the only limit, if there is no more to know from now on.
+    /// The last update and the count of the only limit, if that is all information that matters from `now` on.
     pub(super) fn as_one(&self, now: u64) -> Option<(u64, Count)> {
         match self.limits.as_slice() {
             [LimitCount::Plain(count)] if self.blocked_until <= now => Some((self.last, *count)),
@@ -64,7 +64,7 @@ impl Counts {
         &self.policy
     }
 
-    /// From when on all this says nothing any more.
+    /// When the counts expire.
     pub(super) fn expires_us(&self) -> u64 {
         let expires = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.expires(terms, self.last),
@@ -74,8 +74,7 @@ impl Counts {
         limits.max().unwrap_or(0).max(self.blocked_until)
     }
 
-    /// The used share of the fullest limit, in 1/65,536: what would be lost by forgetting it. At least one, and more for who
-    /// is blocked.
+    /// The used share of the fullest limit, in 1/65,536: the loss if the counts are evicted. At least one, and more for a blocked key.
     pub(super) fn value(&self, now: u64) -> u64 {
         let now = now.max(self.last);
         let share = |(limit, terms): (&LimitCount, &LimitParams)| {
@@ -89,7 +88,7 @@ impl Counts {
         fullest + 1 + (u64::from(self.blocked_until > now) << 20)
     }
 
-    /// How much room it takes, in units of a single small count.
+    /// The weight, in units of a single small count.
     pub(super) fn weight(&self) -> usize {
         let logs = self.limits.iter().map(|limit| match limit {
             LimitCount::Plain(_) => 0,
@@ -98,9 +97,9 @@ impl Counts {
         1 + self.limits.len() / 2 + logs.sum::<usize>()
     }
 
-    /// Brings everything up to `now`.
+    /// Advances all limits to `now`.
     fn bring_up_to(&mut self, now: u64) {
-        // A test may have another clock than the one before it.
+        // A test may use another clock than the test before it, so `now` may be earlier.
         let now = now.max(self.last);
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
@@ -114,7 +113,7 @@ impl Counts {
     fn carry_over_to(&mut self, policy: &Policy, now: u64) {
         let now = now.max(self.last);
         let (old, new, change) = (self.policy.clone(), policy.terms(), policy.quota_change());
-        // Up to now at the old rates.
+        // Until now, the old rates apply.
         for (limit, terms) in self.limits.iter_mut().zip(old.terms()) {
             if let LimitCount::Plain(count) = limit {
                 count.advance(terms, self.last, now);
@@ -147,7 +146,7 @@ impl Counts {
         self.policy = policy.clone();
     }
 
-    /// How everything stands, and what somebody has to wait for who wants `cost`.
+    /// The state of all limits, and how long a request of `cost` has to wait.
     fn decide(&self, cost: u32) -> Decision {
         let status = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.status(terms, self.last, cost),
@@ -213,7 +212,7 @@ impl SlidingLog {
         let until_gone = |time: u64| Duration::from_micros(time + terms.span - now);
         let mut retry = Duration::ZERO;
         if cost > 0 && self.used + u64::from(cost) > capacity {
-            // Wait for as many of the oldest to go as make room.
+            // Wait until enough of the oldest requests have left the window.
             let mut still_used = self.used;
             for &(time, units) in &self.requests {
                 if still_used + u64::from(cost) <= capacity {
@@ -223,7 +222,7 @@ impl SlidingLog {
                 retry = until_gone(time);
             }
         }
-        // A debt has to be paid before there is more.
+        // A debt is paid before units become available.
         let mut still_used = self.used;
         let mut reset = Duration::ZERO;
         for &(time, units) in &self.requests {
@@ -246,7 +245,7 @@ impl SlidingLog {
         }
     }
 
-    /// Room for one more, but never for more than the quota can fill, and not for ever for what was a burst long ago.
+    /// Reserves space for one more request, and never for more than the quota allows. Shrinks the log some time after a burst.
     fn make_room(&mut self, limit: u32) {
         let (len, capacity) = (self.requests.len(), self.requests.capacity());
         if len == capacity {
@@ -276,7 +275,7 @@ impl SlidingLog {
     }
 }
 
-/// What is to happen to the counts of one subject.
+/// What to do with the counts of one key.
 #[derive(Clone, Copy)]
 enum Verb {
     Check,
@@ -286,12 +285,12 @@ enum Verb {
 }
 
 impl MemoryBackend {
-    /// What nearly all calls ask for, without the detours of those that may do anything.
+    /// A check, with a fast path for a policy of one limit.
     fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
         if policy.terms().len() > 1 {
             return self.decide(policy, key, cost, |_| Verb::Check);
         }
-        // Before the lock, since the processor can do what comes next while it reads the clock.
+        // Before the lock, so that the processor can continue while it reads the clock.
         let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
@@ -307,7 +306,7 @@ impl MemoryBackend {
         decision
     }
 
-    /// A yes to what nearly all calls ask for, if that is the answer.
+    /// Charges a request if it is allowed. `None` if it is denied, or if existing counts need the slow path. Then nothing is charged.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
@@ -332,10 +331,10 @@ impl MemoryBackend {
         decision
     }
 
-    /// Charges all of them or none.
+    /// Charges all requests or none.
     fn check_together(&self, requests: &[Request]) -> Vec<Decision> {
         let places: Vec<_> = requests.iter().map(|request| self.locate(&request.policy, &request.key)).collect();
-        // In one order, whoever locks several.
+        // Always lock in the same order, so that two callers never deadlock.
         let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
         homes.sort_unstable();
         homes.dedup();
@@ -348,12 +347,12 @@ impl MemoryBackend {
             self.decide_in(shard, hash, policy, key, *cost, verb, now)
         };
         let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
-        // A denial changes nothing, so all are asked before any is charged.
+        // A denial changes nothing, so look at all requests before any is charged.
         let peeks: Vec<Decision> = (0..requests.len()).map(|index| act(index, Verb::Peek)).collect();
         if !peeks.iter().all(Decision::is_allowed) {
             return peeks;
         }
-        // One that is there twice can still be denied.
+        // A key that occurs twice can still be denied.
         for index in 0..requests.len() {
             let denied = decisions.iter().any(|decision| !decision.is_allowed());
             let decision = act(index, if denied { Verb::Peek } else { Verb::Check });
@@ -361,7 +360,7 @@ impl MemoryBackend {
                 for (index, charged) in decisions.iter_mut().enumerate() {
                     if let Some(receipt) = charged.receipt() {
                         let _ = act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
-                        // What was given back was never charged.
+                        // Report the refunded request as not charged.
                         *charged = act(index, Verb::Peek);
                     }
                 }
@@ -375,8 +374,8 @@ impl MemoryBackend {
         decisions
     }
 
-    /// Everything that happens to one subject, under the lock of its shard.
-    #[allow(clippy::too_many_arguments, reason = "one place to read what a decision depends on")]
+    /// Changes the counts of one key, under the lock of its shard.
+    #[allow(clippy::too_many_arguments, reason = "all inputs of a decision in one place")]
     fn decide_in(
         &self,
         shard: &mut Shard,
@@ -398,7 +397,7 @@ impl MemoryBackend {
                     }
                     return counts.act(policy, cost, verb, now).0;
                 }
-                // A question alone does not carry counts over to other limits.
+                // A call that charges nothing does not carry the counts over to other limits.
                 let mut carried_over = counts.clone();
                 let (decision, changed) = carried_over.act(policy, cost, verb, now);
                 if changed {
@@ -416,7 +415,7 @@ impl MemoryBackend {
         } else {
             let mut counts = Counts::new(policy, now);
             let (decision, changed) = counts.act(policy, cost, verb, now);
-            // For who is not known there is nothing to give back, and no block to lift.
+            // An unknown key has nothing to refund, and no block to lift.
             let takes_away = match verb {
                 Verb::Settle(_, change) => change < 0,
                 Verb::BlockUntil(until) => until <= now,
@@ -434,7 +433,7 @@ impl MemoryBackend {
 }
 
 impl Counts {
-    /// Does what is asked; answers how things stand, and whether they are not as they were.
+    /// Executes `verb`. Returns the decision, and whether the counts changed.
     fn act(&mut self, policy: &Policy, cost: u32, verb: Verb, now: u64) -> (Decision, bool) {
         if let Verb::BlockUntil(until) = verb {
             self.blocked_until = until;
@@ -460,25 +459,25 @@ impl Counts {
             return (self.decide(cost), changed);
         }
         self.charge(cost);
-        // How it stands now. Nothing is asked for any more, so nothing is in the way.
+        // The state after the charge. A cost of 0 violates no limit.
         let decision = self.decide(0);
         let receipt = receipt(self.last, self.policy.terms(), decision.limits());
         (decision.with_receipt(receipt), true)
     }
 
-    /// Whether `verb` counts by the limits of `policy`, and not by those that it finds.
-    // Apart, since numbers hardly ever change.
+    /// Whether `verb` counts under the limits of `policy`, and not under the existing ones.
+    // Separate and cold, since limits hardly ever change.
     #[cold]
     fn is_carried_over_to(&self, policy: &Policy, verb: Verb, now: u64) -> bool {
         let Verb::Settle(receipt, change) = verb else { return true };
         if change <= 0 {
             return false;
         }
-        // What shows no receipt corrects no charge, but is one.
+        // Without a receipt, this is a new charge and not a correction.
         if receipt.as_micros() == 0 {
             return true;
         }
-        // The limits of a correction may be of an older and smaller quota, to which nothing should be cut.
+        // The correction may come from an older policy with a smaller quota. Do not cut the counts to that.
         let mut capacities =
             self.policy.terms().iter().zip(policy.terms()).map(|(old, new)| (old.capacity, new.capacity));
         if policy.quota_change() != QuotaChange::Reset && capacities.all(|(old, new)| new >= old) {
@@ -499,20 +498,20 @@ impl Counts {
         self.blocked_until <= self.last && self.limits.iter().zip(self.policy.terms()).all(fits)
     }
 
-    /// Goes on under an equal policy that was made anew, so that the next check is the short one.
+    /// Switches to an equal policy that was created later, so that the next check takes the fast path.
     fn adopt(&mut self, policy: &Policy) {
         if !self.policy.is_same_as(policy) {
             self.policy = policy.clone();
         }
     }
 
-    /// Whether the counts were made under these limits.
+    /// Whether the counts were made under the limits of `policy`.
     fn are_under(&self, policy: &Policy) -> bool {
         self.policy.is_same_as(policy) || self.policy.terms() == policy.terms()
     }
 }
 
-// `async` although nothing waits: a call that is never polled must not charge.
+// `async` although nothing waits, so that a call that is never polled does not charge.
 impl RateLimitStore for MemoryBackend {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         Ok(self.check_one(policy, key, cost))

@@ -7,30 +7,30 @@ use super::slot::Slot;
 use crate::key::Key;
 use crate::rate_limit::Policy;
 
-/// How many keys are looked at to find one that can go. The least valuable of eight is among the lowest third nearly
-/// always, which is as good as the least of all for this purpose, and takes the same time however many keys there are.
+/// How many keys are sampled to find one to evict. The least valuable of eight is nearly always among the lowest third, which is good
+/// enough. The time does not depend on the number of keys.
 const SAMPLE: usize = 8;
-/// How many places are looked at to find them. An eighth of all places are taken at the least, or the table [gets smaller](Shard::shrink);
-/// one of no more than this stays as it is.
+/// How many buckets are visited to find the sample. At least an eighth of all buckets are taken; otherwise the table
+/// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
 const PLACES: usize = 64;
-/// How many keys are looked at each time that a new one comes, to drop those that have been stale for a while, and in how many places at
-/// the most. More than one, so there are never many more stale ones than others.
+/// How many existing keys each new key visits, in at most [`SWEPT_PLACES`] buckets, to remove keys that expired a while ago. Two, so that
+/// the expired keys never far outnumber the others.
 const SWEPT: usize = 2;
 const SWEPT_PLACES: usize = 16;
-/// How long a count that has run out is kept where there is room. Who has so large a quota that it is whole again before the next
-/// request would be dropped and put down anew each time, which takes several times as long as to find the count.
+/// How long an expired count is kept while there is space. With a large quota, a count often expires before the next request of its key. To
+/// remove and insert it for each request would take several times as long as to find it.
 const GRACE_US: u64 = 1_000_000;
 
 /// A part of the keys, under one lock.
 ///
-/// Keys lie in the order of their hashes, so a few of them are as good as any that are drawn by lot: this is what lets a full backend find
-/// a key to forget, and any shard drop stale keys, without a list of ages or a background task.
+/// Keys are in the order of their hashes, so a few adjacent keys are as good as a random sample. A full backend can therefore find a key to
+/// evict, and any shard can remove expired keys, without a list of ages or a background task.
 ///
-/// What a count weighs is for whoever owns the shard to add up.
+/// The owner of the shard adds up the weights of the counts.
 #[derive(Default)]
 pub(super) struct Shard {
     slots: HashTable<Slot>,
-    // Where to look next for keys that can go.
+    // Where the next search for keys to remove starts.
     hand: usize,
 }
 
@@ -44,14 +44,14 @@ impl Shard {
         self.slots.iter().map(Slot::weight).sum()
     }
 
-    /// What is kept of the subject that `is` knows, if anything is. It may have run out.
-    // Told by whoever asks, so that the search is compiled into each of the few that ask.
+    /// Finds the entry for which `is` returns true. Its count may have expired.
+    // The caller passes the closure, so that the search is compiled into each of its few callers.
     #[inline]
     pub(super) fn find(&mut self, hash: u64, is: impl FnMut(&Slot) -> bool) -> Option<&mut Slot> {
         self.slots.find_mut(hash, is)
     }
 
-    /// The place of a subject, which is its own until another one is [put down](Self::put).
+    /// The bucket of a key. It stays valid until another key is [inserted](Self::put).
     pub(super) fn place(&self, hash: u64, policy: &Policy, key: &Key) -> Option<usize> {
         self.slots.find_bucket_index(hash, |slot| slot.is(policy, key))
     }
@@ -60,8 +60,8 @@ impl Shard {
         self.slots.get_bucket_mut(place)
     }
 
-    /// Puts down the counts of a subject and drops a couple of those as a matter of course that have been stale for a while. Answers
-    /// where it is, and the weight of what was removed. `rehash` gives the hashes of others.
+    /// Inserts the counts of a key, and removes up to [`SWEPT`] keys that expired a while ago. Returns the bucket, and the weight of the
+    /// removed counts. `rehash` computes the hashes of other entries.
     pub(super) fn put(
         &mut self,
         hash: u64,
@@ -91,7 +91,7 @@ impl Shard {
         (place, removed)
     }
 
-    /// Makes a table smaller that less than an eighth of is taken. Everything gets another place then.
+    /// Shrinks a table if less than an eighth of it is taken. This moves every entry to another bucket.
     pub(super) fn shrink(&mut self, rehash: impl Fn(&Policy, &Key) -> u64) {
         let (len, places) = (self.slots.len(), self.slots.num_buckets());
         if places > PLACES && len < places / 8 {
@@ -99,17 +99,17 @@ impl Shard {
         }
     }
 
-    /// Forgets a subject; answers the weight of its count.
+    /// Removes a key, and returns the weight of its count.
     pub(super) fn remove(&mut self, hash: u64, policy: &Policy, key: &Key) -> usize {
         self.place(hash, policy, key).map_or(0, |place| self.evict(place))
     }
 
-    /// Forgets another count than the one at `keep`: of a few a stale one, or else the one that has used least of its quota
-    /// and will be forgotten soonest. Answers its weight, which is 0 if there is no other.
+    /// Evicts one of a few sampled counts, except the one at `keep`. Prefers an expired count, then the smallest used share of a quota,
+    /// then the earliest expiry. Returns the weight of the evicted count, or 0 if there is no other count.
     pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
         let mut sample = self.some::<SAMPLE>(PLACES, keep);
         if sample.len() < SAMPLE {
-            // The table is small, or was fuller a moment ago, or it is chance.
+            // The table is small or was fuller before, or the visited buckets were empty by chance.
             let others = self.slots.iter_buckets().filter(|place| Some(*place) != keep);
             sample.extend(others.take(SAMPLE - sample.len()));
         }
@@ -121,7 +121,7 @@ impl Shard {
         victim.map_or(0, |place| self.evict(place))
     }
 
-    /// The next few places that are taken, but for the one at `keep`: as many as that if there are so many among the next `places`.
+    /// The next taken buckets except `keep`: up to `COUNT` of them, within the next `places` buckets.
     fn some<const COUNT: usize>(&mut self, places: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
         let all = self.slots.num_buckets();
         let mut some = SmallVec::new();
@@ -137,7 +137,7 @@ impl Shard {
         some
     }
 
-    /// Forgets what is in a place. Answers its weight.
+    /// Empties a bucket, and returns the weight of its count.
     fn evict(&mut self, place: usize) -> usize {
         self.slots.get_bucket_entry(place).map_or(0, |entry| entry.remove().0.weight())
     }
@@ -157,7 +157,7 @@ mod tests {
         move |_, key| secret.hash_one(key)
     }
 
-    /// A shard of keys by number that have each used so many of ten.
+    /// A shard with numbered keys. Each has used the given number of its ten units.
     fn shard(policy: &Policy, hash: impl Fn(&Policy, &Key) -> u64, used: impl Iterator<Item = u32>) -> Shard {
         let mut shard = Shard::default();
         for (key, used) in (0_u32..).zip(used) {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_used_most_is_not_forgotten_as_long_as_there_are_others_however_few_are_left_of_a_large_table() {
+    fn most_used_keys_are_evicted_last_also_from_a_sparse_table() {
         let (policy, hash) = (Policy::new("api", Quota::per_hour(10).fixed_window()), hasher());
         let mut shard = shard(&policy, &hash, (0..4_000).map(|key| if key < 40 { 10 } else { 1 }));
         let places = shard.slots.num_buckets();
@@ -181,7 +181,7 @@ mod tests {
             let slot = shard.find(hash(&policy, &key), |slot| slot.is(&policy, &key));
             slot.is_some_and(|slot| !slot.check_only_limit(&policy, 1, 2).unwrap().is_allowed())
         };
-        // That all eight of a sample are among those forty happens once in a thousand million times.
+        // The chance that all eight keys of a sample are among the forty is one in a thousand million.
         for _ in 0..3_000 {
             assert_eq!(shard.forget_one(None, 2), 1);
         }
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn stale_keys_go_as_others_come_also_from_what_was_a_large_table() {
+    fn new_keys_remove_expired_ones_also_from_a_sparse_table() {
         let (policy, hash) = (Policy::new("api", Quota::per_hour(10).fixed_window()), hasher());
         let mut shard = shard(&policy, &hash, (0..4_000).map(|_| 1));
         let later = 1 + HOUR_US + GRACE_US;
@@ -212,7 +212,7 @@ mod tests {
             let key = Key::from(key);
             shard.put(hash(&policy, &key), &policy, &key, Counts::new(&policy, later), &hash, later);
         }
-        // Each has looked at two others.
+        // Each new key has visited two others.
         assert!(shard.len() < 5_500, "{}", shard.len());
         let much_later = later + 2 * HOUR_US;
         for key in 0_u32..4_000 {

@@ -1,29 +1,29 @@
-//! Room that several owners share, so that none of them fills it for all.
+//! A capacity that several owners share, so that one owner cannot use all of it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// More than threads would ask at once.
+/// More than the number of threads that would lock parts at once.
 const PARTS: usize = 16;
 
-/// What is taken of some room, or given back.
+/// An amount of records and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Amount {
     pub(super) records: usize,
     pub(super) bytes: usize,
 }
 
-/// Why there is no room.
+/// Why an owner gets no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoRoom {
-    /// The owner has as many records as it was allowed.
+    /// The owner has as many records as its bound allows.
     Bound,
-    /// The owner has more than its share.
+    /// The owner would exceed its share.
     Share,
 }
 
-/// How much of the room each owner has, by a keyed hash of its name. An owner that has nothing takes no room.
+/// How much each owner uses, by a keyed hash of its name. An owner without records takes no memory.
 pub(super) struct Shares {
     parts: [Mutex<HashMap<u64, Amount>>; PARTS],
     records: AtomicUsize,
@@ -31,8 +31,8 @@ pub(super) struct Shares {
     room: Amount,
 }
 
-/// By how much an owner would have more than its share with `new` more: more than what would be left for all others. One that is alone has `room`, and
-/// all together have less than twice as much.
+/// By how much an owner would exceed its share with `new` more. The share is the amount that is left for all others. A single owner may
+/// have `room`, and all owners together have less than twice as much.
 pub(super) const fn excess(own: usize, all: usize, new: usize, room: usize) -> usize {
     if new == 0 {
         return 0;
@@ -42,7 +42,7 @@ pub(super) const fn excess(own: usize, all: usize, new: usize, room: usize) -> u
 }
 
 impl Shares {
-    /// `room` is what an owner that is alone may have.
+    /// `room` is the share of a single owner.
     pub(super) fn new(room: Amount) -> Self {
         Self { parts: Default::default(), records: AtomicUsize::new(0), bytes: AtomicUsize::new(0), room }
     }
@@ -51,7 +51,7 @@ impl Shares {
         self.records.load(Ordering::Relaxed)
     }
 
-    /// Takes so much, if the owner has no more than its share then, and no more records than `most`.
+    /// Takes an amount, if the owner then has no more than its share, and no more than `most` records.
     pub(super) fn take(&self, owner: u64, new: Amount, most: usize) -> Result<(), NoRoom> {
         let mut part = self.part(owner);
         let own = part.get(&owner).copied().unwrap_or_default();
@@ -89,13 +89,12 @@ impl Shares {
         self.bytes.fetch_sub(old.bytes, Ordering::Relaxed);
     }
 
-    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    /// No code panics in the middle of a change, so a poisoned part is intact.
     fn part(&self, owner: u64) -> MutexGuard<'_, HashMap<u64, Amount>> {
-        // The lower half chooses the place within the part.
         self.parts[(owner >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All that is taken, added up anew.
+    /// All amounts, read from the parts.
     #[cfg(test)]
     pub(super) fn added_up(&self) -> HashMap<u64, Amount> {
         let parts = (0..PARTS as u64).flat_map(|part| self.part(part << 32).clone());
@@ -114,10 +113,10 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_leaves_as_much_room_as_it_has() {
+    fn owner_leaves_as_much_room_as_it_has() {
         let shares = Shares::new(Amount { records: 1_000, bytes: usize::MAX / 2 });
         assert_eq!([1, 2, 3].map(|owner| fill(&shares, owner)), [1_000, 500, 250]);
-        // What one gives back others may have.
+        // Other owners may take the amount that one gives back.
         (0..1_000).for_each(|_| shares.give_back(1, ONE));
         assert!(fill(&shares, 3) > 300);
         assert_eq!(shares.take(4, ONE, 0), Err(NoRoom::Bound));

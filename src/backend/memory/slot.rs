@@ -1,21 +1,21 @@
-//! What a shard keeps: a subject and what was counted for it, in one cache line.
+//! The entry of a shard: a key and its counts, in one cache line.
 
 use super::rate_limit::{Counts, share_of};
 use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, receipt_of_one};
 use crate::rate_limit::{Charged, Decision, Policy};
 
-/// A subject and what was counted for it.
-// A decision has to wait for no more of the memory than this, nearly always.
+/// A key and its counts.
+// One cache line, so that nearly every decision waits for a single memory access.
 #[repr(align(64))]
 pub(super) struct Slot {
-    // By which was counted.
+    // The policy that the counts were made under.
     policy: Policy,
     name: CompactKey,
     held: Counters,
 }
 
-/// A key, in less room where it is short, as IPv4 addresses, networks of IPv6 and many names are.
+/// A key, in less space if it is short. IPv4 addresses, IPv6 networks and many names are short.
 enum CompactKey {
     Short([u8; Key::SHORT_LEN]),
     Long(Box<Key>),
@@ -23,17 +23,17 @@ enum CompactKey {
 
 enum Counters {
     One(One),
-    /// Several limits, a log, or somebody who is blocked.
+    /// Several limits, a log, or a block.
     Other(Box<Counts>),
 }
 
-/// What a single limit has counted, and when it was updated last.
-// Behind the first field in the order of `Count`, so that what is the same need not be told apart.
+/// The count of a single limit, and the time of its last update.
+// The fields after the first are in the order of `Count`, so that the conversion does not distinguish the variants.
 #[derive(Clone, Copy)]
 enum One {
     TokenBucket { last: u64, since: u64, debt: u64 },
     FixedWindow { last: u64, start: u64, used: u64 },
-    // Windows are worked out from their start. That a clock which was read before the last update is a little behind it does no harm.
+    // Windows are computed from their start. A clock that was read before the last update is slightly behind, which is harmless.
     SlidingWindow { previous: u64, start: u64, current: u64 },
 }
 
@@ -61,7 +61,7 @@ impl One {
         }
     }
 
-    /// The last update and the count.
+    /// The time of the last update, and the count.
     #[inline]
     const fn get(self) -> (u64, Count) {
         match self {
@@ -84,7 +84,7 @@ impl Counters {
 }
 
 impl Slot {
-    /// `policy` is the one that was counted by.
+    /// `policy` is the policy that the counts were made under.
     pub(super) fn new(policy: &Policy, key: &Key, counts: Counts, now_us: u64) -> Self {
         Self { policy: policy.clone(), name: CompactKey::of(key), held: Counters::new(counts, now_us) }
     }
@@ -101,12 +101,12 @@ impl Slot {
         }
     }
 
-    /// What `hash` says of the policy and the key.
+    /// The hash of the policy and the key.
     pub(super) fn hash(&self, hash: impl Fn(&Policy, &Key) -> u64) -> u64 {
         hash(&self.policy, &self.key())
     }
 
-    /// From when on the counts say nothing any more.
+    /// When the counts expire.
     pub(super) fn expires_us(&self) -> u64 {
         match &self.held {
             Counters::One(one) => {
@@ -117,7 +117,7 @@ impl Slot {
         }
     }
 
-    /// What would be lost by forgetting it: see [`Counts::value`].
+    /// The loss if the entry is evicted: see [`Counts::value`].
     pub(super) fn value(&self, now_us: u64) -> u64 {
         match &self.held {
             Counters::One(one) => {
@@ -129,7 +129,7 @@ impl Slot {
         }
     }
 
-    /// How much room it takes, in units of a single small count.
+    /// The weight, in units of a single small count.
     pub(super) fn weight(&self) -> usize {
         match &self.held {
             Counters::One(_) => 1,
@@ -137,7 +137,7 @@ impl Slot {
         }
     }
 
-    /// Does something to the counts.
+    /// Applies a function to the counts.
     pub(super) fn change<T>(&mut self, now_us: u64, change: impl FnOnce(&mut Counts) -> T) -> T {
         match &mut self.held {
             Counters::One(one) => {
@@ -161,18 +161,18 @@ impl Slot {
         }
     }
 
-    /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
+    /// The fast path for nearly all checks: a policy with one limit that is not a log. Returns `None` for any other check.
     #[inline]
     pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Decision> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
         let is_charged = cost > 0 && count.charge_if_it_fits(terms, now_us, cost);
         *one = One::new(now_us, count);
-        // Who was charged asks for nothing any more.
+        // A charged request needs no wait, so its status is for a cost of 0.
         let status = count.status(terms, now_us, if is_charged { 0 } else { cost });
         Some(Decision::of_one(status, is_charged.then(|| receipt_of_one(now_us, terms, &status))))
     }
 
-    /// The same for who only wants to hear a yes.
+    /// Like [`check_only_limit`](Self::check_only_limit), without a decision. Also returns `None` if the request is denied.
     #[inline]
     pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Charged> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
@@ -183,8 +183,9 @@ impl Slot {
         Some(Charged { is_near_limit: count.is_near_limit(terms, now_us) })
     }
 
-    /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now_us`, or to
-    /// the last update: who was faster to the lock may have read the clock later. Answers to when.
+    /// The only limit of `policy`, advanced to `now_us`, and that time. If the last update is later, because another caller read the clock
+    /// later and took the lock first, that time counts instead. `None` if the counts were made under another policy, if the limit is a log,
+    /// or if the key is blocked.
     #[inline]
     fn only_limit<'a>(
         &'a mut self,
@@ -209,12 +210,12 @@ mod tests {
 
     #[test]
     #[cfg(target_pointer_width = "64")]
-    fn a_subject_and_its_count_take_a_cache_line() {
+    fn slot_takes_one_cache_line() {
         assert_eq!(size_of::<Slot>(), 64);
     }
 
     #[test]
-    fn who_read_the_clock_before_the_last_update_is_counted_with_it() {
+    fn earlier_clock_reading_counts_at_the_last_update() {
         let bucket = Quota::per_hour(3_600).burst(3).unwrap().token_bucket();
         for limit in [bucket, Quota::per_second(3).fixed_window(), Quota::per_second(3).sliding_window()] {
             let policy = Policy::new("api", limit);
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_any_length_are_told_apart_and_read_as_they_were() {
+    fn keys_of_any_length_are_distinct_and_read_back_unchanged() {
         let policy = Policy::new("api", Quota::per_second(3).fixed_window());
         let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
         for key in &keys {
