@@ -120,7 +120,7 @@ fn look(connection: &mut Connection) -> BTreeMap<String, (i64, Vec<u8>)> {
 struct Counted {
     steps: usize,
     unchanged: usize,
-    // Keys whose time to live was compared with what they need.
+    // Keys whose time to live was compared with the lifetime of their counts.
     charged: usize,
 }
 
