@@ -619,7 +619,7 @@ async fn abandoned_operations_log_one_line_each() {
     assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(log.lines(), [line("/large")]);
     assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
-    let says_so = "a handler says that stranger knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
+    let says_so = "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
     assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
 
     let payouts = Idempotent::new(MemoryBackend::new(), "payouts");
