@@ -1,21 +1,21 @@
-//! What jobs cost on Redis. Takes about a minute after the build.
+//! The cost of jobs on Redis. Takes about a minute after the build.
 //!
 //! `cargo bench --bench delay_queue` starts its own server and ends with one line:
 //!
-//! * `push_per_s`: jobs a second when 256 tasks push one at a time
-//! * `push_ceiling_ratio`: these to what `redis-benchmark -P 64 -c 50` gets out of the same server and a script of two commands, INCR and
-//!   PEXPIRE; the median of interleaved rounds
-//! * `bulk_per_s`: jobs a second by `push_all`, from 8 tasks
-//! * `claim_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
-//! * `process_per_s`: the same by a `DelayQueueWorker` of 100 jobs at a time, where 1,000 to 60,000 wait
-//! * `claim_per_s_1e6`, `process_per_s_1e6`: the same of a million that are all due in the same millisecond: the worker while 1,000,000 down
-//!   to 705,000 of them wait, and the claims after it, down to 505,000
-//! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early
-//! * `takeover_ms`: how long after the end of its lease of 5 s the job of a killed worker begins elsewhere; the worst of 8
-//! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
-//! * `redis_us_per_job`: how long Redis was at the scripts for each of the jobs of that million that are claimed so, by its own count
-//! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, as SLOWLOG has it
-//! * `bytes_per_job`: the memory of Redis for each of a million that wait and were pushed in bulk, with a payload of 24 bytes
+//! * `push_per_s`: jobs per second that 256 tasks push one at a time
+//! * `push_ceiling_ratio`: that rate divided by the rate of `redis-benchmark -P 64 -c 50` on the same server, with a script of two
+//!   commands, INCR and PEXPIRE; the median of interleaved rounds
+//! * `bulk_per_s`: jobs per second that 8 tasks push with `push_all`
+//! * `claim_per_s`: jobs per second that 4 tasks claim, 100 at a time, and acknowledge with the next claim, while 1,000 to 20,000 jobs wait
+//! * `process_per_s`: the same with a `DelayQueueWorker` of 100 jobs at a time, while 1,000 to 60,000 jobs wait
+//! * `claim_per_s_1e6`, `process_per_s_1e6`: the same with a million jobs that are all due in the same millisecond. The worker runs while
+//!   1,000,000 down to 705,000 of them wait, and the claims after it, down to 505,000
+//! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs reach a service, and how many of them are early
+//! * `takeover_ms`: how long after the end of its 5 s lease the job of a killed worker starts elsewhere; the worst of 8
+//! * `idle_commands_per_s`: commands per second that each of 1,000 idle workers sends
+//! * `redis_us_per_job`: the script time of Redis per job of that million that the tasks claim, as Redis measures it
+//! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, by SLOWLOG
+//! * `bytes_per_job`: Redis memory per job of a million waiting jobs, which were pushed in bulk with a payload of 24 bytes
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -45,7 +45,7 @@ const WORKERS: usize = 4;
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
     let server = RedisServer::start();
-    let backend = runtime.block_on(RedisBackend::connect(server.url())).expect("Redis lets us in");
+    let backend = runtime.block_on(RedisBackend::connect(server.url())).expect("Redis accepts the connection");
 
     let (mut pushes, mut ratios) = (Vec::new(), Vec::new());
     for round in 0..=ROUNDS {
@@ -90,9 +90,9 @@ fn main() {
     for _ in 0..ROUNDS {
         many_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
     }
-    // All that are left, and none twice.
+    // Claim all remaining jobs, each only once.
     let counts = runtime.block_on(queue(&backend).counts()).expect("the server answers");
-    assert_eq!(counts.running, 0, "a worker that ends leaves nothing running");
+    assert_eq!(counts.running, 0, "a stopped worker leaves no job running");
     let all_left = counts.waiting as usize;
     let mut left = all_left;
     server.query::<()>("CONFIG RESETSTAT");
@@ -103,7 +103,7 @@ fn main() {
     }
     let redis_us_per_job = script_us(&server) / all_left as f64;
     let scripts_above_5ms: u64 = server.query("SLOWLOG LEN");
-    // While there were as many as can be.
+    // Use the first rounds, while most jobs wait.
     let many = many.into_iter().take(ROUNDS).collect();
     println!(
         "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} claim_per_s={:.0} claim_per_s_1e6={:.0} \
@@ -133,10 +133,10 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 fn memory(server: &RedisServer) -> f64 {
-    server.info("used_memory").and_then(|bytes| bytes.parse().ok()).expect("the server says how much it uses")
+    server.info("used_memory").and_then(|bytes| bytes.parse().ok()).expect("the server reports its memory")
 }
 
-/// Lets all tasks push for a [`ROUND`], each one job at a time.
+/// Pushes from all tasks for a [`ROUND`], each task one job at a time.
 async fn push(backend: &RedisBackend) -> f64 {
     let queue = queue(backend);
     let begun = Instant::now();
@@ -147,7 +147,7 @@ async fn push(backend: &RedisBackend) -> f64 {
             let mut pushed = 0;
             while begun.elapsed() < ROUND {
                 let push = queue.push(payload(task)).delay(Duration::from_secs(60));
-                assert!(push.await.expect("the job is kept").is_new());
+                assert!(push.await.expect("the job is stored").is_new());
                 pushed += 1;
             }
             pushed
@@ -176,7 +176,7 @@ async fn fill(backend: &RedisBackend, jobs: usize, due: SystemTime) {
     tasks.join_all().await;
 }
 
-/// Claims jobs and does them until there were so many; answers how many, and how many a second.
+/// Claims and acknowledges jobs until at least `jobs` are done. Returns how many are done, and the rate per second.
 fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f64) {
     let (done, key) = (Arc::new(AtomicUsize::new(0)), QueueKey::new("bench"));
     let begun = Instant::now();
@@ -185,7 +185,7 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
         for _ in 0..WORKERS {
             let (backend, done) = (backend.clone(), Arc::clone(&done));
             tasks.spawn(async move {
-                let worker = WorkerId::random().expect("there are random numbers");
+                let worker = WorkerId::random().expect("random numbers are available");
                 let mut claim = Claim::new(worker, BATCH, Duration::from_secs(30));
                 let mut finishes: Vec<Ack> = Vec::new();
                 loop {
@@ -208,7 +208,7 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
     (done, done as f64 / begun.elapsed().as_secs_f64())
 }
 
-/// For how long the server has run scripts.
+/// How long the server has run scripts, in microseconds.
 fn script_us(server: &RedisServer) -> f64 {
     let stats = server.text("INFO commandstats");
     let usec =
@@ -216,7 +216,7 @@ fn script_us(server: &RedisServer) -> f64 {
     stats.lines().find_map(usec).expect("scripts were run")
 }
 
-/// What `redis-benchmark` gets out of the server with a script of two commands.
+/// The rate of `redis-benchmark` on the server with a script of two commands.
 fn ceiling(server: &RedisServer) -> f64 {
     let script = "local n = redis.call('INCR', KEYS[1]) redis.call('PEXPIRE', KEYS[1], ARGV[1]) return n";
     let hash: String =
@@ -234,5 +234,5 @@ fn ceiling(server: &RedisServer) -> f64 {
     let text = String::from_utf8_lossy(&output.stdout);
     // The last line begins with the command and the requests per second, each in quotes.
     let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-    rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+    rate.unwrap_or_else(|| panic!("redis-benchmark printed no rate: {text}"))
 }

@@ -1,12 +1,11 @@
-//! What serving the same request once costs: in commands, in memory, and as a share of what the server can do at all.
+//! The cost of executing a request only once: in commands, in time on the memory backend, and relative to the maximum of the server.
 //!
 //! `cargo bench --bench idempotency` starts its own server, takes some seconds, and ends with
 //!
-//! * `first_commands`, `replay_commands`: scripts that the server ran for a request that is served, and for a replay
-//! * `replay_ceiling_ratio`: replays of 1 KiB a second on Redis, to what `redis-benchmark` (`-P 64 -c 50`) gets out of the same script
-//!   with an answer of that size; the median of some rounds, 256 in flight over 10,000 keys
-//! * `layer_memory_ns`: what a request that is served takes longer on memory than through the service alone, the body of 100 bytes
-//!   each way included
+//! * `first_commands`, `replay_commands`: scripts that the server runs for an executed request, and for a replay
+//! * `replay_ceiling_ratio`: replays of 1 KiB per second on Redis, divided by the rate of `redis-benchmark` (`-P 64 -c 50`) with the same
+//!   script and response size. The median of several rounds, with 256 in flight over 10,000 keys
+//! * `layer_memory_ns`: the time that the layer adds to an executed request on memory, with bodies of 100 bytes each way
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -41,7 +40,7 @@ fn main() {
     let server = RedisServer::start();
     let connect = || async {
         let options = RedisOptions::from_url(server.url()).expect("the URL is well-formed");
-        options.prefix("bench").connect().await.expect("Redis lets us in")
+        options.prefix("bench").connect().await.expect("Redis accepts the connection")
     };
     let backend = runtime.block_on(connect());
     let [first_commands, replay_commands] = runtime.block_on(commands(&server, backend.clone()));
@@ -50,7 +49,7 @@ fn main() {
         let ceiling = ceiling(&server, &runtime, &backend);
         let ours = runtime.block_on(replays(backend.clone()));
         println!("round {round}: ceiling {ceiling:.0}/s, replays {ours:.0}/s");
-        // The first round serves what the others replay.
+        // The first round executes the requests that the other rounds replay.
         if round > 0 {
             ratios.push(ours / ceiling);
         }
@@ -69,7 +68,7 @@ fn request(key: &str, body: Bytes) -> Request<Full<Bytes>> {
     Request::post("/pay").header("idempotency-key", key).body(Full::new(body)).expect("a request can be made")
 }
 
-/// Reads all of a request, and answers `size` bytes.
+/// Reads the whole request, and responds with `size` bytes.
 async fn answer<B>(request: Request<B>, size: usize) -> Result<Response<Full<Bytes>>, Infallible>
 where
     B: Body<Error = Infallible>,
@@ -85,7 +84,7 @@ async fn commands(server: &RedisServer, backend: RedisBackend) -> [u64; 2] {
     let ask = async |key: &str| {
         let response = service.clone().oneshot(request(key, Bytes::from_static(b"hundred"))).await;
         let Ok(response) = response;
-        response.into_body().collect().await.expect("an answer is whole");
+        response.into_body().collect().await.expect("the body is complete");
     };
     ask("first").await;
     let calls = || {
@@ -100,12 +99,12 @@ async fn commands(server: &RedisServer, backend: RedisBackend) -> [u64; 2] {
     [first - before, calls() - first]
 }
 
-/// Replays of 1 KiB a second.
+/// Replays of 1 KiB per second.
 async fn replays(backend: RedisBackend) -> f64 {
     let layer = IdempotencyLayer::new(backend).scope(GlobalKey).deadline(Duration::from_secs(10));
     let service = layer.layer(service_fn(|request: Request<_>| answer(request, 1_024)));
     let keys: Arc<Vec<String>> = Arc::new((0..KEYS).map(|key| format!("key-{key}")).collect());
-    // All of them are served before anything is measured.
+    // Execute all requests before the replays are measured.
     let turns = Arc::new(AtomicU64::new(0));
     let run = async |until: u64, time: Duration| {
         let start = Instant::now();
@@ -121,7 +120,7 @@ async fn replays(backend: RedisBackend) -> f64 {
                         }
                         let key = &keys[(turn % KEYS) as usize];
                         let Ok(response) = service.clone().oneshot(request(key, Bytes::from_static(b"hundred"))).await;
-                        let body = response.into_body().collect().await.expect("an answer is whole").to_bytes();
+                        let body = response.into_body().collect().await.expect("the body is complete").to_bytes();
                         assert_eq!(body.len(), 1_024);
                         done += 1;
                     }
@@ -139,14 +138,14 @@ async fn replays(backend: RedisBackend) -> f64 {
     run(u64::MAX, ROUND).await
 }
 
-/// What `redis-benchmark` gets out of the server with the same script, over as many keys with answers of 1 KiB.
+/// The rate of `redis-benchmark` with the same script, over as many keys with responses of 1 KiB.
 fn ceiling(server: &RedisServer, runtime: &tokio::runtime::Runtime, backend: &RedisBackend) -> f64 {
     let head = Digest(*b"0123456789abcdef");
     runtime.block_on(async {
         for key in 0..KEYS {
-            // As redis-benchmark spells its keys.
+            // redis-benchmark formats its keys this way.
             let operation = Operation::new("ceiling", format!("{key:012}"));
-            let token = Token::random().expect("there are random numbers");
+            let token = Token::random().expect("random numbers are available");
             let (lease, retention) = (Duration::from_secs(10), Duration::from_secs(3_600));
             let claim = Claim::new(token, head, lease, retention);
             backend.begin(&operation, &claim).await.expect("Redis answers");
@@ -154,7 +153,7 @@ fn ceiling(server: &RedisServer, runtime: &tokio::runtime::Runtime, backend: &Re
             backend.complete(&operation, &token, &completion).await.expect("Redis answers");
         }
     });
-    // Where a record lies depends on its key, which redis-benchmark makes up.
+    // The Redis key of a record depends on its operation. Rename it to the key that redis-benchmark generates.
     let mut connection = server.connection();
     let records: Vec<String> =
         redis::cmd("KEYS").arg("bench:2:*:ceiling:*:record").query(&mut connection).expect("Redis answers");
@@ -181,11 +180,10 @@ fn ceiling(server: &RedisServer, runtime: &tokio::runtime::Runtime, backend: &Re
     let text = String::from_utf8_lossy(&output.stdout);
     // The last line begins with the command and the requests per second, each in quotes.
     let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-    rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+    rate.unwrap_or_else(|| panic!("redis-benchmark printed no rate: {text}"))
 }
 
-/// What the fastest tenth of many batches stays within, less what the service takes alone: whatever else runs on the machine only
-/// adds to it.
+/// The 10th percentile of many batches, minus that of the bare service. Other load on the machine only adds time.
 async fn layer_ns() -> f64 {
     const BATCH: usize = 1_000;
     const BATCHES: usize = 100;
@@ -225,7 +223,7 @@ where
     for request in requests {
         let Ok(ready) = service.ready().await;
         let Ok(response) = ready.call(request).await;
-        let body = response.into_body().collect().await.expect("an answer is whole").to_bytes();
+        let body = response.into_body().collect().await.expect("the body is complete").to_bytes();
         assert_eq!(body.len(), 100);
     }
     start.elapsed().as_secs_f64() * 1e9 / count as f64

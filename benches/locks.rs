@@ -1,20 +1,20 @@
-//! What locks cost on Redis. Takes less than a minute after the build.
+//! The cost of locks on Redis. Takes less than a minute after the build.
 //!
 //! `cargo bench --bench locks` starts its own server and ends with one line:
 //!
-//! * `cycles_per_s`: times a second that 64 tasks take a lock of their own and give it back; the median of interleaved rounds
-//! * `cycle_ceiling_ratio`: these cycles to those that a client gets out of the same server that does nothing but send the two scripts of a
-//!   cycle, one that takes a free lock and one that gives it back, 64 calls in a pipeline on each of 16 connections. The cycles share
-//!   calls, so this can be above 1
-//! * `contended_per_s`: grants a second when 64 tasks want one lock, all in one process
-//! * `wait_p99_over_p50`: the 99th percentile of how long they wait for it to the median
-//! * `grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
-//! * `commands_per_grant`: the script calls that this took
-//! * `handover_rtts`: the median time from giving a lock back to its being granted to somebody who waits over other
-//!   connections, as in another process, to the median of a PING, both on connections that were as long at rest
+//! * `cycles_per_s`: lock and release cycles per second of 64 tasks with a lock each; the median of interleaved rounds
+//! * `cycle_ceiling_ratio`: those cycles divided by the cycles of a minimal client on the same server. That client only sends the two
+//!   scripts of a cycle, which acquire a free lock and release it: 64 calls in a pipeline on each of 16 connections. Our cycles share
+//!   calls, so the ratio can exceed 1
+//! * `contended_per_s`: grants per second when 64 tasks of one process want one lock
+//! * `wait_p99_over_p50`: the 99th percentile of their waits, divided by the median
+//! * `grants_min_over_max`: the fewest grants of a task, divided by the most
+//! * `commands_per_grant`: script calls per grant
+//! * `handover_rtts`: the median time from a release to the grant to a waiter on other connections, as in another process, divided by the
+//!   median of a PING. Both connections are idle for equally long before
 //!
-//! `cargo bench --bench locks -- renewals` does something else, for a minute and a half: it holds 10,000 leases of 30 s, and ends with
-//! `renewals_core=` and `renewals_redis_core=`, the processor time that this process and Redis take for it, in parts of one processor.
+//! `cargo bench --bench locks -- renewals` measures renewals for a minute and a half. It holds 10,000 leases of 30 s, and ends with
+//! `renewals_core=` and `renewals_redis_core=`: the processor time that this process and Redis use, as a share of one processor.
 
 #[path = "parts/pipeline.rs"]
 mod pipeline;
@@ -84,8 +84,8 @@ fn main() {
 }
 
 async fn locks(server: &RedisServer) -> Locks {
-    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
-    Locks::new(backend, "bench").deadline(Duration::from_secs(10)).wait(Duration::from_secs(60))
+    let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
+    Locks::new(backend).namespace("bench").deadline(Duration::from_secs(10)).wait(Duration::from_secs(60))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -101,7 +101,7 @@ struct Load {
     min_over_max: f64,
 }
 
-/// Lets all tasks take a lock and give it back for a [`ROUND`], each its own or all the same.
+/// Runs lock and release cycles of all tasks for a [`ROUND`], with one lock per task or one for all.
 async fn load(locks: &Locks, is_own: bool) -> Load {
     let barrier = Arc::new(Barrier::new(TASKS as usize));
     let mut tasks = JoinSet::new();
@@ -115,7 +115,7 @@ async fn load(locks: &Locks, is_own: bool) -> Load {
                 let asked = Instant::now();
                 let lease = locks.lock(if is_own { task } else { TASKS }).await.expect("the lock is granted");
                 waits.push(asked.elapsed());
-                lease.release().await.expect("the lock is given back");
+                lease.release().await.expect("the lock is released");
             }
             waits
         });
@@ -134,7 +134,7 @@ async fn load(locks: &Locks, is_own: bool) -> Load {
     }
 }
 
-/// How often the server was asked to run a script.
+/// How many script calls the server has received.
 fn calls(server: &RedisServer) -> u64 {
     let info: String =
         redis::cmd("INFO").arg("commandstats").query(&mut server.connection()).expect("the server answers");
@@ -148,41 +148,41 @@ async fn handover(server: &RedisServer, here: Locks, there: Locks) -> f64 {
     let waiter = tokio::spawn(async move {
         while turns.recv().await.is_some() {
             let lease = there.lock("handover").await.expect("the lock is granted");
-            granted.send(Instant::now()).await.expect("somebody listens");
-            lease.release().await.expect("the lock is given back");
+            granted.send(Instant::now()).await.expect("the receiver is alive");
+            lease.release().await.expect("the lock is released");
         }
     });
     let client = redis::Client::open(server.url()).expect("the URL is well-formed");
-    let mut connection = client.get_multiplexed_async_connection().await.expect("Redis lets us in");
+    let mut connection = client.get_multiplexed_async_connection().await.expect("Redis accepts the connection");
     let (mut times, mut pings) = (Vec::new(), Vec::new());
     for _ in 0..HANDOVERS {
         let lease = here.lock("handover").await.expect("the lock is granted");
-        go.send(()).await.expect("somebody listens");
-        // Until it is there and listens.
+        go.send(()).await.expect("the receiver is alive");
+        // Wait until the waiter has subscribed.
         tokio::time::sleep(REST).await;
         let freed = Instant::now();
-        lease.release().await.expect("the lock is given back");
-        times.push((grants.recv().await.expect("it is granted") - freed).as_secs_f64());
+        lease.release().await.expect("the lock is released");
+        times.push((grants.recv().await.expect("the lock is granted") - freed).as_secs_f64());
         tokio::time::sleep(REST).await;
         let begun = Instant::now();
         let _: String = redis::cmd("PING").query_async(&mut connection).await.expect("the server answers");
         pings.push(begun.elapsed().as_secs_f64());
     }
     drop(go);
-    waiter.await.expect("nothing fails");
+    waiter.await.expect("the waiter does not panic");
     let (handover, rtt) = (median(times), median(pings));
     println!("hand-over {:.0} us, round trip {:.0} us", handover * 1e6, rtt * 1e6);
     handover / rtt
 }
 
-/// Holds many leases, and measures what that costs.
+/// Holds many leases, and measures the cost.
 async fn renewals(server: &RedisServer) {
     let locks = locks(server).await;
     let mut leases = Vec::new();
     for key in 0..HELD {
         leases.push(locks.lock(key).await.expect("the lock is granted"));
     }
-    // All of them have been renewed once by then.
+    // By then, each lease has been renewed once.
     tokio::time::sleep(Duration::from_secs(20)).await;
     let redis = || {
         let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or_default();
@@ -197,7 +197,7 @@ async fn renewals(server: &RedisServer) {
     println!("renewals_core={:.4} renewals_redis_core={:.4}", own / elapsed, redis / elapsed);
 }
 
-/// The processor time of this process in seconds, in ticks of 10 ms.
+/// The processor time of this process in seconds, with a resolution of 10 ms.
 fn own_cpu() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").expect("this is Linux");
     let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
@@ -205,7 +205,7 @@ fn own_cpu() -> f64 {
     (ticks(11) + ticks(12)) / 100.0
 }
 
-/// Cycles a second of a client that does nothing else.
+/// Cycles per second of a minimal client.
 fn ceiling(server: &RedisServer) -> f64 {
     let load = |script: &str| -> Vec<u8> {
         let hash: String =
@@ -213,7 +213,7 @@ fn ceiling(server: &RedisServer) -> f64 {
         hash.into_bytes()
     };
     let key = |part: &str| format!("ceiling:2:{{lock:bench:7777777}}:{part}").into_bytes();
-    // The length of a lease, 16 fences, how long they are remembered, and one holder.
+    // The lease time, 16 fences, how long the last fence is remembered, and one holder.
     let (token, keep_ms) = (b"0123456789abcdef", 750_000_u32);
     let numbers = [30_000, 16, keep_ms, 1].map(u32::to_le_bytes).concat();
     let acquire = vec![

@@ -1,9 +1,9 @@
-//! What a decision costs in memory.
+//! The cost of a decision on the memory backend.
 //!
-//! `cargo bench --bench memory` runs the criterion benchmarks and ends with the time of one `Limiter::check` on one thread:
-//! `check_ns` over 1,000 keys, which stay in the processor's cache, and `check_100k_keys_ns` over as many keys as a backend
-//! keeps by default, where nearly every check waits for memory. `policies_100k_ratio` compares a check of a key that 100,000 policies count
-//! with the check of a key that one policy counts.
+//! `cargo bench --bench memory` runs the criterion benchmarks, and ends with the time of one `Limiter::check` on one thread. `check_ns` is
+//! over 1,000 keys, which stay in the processor's cache. `check_100k_keys_ns` is over as many keys as a backend keeps by default, where
+//! nearly every check waits for main memory. `policies_100k_ratio` divides the time for a key that 100,000 policies count by the time for a
+//! key that one policy counts.
 
 use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
@@ -51,16 +51,16 @@ fn checks(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// The answer of a call that does not wait: memory never does, so no runtime has to be measured with it.
+/// Polls a call once. The memory backend never waits, so the measurement needs no runtime.
 fn now<T>(call: impl Future<Output = T>) -> T {
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,
-        Poll::Pending => panic!("memory answers at once"),
+        Poll::Pending => panic!("the memory backend did not answer at once"),
     }
 }
 
-/// The time that the fastest tenth of many batches stays within: whatever else runs on the machine only adds to it. Keys
-/// are asked in another order than they came in, so neither the processor nor the map can guess the next one.
+/// The 10th percentile of many batches, because other load on the machine only adds time. The order of the checks differs from the order of
+/// insertion, so neither the processor nor the map can predict the next key.
 fn check_ns(count: usize) -> f64 {
     let [(_, limiter), ..] = limiters();
     let mut keys: Vec<Key> = (0..count).map(|i| Key::from(format!("client-{i}"))).collect();
@@ -80,7 +80,7 @@ fn check_ns(count: usize) -> f64 {
     batches[batches.len() / 10]
 }
 
-/// Both are the time of one policy on one key, on one backend: what differs is how many other policies count the same key.
+/// Both times are of one policy, one key and one backend. They differ only in how many other policies count the key.
 fn policies_100k_ratio() -> f64 {
     const POLICIES: u32 = 100_000;
     let backend = MemoryBackend::with_capacity(2 * POLICIES as usize);
@@ -99,7 +99,7 @@ fn policies_100k_ratio() -> f64 {
         batches[batches.len() / 10]
     };
     let [crowded, single] = ["crowded", "single"].map(Key::from);
-    // The last one comes behind all others.
+    // Measure the policy that was the last to count the key.
     let policies = (0..POLICIES).map(|tenant| Policy::new(format!("tenant-{tenant}"), limit));
     let limiters: Vec<_> = policies.map(|policy| Limiter::new(backend.clone(), policy)).collect();
     for limiter in &limiters {

@@ -1,17 +1,17 @@
-//! What the parts of rate limiting cost beside each other. Takes less than a minute after the build.
+//! The relative costs of the parts of rate limiting. Takes less than a minute after the build.
 //!
 //! `cargo bench --bench rate_limit` starts its own Redis and ends with one line:
 //!
-//! * `policy3_cost_ratio`: the time of a decision by three limits (token bucket, fixed window, sliding window) on Redis to that of
-//!   one by the first of them, at 256 in flight over 10,000 keys; the median of interleaved
-//!   rounds on ten servers, one after the other
-//! * `deny_cache_per_s`: decisions a second of a `DenyCache` over Redis on two threads, all denials; of one key and of 10,000
-//!   the slower
-//! * `lease_per_s`: decisions a second of `QuotaPrefetch` over Redis on two threads, all of one key, all admitted
-//! * `lease_over_admitted`: units beyond the quota of their window when several `QuotaPrefetch` share one key, over a hundred
-//!   windows and more
-//! * `layer_ns`, `bare_ns`: an HTTP request through the whole layer on memory, per address, with fields and extensions, and
-//!   through the same service without it, on one thread
+//! * `policy3_cost_ratio`: the time of a decision with three limits (token bucket, fixed window, sliding window) on Redis, divided by the
+//!   time with the first limit only. The median of interleaved rounds on ten servers, one after the other, with 256 in flight over 10,000
+//!   keys
+//! * `deny_cache_per_s`: decisions per second of a `DenyCache` over Redis on two threads, all denied; the lower rate of one key and of
+//!   10,000
+//! * `lease_per_s`: decisions per second of `QuotaPrefetch` over Redis on two threads, for one key, all allowed
+//! * `lease_over_admitted`: units beyond the quota of their window when several `QuotaPrefetch` share one key, over more than a hundred
+//!   windows
+//! * `layer_ns`, `bare_ns`: the time of an HTTP request on one thread, through the whole layer on memory and through the bare service. The
+//!   layer counts by address, with header fields and extensions
 
 #[path = "parts/accelerators.rs"]
 mod accelerators;
@@ -51,16 +51,16 @@ fn main() {
 }
 
 async fn policy3_cost_ratio() -> f64 {
-    let bucket = Quota::per_second(1_000).burst(1_000_000).expect("it fills in a day").token_bucket();
+    let bucket = Quota::per_second(1_000).burst(1_000_000).expect("the bucket refills in a day").token_bucket();
     let one = Policy::new("one", bucket);
     let three = Policy::new("three", bucket)
         .limit(Quota::per_hour(1_000_000).fixed_window())
         .limit(Quota::per_day(20_000_000).sliding_window());
     let mut ratios = Vec::new();
-    // What one server makes of both differs from what the next one does by more than its rounds among each other.
+    // Ratios differ more between servers than between the rounds of one server.
     for number in 1..=SERVERS {
         let server = RedisServer::start();
-        let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+        let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
         let limiter = |policy: &Policy| Limiter::new(backend.clone(), policy.clone()).deadline(Duration::from_secs(10));
         let [one, three] = [limiter(&one), limiter(&three)];
         let mut rates = [0.0; 2];
@@ -79,7 +79,7 @@ async fn policy3_cost_ratio() -> f64 {
     ratios[ratios.len() / 2]
 }
 
-/// Decisions a second with [`IN_FLIGHT`] calls going for a [`ROUND`].
+/// Decisions per second with [`IN_FLIGHT`] concurrent calls for a [`ROUND`].
 async fn load(limiter: &Limiter<RedisBackend>) -> f64 {
     let turns = Arc::new(AtomicU64::new(0));
     let start = Instant::now();
@@ -104,12 +104,12 @@ async fn load(limiter: &Limiter<RedisBackend>) -> f64 {
 
 fn layer_ns() -> (f64, f64) {
     let bare = service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(())));
-    let bucket = Quota::per_second(1_000).burst(1_000_000_000).expect("it fills in two weeks").token_bucket();
+    let bucket = Quota::per_second(1_000).burst(1_000_000_000).expect("the bucket refills in two weeks").token_bucket();
     let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", bucket)).key(peer_ip());
     let mut limited = layer.layer(bare);
     let mut bare = bare;
     let [mut layer_ns, mut bare_ns] = [f64::MAX; 2];
-    // Whatever else runs on the machine only adds to the time, so the fastest of many batches is the truth.
+    // Other load on the machine only adds time, so the fastest of many batches is the most accurate.
     for _ in 0..100 {
         layer_ns = layer_ns.min(batch(&mut limited));
         bare_ns = bare_ns.min(batch(&mut bare));
@@ -117,7 +117,7 @@ fn layer_ns() -> (f64, f64) {
     (layer_ns, bare_ns)
 }
 
-/// The time of one request, making it included, over a thousand addresses.
+/// The time to create and serve one request, over a thousand addresses.
 fn batch<S, B>(service: &mut S) -> f64
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
@@ -129,7 +129,7 @@ where
         let mut request = Request::new(());
         request.extensions_mut().insert(PeerAddr(SocketAddr::from(([10, 0, third & 3, fourth], 80))));
         let answer = pin!(service.call(request)).poll(&mut Context::from_waker(Waker::noop()));
-        let Poll::Ready(Ok(response)) = answer else { panic!("memory answers at once") };
+        let Poll::Ready(Ok(response)) = answer else { panic!("the memory backend did not answer at once") };
         assert_eq!(response.status(), 200);
     }
     start.elapsed().as_secs_f64() * 1e9 / f64::from(REQUESTS)

@@ -1,12 +1,12 @@
-//! How fast decisions over Redis are, as shares of what the same server can do at all.
+//! The speed of decisions on Redis, relative to the maximum of the same server.
 //!
-//! `cargo bench --bench redis` starts its own server. In each round it measures, one after the other and with the same
-//! script and 10,000 keys: `redis-benchmark` (the ceiling), this crate, and a bb8 pool whose connection is held for the
-//! round trip, with its PING (what most people write) and without. The last line has the medians over all rounds:
+//! `cargo bench --bench redis` starts its own server. In each round it measures several clients one after the other, with the same script
+//! and 10,000 keys. The clients are `redis-benchmark` (the ceiling), this crate, and a bb8 pool that holds a connection for the round trip.
+//! The pool runs with its PING (the common setup) and without it. The last line has the medians over all rounds:
 //!
-//! * `ceiling_ratio`: this crate to redis-benchmark (`-P 64 -c 50`)
-//! * `held_ratio`, `held_no_ping_ratio`: this crate to the held pools
-//! * `per_s`, `p99_us`: decisions a second, and the 99th percentile of their time, at 256 in flight
+//! * `ceiling_ratio`: this crate divided by redis-benchmark (`-P 64 -c 50`)
+//! * `held_ratio`, `held_no_ping_ratio`: this crate divided by the pools that hold connections
+//! * `per_s`, `p99_us`: decisions per second, and the 99th percentile of their time, with 256 in flight
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -29,7 +29,7 @@ const ROUNDS: usize = 5;
 const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
 const SCRIPT: &str = include_str!("../lua/rate_limit_check_plain.lua");
-/// One unit of a fixed window of a minute for 1,000,000 units, as the script wants it.
+/// A request for one unit of a fixed window of 1,000,000 per minute, encoded for the script.
 const REQUEST: &[u8] = b"\x01\x00\x00\x00\x6a\xea\x00\x00\x00\x00\x1d\x00\x05\x00\
     \x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00\
     \x04\x40\x42\x0f\x00";
@@ -38,7 +38,7 @@ fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
     let server = RedisServer::start();
     let policy = Policy::new("bench", Quota::per_minute(1_000_000).fixed_window());
-    let backend = runtime.block_on(RedisBackend::connect(server.url())).expect("Redis lets us in");
+    let backend = runtime.block_on(RedisBackend::connect(server.url())).expect("Redis accepts the connection");
     let limiter = Limiter::new(backend, policy).deadline(Duration::from_secs(10));
     let held = runtime.block_on(held_pool(&server, true));
     let held_no_ping = runtime.block_on(held_pool(&server, false));
@@ -75,7 +75,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Spreads the turns over the keys as a random choice would.
+/// Spreads the turns pseudo-randomly over the keys.
 fn key_of(turn: u64) -> u64 {
     turn.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & 0xffff_ffff
 }
@@ -85,23 +85,23 @@ async fn decide(limiter: Limiter<RedisBackend>, turn: u64) {
     assert!(decision.is_allowed());
 }
 
-/// A bb8 pool with a connection for every 16 requests in flight, each held while Redis answers. As it comes, it sends a PING
-/// per checkout.
+/// A bb8 pool with a connection for every 16 requests in flight. A call holds its connection until Redis answers. By default, each checkout
+/// sends a PING.
 async fn held_pool(server: &RedisServer, ping: bool) -> bb8_redis::bb8::Pool<RedisConnectionManager> {
     let manager = RedisConnectionManager::new(server.url()).expect("the URL is well-formed");
     let builder = bb8_redis::bb8::Pool::builder().max_size(16).min_idle(16).test_on_check_out(ping);
-    builder.build(manager).await.expect("Redis lets us in")
+    builder.build(manager).await.expect("Redis accepts the connection")
 }
 
 async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script: Script, turn: u64) {
     let mut connection = pool.get().await.expect("the pool has a connection");
     let key = format!("held:2:{{rate_limit:bench:{}}}:counts", key_of(turn) % KEYS);
     let reply: Vec<u8> = script.key(key).arg(REQUEST).invoke_async(&mut *connection).await.expect("Redis decides");
-    // The last update, and when the window began and what is used of it.
+    // The last update, the start of the window, and its used units.
     assert_eq!(reply.len(), 24);
 }
 
-/// Keeps [`IN_FLIGHT`] calls going for a [`ROUND`]; answers calls a second and the 99th percentile in microseconds.
+/// Runs [`IN_FLIGHT`] concurrent calls for a [`ROUND`]. Returns calls per second and the 99th percentile in microseconds.
 async fn load<F>(call: impl Fn(u64) -> F + Clone + Send + Sync + 'static) -> (f64, f64)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -119,7 +119,7 @@ where
                     call(turns.fetch_add(1, Ordering::Relaxed)).await;
                     own.push(begin.elapsed());
                 }
-                times.lock().expect("nobody panics").extend(own);
+                times.lock().expect("no task panics").extend(own);
             })
         })
         .collect();
@@ -127,16 +127,16 @@ where
         task.await.expect("no call fails");
     }
     let elapsed = start.elapsed();
-    let mut times = std::mem::take(&mut *times.lock().expect("nobody panics"));
+    let mut times = std::mem::take(&mut *times.lock().expect("no task panics"));
     let rank = times.len() * 99 / 100;
     let (_, p99, _) = times.select_nth_unstable(rank);
     let p99 = p99.as_secs_f64() * 1e6;
     (times.len() as f64 / elapsed.as_secs_f64(), p99)
 }
 
-/// What `redis-benchmark` gets out of the server with the same script and as many keys.
+/// The rate of `redis-benchmark` on the server with the same script and as many keys.
 fn ceiling(server: &RedisServer) -> f64 {
-    // redis-benchmark cannot send an argument that is not text, so the script is told it in a line of its own.
+    // redis-benchmark cannot send binary arguments, so a first line of the script sets this one.
     let request: String = REQUEST.iter().map(|byte| format!("\\{byte:03}")).collect();
     let script = format!("ARGV[1] = '{request}'\n{SCRIPT}");
     let hash: String =
@@ -171,5 +171,5 @@ fn ceiling(server: &RedisServer) -> f64 {
     let text = String::from_utf8_lossy(&output.stdout);
     // The last line begins with the command and the requests per second, each in quotes.
     let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-    rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+    rate.unwrap_or_else(|| panic!("redis-benchmark printed no rate: {text}"))
 }

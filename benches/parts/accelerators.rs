@@ -1,4 +1,4 @@
-//! What decisions cost that need no round trip, and whether any of them is one too many.
+//! The speed of decisions that need no round trip, and whether they exceed the quota.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -13,11 +13,14 @@ const ROUND: Duration = Duration::from_millis(1_200);
 
 /// `deny_cache_per_s`, `lease_per_s` and `lease_over_admitted`.
 pub(crate) fn figures() -> (f64, f64, u64) {
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build().expect("it starts");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .enable_all()
+        .build()
+        .expect("a runtime starts");
     let server = RedisServer::start();
     runtime.block_on(async {
-        let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+        let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
         let hot = deny_cache_per_s(backend.clone(), 1).await;
         let many = deny_cache_per_s(backend.clone(), 10_000).await;
         let (leased, draws) = lease_per_s(backend.clone()).await;
@@ -38,7 +41,8 @@ fn limiter<S>(store: S, name: &str, quota: Quota) -> Limiter<S> {
     Limiter::new(store, Policy::new(name, quota.fixed_window())).deadline(Duration::from_secs(10))
 }
 
-/// Denials a second of exhausted quotas. With the default settings the store is asked about each key once a second.
+/// Denied requests per second of exhausted quotas, and the share of hits. By default, the cache asks the store about each key once a
+/// second.
 async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
     let store = DenyCache::new(backend).capacity(2 * keys.max(64));
     let limiter = limiter(store.clone(), "denied", Quota::per_day(1));
@@ -54,11 +58,11 @@ async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
     (rate, hits as f64 / (hits + misses) as f64)
 }
 
-/// Admissions a second of one key. Also answers how often units were drawn.
+/// Allowed requests per second of one key, and how often units were drawn.
 async fn lease_per_s(backend: RedisBackend) -> (f64, u64) {
     let store = QuotaPrefetch::new(backend);
     let limiter = limiter(store.clone(), "leased", Quota::per_second(u32::MAX));
-    let keys = [Key::from("everybody")];
+    let keys = [Key::from("all")];
     load(&limiter, &keys, 64, true).await;
     let rates = (0..3_u8).map(async |_| load(&limiter, &keys, 64, true).await);
     (median(rates).await, store.stats().draws)
@@ -73,7 +77,7 @@ async fn median(rates: impl Iterator<Item = impl Future<Output = f64>>) -> f64 {
     measured[measured.len() / 2]
 }
 
-/// Decisions a second, all of them the same.
+/// Decisions per second, all with the same outcome.
 async fn load<S>(limiter: &Limiter<S>, keys: &[Key], tasks: usize, allowed: bool) -> f64
 where
     S: RateLimitStore + Clone + Send + Sync + 'static,
@@ -84,7 +88,7 @@ where
             let (limiter, keys) = (limiter.clone(), keys.to_owned());
             tokio::spawn(async move {
                 let mut decided = 0_u64;
-                // A sequence of its own. Tasks with the same one would catch up with each other where the cache ends.
+                // Each task has its own random sequence. Tasks with the same sequence would catch up with each other at cache misses.
                 let mut random = (task as u64 + 1) * 0x9e37_79b9_7f4a_7c15;
                 while start.elapsed() < ROUND {
                     for _ in 0..256 {
@@ -109,7 +113,7 @@ where
     decided as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Four decorators as four processes would have them, each with many tasks, share a quota that they use up in every window.
+/// Four decorators, like those of four processes, share a quota. The many tasks of each decorator exhaust it in every window.
 async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
     const QUOTA: u32 = 500;
     const WINDOW: Duration = Duration::from_millis(20);
@@ -128,7 +132,7 @@ async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
                 let mut admissions = Vec::new();
                 while start.elapsed() < WINDOW * 150 {
                     let after = now_us();
-                    let decision = limiter.check("everybody").await.expect("Redis decides");
+                    let decision = limiter.check("all").await.expect("Redis decides");
                     if let Some(receipt) = decision.receipt() {
                         admissions.push(Event::Admission { charged: receipt.as_micros(), after, before: now_us() });
                     }

@@ -1,4 +1,4 @@
-//! A client that sends the same calls again and again, many at once, and does nothing else: what a server can do with them at all.
+//! A minimal client that repeats the same calls in pipelines. It measures the maximum rate of a server.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -7,12 +7,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const CONNECTIONS: usize = 16;
-/// How often all calls are in a pipeline.
+/// How often a pipeline repeats all calls.
 const TURNS: usize = 32;
 const TIME: Duration = Duration::from_millis(500);
 
-/// How often a second the server answers all of `calls`, in their order. Where their words have `varied`, each turn of a pipeline has a number
-/// of its own. Every answer has to be a number above 0.
+/// How many times per second the server answers all of `calls`, in their order. Each repetition in a pipeline has its own number in place
+/// of `varied`. Every answer must be a number above 0.
 pub(crate) fn per_s(port: u16, calls: &[Vec<Vec<u8>>], varied: &str) -> f64 {
     let ready = Barrier::new(CONNECTIONS);
     let rates = thread::scope(|scope| {
@@ -21,7 +21,7 @@ pub(crate) fn per_s(port: u16, calls: &[Vec<Vec<u8>>], varied: &str) -> f64 {
             scope.spawn(move || {
                 let stream = TcpStream::connect(("127.0.0.1", port)).expect("the server accepts connections");
                 let mut stream = BufReader::with_capacity(1 << 16, stream);
-                // The first time there is nothing yet.
+                // The first pipeline creates the keys, and is not measured.
                 send(&mut stream, &pipeline, calls.len() * TURNS);
                 ready.wait();
                 let (begun, mut sent) = (Instant::now(), 0);

@@ -1,4 +1,4 @@
-//! What a `DelayQueueWorker` makes of jobs: how many a second, how late, and what it costs when there are none.
+//! Measurements of a `DelayQueueWorker`: jobs per second, lateness, takeover of leases, and the commands of idle workers.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use super::support::server::RedisServer;
 const CONCURRENCY: usize = 100;
 const IDLE_WORKERS: usize = 1_000;
 
-/// Jobs a second that a worker has run and the store has noted as done, `CONCURRENCY` at a time, until there were so many.
+/// Jobs per second that a worker runs and the store records as done, `CONCURRENCY` at a time, until at least `jobs` are done.
 pub(crate) async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
     let before = queue.counts().await.expect("the server answers").waiting as usize;
     let (done, enough) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
@@ -30,18 +30,18 @@ pub(crate) async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
     });
     let begun = Instant::now();
     let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(CONCURRENCY);
-    // In a task of its own, as in a program: what `block_on` runs is apart from all other tasks.
+    // Spawned, as in a program: the future of `block_on` does not run on a worker thread.
     let running = tokio::spawn(async move { worker.run_until(enough.notified()).await });
-    running.await.expect("the worker does not panic").expect("the worker works");
+    running.await.expect("the worker does not panic").expect("the worker does not fail");
     let took = begun.elapsed();
-    // What the last of them came to is noted before the worker ends, so this is with the acknowledgement of all.
+    // The worker records the last results before it ends, so the time includes all acknowledgements.
     let counts = queue.counts().await.expect("the server answers");
     assert_eq!(counts.running, 0);
     assert_eq!(before - counts.waiting as usize, done.load(Ordering::Relaxed));
     done.load(Ordering::Relaxed) as f64 / took.as_secs_f64()
 }
 
-/// How late 1,000 jobs are that are due at any time within ten seconds: the median and the 99th percentile in ms, and how many are early.
+/// The lateness of 1,000 jobs that are due within ten seconds: the median and the 99th percentile in ms, and how many are early.
 pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
     const JOBS: u64 = 1_000;
     let late = Arc::new(Mutex::new(Vec::new()));
@@ -52,7 +52,7 @@ pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
             Ok(late) => late.as_secs_f64() * 1e3,
             Err(early) => -early.duration().as_secs_f64() * 1e3,
         };
-        let mut noted = noted.lock().expect("nobody panics");
+        let mut noted = noted.lock().expect("no task panics");
         noted.push(late);
         if noted.len() == JOBS as usize {
             tell.notify_one();
@@ -62,19 +62,19 @@ pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
     for job in 0..JOBS {
         // Spread without a pattern: 7,919 is prime.
         let delay = Duration::from_millis(2_000 + job * 7_919 % 10_000);
-        queue.push("late".to_owned()).delay(delay).await.expect("the job is kept");
+        queue.push("late".to_owned()).delay(delay).await.expect("the job is stored");
     }
     let worker = DelayQueueWorker::new(queue, service);
     let running = tokio::spawn(async move { worker.run_until(enough.notified()).await });
-    running.await.expect("the worker does not panic").expect("the worker works");
-    let mut late = late.lock().expect("nobody panics").clone();
+    running.await.expect("the worker does not panic").expect("the worker does not fail");
+    let mut late = late.lock().expect("no task panics").clone();
     late.sort_by(f64::total_cmp);
     let early = late.iter().filter(|late| **late < 0.0).count();
     (late[late.len() / 2], late[late.len() * 99 / 100], early)
 }
 
-/// How many ms after the end of its lease the job of a killed worker begins at a peer that was idle: the worst of several. The victim keeps the
-/// time for the peer, so that nothing wakes this one.
+/// How many ms after the end of its lease the job of a killed worker starts on an idle peer; the worst of several. The killed worker is the
+/// timekeeper, so nothing wakes the peer.
 pub(crate) async fn takeover(server: &RedisServer) -> f64 {
     let races =
         (0..8).map(|number| take_over(server, format!("takeover-{number}"), Duration::from_millis(300 * number)));
@@ -83,7 +83,7 @@ pub(crate) async fn takeover(server: &RedisServer) -> f64 {
 
 async fn take_over(server: &RedisServer, name: String, head_start: Duration) -> f64 {
     const LEASE: Duration = Duration::from_secs(5);
-    let connect = async || RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+    let connect = async || RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
     let (doomed, backend) = (connect().await, connect().await);
     let queue = |backend: &RedisBackend| {
         DelayQueue::<String>::new(backend.clone(), name.as_str()).deadline(Duration::from_secs(10))
@@ -95,13 +95,13 @@ async fn take_over(server: &RedisServer, name: String, head_start: Duration) -> 
         std::future::pending::<Result<(), BoxError>>()
     });
     let victim = tokio::spawn(DelayQueueWorker::new(queue(&doomed), service).lease(LEASE).run());
-    queue(&doomed).push("payload".to_owned()).await.expect("the job is kept");
+    queue(&doomed).push("payload".to_owned()).await.expect("the job is stored");
     begun.notified().await;
     tokio::time::sleep(Duration::from_millis(200)).await;
     let (taken, tell) = (Arc::new(Mutex::new(None)), Arc::clone(&has_begun));
     let noted = Arc::clone(&taken);
     let service = service_fn(move |_: Job<String>| {
-        *noted.lock().expect("nobody panics") = Some(SystemTime::now());
+        *noted.lock().expect("no task panics") = Some(SystemTime::now());
         tell.notify_one();
         std::future::ready(Ok::<_, BoxError>(()))
     });
@@ -124,12 +124,12 @@ async fn take_over(server: &RedisServer, name: String, head_start: Duration) -> 
     };
     has_begun.notified().await;
     peer.abort();
-    let taken = taken.lock().expect("nobody panics").expect("it is noted before it is told");
-    let since = taken.duration_since(SystemTime::UNIX_EPOCH).expect("it is later than 1970");
+    let taken = taken.lock().expect("no task panics").expect("the start is noted before the notification");
+    let since = taken.duration_since(SystemTime::UNIX_EPOCH).expect("the clock is after 1970");
     since.as_secs_f64() * 1e3 - ends.first().expect("the job is leased")
 }
 
-/// How many commands a second each of 1,000 workers sends that have nothing to do, in one process.
+/// How many commands per second each of 1,000 idle workers in one process sends.
 pub(crate) async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
     let queue = DelayQueue::<String>::new(backend.clone(), "idle").deadline(Duration::from_secs(10));
     let mut workers = JoinSet::new();
@@ -142,19 +142,19 @@ pub(crate) async fn idle_commands(server: &RedisServer, backend: &RedisBackend) 
             let _ = stopped.await;
         }));
     }
-    // Until all of them listen.
+    // Wait until all workers have subscribed.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let (before, begun) = (commands(server), Instant::now());
     tokio::time::sleep(Duration::from_secs(6)).await;
     let per_second = (commands(server) - before) as f64 / begun.elapsed().as_secs_f64();
     drop(stops);
     while let Some(worker) = workers.join_next().await {
-        worker.expect("no worker panics").expect("the worker works");
+        worker.expect("no worker panics").expect("the worker does not fail");
     }
     per_second / IDLE_WORKERS as f64
 }
 
-/// The commands that clients have sent, but for those of this harness.
+/// The commands that clients have sent, without those of this benchmark.
 fn commands(server: &RedisServer) -> u64 {
     let stats = server.text("INFO commandstats");
     let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();

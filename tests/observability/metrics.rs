@@ -1,4 +1,4 @@
-//! What those see who watch a service: counters and histograms with few labels, and never a key.
+//! The metrics of a service: they have few labels, and never a key.
 
 use std::collections::BTreeMap;
 use std::future::IntoFuture;
@@ -34,12 +34,13 @@ use tollgate::{
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
-/// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out. Each has its description.
+/// Every counter and the number of values of every histogram, by `name{label=value,...}`, without zeros. Asserts that each has a
+/// description.
 fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
     seen_since(snapshotter, BTreeMap::new())
 }
 
-/// The same with what was seen before: each time it counts from nothing again.
+/// Adds the new values to `seen`, because each snapshot resets them.
 fn seen_since(snapshotter: &Snapshotter, mut seen: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     for (key, unit, description, value) in snapshotter.snapshot().into_vec() {
         let name = key.key().name();
@@ -50,7 +51,7 @@ fn seen_since(snapshotter: &Snapshotter, mut seen: BTreeMap<String, u64>) -> BTr
         match value {
             DebugValue::Counter(count) => *seen += count,
             DebugValue::Histogram(values) => *seen += values.len() as u64,
-            // What goes up and down is at nothing in the end.
+            // A gauge is back at zero in the end.
             DebugValue::Gauge(value) => {
                 let value = *seen as f64 + value.0;
                 assert!(value.is_nan() || value >= 0.0, "{name} is {value}");
@@ -70,7 +71,7 @@ fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
     expected.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
 }
 
-/// What counts, what it has counted, and a runtime whose clock stands still.
+/// A recorder, its snapshotter, and a runtime with a paused clock.
 fn recording() -> (DebuggingRecorder, Snapshotter, Runtime) {
     let recorder = DebuggingRecorder::new();
     metrics::with_local_recorder(&recorder, tollgate::metrics::describe);
@@ -80,7 +81,7 @@ fn recording() -> (DebuggingRecorder, Snapshotter, Runtime) {
 }
 
 #[test]
-fn locks_are_counted_by_what_became_of_them() {
+fn lock_requests_are_counted_by_outcome() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -93,7 +94,7 @@ fn locks_are_counted_by_what_became_of_them() {
             let lease = locks.lock("a").await.unwrap();
             assert!(locks.try_lock("a").await.is_err());
             assert!(locks.lock("a").max_hold(Duration::ZERO).await.is_err());
-            // From hand to hand, and by a message to somebody else.
+            // A local handoff, and a notification to a waiter of other `Locks`.
             let (waiter, other) = (locks.lock("a").into_future(), others.lock("a").into_future());
             let ((), lease, other) = tokio::join!(
                 async {
@@ -105,7 +106,7 @@ fn locks_are_counted_by_what_became_of_them() {
             );
             lease.unwrap();
             other.unwrap().release().await.unwrap();
-            // Lost, and renewals that fail before that.
+            // A lost lease, after failed renewals.
             let lease = locks.lock("b").await.unwrap();
             faults.fail(Failure::Unavailable);
             lease.lost().await;
@@ -120,7 +121,7 @@ fn locks_are_counted_by_what_became_of_them() {
             let lease = locks.lock("e").await.unwrap();
             admin.force_unlock("e").await.unwrap();
             lease.lost().await;
-            // Nobody may wait, and who waits is not told.
+            // A request that finds the wait queue full, and a waiter that gets no notification.
             let lease = others.lock("f").await.unwrap();
             let waiter = locks.lock("f").wait(Duration::from_secs(5)).into_future();
             let full = locks.clone().max_waiters(0).lock("f").into_future();
@@ -154,14 +155,14 @@ fn locks_are_counted_by_what_became_of_them() {
     assert_eq!(seen, expect(&expected));
 }
 
-/// Each of those that were taken before was counted as granted, and the whole not at all if one of them was lost meanwhile.
+/// Regression: each lock that was acquired first counted as granted. The whole request did not count if one of them was lost meanwhile.
 #[test]
-fn several_locks_are_counted_once_by_what_became_of_all() {
+fn several_locks_count_as_one_request() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone(), "orders").fair();
-    // Where nobody counts.
-    let lease = runtime.block_on(Locks::new(backend, "orders").lock("b").into_future()).unwrap();
+    let locks = Locks::new(backend.clone()).namespace("orders").fair();
+    // Acquired outside the recorder, so it does not count.
+    let lease = runtime.block_on(Locks::new(backend).namespace("orders").lock("b").into_future()).unwrap();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let both = || locks.lock_all(["a", "b"]).max_hold(Duration::from_secs(1));
@@ -171,7 +172,7 @@ fn several_locks_are_counted_once_by_what_became_of_all() {
             assert!(both().ttl(Duration::ZERO).await.is_err());
             drop(lease);
             drop(both().await.unwrap());
-            // Of nothing nothing became.
+            // A request for no locks does not count.
             drop(locks.lock_all([""; 0]).await.unwrap());
         });
     });
@@ -186,14 +187,14 @@ fn several_locks_are_counted_once_by_what_became_of_all() {
     assert_eq!(seen, expect(&expected));
 }
 
-/// Each segment that was tried counted as one that was asked for, and the last try alone was timed.
+/// Regression: each segment that was tried counted as a request, and only the last try was timed.
 #[test]
-fn any_of_several_segments_is_counted_once_by_what_became_of_it() {
+fn any_segment_counts_as_one_request() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let stock = Segmented::new(&Locks::new(backend.clone(), "stock"), "sku:1", 3);
-    // Where nobody counts.
-    let theirs = Segmented::new(&Locks::new(backend, "stock"), "sku:1", 3);
+    let stock = Segmented::new(&Locks::new(backend.clone()).namespace("stock"), "sku:1", 3);
+    // Acquired outside the recorder, so they do not count.
+    let theirs = Segmented::new(&Locks::new(backend).namespace("stock"), "sku:1", 3);
     let held: Vec<_> = (0..3).map(|index| runtime.block_on(theirs.one(index).into_future()).unwrap()).collect();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -225,9 +226,9 @@ fn any_of_several_segments_is_counted_once_by_what_became_of_it() {
     assert!(matches!(waits[..], [waited] if (0.55..0.66).contains(&waited)), "{waits:?}");
 }
 
-/// Each of them counted as one who had looked once more.
+/// Regression: each of these waiters counted one more poll.
 #[test]
-fn who_waits_in_vain_and_never_looks_again_is_no_fallback_poll() {
+fn timed_out_waiter_is_no_fallback_poll() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
     let locks = Locks::new(backend.clone(), "orders");
@@ -271,7 +272,7 @@ impl RateLimitStore for Down {
     }
 }
 
-/// Asks for these clients one after the other, and answers what was seen of it.
+/// Sends one request per client, one after the other, and returns the metrics.
 fn ask<B>(layer: RateLimitLayer<B>, clients: &[&'static str]) -> BTreeMap<String, u64>
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -314,9 +315,9 @@ fn decisions_are_counted_by_policy_and_outcome() {
     assert_eq!(seen, expect(&expected));
 }
 
-/// It happened that nobody saw it.
+/// Regression: the lost settlement was not counted.
 #[test]
-fn a_correction_that_ends_with_its_runtime_is_lost() {
+fn settlement_that_ends_with_its_runtime_is_lost() {
     let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(Duration::from_millis(50));
@@ -325,7 +326,7 @@ fn a_correction_that_ends_with_its_runtime_is_lost() {
     assert_eq!(seen, expect(&[("tollgate_settlements_total{policy=api,outcome=lost}", 1)]));
 }
 
-/// By which policy it counts was never found out.
+/// The policy to charge was never resolved.
 #[test]
 fn charge_after_a_failed_resolver_is_counted_as_lost() {
     let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
@@ -362,9 +363,9 @@ fn unobserved_requests_are_counted_the_same() {
     }
 }
 
-/// It happened that of a quota below 5 nobody was ever near the limit.
+/// Regression: with a quota below 5, no request ever counted as near the limit.
 #[test]
-fn of_small_quotas_somebody_is_near_the_limit_too() {
+fn small_quotas_count_requests_near_the_limit() {
     for (limit, near) in (1..).zip([1, 1, 1, 1, 1, 2, 2, 2, 2]) {
         let quota = Quota::per_hour(limit);
         for limit in [quota.fixed_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
@@ -380,7 +381,7 @@ fn of_small_quotas_somebody_is_near_the_limit_too() {
 }
 
 #[test]
-fn a_shadow_is_seen_apart() {
+fn shadow_policy_is_counted_separately() {
     let policy = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
     let seen = ask(RateLimitLayer::new(MemoryBackend::new(), policy), &["alice"; 3]);
     let expected = [
@@ -391,9 +392,9 @@ fn a_shadow_is_seen_apart() {
     assert_eq!(seen, expect(&expected));
 }
 
-/// It happened that nobody was told whom the limit of a trial would have hit.
+/// Regression: the denials of a shadow policy of a `Limiter` were not counted.
 #[test]
-fn a_limiter_is_seen_as_a_layer_is() {
+fn limiter_is_counted_like_a_layer() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
@@ -410,7 +411,7 @@ fn a_limiter_is_seen_as_a_layer_is() {
             assert!(!mails.check_cost("alice", 6).await.unwrap().is_allowed());
             mails.block("alice", Duration::from_secs(1)).await.unwrap();
             assert!(!mails.acquire("alice", Duration::ZERO).await.unwrap().is_allowed());
-            // Who only looks is no request.
+            // A peek is not a request.
             assert!(!mails.peek("alice").await.unwrap().is_allowed());
         });
     });
@@ -428,7 +429,7 @@ fn a_limiter_is_seen_as_a_layer_is() {
     ];
     assert_eq!(seen, expect(&expected));
 
-    // A yes without details is a yes.
+    // `try_acquire` returns no details, but counts all the same.
     let (recorder, snapshotter, _) = recording();
     let plain = Limiter::new(MemoryBackend::new(), per_hour("plain", 3));
     metrics::with_local_recorder(&recorder, || {
@@ -447,9 +448,9 @@ fn a_limiter_is_seen_as_a_layer_is() {
     assert_eq!(self::seen(&snapshotter), expect(&expected));
 }
 
-/// They were missing in what is counted, and with an open circuit nothing was counted at all.
+/// Regression: failed checks did not count as decisions, and with an open circuit nothing was counted.
 #[test]
-fn what_a_limiter_was_told_nothing_about_has_failed_closed() {
+fn failed_limiter_checks_count_as_failed_closed() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
@@ -461,7 +462,7 @@ fn what_a_limiter_was_told_nothing_about_has_failed_closed() {
                 assert!(limiter.check("alice").await.is_err());
                 assert!(limiter.try_acquire("alice").await.is_err());
                 assert!(limiter.acquire("alice", Duration::from_secs(1)).await.is_err());
-                // Who only looks is no request.
+                // A peek is not a request.
                 assert!(limiter.peek("alice").await.is_err());
             }
         });
@@ -476,7 +477,7 @@ fn what_a_limiter_was_told_nothing_about_has_failed_closed() {
     assert_eq!(seen, expect(&expected));
 }
 
-/// It happened that neither the time of a store behind a limiter was seen, nor a correction.
+/// Regression: neither the store times nor the settlements of a limiter were recorded.
 #[test]
 fn limiter_waits_are_timed_and_settlements_counted() {
     let (recorder, snapshotter, runtime) = recording();
@@ -487,7 +488,7 @@ fn limiter_waits_are_timed_and_settlements_counted() {
     let here = Limiter::new(MemoryBackend::new(), policy("here"));
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
-            // Nobody waits for memory.
+            // Calls of the memory backend are decided without waiting, so they are not timed.
             let receipt = here.check("alice").await.unwrap().receipt().unwrap();
             assert!(here.peek("alice").await.unwrap().is_allowed());
             here.settle("alice", receipt, -1).await.unwrap();
@@ -520,7 +521,7 @@ fn limiter_waits_are_timed_and_settlements_counted() {
 }
 
 #[test]
-fn what_requests_wait_for_room_is_timed() {
+fn waits_for_quota_are_timed() {
     let (recorder, snapshotter, runtime) = recording();
     let policy = Policy::new("api", Quota::per_second(1).token_bucket());
     let layer =
@@ -557,9 +558,9 @@ fn what_requests_wait_for_room_is_timed() {
 }
 
 #[test]
-fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
+fn requests_denied_by_another_policy_are_not_allowed() {
     let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
-    // Twice over the limit of the user, whose third request the shadow counts as well.
+    // Two of three requests exceed the limit of the user. The shadow policy counts them as well.
     let several = |store: &FaultStore<MemoryBackend>, user| {
         RateLimitLayer::new(store.clone(), per_hour("user", user))
             .key(|client: &&'static str| *client)
@@ -584,7 +585,7 @@ fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
     ];
     assert_eq!(decisions(&seen), expect(&expected));
 
-    // And so it is where no store is asked, be it that it fails or that the request can never be admitted.
+    // The same holds if no store decides, because it fails or because the request can never be allowed.
     let down = FaultStore::new(MemoryBackend::new());
     down.faults().fail(Failure::Unavailable);
     let service = several(&down, 1);
@@ -607,7 +608,7 @@ fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
 }
 
 #[test]
-fn accelerators_are_seen_as_their_stats_tell() {
+fn accelerator_metrics_match_their_stats() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -625,7 +626,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
     let minute = Duration::from_secs(60);
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
-            // Given back, lost with the window, lost because the store failed, and then because nobody waited for it.
+            // Units are given back, expire with the window, are lost to a store error, and are lost in a call that times out.
             until_some_are_held().await;
             tokio::time::advance(Duration::from_millis(600)).await;
             let _ = limiter.check("all").await.unwrap();
@@ -657,7 +658,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
     });
     let (mut seen, units, answers) = (seen(&snapshotter), leases.stats(), cache.stats());
     assert!(answers.hits > 0);
-    // The one that failed is one of them.
+    // The check that failed is one of the decisions.
     let failed = "tollgate_decisions_total{policy=hot,outcome=failed_closed}";
     assert_eq!(seen.get(failed), Some(&1));
     let decisions: u64 = ["allowed", "limited", "failed_closed"]
@@ -672,7 +673,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
         ("tollgate_leased_units_total{policy=hot,outcome=expired}", units.expired),
         ("tollgate_deny_cache_total{policy=hot,outcome=hit}", answers.hits),
         ("tollgate_deny_cache_total{policy=hot,outcome=miss}", answers.misses),
-        // The one that was lost.
+        // The call that was lost.
         ("tollgate_store_errors_total{policy=hot}", 1),
         ("tollgate_store_seconds{policy=hot}", 1),
     ];
@@ -700,7 +701,7 @@ fn operations_are_counted_by_layer_and_outcome() {
             for _ in 0..2 {
                 ask("c", "fails").await;
             }
-            // One waits for the other.
+            // One request waits for the other.
             tokio::join!(ask("d", "slow"), ask("d", "slow"));
             faults.fail(Failure::Unavailable);
             ask("e", "x").await;
@@ -730,9 +731,9 @@ fn operations_are_counted_by_layer_and_outcome() {
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
 
-/// The story of handlers that were cancelled one after the other, and no chart showed it: they had begun to answer.
+/// Regression: handlers that were cancelled after they had begun to respond were not counted.
 #[test]
-fn handlers_that_are_cut_off_while_they_answer_are_counted() {
+fn handlers_cut_off_while_responding_are_counted() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         let guard = IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(header("x-user"));
@@ -741,7 +742,7 @@ fn handlers_that_are_cut_off_while_they_answer_are_counted() {
             Ok::<_, BoxError>(Response::new(request.into_body()))
         }));
         runtime.block_on(async {
-            // One that never goes on, and bodies that are too large while the answer may still be kept and when it may not.
+            // A body that stalls, a body that becomes too large while the response can still be stored, and a body that does so afterwards.
             for (key, first, second) in [("a", 1, 0), ("b", 200, 900), ("c", 600, 600)] {
                 let (sender, mut parts) = unbounded_channel();
                 let send = |len| sender.send(Ok(Frame::data(Bytes::from(vec![b'x'; len])))).unwrap();
@@ -784,15 +785,15 @@ fn handler_seconds(snapshotter: &Snapshotter) -> BTreeMap<String, Vec<f64>> {
     seconds
 }
 
-/// The story of handlers that took ever longer while the chart of their time fell: those that were cut off were not in it, nor what came of an answer
-/// after it was known to be too large.
+/// Regression: cancelled handlers were not timed, nor was the rest of a response that was too large to store. The recorded times fell while
+/// handlers took ever longer.
 #[test]
-fn the_time_of_a_handler_is_that_to_its_end() {
+fn handler_time_lasts_to_the_end_of_the_response() {
     let (recorder, snapshotter, runtime) = recording();
     let second = Duration::from_secs(1);
     let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_runtime(second).max_answer(10);
     let guard = guard.lease(second).on_unknown(OnUnknown::Retry);
-    // How long the answer takes, and then the parts of it, with the end.
+    // `pause` precedes the response, and each part of the body precedes a pause of its own.
     let ask = async |layer: &'static str, sent: &'static str, pause: Duration, parts: &'static [(usize, Duration)]| {
         let guard = guard.clone().name(layer);
         let service =
@@ -825,7 +826,7 @@ fn the_time_of_a_handler_is_that_to_its_end() {
             ask("no_answer", "x", LONG, &[]).await;
             ask("cut_off", "x", Duration::ZERO, &[(1, LONG)]).await;
             ask("too_large_and_cut_off", "x", SHORT, &[(20, LONG)]).await;
-            // Another body, which is known before its handler begins.
+            // A request with another body, which is refused before its handler begins.
             tokio::time::sleep(second).await;
             assert_eq!(ask("no_answer", "", SHORT, &[]).await, StatusCode::UNPROCESSABLE_ENTITY);
             let operations = Idempotent::new(MemoryBackend::new(), "operations").max_runtime(second);
@@ -851,9 +852,8 @@ fn the_time_of_a_handler_is_that_to_its_end() {
     }
 }
 
-/// Whoever comes first is seen as well, while it still waits.
 #[test]
-fn operations_that_are_no_requests_are_counted_alike() {
+fn operations_without_http_are_counted_alike() {
     let (recorder, snapshotter, runtime) = recording();
     let operations = Idempotent::new(MemoryBackend::new(), "payouts");
     let run = async |fingerprint: &str, answer: Result<&'static str, BoxError>| {
@@ -876,8 +876,9 @@ fn operations_that_are_no_requests_are_counted_alike() {
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
 
+/// The first caller is counted while it still waits.
 #[test]
-fn a_store_of_locks_that_fails_from_the_start_is_seen() {
+fn lock_store_that_fails_from_the_start_is_counted() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
@@ -893,7 +894,6 @@ fn a_store_of_locks_that_fails_from_the_start_is_seen() {
     assert!(seen["tollgate_lock_store_errors_total{locks=orders}"] >= 2, "{seen:?}");
 }
 
-/// Operations that were never begun are none of which nobody knows what became.
 #[test]
 fn requests_that_pass_without_their_lock_are_counted() {
     for (then, unprotected) in [(OnStoreError::Allow, Some(&5)), (OnStoreError::Deny, None)] {
@@ -907,7 +907,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
             runtime.block_on(async {
                 service.clone().oneshot(true).await.unwrap();
                 faults.fail(Failure::Unavailable);
-                // Also when the store is not even asked.
+                // The store is not called for all of these, because the circuit opens.
                 for _ in 0..5 {
                     drop(service.clone().oneshot(true).await);
                 }
@@ -919,7 +919,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
     }
 }
 
-/// The story of an alarm for operations that nobody had to look at: they were given back, that was told too late, and somebody had begun them by then.
+/// Regression: a false alarm about unknown outcomes. The attempts were released, the reply was late, and other attempts had begun by then.
 #[test]
 fn released_attempt_is_not_counted_as_unknown() {
     let (recorder, snapshotter, runtime) = recording();
@@ -946,7 +946,7 @@ fn released_attempt_is_not_counted_as_unknown() {
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let first = tokio::spawn(ask("x-first"));
-            // It has reached the store by then, whose answer would be late a tenth of a second after.
+            // By then the release has reached the store. Its reply would be late 0.1 s after that.
             tokio::time::sleep(Duration::from_millis(10)).await;
             faults.heal();
             assert_eq!(ask("x-second").await.unwrap().status(), StatusCode::OK);
@@ -963,6 +963,7 @@ fn released_attempt_is_not_counted_as_unknown() {
     assert_eq!(seen, expect(&expected));
 }
 
+/// An operation that never began has no unknown outcome.
 #[test]
 fn an_outage_makes_no_attempt_unknown() {
     let (recorder, snapshotter, runtime) = recording();
@@ -989,7 +990,7 @@ fn an_outage_makes_no_attempt_unknown() {
     assert!(seen.keys().all(|name| !name.contains("attempts_total")), "{seen:?}");
 }
 
-/// Of a request that counts for several, as with decisions.
+/// A request under several policies counts for each of them, as decisions do.
 #[test]
 fn undecided_requests_are_counted_per_policy() {
     for (then, outcome) in [(RateLimitFallback::Allow, "failed_open"), (RateLimitFallback::Deny, "failed_closed")] {
@@ -1004,9 +1005,9 @@ fn undecided_requests_are_counted_per_policy() {
     }
 }
 
-/// The store was said to fail where it was not needed.
+/// Regression: store errors were counted although the decision needed no store.
 #[test]
-fn no_store_fails_that_has_no_time_and_needs_none() {
+fn zero_deadline_is_no_error_if_no_store_is_needed() {
     let policy = |name: &'static str, quota: u32| Policy::new(name, Quota::per_hour(quota).fixed_window());
     let trials = [policy("api", 100).shadow(), policy("total", 100).shadow()];
     let never = [policy("api", 0), policy("total", 100)];
@@ -1037,8 +1038,8 @@ async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Respons
 }
 
 #[test]
-fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
-    let layer = |then: RateLimitFallback| {
+fn store_errors_are_counted_with_their_fallback() {
+    let layer = |then: OnStoreError| {
         let policy = Policy::new("api", Quota::per_hour(6).fixed_window());
         RateLimitLayer::new(Down, policy).on_store_error(then).circuit_breaker(CircuitBreaker::new().failures(3))
     };
@@ -1064,7 +1065,7 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
     }
 }
 
-/// Who subtracts what has closed from what has opened would take the circuit of one rule for open for good.
+/// Otherwise, opened minus closed transitions would show the circuit of one rule as open forever.
 #[test]
 fn circuit_closes_under_the_policy_that_tripped_it() {
     let rules = Rules::from_toml(
@@ -1089,7 +1090,7 @@ fn circuit_closes_under_the_policy_that_tripped_it() {
                 store.faults().fail(Failure::Unavailable);
                 ask(fails).await;
                 store.faults().heal();
-                // As a store that has to be waited for.
+                // Like a remote store, it does not answer at once.
                 store.faults().delay(Duration::from_millis(1));
                 tokio::time::advance(Duration::from_millis(101)).await;
                 ask(answers).await;
@@ -1151,12 +1152,12 @@ fn unreadable_client_addresses_are_counted() {
 }
 
 #[test]
-fn a_resolver_that_fails_is_seen_apart_from_the_store() {
+fn resolver_errors_are_counted_apart_from_the_store() {
     let per_hour = |limit| Policy::new("api", Quota::per_hour(limit).fixed_window());
     let plans = PolicyResolver::new(move |key: Key| async move {
         tokio::time::sleep(Duration::from_millis(40)).await;
         match key.as_str() {
-            "nobody" => Err("no such customer"),
+            "stranger" => Err("no such customer"),
             "slow" => std::future::pending().await,
             _ => Ok(per_hour(100)),
         }
@@ -1183,7 +1184,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
         _ => None,
     });
     assert_eq!(times.unwrap(), [0.01], "without the time of the resolver");
-    ask(&["alice", "nobody", "alice", "nobody", "slow", "slow", "nobody", "alice", "bob"]);
+    ask(&["alice", "stranger", "alice", "stranger", "slow", "slow", "stranger", "alice", "bob"]);
     let seen = seen(&snapshotter);
     let expected = [
         ("tollgate_decisions_total{policy=api,outcome=allowed}", 4),
@@ -1197,7 +1198,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
 }
 
 #[test]
-fn a_push_that_nobody_waits_for_has_failed() {
+fn cancelled_push_counts_as_failed() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -1210,12 +1211,12 @@ fn a_push_that_nobody_waits_for_has_failed() {
             }
         });
     });
-    // Whoever gave up says nothing about the store.
+    // A caller that gives up is no store error.
     assert_eq!(seen(&snapshotter), expect(&[("tollgate_job_pushes_total{queue=mail,outcome=failed}", 20)]));
 }
 
 #[test]
-fn jobs_are_counted_by_what_became_of_them() {
+fn jobs_are_counted_by_outcome() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -1244,7 +1245,7 @@ fn jobs_are_counted_by_what_became_of_them() {
             let shutdown = tokio::time::sleep(Duration::from_secs(17));
             let (ended, oldest_due) = tokio::join!(worker.run_until(shutdown), watched);
             ended.unwrap();
-            assert_eq!(oldest_due, Some(5), "it was asked two seconds ago");
+            assert_eq!(oldest_due, Some(5), "the store was asked two seconds ago");
         });
     });
     let expected = [
@@ -1258,7 +1259,7 @@ fn jobs_are_counted_by_what_became_of_them() {
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
 
-/// The gauge cannot tell that nobody works any more: what is asked of the queue can, and the docs say so.
+/// The gauge needs a worker. Without one, `counts` reports the age, as the docs say.
 #[test]
 fn age_of_due_jobs_without_a_worker_is_queried() {
     let (recorder, snapshotter, runtime) = recording();
@@ -1279,7 +1280,7 @@ fn age_of_due_jobs_without_a_worker_is_queried() {
 }
 
 #[test]
-fn pushes_are_counted_by_what_came_of_them() {
+fn pushes_are_counted_by_outcome() {
     let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -1295,7 +1296,7 @@ fn pushes_are_counted_by_what_came_of_them() {
             for answer in queue.push_all([queue.push(5), queue.push(6)]).await {
                 answer.unwrap_err();
             }
-            // Nobody is asked.
+            // The circuit is open, so these calls do not reach the store.
             queue.push(7).await.unwrap_err();
             queue.counts().await.unwrap_err();
             faults.heal();
@@ -1316,7 +1317,7 @@ fn pushes_are_counted_by_what_came_of_them() {
 }
 
 #[test]
-fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
+fn jobs_without_a_final_result_are_counted() {
     static WAS_SNOOZED: AtomicBool = AtomicBool::new(false);
     let (recorder, snapshotter, runtime) = recording();
     let secs = Duration::from_secs;
@@ -1334,7 +1335,7 @@ fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
                 _ => Ok(()),
             });
             let worker = |queue| DelayQueueWorker::new(queue, service).lease(secs(3)).abort_after(Duration::ZERO);
-            // Dies with one job that has attempts left, and one that has none.
+            // The worker dies with two jobs: the first has attempts left, the second has none.
             queue.push(2).await.unwrap();
             queue.push(3).max_attempts(1).await.unwrap();
             assert!(tokio::time::timeout(secs(1), worker(queue.clone()).run()).await.is_err());
@@ -1344,7 +1345,7 @@ fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
             let shutdown = tokio::time::sleep(secs(60));
             let watched = async {
                 tokio::time::sleep(secs(10)).await;
-                // Is cut off in the middle of one, which somebody else does then.
+                // The worker loses the store during this job, and another worker completes it.
                 queue.push(4).await.unwrap();
                 tokio::time::sleep(secs(1)).await;
                 halfway = seen(&snapshotter);
@@ -1435,7 +1436,7 @@ impl Recorder for Forgetful {
     }
 }
 
-/// Metrics vanished for good once an exporter had dropped them after its idle timeout.
+/// Regression: metrics never appeared again after an exporter had dropped them at its idle timeout.
 #[test]
 fn metric_that_was_dropped_when_idle_appears_again() {
     let recorder = Forgetful(Registry::new(AtomicStorage));
@@ -1455,7 +1456,7 @@ fn metric_that_was_dropped_when_idle_appears_again() {
         faults.fail(Failure::Unavailable);
         let _ = limit.clone().oneshot(()).await;
         faults.heal();
-        // Slow, so that it is the store that answers, and closes the circuit.
+        // A check that has to wait counts as a reply of the store, and closes the circuit.
         faults.delay(Duration::from_millis(1));
         let _ = limit.clone().oneshot(()).await;
         faults.heal();
@@ -1509,7 +1510,7 @@ fn metric_that_was_dropped_when_idle_appears_again() {
     });
 }
 
-/// A loss that was found when a lease was given back was not counted.
+/// Regression: a loss that was found at release was not counted.
 #[test]
 fn losses_found_at_release_are_counted_once() {
     let (recorder, snapshotter, runtime) = recording();
@@ -1520,7 +1521,7 @@ fn losses_found_at_release_are_counted_once() {
         runtime.block_on(async {
             let outcome = locks.run("a", async |_| admin.force_unlock("a").await.unwrap().holders).await;
             assert_eq!(outcome.unwrap_err().into_output(), Some(1));
-            // In the background, too.
+            // The release task counts it, too.
             let lease = locks.lock("a").await.unwrap();
             admin.force_unlock("a").await.unwrap();
             drop(lease);

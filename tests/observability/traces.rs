@@ -1,4 +1,4 @@
-//! What those see who export spans with OpenTelemetry: the span of a job links to the one in which it was pushed.
+//! Spans as exported with OpenTelemetry: the span of a job links to the span that pushed it.
 
 use std::convert::Infallible;
 use std::future::{Future, Ready, ready};
@@ -15,7 +15,7 @@ use tracing_subscriber::layer::SubscriberExt;
 
 const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// What is exported of `body`.
+/// Runs `body` and returns the exported spans.
 fn spans(body: impl Future<Output = ()>) -> Vec<SpanData> {
     let exporter = InMemorySpanExporter::default();
     let provider = SdkTracerProvider::builder().with_simple_exporter(exporter.clone()).build();
@@ -43,7 +43,7 @@ fn jobs(spans: &[SpanData]) -> Vec<&SpanData> {
 }
 
 #[test]
-fn the_span_of_a_job_links_to_the_one_that_pushed_it() {
+fn job_span_links_to_the_span_that_pushed_it() {
     let spans = spans(async {
         let queue = queue();
         let pushing = tracing::info_span!("pushing");
@@ -54,7 +54,7 @@ fn the_span_of_a_job_links_to_the_one_that_pushed_it() {
     });
     let pushing = &spans.iter().find(|span| span.name == "pushing").unwrap().span_context;
     let [job] = jobs(&spans)[..] else { panic!("one attempt is one span: {spans:?}") };
-    assert_ne!(job.span_context.trace_id(), pushing.trace_id(), "a trace of its own");
+    assert_ne!(job.span_context.trace_id(), pushing.trace_id(), "the job has its own trace");
     let [link] = &job.links[..] else { panic!("one link: {:?}", job.links) };
     assert_eq!(
         (link.span_context.trace_id(), link.span_context.span_id(), link.span_context.trace_flags()),
@@ -62,9 +62,9 @@ fn the_span_of_a_job_links_to_the_one_that_pushed_it() {
     );
 }
 
-/// Or all jobs of a worker would be one trace, which ends with the worker.
+/// Otherwise, all jobs of a worker would be in one trace, which ends with the worker.
 #[test]
-fn the_span_of_a_job_is_none_of_those_around_its_worker() {
+fn job_span_is_not_a_child_of_its_worker() {
     let spans = spans(async {
         let queue = queue();
         queue.push(7).await.unwrap();
@@ -77,9 +77,9 @@ fn the_span_of_a_job_is_none_of_those_around_its_worker() {
     assert_eq!(job.parent_span_id, SpanId::INVALID);
 }
 
-/// A handler that goes on without its client, and a resolver that goes on without who has asked.
+/// A handler that is detached from its client, and a resolver that is detached from its caller.
 #[test]
-fn what_goes_on_in_the_background_belongs_to_its_request() {
+fn detached_work_belongs_to_the_trace_of_its_request() {
     let spans = spans(async {
         let inner = async |name: &'static str| {
             tokio::task::yield_now().await;
@@ -112,7 +112,7 @@ fn what_goes_on_in_the_background_belongs_to_its_request() {
 }
 
 #[test]
-fn headers_of_another_system_are_a_link_as_well() {
+fn trace_headers_of_another_system_become_a_link() {
     let spans = spans(async {
         let queue = queue();
         queue.push(7).header("traceparent", TRACEPARENT).header("tracestate", "vendor=1").await.unwrap();
@@ -127,10 +127,10 @@ fn headers_of_another_system_are_a_link_as_well() {
 }
 
 #[test]
-fn what_is_no_context_is_no_link() {
+fn invalid_trace_context_makes_no_link() {
     let spans = spans(async {
         let queue = queue();
-        // Nobody has a span here.
+        // There is no current span here.
         let push = queue.push(7).traced();
         let job = push.clone().prepare().unwrap().job;
         assert!(job.headers.is_empty());

@@ -1,4 +1,4 @@
-//! The contract on real Redis servers, and what is particular to Redis: commands, keys, memory, errors.
+//! The store contract on real Redis servers, and the properties of this backend: commands, keys, memory and errors.
 
 use crate::support;
 
@@ -38,7 +38,7 @@ tollgate::rate_limit_contract!(
     }
 );
 
-/// What a busy machine takes is no failure here.
+/// Long enough that a busy machine fails no test.
 const DEADLINE: Duration = Duration::from_secs(10);
 const SECOND: Duration = Duration::from_secs(1);
 const LONG: Duration = Duration::from_secs(60);
@@ -57,7 +57,7 @@ fn limiter(backend: &RedisBackend, policy: Policy) -> Limiter<RedisBackend> {
     Limiter::new(backend.clone(), policy).deadline(DEADLINE)
 }
 
-/// A line of `INFO` by its name.
+/// The value of a field of `INFO`.
 fn info(connection: &mut Connection, section: &str, field: &str) -> Option<String> {
     let info: String = redis::cmd("INFO").arg(section).query(connection).unwrap();
     info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(str::to_owned)
@@ -89,8 +89,8 @@ async fn a_decision_is_one_command() {
         }
         let mut calls = calls(&mut connection);
         assert_eq!(calls.remove("evalsha"), Some(DECISIONS));
-        // The statistics also count what scripts call and what this test sends; beyond that there is nothing: no PING, no
-        // EVAL, no SCRIPT LOAD.
+        // The statistics also count the commands that scripts call and the commands of this test. Any other command would be an extra round
+        // trip: PING, EVAL, SCRIPT LOAD.
         for known in ["get", "pttl", "set", "incrby", "time", "getrange", "append", "pexpire", "setrange", "strlen"] {
             calls.remove(known);
         }
@@ -157,13 +157,13 @@ async fn a_denial_and_a_peek_write_nothing() {
             assert!(!limiter.check_cost("alice", 2).await.unwrap().is_allowed());
             assert!(limiter.check_cost("alice", 0).await.unwrap().is_allowed());
             let _ = limiter.peek("alice").await.unwrap();
-            let _ = limiter.peek("somebody else").await.unwrap();
+            let _ = limiter.peek("unknown").await.unwrap();
         }
         assert_eq!(info(&mut connection, "persistence", "rdb_changes_since_last_save"), before);
     }
 }
 
-/// The name of a key of alice's, who is known for a moment.
+/// Returns the name of the key that holds `part` of alice's counts. Resets alice before and afterwards.
 async fn stored(limiter: &Limiter<RedisBackend>, connection: &mut Connection, part: &str) -> String {
     limiter.reset("alice").await.unwrap();
     let _ = limiter.check("alice").await.unwrap();
@@ -184,7 +184,7 @@ async fn a_sliding_log_stays_small() {
     let mut cuts = 0;
     let mut before = 0;
     let key = &stored(&limiter, &mut connection, "log:200000").await;
-    // Many windows of it, so that much more runs out than is alive.
+    // Spans many windows, so that far more entries expire than stay alive.
     for _ in 0..6_000 {
         let remaining = limiter.check("alice").await.unwrap().remaining().unwrap();
         let alive = u64::from(Quota::MAX_SLIDING_LOG - remaining);
@@ -193,11 +193,11 @@ async fn a_sliding_log_stays_small() {
         cuts += u32::from(bytes < before);
         before = bytes;
     }
-    assert!(cuts > 0, "the log was never cut, so this has shown nothing");
+    assert!(cuts > 0, "the log was never trimmed, so the test proves nothing");
 }
 
 #[tokio::test]
-async fn a_full_log_takes_what_the_docs_say() {
+async fn full_log_uses_documented_memory() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let limiter = limiter(&backend, Policy::new("full", Quota::per_hour(10_000).sliding_log().unwrap()));
@@ -209,12 +209,12 @@ async fn a_full_log_takes_what_the_docs_say() {
     let length: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
     assert_eq!(length, 13 + 12 * 10_000);
     let memory: u64 = redis::cmd("MEMORY").arg("USAGE").arg(key).query(&mut connection).unwrap();
-    // Redis grows a string in steps of up to twice its size.
+    // Redis allocates up to twice the length of a growing string.
     assert!(memory < 2 * length + 1_024, "{memory} bytes");
 }
 
 #[tokio::test]
-async fn a_key_that_lost_its_expiry_gets_it_back() {
+async fn key_regains_lost_expiry() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -228,9 +228,9 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
             command.arg(86_400_000);
         }
         let _: i64 = command.query(&mut connection).unwrap();
-        // The expiry says nothing but when the key may go, so the count is what it was.
+        // The expiry only decides when Redis may delete the key, so the count is unchanged.
         assert!(limiter.peek("alice").await.unwrap().reset_after() <= Duration::from_secs(1));
-        // It is written once in a fifth of it.
+        // The script rewrites the expiry once in each fifth of it.
         tokio::time::sleep(Duration::from_millis(1_263 / 5 + 1)).await;
         let _ = limiter.check("alice").await.unwrap();
         let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
@@ -238,9 +238,9 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
     }
 }
 
-/// Counts took over the expiry of a long block, and kept it when the block was lifted or made shorter.
+/// Regression: counts took over the expiry of a long block, and kept it after the block was lifted or shortened.
 #[tokio::test]
-async fn a_block_that_is_lifted_does_not_keep_the_key() {
+async fn lifted_block_does_not_extend_the_key() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -256,7 +256,7 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
     }
 }
 
-/// Counts that are ahead of the clock live for as long after it as they are ahead, which is what those who charge them go by.
+/// Counts that are ahead of the server's clock extend the expiry by that difference. Charges compute the expiry in the same way.
 #[tokio::test]
 async fn lifted_block_after_a_clock_step_keeps_counts() {
     let server = RedisServer::start();
@@ -266,7 +266,7 @@ async fn lifted_block_after_a_clock_step_keeps_counts() {
     let key = &stored(&limiter, &mut connection, "counts").await;
     let _ = limiter.check_cost("alice", 9).await.unwrap();
     let mut value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-    // Behind the version and the capacity: the last update.
+    // The last update follows the version and the capacity.
     let last = 1 + 4;
     let ahead = f64::from_le_bytes(value[last..last + 8].try_into().unwrap()) + 3_600e6;
     value[last..last + 8].copy_from_slice(&ahead.to_le_bytes());
@@ -276,7 +276,7 @@ async fn lifted_block_after_a_clock_step_keeps_counts() {
     assert!((3_650_000..=3_690_000).contains(&ttl), "{ttl}");
 }
 
-/// Two configurations of one policy share a key, as while a new one is rolled out, and what one of them needs is far longer.
+/// Two configurations of one policy share a key, as during a rollout. One of them needs the key for far longer.
 #[tokio::test]
 async fn block_keeps_the_key_as_long_as_its_counts() {
     let server = RedisServer::start();
@@ -307,13 +307,13 @@ async fn future_counts_deny_no_longer_than_before() {
     let policy = Policy::new("future", limits[0]).limit(limits[1]).limit(limits[2]);
     let limiter = limiter(&backend, policy);
     let key = &stored(&limiter, &mut connection, "counts").await;
-    // What is left behind when the server's clock is set back by so many seconds.
+    // Shifts the stored instants, as if the server's clock were set back by so many seconds.
     for back in [1, 30, 3_600, 86_400 * 365] {
         assert!(limiter.check_cost("alice", 2).await.unwrap().is_allowed());
         let before = limiter.peek("alice").await.unwrap();
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
         let terms = 1 + 16 + 2 * 4;
-        // Behind what is there of the terms: the last update, full since and the debt of the bucket, then start and use of two windows.
+        // After the terms come last update, full-since and debt of the bucket, then start and use of two windows.
         let moved = [0, 1, 3, 5].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
             let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
             value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
@@ -328,7 +328,7 @@ async fn future_counts_deny_no_longer_than_before() {
         }
         let wait = limiter.check("alice").await.unwrap().retry_after().expect("the quota is used up");
         assert!(wait <= Duration::from_secs(120), "set back by {back} s: {wait:?}");
-        // A denial lets time go on, although it charges nothing.
+        // The wait shrinks as time passes, although a denied request charges nothing.
         tokio::time::sleep(Duration::from_millis(5)).await;
         let later = limiter.check("alice").await.unwrap().retry_after().expect("the quota is used up");
         assert!(later + Duration::from_millis(5) <= wait, "set back by {back} s: {wait:?}, then {later:?}");
@@ -345,7 +345,7 @@ async fn log_from_the_future_denies_for_one_window() {
     let limiter = limiter(&backend, policy);
     let key = &stored(&limiter, &mut connection, "log:60000000").await;
     let (seconds, _): (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
-    // What is left behind when the server's clock is set back by so many seconds.
+    // Writes a log as if the server's clock were set back by so many seconds.
     for back in [30, 59, 3_600, 86_400 * 365] {
         let mut value = vec![2];
         value.extend_from_slice(&[0; 5 + 7]);
@@ -355,7 +355,7 @@ async fn log_from_the_future_denies_for_one_window() {
         let decision = limiter.check("alice").await.unwrap();
         let wait = decision.retry_after().expect("the log is full");
         assert!(wait <= Duration::from_secs(60), "set back by {back} s: {wait:?}");
-        // A denial lets time go on, although it charges nothing.
+        // The wait shrinks as time passes, although a denied request charges nothing.
         tokio::time::sleep(Duration::from_millis(5)).await;
         let later = limiter.check("alice").await.unwrap().retry_after().expect("the log is full");
         assert!(later + Duration::from_millis(5) <= wait, "set back by {back} s: {wait:?}, then {later:?}");
@@ -363,7 +363,7 @@ async fn log_from_the_future_denies_for_one_window() {
 }
 
 #[tokio::test]
-async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+async fn foreign_data_is_an_error_and_stays_unchanged() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -377,7 +377,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             &["SET", key, "-1"],
             &["SET", key, ""],
             &["SET", key, "b\u{1}2345678901234567890"],
-            // Begins as counts do, and is too short for as many limits as it says, and for what they count.
+            // Begins like counts, but is too short for the number of limits that it claims, or for their counters.
             &["SET", key, "\u{1}\u{10}\u{4}\0"],
             &["SET", key, "\u{1}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
             &["SET", key, "\u{4}2341234567812345678123456781234567"],
@@ -390,14 +390,14 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             let before = dump(&mut connection);
             let answer = limiter.check("alice").await;
             if set[2].is_empty() {
-                // An empty string is as good as none.
+                // An empty string counts as a missing key.
                 assert!(answer.unwrap().is_allowed());
             } else {
                 let error = answer.unwrap_err();
                 assert!(error.is_foreign_data(), "{set:?}: {error:?}");
                 assert_eq!(dump(&mut connection), before);
             }
-            // Forgetting the subject repairs it.
+            // Resetting the key repairs it.
             limiter.reset("alice").await.unwrap();
             assert!(limiter.check("alice").await.unwrap().is_allowed());
             limiter.reset("alice").await.unwrap();
@@ -406,7 +406,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 }
 
 #[tokio::test]
-async fn the_memory_backend_is_not_taken_for_a_distributed_one() {
+async fn require_redis_rejects_the_memory_backend() {
     fn scopes(backend: impl RateLimitStore + Clone) -> [Result<(), ConfigError>; 2] {
         let policy = Policy::new("wide", Quota::per_minute(1).fixed_window());
         [
@@ -445,7 +445,7 @@ async fn prefixes_and_databases_keep_programs_apart() {
 }
 
 #[tokio::test]
-async fn a_backend_that_a_url_names_takes_settings_beside_it() {
+async fn connect_with_applies_redis_options() {
     let server = RedisServer::start();
     let (url, [policy, _]) = (server.url(), policies(1));
     let prefixed = async |url: &str, prefix: &'static str| {
@@ -455,7 +455,7 @@ async fn a_backend_that_a_url_names_takes_settings_beside_it() {
         let limiter = Limiter::new(backend, policy.clone()).deadline(DEADLINE);
         assert!(limiter.check("alice").await.unwrap().is_allowed());
     }
-    // The same as what was opened by itself.
+    // A backend that the program opens itself shares these counts.
     let by_hand = RedisOptions::from_url(&url).unwrap().prefix("a").connect().await.unwrap();
     let limiter = Limiter::new(AnyBackend::from(by_hand), policy).deadline(DEADLINE);
     assert!(!limiter.check("alice").await.unwrap().is_allowed());
@@ -468,7 +468,7 @@ async fn a_backend_that_a_url_names_takes_settings_beside_it() {
 }
 
 #[tokio::test]
-async fn a_unix_socket_works_as_well() {
+async fn unix_socket_works() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("redis.sock");
     let socket = socket.to_str().unwrap();
@@ -491,7 +491,7 @@ async fn connections_end_with_their_backend() {
     let [policy, _] = policies(1);
     let _ = limiter(&clone, policy).check("alice").await.unwrap();
     drop(clone);
-    // The server notices in its own time.
+    // The server notices a closed connection with some delay.
     for _ in 0..100 {
         if clients() == alone {
             return;
@@ -502,14 +502,14 @@ async fn connections_end_with_their_backend() {
 }
 
 #[tokio::test]
-async fn a_pool_of_the_program_can_be_used() {
+async fn program_pool_can_be_used() {
     let server = RedisServer::start();
     let manager = RedisConnectionManager::new(server.url()).unwrap();
     let pool = bb8_redis::bb8::Pool::builder().max_size(2).build(manager).await.unwrap();
     let backend = RedisBackend::from_pool(pool.clone()).await.unwrap();
     let [policy, _] = policies(1);
     let limiter = limiter(&backend, policy);
-    // The program is in the middle of a transaction on each of its connections, and goes on with it undisturbed.
+    // The program has an open transaction on each pooled connection. The backend must not disturb it.
     let (mut one, mut two) = (pool.get().await.unwrap(), pool.get().await.unwrap());
     for connection in [&mut *one, &mut *two] {
         let _: () = redis::cmd("MULTI").query_async(connection).await.unwrap();
@@ -523,14 +523,14 @@ async fn a_pool_of_the_program_can_be_used() {
     }
 }
 
-/// The rule for users in the docs.
+/// The `ACL SETUSER` rule in the docs.
 fn documented_user() -> Vec<&'static str> {
     let docs = include_str!("../../src/backend/redis/mod.rs");
     let command = docs.lines().find_map(|line| line.strip_prefix("//! ACL ")).unwrap();
     command.split(' ').collect()
 }
 
-/// Connects as that user, and does everything that there is to do.
+/// Connects as that user, and calls every operation of a limiter.
 async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
     let backend = RedisBackend::connect(format!("redis://tollgate:password@127.0.0.1:{}/", server.port())).await?;
     for policy in policies(200) {
@@ -546,7 +546,8 @@ async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
         for time in [Duration::from_secs(1), Duration::ZERO] {
             limiter.block("alice", time).await?;
         }
-        // Those beyond a few go together, by another script. What that needs was missing once, and decisions failed under load alone.
+        // Beyond a few concurrent checks, another script batches them. The docs once lacked a command of that script, so checks failed only
+        // under load.
         let mut asking = JoinSet::new();
         for _ in 0..64 {
             let limiter = limiter.clone();
@@ -560,14 +561,14 @@ async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test]
-async fn a_user_needs_what_the_docs_say() {
+async fn documented_rights_suffice() {
     let server = RedisServer::start();
     let _: () = redis::cmd("ACL").arg(documented_user()).query(&mut server.connection()).unwrap();
     do_everything(&server).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_user_needs_all_that_the_docs_say() {
+async fn every_documented_right_is_needed() {
     let server = RedisServer::start();
     let mut connection = server.connection();
     let rule = documented_user();
@@ -575,8 +576,8 @@ async fn a_user_needs_all_that_the_docs_say() {
     assert!(commands.len() > 5, "{commands:?}");
     for command in commands {
         let _: () = redis::cmd("ACL").arg(&rule).arg(command.replace('+', "-")).query(&mut connection).unwrap();
-        assert!(do_everything(&server).await.is_err(), "nobody misses {command}");
-        // It was found out by decisions that failed, or by those alone that met under load.
+        assert!(do_everything(&server).await.is_err(), "nothing fails without {command}");
+        // Connecting reports a missing right. Before, only failed checks did, sometimes only under load.
         let url = format!("redis://tollgate:password@127.0.0.1:{}/", server.port());
         let error = RedisBackend::connect(url).await.unwrap_err();
         let ConnectError::Permissions(failure) = &error else { panic!("{command}: {error:?}") };
@@ -585,7 +586,7 @@ async fn a_user_needs_all_that_the_docs_say() {
             failure.error().is_unauthorized() && format!("{error:?}").to_uppercase().contains(&name),
             "{command}: {error:?}"
         );
-        assert!(server.query::<Vec<String>>("KEYS *probe*").is_empty(), "nothing is left behind");
+        assert!(server.query::<Vec<String>>("KEYS *probe*").is_empty(), "the probe leaves no key behind");
     }
 }
 
@@ -600,7 +601,7 @@ async fn secrets_are_not_shown() {
     assert!(!shown.contains("hunter2"), "{shown}");
 }
 
-/// Decisions about these subjects, all asked for at once.
+/// Checks these subjects, all at once.
 async fn check_at_once(
     limiter: &Limiter<RedisBackend>,
     subjects: impl Iterator<Item = u64>,
@@ -614,7 +615,7 @@ async fn check_at_once(
 }
 
 #[tokio::test]
-async fn decisions_that_meet_share_a_call() {
+async fn concurrent_decisions_share_calls() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     for policy in [policies(100)[0].clone(), Policy::new("two", Quota::per_hour(100).token_bucket())] {
@@ -630,9 +631,9 @@ async fn decisions_that_meet_share_a_call() {
     server.every_key_expires();
 }
 
-/// Two configurations of one policy in one process, whose decisions meet about one key.
+/// Two configurations of one policy in one process, whose checks of one key are batched.
 #[tokio::test]
-async fn decisions_by_other_numbers_meet_as_well() {
+async fn batched_checks_keep_their_own_quota() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let [few, many] = [100, 200].map(|limit| limiter(&backend, policies(limit)[0].clone()));
@@ -648,11 +649,11 @@ async fn decisions_by_other_numbers_meet_as_well() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_one_subject_is_wrong_with_no_other() {
+async fn foreign_data_of_one_key_fails_no_other_key() {
     let server = RedisServer::start();
     let [policy, _] = policies(100);
     let limiter = limiter(&connect(&server).await, policy);
-    // Wherever the count of subject 7 lies.
+    // Finds the key that holds the count of subject 7, and overwrites it.
     let _ = limiter.check(7_u64).await.unwrap();
     let key: String = server.query::<Vec<String>>("KEYS *").remove(0);
     server.query::<()>(&format!("DEL {key}"));
@@ -666,7 +667,7 @@ async fn what_is_wrong_with_one_subject_is_wrong_with_no_other() {
 }
 
 #[tokio::test]
-async fn memory_that_runs_out_admits_nobody() {
+async fn out_of_memory_admits_no_request() {
     let server = RedisServer::start();
     let [policy, _] = policies(100);
     let limiter = limiter(&connect(&server).await, policy);
@@ -680,9 +681,10 @@ async fn memory_that_runs_out_admits_nobody() {
     assert_eq!(limiter.peek(1_u64).await.unwrap().limits()[0].remaining(), 99);
 }
 
-/// One that cannot be charged for want of memory had those that went with it fail as well, who were not to be charged at all.
+/// Regression: a request that could not be charged for lack of memory failed its whole batch, including requests that are denied without a
+/// charge.
 #[tokio::test]
-async fn where_memory_runs_out_a_denial_is_a_denial() {
+async fn out_of_memory_does_not_fail_denials() {
     let server = RedisServer::start();
     let [policy, _] = policies(3);
     let limiter = limiter(&connect(&server).await, policy);
@@ -706,7 +708,7 @@ async fn where_memory_runs_out_a_denial_is_a_denial() {
 }
 
 #[tokio::test]
-async fn who_gives_up_while_waiting_is_not_charged() {
+async fn cancelled_checks_are_not_charged() {
     let server = RedisServer::start();
     let [policy, _] = policies(3_000);
     let limiter = limiter(&connect(&server).await, policy);
@@ -720,15 +722,15 @@ async fn who_gives_up_while_waiting_is_not_charged() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     tasks.shutdown().await;
     server.resume();
-    // Those that were on their way: by themselves, and in a few calls.
+    // Only the checks that were in flight are charged: single ones, and a few batches.
     let used = 3_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
     assert!(used <= 1 + 4 + 8 * 64, "{used} were charged");
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
-/// What is at work, waits or listens when it is dropped, and what is told to end.
+/// Drops operations and workers that run, wait or listen, and stops a worker and a scheduler.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_outlives_the_backend_of_operations_and_queues() {
+async fn no_task_outlives_its_backend() {
     let server = RedisServer::start();
     let tasks = || Handle::current().metrics().num_alive_tasks();
     let before = tasks();
@@ -736,7 +738,7 @@ async fn nothing_outlives_the_backend_of_operations_and_queues() {
     let (begins, mut begun) = mpsc::unbounded_channel();
     let mut dropped = JoinSet::new();
 
-    // One of two is at work, the other one waits for it.
+    // One operation executes, and the other one waits for it.
     for _ in 0..2 {
         let operations = Idempotent::new(backend.clone(), "payouts").lease(SECOND).wait(LONG).deadline(DEADLINE);
         let begins = begins.clone();
@@ -748,7 +750,7 @@ async fn nothing_outlives_the_backend_of_operations_and_queues() {
             drop(operations.run(Operation::new("alice", "k"), "100 EUR", work).await);
         });
     }
-    // And this one goes on without its client.
+    // The execution of this request is detached from its client.
     let ends = Arc::new(Notify::new());
     for _ in 0..2 {
         let layer = IdempotencyLayer::new(backend.clone()).scope(header("authorization"));
@@ -802,9 +804,9 @@ async fn nothing_outlives_the_backend_of_operations_and_queues() {
             begun.recv().await.unwrap();
         }
     };
-    timeout(LONG, all).await.expect("all are at work");
+    timeout(LONG, all).await.expect("two executions and two jobs start");
     block_in_place(|| {
-        wait_until("two wait for operations, and two for jobs", || {
+        wait_until("two waiters and two workers listen", || {
             server.query::<Vec<String>>("PUBSUB CHANNELS tollgate:*").len() >= 4
         });
     });

@@ -28,7 +28,7 @@ const PASS_CERTIFICATE: &str = "pass one to `RedisOptions::client_certificate`";
 const ANNOUNCE_NODE: &str = "make that address reachable from this machine, or have the nodes announce another one \
                              (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`)";
 
-/// With time for cryptography that is compiled for tests, on a busy machine.
+/// The timeout allows for unoptimized cryptography on a busy machine.
 fn options(url: &str) -> RedisOptions {
     RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_secs(10))
 }
@@ -39,24 +39,24 @@ async fn fails(options: RedisOptions, is: Is, headline: &str, cause: &str, remed
     assert!(is(&error), "{error:?}");
     assert_eq!(error.to_string(), format!("{headline}; {remedy}"));
     let levels: Vec<_> = std::iter::successors(std::error::Error::source(&error), |error| error.source()).collect();
-    let [source] = &*levels else { panic!("{error:?} has other causes than one: {levels:?}") };
+    let [source] = &*levels else { panic!("{error:?} does not have exactly one cause: {levels:?}") };
     let source = source.to_string();
     match cause.strip_suffix('*') {
         Some(beginning) => assert!(source.starts_with(beginning), "{source}"),
         None => assert_eq!(source, cause),
     }
     assert_eq!(format!("{error:?}"), format!("{headline}: {source}; {remedy}"));
-    // Nor does one level repeat another one.
+    // The message does not repeat its source.
     assert!(!error.to_string().contains(&source), "{error:?}");
 }
 
-/// A mistake that can never work is one also for a program that is to start in an outage.
+/// `tolerate_outage` does not hide a mistake that no later attempt can fix.
 async fn always_fails(options: RedisOptions, is: Is, headline: &str, cause: &str, remedy: &str) {
     fails(options.clone(), is, headline, cause, remedy).await;
     fails(options.tolerate_outage(true), is, headline, cause, remedy).await;
 }
 
-/// A server that answers whatever is sent with the same, and closes the connection. It ends with the test process.
+/// A server that sends `answer` to every client and closes the connection. It runs until the test process ends.
 fn answers(answer: &'static str) -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -87,7 +87,7 @@ async fn absent_servers_are_named_with_the_remedy() {
     let headline = format!("cannot connect to the Sentinel at 127.0.0.1:{port}");
     fails(options(&format!("redis+sentinel://127.0.0.1:{port}/a")), STORE, &headline, refused.0, refused.1).await;
 
-    // A label of a name has 63 bytes at most, so no name server is asked.
+    // A label of a host name has at most 63 bytes, so the lookup needs no name server.
     let host = "a".repeat(70);
     let headline = format!("cannot connect to redis at {host}:6379");
     let remedy = "correct the host name, or the name server of this machine";
@@ -114,7 +114,7 @@ async fn silent_server_is_named_with_the_timeout() {
 }
 
 #[tokio::test]
-async fn refused_users_are_told_what_to_correct() {
+async fn refused_credentials_and_rights_name_the_remedy() {
     let server = RedisServer::start_with(&["--requirepass", "secret"]);
     let port = server.port();
     let redis = format!("redis at 127.0.0.1:{port}");
@@ -140,7 +140,7 @@ async fn refused_users_are_told_what_to_correct() {
 }
 
 #[tokio::test]
-async fn servers_that_will_not_do_are_told_apart() {
+async fn unsupported_servers_are_distinguished() {
     let url = serve(Some("# Server\r\nredis_version:5.0.14\r\n".to_owned()), "+OK");
     let port = url.rsplit(':').next().unwrap().trim_end_matches('/').to_owned();
     let headline = |port: &str| format!("cannot use redis at 127.0.0.1:{port}");
@@ -172,7 +172,7 @@ async fn servers_that_will_not_do_are_told_apart() {
 }
 
 #[tokio::test]
-async fn certificates_that_are_not_trusted_are_explained() {
+async fn untrusted_certificates_are_explained() {
     let server = TlsServer::start(false);
     let port = server.tls_port();
     let headline = format!("the certificate of redis at localhost:{port} cannot be trusted");
@@ -239,7 +239,7 @@ async fn one_sided_encryption_is_named() {
         let server = RedisServer::start_with(args);
         let authority = fs::read(Certificates::for_names(&["localhost"]).authority()).unwrap();
         let headline = format!("cannot agree on encryption with redis at localhost:{}", server.port());
-        // Redis says nothing to what is no command, so this takes the whole timeout.
+        // Redis does not answer bytes that are no command, so this takes the whole timeout.
         let options = options(&format!("rediss://localhost:{}/", server.port())).ca_certificate(authority);
         let options = options.connect_timeout(Duration::from_secs(1));
         always_fails(options, TLS, &headline, cause, remedy).await;
@@ -282,9 +282,9 @@ async fn unusable_keys_are_refused_before_connecting() {
     }
 }
 
-/// It announces an address that nothing listens on, as a node in a container does.
+/// The node announces an address on which nothing listens, as a node in a container does.
 #[tokio::test]
-async fn cluster_is_refused_whose_announced_addresses_are_unreachable() {
+async fn unreachable_announced_address_is_named() {
     let node = RedisServer::start_with(&["--cluster-enabled", "yes", "--cluster-announce-ip", "127.0.0.2"]);
     let slots: Vec<_> = (0..16_384).map(|slot| slot.to_string()).collect();
     node.query::<()>(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")));

@@ -1,4 +1,4 @@
-//! Who is let in where, over what, and what is said when somebody is not.
+//! Connecting: transports, credentials and topologies, and the errors of refused connections.
 
 use crate::support;
 
@@ -22,7 +22,7 @@ use tollgate::{
 };
 use tower::service_fn;
 
-/// What a busy machine takes is no failure here.
+/// Long enough that a busy machine fails no test.
 const LONG: Duration = Duration::from_secs(5);
 
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
@@ -34,14 +34,14 @@ async fn works(backend: RedisBackend) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// With time for cryptography that is compiled for tests, on a busy machine.
+/// The timeout allows for unoptimized cryptography on a busy machine.
 fn options(url: &str) -> RedisOptions {
     RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_secs(10))
 }
 
-/// All that an error says, from the top to the bottom.
-fn story(error: &dyn Error) -> String {
-    let rest = error.source().map(|source| format!(": {}", story(source)));
+/// The messages of an error and of its sources, joined.
+fn causes(error: &dyn Error) -> String {
+    let rest = error.source().map(|source| format!(": {}", causes(source)));
     format!("{error}{}", rest.unwrap_or_default())
 }
 
@@ -49,7 +49,7 @@ fn is_unsupported(error: &ConnectError, because: &str) -> bool {
     matches!(error, ConnectError::Unsupported(_)) && format!("{error:?}").contains(because)
 }
 
-/// The options with all that a `mutual` server wants to see.
+/// The options with the CA and the client certificate that a server with mutual TLS requires.
 fn trusted(options: RedisOptions, certificates: &Certificates) -> RedisOptions {
     let read = |path| fs::read(path).unwrap();
     options
@@ -58,7 +58,7 @@ fn trusted(options: RedisOptions, certificates: &Certificates) -> RedisOptions {
 }
 
 #[tokio::test]
-async fn a_unix_socket() {
+async fn unix_socket_connects() {
     let server = RedisServer::start();
     let url = format!("redis+unix://{}?db=3", server.unix_socket().display());
     works(RedisBackend::connect(url).await.unwrap()).await.unwrap();
@@ -66,13 +66,13 @@ async fn a_unix_socket() {
 }
 
 #[tokio::test]
-async fn a_user_and_a_database() {
+async fn user_and_database_are_applied() {
     let server = RedisServer::start();
     server.query::<()>("ACL SETUSER shop on >p@ss/w:rd ~* +@all");
     let url = |userinfo: &str| format!("redis://{userinfo}127.0.0.1:{}/5", server.port());
     works(RedisBackend::connect(url("shop:p%40ss%2Fw%3Ard@")).await.unwrap()).await.unwrap();
     works(options(&url("")).user("shop", "p@ss/w:rd").connect().await.unwrap()).await.unwrap();
-    // What is set replaces what the URL says.
+    // `user` overrides the credentials of the URL.
     works(options(&url("nobody:nothing@")).user("shop", "p@ss/w:rd").connect().await.unwrap()).await.unwrap();
     assert!(server.info("db5").is_some());
     let error = options(&url("")).user("shop", "wrong").connect().await.unwrap_err();
@@ -80,17 +80,17 @@ async fn a_user_and_a_database() {
 }
 
 #[tokio::test]
-async fn an_encrypted_server() {
+async fn encrypted_server_connects() {
     let server = TlsServer::start(false);
     let authority = fs::read(server.certificates.authority()).unwrap();
     works(options(&server.url()).ca_certificate(authority.clone()).connect().await.unwrap()).await.unwrap();
-    // By its address, which the certificate is for as well.
+    // The certificate also covers the IP address.
     let url = format!("rediss://127.0.0.1:{}/", server.tls_port());
     works(options(&url).ca_certificate(authority).connect().await.unwrap()).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_server_that_wants_to_know_who_we_are() {
+async fn mutual_tls_requires_a_trusted_client_certificate() {
     let server = TlsServer::start(true);
     works(trusted(options(&server.url()), &server.certificates).connect().await.unwrap()).await.unwrap();
 
@@ -100,11 +100,11 @@ async fn a_server_that_wants_to_know_who_we_are() {
 
     let others = Certificates::for_names(&["localhost"]);
     let error = trusted(options(&server.url()), &others).ca_certificate(authority).connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::ClientCertificate(_)), "a certificate of somebody else: {error:?}");
+    assert!(matches!(error, ConnectError::ClientCertificate(_)), "a certificate of another CA: {error:?}");
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_to_be_trusted() {
+async fn untrusted_server_certificate_is_refused() {
     let server = TlsServer::start(false);
     let others = Certificates::for_names(&["localhost"]);
     let wrong = options(&server.url()).ca_certificate(fs::read(others.authority()).unwrap());
@@ -120,7 +120,7 @@ async fn a_server_that_is_not_to_be_trusted() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_encrypt() {
+async fn tls_to_a_plaintext_server_is_an_error() {
     let server = RedisServer::start();
     let authority = fs::read(Certificates::for_names(&["localhost"]).authority()).unwrap();
     let url = format!("rediss://localhost:{}/", server.port());
@@ -129,7 +129,7 @@ async fn a_server_that_does_not_encrypt() {
 }
 
 #[tokio::test]
-async fn certificates_that_are_none() {
+async fn invalid_certificates_are_config_errors() {
     for url in ["rediss://localhost/", "rediss+sentinel://localhost/service", "rediss+cluster://localhost/"] {
         let made = Certificates::for_names(&["localhost"]);
         let key = fs::read(made.client_key()).unwrap();
@@ -144,7 +144,7 @@ async fn certificates_that_are_none() {
 }
 
 #[tokio::test]
-async fn encrypted_sentinels_with_a_password() {
+async fn encrypted_sentinels_require_their_password() {
     let server = TlsServer::start(true);
     let (_sentinel, port) = server.sentinel();
     let url = format!("rediss+sentinel://127.0.0.1:{port}/{SERVICE}/2");
@@ -158,7 +158,7 @@ async fn encrypted_sentinels_with_a_password() {
 }
 
 #[tokio::test]
-async fn an_encrypted_cluster() {
+async fn encrypted_cluster_connects() {
     let node = TlsServer::start_cluster();
     let url = format!("rediss+cluster://localhost:{}", node.tls_port());
     works(trusted(options(&url), &node.certificates).connect().await.unwrap()).await.unwrap();
@@ -167,7 +167,7 @@ async fn an_encrypted_cluster() {
     assert!(matches!(error, ConnectError::ClientCertificate(_)), "{error:?}");
 }
 
-/// The rule in the docs, with what they add for a topology.
+/// The documented `ACL SETUSER` rule, with the rights `more` that the docs add for a topology.
 fn user(more: &str) -> String {
     let docs = include_str!("../../src/backend/redis/mod.rs");
     let rule = docs.lines().find_map(|line| line.strip_prefix("//! ACL ")).unwrap();
@@ -176,7 +176,7 @@ fn user(more: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_behind_sentinels() {
+async fn documented_user_works_behind_sentinels() {
     let deployment = SentinelDeployment::start();
     let url = deployment.url().replace("://", "://tollgate:password@");
     deployment.primary().query::<()>(&user("+role"));
@@ -194,28 +194,28 @@ async fn a_user_behind_sentinels() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_nobody_watches() {
+async fn unknown_sentinel_service_is_an_error() {
     let mut deployment = SentinelDeployment::start();
     let url = deployment.url().replace(SERVICE, "invoices");
     for sentinels_down in 0..3 {
-        // A name with a mistake in it is no outage.
+        // A misspelt service name is not an outage.
         for tolerates_outage in [false, true] {
             let error = options(&url).tolerate_outage(tolerates_outage).connect().await.unwrap_err();
             assert!(matches!(&error, ConnectError::Unsupported(_)), "{sentinels_down}: {error:?}");
-            assert!(story(&error).ends_with("no Sentinel watches over `invoices`"), "{}", story(&error));
+            assert!(causes(&error).ends_with("no Sentinel watches over `invoices`"), "{}", causes(&error));
         }
         block_in_place(|| deployment.sentinels[sentinels_down].kill());
     }
-    // Nobody says anything.
+    // No Sentinel is left to answer.
     assert!(
         matches!(options(&url).connect().await, Err(ConnectError::Store(failure)) if failure.error().is_unavailable())
     );
     assert!(options(&url).tolerate_outage(true).connect().await.is_ok());
 }
 
-/// Users are refused what the client library would say of itself, and servers keep a log of that.
+/// The client library would send `CLIENT SETINFO`. Servers refuse that to a restricted user, and log each refusal.
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_connects_asks_for_nothing_that_a_server_refuses() {
+async fn connecting_causes_no_command_errors() {
     let deployment = SentinelDeployment::start();
     let servers = deployment.servers.iter().chain(&deployment.sentinels);
     let mut observers: Vec<_> = servers.map(RedisServer::connection).collect();
@@ -223,14 +223,14 @@ async fn whoever_connects_asks_for_nothing_that_a_server_refuses() {
         let errors = |observer| query::<String>(observer, "INFO errorstats").unwrap();
         observers.iter_mut().map(errors).collect()
     };
-    // Asking for it counts as well.
+    // Looking up the primary may count as well, so it comes first.
     let primary = deployment.primary().url();
     let before = errors();
     let backend = RedisBackend::connect(deployment.url()).await.unwrap();
     let wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
     works(RedisBackend::connect(primary).await.unwrap()).await.unwrap();
     let after = errors();
-    // A script that was not there is none of this.
+    // `NOSCRIPT` errors are expected, so only `ERR` counts.
     let refused = |errors: &[String]| -> Vec<String> {
         errors
             .iter()
@@ -244,7 +244,7 @@ async fn whoever_connects_asks_for_nothing_that_a_server_refuses() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sentinels_that_hang_or_are_gone() {
+async fn hanging_and_dead_sentinels_are_skipped() {
     let mut deployment = SentinelDeployment::start();
     let proxy = Proxy::start(deployment.sentinels[0].port());
     proxy.door(Door::Silent);
@@ -256,7 +256,7 @@ async fn sentinels_that_hang_or_are_gone() {
         deployment.sentinels[2].port()
     );
     works(RedisBackend::connect(&url).await.unwrap()).await.unwrap();
-    // One that hangs for longer than there is to connect leaves it to the others to say what is wrong.
+    // A Sentinel that hangs beyond the connect timeout does not hide the error that the others report.
     let misspelt = RedisOptions::from_url(url.replace(SERVICE, "invoices")).unwrap();
     let misspelt = misspelt.connect_timeout(Duration::from_secs(2)).response_timeout(Duration::from_secs(30));
     let error = misspelt.connect().await.unwrap_err();
@@ -264,7 +264,7 @@ async fn sentinels_that_hang_or_are_gone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_of_a_cluster() {
+async fn documented_user_works_on_a_cluster() {
     let cluster = Cluster::start();
     let url = cluster.url().replace("://", "://tollgate:password@");
     for node in &cluster.nodes {
@@ -272,7 +272,7 @@ async fn a_user_of_a_cluster() {
     }
     let policy = Policy::new("connecting", Quota::per_hour(1).fixed_window());
     let limiter = Limiter::new(RedisBackend::connect(&url).await.unwrap(), policy).deadline(LONG);
-    // On every node, and over the redirections of a move.
+    // The user may call every node, and follow the redirections after a slot has moved.
     for subject in 0..100 {
         assert!(limiter.check(subject).await.unwrap().is_allowed());
     }
@@ -289,7 +289,7 @@ async fn a_user_of_a_cluster() {
     assert!(matches!(error, ConnectError::Permissions(_)), "{error:?}");
 }
 
-/// Three round trips to connect to it, and one to ask.
+/// Connecting to a node takes three round trips, and its first query one more.
 #[tokio::test(flavor = "multi_thread")]
 async fn distant_cluster_node_gets_its_timeout() {
     let cluster = Cluster::start();
@@ -300,12 +300,12 @@ async fn distant_cluster_node_gets_its_timeout() {
     works(patient.connect().await.unwrap()).await.unwrap();
     let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
     assert!(matches!(&error, ConnectError::Store(failure) if failure.error().is_unavailable()), "{error:?}");
-    assert!(story(&error).contains("no connection within 300ms"), "{error:?}");
+    assert!(causes(&error).contains("no connection within 300ms"), "{error:?}");
 }
 
-/// The connection that listens was given up after a second, so that nobody was told of anything.
+/// Regression: the subscriber connection was given up after a second, so waiters got no notifications.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_far_away_is_listened_to() {
+async fn distant_server_is_subscribed_to() {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
     proxy.to_client(Traffic::Delay(Duration::from_millis(1_200)));
@@ -315,14 +315,14 @@ async fn a_server_that_is_far_away_is_listened_to() {
     let listens = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
     let listeners = || server.query::<(String, u32)>("PUBSUB NUMSUB tollgate:2:{lock:default:a}:free").1;
     block_in_place(|| wait_until("the lock is listened to", || listeners() == 1));
-    // And it goes on to be, by that connection.
+    // The subscription stays, on the same connection.
     let opened = proxy.accepted();
     sleep(Duration::from_secs(3)).await;
     assert_eq!((listeners(), proxy.accepted()), (1, opened), "listeners, and connections ever opened");
     drop(listens);
 }
 
-/// They had a second to let somebody in, and half a second to answer.
+/// Regression: Sentinels had a fixed second to accept a connection, and half a second to answer.
 #[tokio::test(flavor = "multi_thread")]
 async fn distant_sentinels_get_their_timeout() {
     let deployment = SentinelDeployment::start();
@@ -338,10 +338,10 @@ async fn distant_sentinels_get_their_timeout() {
     assert!(matches!(&error, ConnectError::Store(failure) if failure.error().is_unavailable()), "{error:?}");
 }
 
-/// It happened that no more than two calls of several were on their way at a time, full or not: a burst of requests waited for dozens of round
-/// trips to a server in another zone, and most of them longer than they may.
+/// Regression: at most two calls were in flight at a time, full batches or not. A burst of requests waited for dozens of round trips to a
+/// server in another zone, and most of them timed out.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
+async fn burst_does_not_wait_for_sequential_round_trips() {
     const REQUESTS: usize = 2_000;
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port());
@@ -349,7 +349,7 @@ async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
     let limiter = Limiter::new(backend, Policy::new("burst", Quota::per_hour(1_000_000).fixed_window()));
     assert!(limiter.clone().deadline(LONG).check("first").await.unwrap().is_allowed());
     proxy.to_client(Traffic::Delay(Duration::from_millis(10)));
-    // A busy machine may be too slow for a burst, and round trips take their time in each.
+    // A busy machine may be too slow for one burst. Sequential round trips would make every burst late.
     let mut late = REQUESTS;
     for _ in 0..10 {
         let mut requests = JoinSet::new();
@@ -365,8 +365,7 @@ async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
     assert_eq!(late, 0, "of {REQUESTS}");
 }
 
-/// How long a process stands still: for longer than a call may take and a tenth of that, which is what it has left then to hear the
-/// answer.
+/// How long the process stalls. This exceeds the deadline by more than a tenth, which is the time left to read replies that have arrived.
 const STILL: Duration = Duration::from_millis(3_500);
 const STILL_DEADLINE: Duration = Duration::from_secs(3);
 
@@ -375,7 +374,7 @@ async fn patient(server: &RedisServer) -> RedisBackend {
     options.connect().await.unwrap()
 }
 
-/// Answers that are there already are not late: what was asked has been charged.
+/// Replies that have already arrived are not late: their requests were charged.
 #[tokio::test]
 async fn stalled_process_reads_replies_that_arrived() {
     let server = RedisServer::start();
@@ -387,7 +386,7 @@ async fn stalled_process_reads_replies_that_arrived() {
         let limiter = limiter.clone();
         requests.spawn(async move { limiter.check(i).await });
     }
-    // Until all of them have been sent.
+    // Wait until all of them are sent.
     for _ in 0..20 {
         yield_now().await;
     }
@@ -398,13 +397,13 @@ async fn stalled_process_reads_replies_that_arrived() {
 }
 
 #[tokio::test]
-async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
+async fn stalled_process_reads_outcomes_of_its_releases() {
     let server = RedisServer::start();
     let locks = Locks::new(patient(&server).await, "default").deadline(STILL_DEADLINE);
     for _ in 0..2 {
         let leases = locks.lock_all(0..64_u64).await.unwrap();
         let releasing = tokio::spawn(leases.release());
-        // Until all of them have been sent.
+        // Wait until all of them are sent.
         for _ in 0..20 {
             yield_now().await;
         }
@@ -413,9 +412,9 @@ async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
     }
 }
 
-/// What was opened for a call from a runtime that is gone went with it, and so did those who send what meets.
+/// Regression: connections that a call from another runtime opened ended with that runtime, and so did the tasks that send batches.
 #[test]
-fn calls_may_come_from_runtimes_that_end() {
+fn calls_survive_the_end_of_a_calling_runtime() {
     const CALLS: usize = 64;
     let server = RedisServer::start();
     let home = tokio::runtime::Runtime::new().unwrap();
@@ -425,7 +424,7 @@ fn calls_may_come_from_runtimes_that_end() {
     server.kill_clients();
     let visitor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     visitor.block_on(async {
-        // Until the connections have been opened again.
+        // Wait until the connections are open again.
         let begun = Instant::now();
         let mut worked = 0;
         while worked < 20 {
@@ -451,11 +450,11 @@ fn calls_may_come_from_runtimes_that_end() {
     let scripts = stats.lines().filter(|line| line.starts_with("cmdstat_eval"));
     let calls = scripts.filter_map(|line| line.split_once("calls=")?.1.split(',').next()?.parse::<usize>().ok());
     let calls = calls.sum::<usize>();
-    assert!(calls < CALLS, "{calls} calls of the server for {} of ours", 3 * CALLS);
+    assert!(calls < CALLS, "{calls} script calls for {} operations", 3 * CALLS);
 }
 
-/// Whoever waited for a connection when that runtime ended panicked, and what had been begun there was waited for ever after: no call went
-/// through any more, with Redis as well as ever.
+/// Regression: callers that waited for a connection panicked when its runtime ended. Later calls waited forever for the attempt begun
+/// there, although Redis was available.
 #[test]
 fn calls_survive_the_end_of_the_first_runtime() {
     let server = RedisServer::start();
@@ -467,10 +466,10 @@ fn calls_survive_the_end_of_the_first_runtime() {
     let limiter = limiter.deadline(Duration::from_secs(5));
     let visitor = tokio::runtime::Runtime::new().unwrap();
     let _ = visitor.block_on(limiter.check("alice")).unwrap();
-    // Nobody answers those who connect from now on.
+    // From now on, new connections get no reply.
     proxy.door(Door::Silent);
     proxy.cut();
-    // Whoever comes first finds that out.
+    // The first call finds the connection closed.
     let _ = visitor.block_on(limiter.check("alice"));
     let waiting = limiter.clone();
     let waiting = visitor.spawn(async move { waiting.check("alice").await });
@@ -482,14 +481,14 @@ fn calls_survive_the_end_of_the_first_runtime() {
     visitor.block_on(async {
         let begun = Instant::now();
         while let Err(error) = limiter.check("alice").await {
-            assert!(begun.elapsed() < Duration::from_secs(3), "{}", story(&error));
+            assert!(begun.elapsed() < Duration::from_secs(3), "{}", causes(&error));
         }
     });
-    // As often as that happens.
+    // The same holds when the second runtime ends.
     drop(visitor);
     let another = tokio::runtime::Runtime::new().unwrap();
     let _ = another.block_on(limiter.check("alice")).unwrap();
-    // Those who ask at the same time go together there as well.
+    // Concurrent checks are still batched in the third runtime.
     server.query::<()>("CONFIG RESETSTAT");
     another.block_on(async {
         let mut checks = JoinSet::new();
@@ -506,7 +505,7 @@ fn calls_survive_the_end_of_the_first_runtime() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_topology_than_the_url_says() {
+async fn wrong_topology_in_the_url_is_an_error() {
     let cluster = Cluster::start();
     let error = RedisBackend::connect(cluster.nodes[0].url()).await.unwrap_err();
     assert!(is_unsupported(&error, "redis+cluster://"), "{error:?}");
@@ -515,7 +514,7 @@ async fn another_topology_than_the_url_says() {
     assert!(is_unsupported(&error, "redis://"), "{error:?}");
     let error = RedisBackend::connect(server.url().replace("redis:", "redis+sentinel:") + "orders").await.unwrap_err();
     assert!(is_unsupported(&error, "not a Sentinel"), "{error:?}");
-    // It answers PING and INFO as a server does, and was taken for one that runs no scripts at the moment.
+    // A Sentinel answers PING and INFO like a server. It was once taken for a server that cannot run scripts at the moment.
     let sentinels = SentinelDeployment::start();
     for scheme in ["redis:", "redis+cluster:"] {
         let error = options(&sentinels.sentinels[0].url().replace("redis:", scheme)).connect().await.unwrap_err();
@@ -524,9 +523,9 @@ async fn another_topology_than_the_url_says() {
     }
 }
 
-/// An operator may have taken it away, or it is another kind of server.
+/// An operator may have disabled scripts, or the server is of another kind.
 #[tokio::test]
-async fn a_server_that_knows_no_scripts() {
+async fn server_without_scripts_is_unsupported() {
     for args in [["--rename-command", "EVALSHA", ""], ["--rename-command", "EVAL", ""]] {
         let server = RedisServer::start_with(&args);
         for tolerates_outage in [false, true] {
@@ -538,7 +537,7 @@ async fn a_server_that_knows_no_scripts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_program_can_ask_whether_redis_answers() {
+async fn ping_reports_whether_redis_answers() {
     let mut server = RedisServer::start();
     server.query::<()>("ACL SETUSER shop on >secret ~tollgate:2:* +@all -ping");
     let backend = options(&server.url()).user("shop", "secret").connect().await.unwrap();
@@ -555,19 +554,19 @@ async fn a_program_can_ask_whether_redis_answers() {
     let mut cluster = Cluster::start();
     let backend = RedisBackend::connect(cluster.url()).await.unwrap();
     for down in cluster.primaries() {
-        assert!(backend.ping().await.is_ok(), "{down} is the next to go");
+        assert!(backend.ping().await.is_ok(), "before node {down} is killed");
         block_in_place(|| cluster.nodes[down].kill());
     }
     block_in_place(|| cluster.nodes.iter_mut().for_each(RedisServer::kill));
     assert!(backend.ping().await.is_err());
 }
 
-/// Everything is stopped when the program starts, and goes on later.
+/// Connects while all servers are stopped, and resumes them later.
 async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'a RedisServer> + Clone) {
     let options = || RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));
     servers.clone().into_iter().for_each(RedisServer::pause);
     let error = options().connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Store(_)), "{url}: {}", story(&error));
+    assert!(matches!(error, ConnectError::Store(_)), "{url}: {}", causes(&error));
     let backend = options().tolerate_outage(true).connect().await.unwrap();
     assert!(backend.ping().await.is_err(), "{url}");
     let limiter = Limiter::new(backend.clone(), Policy::new("early", Quota::per_hour(1).fixed_window()));
@@ -577,14 +576,14 @@ async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'
     servers.into_iter().for_each(RedisServer::resume);
     let begun = Instant::now();
     while let Err(error) = limiter.check("alice").await {
-        assert!(begun.elapsed() < Duration::from_secs(30), "{url}: {}", story(&error));
+        assert!(begun.elapsed() < Duration::from_secs(30), "{url}: {}", causes(&error));
         sleep(Duration::from_millis(20)).await;
     }
     works(backend).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_program_that_says_so_starts_while_redis_is_down() {
+async fn tolerate_outage_starts_while_redis_is_down() {
     let server = RedisServer::start();
     starts_in_an_outage(&server.url(), [&server]).await;
     let deployment = SentinelDeployment::start();
@@ -594,14 +593,14 @@ async fn a_program_that_says_so_starts_while_redis_is_down() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_has_no_hurry_may_say_so() {
+async fn maximum_timeouts_work() {
     let (server, cluster) = (RedisServer::start(), Cluster::start());
     for url in [server.url(), cluster.url()] {
         let options = RedisOptions::from_url(url).unwrap();
         let options = options.connect_timeout(Duration::MAX).response_timeout(Duration::MAX);
         let backend = options.connect().await.unwrap();
         works(backend.clone()).await.unwrap();
-        // Claims are waited for longer than other commands, and somebody listens.
+        // Claims have a longer timeout than other commands, and workers and waiters subscribe.
         let queue = DelayQueue::<u32>::new(backend.clone(), "queue").deadline(LONG);
         let (done, mut is_done) = mpsc::unbounded_channel();
         let service = service_fn(move |job: Job<u32>| ready(done.send(*job).map_err(BoxError::from)));
@@ -618,21 +617,21 @@ async fn whoever_has_no_hurry_may_say_so() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_for_good_is_wrong_at_the_start() {
+async fn tolerate_outage_reports_permanent_errors() {
     let mut server = RedisServer::start();
     let options = || options(&server.url()).tolerate_outage(true);
     works(options().connect().await.unwrap()).await.unwrap();
     let error = options().user("nobody", "nothing").connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Credentials(_)), "{}", story(&error));
+    assert!(matches!(error, ConnectError::Credentials(_)), "{}", causes(&error));
     let error = options().connections(0).connect().await.unwrap_err();
     assert!(
         matches!(error, ConnectError::Config(ConfigError::ConnectionsOutOfRange { connections: 0, .. })),
         "{}",
-        story(&error)
+        causes(&error)
     );
     let no_such_database = RedisOptions::from_url(format!("{}99", server.url())).unwrap().tolerate_outage(true);
     assert!(no_such_database.connect().await.is_err());
-    // Who is not let in by a server that comes later hears of it then.
+    // If the server starts later, the first calls report the wrong credentials.
     let late = options().user("nobody", "nothing");
     server.kill();
     let backend = late.connect().await.unwrap();
@@ -643,11 +642,11 @@ async fn what_is_wrong_for_good_is_wrong_at_the_start() {
         if error.is_unauthorized() {
             return;
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "{}", story(&error));
+        assert!(begun.elapsed() < Duration::from_secs(30), "{}", causes(&error));
     }
 }
 
-/// A Sentinel that is cut off from the others names a server that does not even refuse: it is the first that is asked.
+/// A partitioned Sentinel, which is asked first, names a server that hangs.
 #[tokio::test(flavor = "multi_thread")]
 async fn unreachable_sentinel_does_not_hide_the_primary() {
     let deployment = SentinelDeployment::start();
@@ -663,7 +662,7 @@ async fn unreachable_sentinel_does_not_hide_the_primary() {
     let options = || RedisOptions::from_url(deployment.url()).unwrap().connect_timeout(Duration::from_secs(2));
     works(options().connect().await.unwrap()).await.unwrap();
     stale.resume();
-    // One that answers is not more the primary for that.
+    // The stale server is not used after it answers again.
     let backend = options().prefix("again").connect().await.unwrap();
     works(backend).await.unwrap();
     assert!(stale.query::<Vec<String>>("KEYS *").is_empty());

@@ -1,5 +1,5 @@
-//! What a server can answer instead of a decision, and what it is called then. Real servers where they can be brought to
-//! say it, a listener that says it otherwise.
+//! Error replies of a server, and the kind of `StoreError` that each becomes. A fake server sends the replies that a real one cannot be
+//! made to send.
 
 use crate::support;
 
@@ -18,24 +18,24 @@ fn limiter(backend: &RedisBackend) -> Limiter<RedisBackend> {
 }
 
 async fn check(server: &RedisServer) -> Result<(), StoreError> {
-    let backend = RedisBackend::connect(server.url()).await.expect("the server lets us in");
+    let backend = RedisBackend::connect(server.url()).await.expect("the server accepts the connection");
     limiter(&backend).check("alice").await.map(drop)
 }
 
-/// What went wrong at the bottom.
+/// The message of the innermost error.
 fn root(error: &dyn Error) -> String {
     error.source().map_or_else(|| error.to_string(), root)
 }
 
 #[tokio::test]
-async fn no_memory_left() {
+async fn full_memory_is_out_of_memory() {
     let server = RedisServer::start_with(&["--maxmemory", "1", "--maxmemory-policy", "noeviction"]);
     let error = check(&server).await.unwrap_err();
     assert!(error.is_out_of_memory(), "{error:?}");
 }
 
 #[tokio::test]
-async fn a_read_only_replica() {
+async fn read_only_replica_is_unavailable() {
     let primary = RedisServer::start();
     let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &primary.port().to_string()]);
     let error = check(&replica).await.unwrap_err();
@@ -44,7 +44,7 @@ async fn a_read_only_replica() {
 }
 
 #[tokio::test]
-async fn no_password_and_a_wrong_one() {
+async fn missing_and_wrong_passwords_are_unauthorized() {
     let server = RedisServer::start_with(&["--requirepass", "secret"]);
     let url = |userinfo: &str| format!("redis://{userinfo}127.0.0.1:{}/", server.port());
     for url in [url(""), url(":wrong@"), url("nobody:secret@")] {
@@ -55,9 +55,9 @@ async fn no_password_and_a_wrong_one() {
     RedisBackend::connect(url(":secret@")).await.unwrap();
 }
 
-/// It says so to whoever comes, whatever they ask for: their password, or the database, was said to be wrong.
+/// A full server answers any first command with this error. Regression: the error blamed the password or the database.
 #[tokio::test]
-async fn no_room_for_another_client() {
+async fn full_server_is_unavailable() {
     let server = RedisServer::start();
     server.query::<()>("ACL SETUSER shop on >secret ~* &* +@all");
     let urls = ["", "shop:secret@"].map(|userinfo| server.url().replace("://", &format!("://{userinfo}")));
@@ -71,7 +71,7 @@ async fn no_room_for_another_client() {
         assert!(matches!(&error, ConnectError::Store(failure) if failure.error().is_unavailable()), "{url}: {error:?}");
         options().tolerate_outage(true).connect().await.unwrap();
     }
-    // Nor are they by whoever was there already.
+    // A backend that was connected before reports the same error after it is disconnected.
     let _: u32 = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"]).query(&mut connection).unwrap();
     for _ in 0..3 {
         let error = limiter(&earlier).check("alice").await.unwrap_err();
@@ -83,7 +83,7 @@ async fn no_room_for_another_client() {
 }
 
 #[tokio::test]
-async fn a_user_who_may_not_run_scripts_or_touch_the_key() {
+async fn missing_script_and_key_rights_fail_connecting() {
     let server = RedisServer::start();
     let mut connection = server.connection();
     for (user, rules) in [("clerk", ["+@all", "-@scripting", "~*"]), ("stranger", ["+@all", "+@scripting", "~other:*"])]
@@ -100,9 +100,9 @@ async fn a_user_who_may_not_run_scripts_or_touch_the_key() {
     }
 }
 
-/// The server has its own words for that, and no code.
+/// The server reports this in a message without an error code.
 #[tokio::test]
-async fn a_user_who_may_run_scripts_but_not_what_they_do() {
+async fn commands_denied_inside_scripts_are_unauthorized() {
     let server = RedisServer::start();
     let mut connection = server.connection();
     let mut acl =
@@ -122,19 +122,19 @@ async fn a_user_who_may_run_scripts_but_not_what_they_do() {
 }
 
 #[tokio::test]
-async fn a_password_that_is_changed_while_connected() {
+async fn changed_password_refuses_new_connections() {
     let server = RedisServer::start();
     let backend = RedisBackend::connect(server.url()).await.unwrap();
     let mut connection = server.connection();
     let _: () = redis::cmd("CONFIG").arg(&["SET", "requirepass", "new"]).query(&mut connection).unwrap();
-    // Whoever is in stays in; whoever comes is refused, and told why at once.
+    // Open connections stay authenticated. New ones are refused at once, with the reason.
     let _ = limiter(&backend).check("alice").await.unwrap();
     let error = RedisBackend::connect(server.url()).await.unwrap_err();
     assert!(matches!(&error, ConnectError::Credentials(failure) if failure.error().is_unauthorized()), "{error:?}");
 }
 
 #[tokio::test]
-async fn nobody_there() {
+async fn refused_connection_is_unavailable() {
     let url = format!("redis://127.0.0.1:{}/", free_port());
     let start = Instant::now();
     let error = RedisBackend::connect(url).await.unwrap_err();
@@ -145,14 +145,14 @@ async fn nobody_there() {
 }
 
 #[tokio::test]
-async fn somebody_who_never_answers() {
+async fn silent_server_is_unavailable() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
     let start = Instant::now();
     let options = RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));
     let error = options.clone().connect().await.unwrap_err();
     let ConnectError::Store(failure) = &error else { panic!("{error:?}") };
-    // Nothing was sent, so nothing can have happened.
+    // No command was sent, so the server cannot have acted.
     assert!(failure.error().is_unavailable(), "{error:?}");
     assert_eq!(root(&error), "no connection within 200ms");
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
@@ -162,9 +162,9 @@ async fn somebody_who_never_answers() {
     assert_eq!(root(&error), "no connection within 200ms");
 }
 
-/// What is late is told apart by what it was too late for.
+/// The error tells whether the reply missed the deadline or the response timeout.
 #[tokio::test]
-async fn a_server_that_answers_late() {
+async fn late_reply_names_the_exceeded_timeout() {
     let server = RedisServer::start();
     let backend = RedisBackend::connect(server.url()).await.unwrap();
     assert!(limiter(&backend).check("alice").await.unwrap().is_allowed());
@@ -178,7 +178,7 @@ async fn a_server_that_answers_late() {
 }
 
 #[tokio::test]
-async fn options_that_cannot_work() {
+async fn invalid_options_are_config_errors() {
     let options = || RedisOptions::from_url("redis://127.0.0.1/").unwrap();
     let cases = [
         (options().connections(0), ConfigError::ConnectionsOutOfRange { connections: 0, max: 1_024 }),
@@ -194,12 +194,12 @@ async fn options_that_cannot_work() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_too_old() {
+async fn servers_before_6_2_are_unsupported() {
     for (version, will_do) in [("5.9.9", false), ("6.0.16", false), ("6.2.0", true), ("7.0.15", true)] {
         let info = format!("# Server\r\nredis_version:{version}\r\n");
         let result = RedisBackend::connect(serve(Some(info), "+OK")).await;
         let Err(error) = result else {
-            assert!(will_do, "{version} is let in");
+            assert!(will_do, "{version} is accepted");
             continue;
         };
         assert!(matches!(error, ConnectError::Unsupported(_)), "{version}: {error:?}");
@@ -208,9 +208,9 @@ async fn a_server_that_is_too_old() {
     }
 }
 
-/// The answers of a server, by what they are to us.
+/// Replies of a server, and the error kind that each becomes.
 #[tokio::test]
-async fn every_answer_has_its_meaning() {
+async fn replies_map_to_error_kinds() {
     type Is = fn(&StoreError) -> bool;
     let answers: [(&str, Is); 27] = [
         ("-LOADING Redis is loading the dataset in memory", StoreError::is_unavailable),
@@ -225,7 +225,7 @@ async fn every_answer_has_its_meaning() {
         ("-MISCONF Redis is configured to save RDB snapshots", StoreError::is_unavailable),
         ("-NOAUTH Authentication required.", StoreError::is_unauthorized),
         ("-NOPERM this user has no permissions to run the 'evalsha' command", StoreError::is_unauthorized),
-        // What a script may not do, in the words of 7.0, of 7.2 and Valkey, and of 6.2.
+        // Rights that a script lacks, as worded by 7.0, by 7.2 and Valkey, and by 6.2.
         (
             "-ERR The user executing the script can't run this command or subcommand script: abc, on @user_script:1.",
             StoreError::is_unauthorized,
@@ -255,7 +255,7 @@ async fn every_answer_has_its_meaning() {
         ("-OOM command not allowed when used memory > 'maxmemory'.", StoreError::is_out_of_memory),
         ("-WRONGTYPE Operation against a key holding the wrong kind of value", StoreError::is_foreign_data),
         ("-TOLLGATE the value is not a fixed window of version 1", StoreError::is_foreign_data),
-        // How Redis before 7 says what a script ran into.
+        // Errors inside a script, as worded before Redis 7.
         (
             "-ERR Error running script (call to f_0): @user_script:30: WRONGTYPE Operation against a key",
             StoreError::is_foreign_data,
@@ -269,7 +269,7 @@ async fn every_answer_has_its_meaning() {
             StoreError::is_unavailable,
         ),
         ("-@user_script: 108: -OOM command not allowed when used memory > 'maxmemory'.", StoreError::is_out_of_memory),
-        ("-ERR something nobody has heard of", is_other),
+        ("-ERR some unknown error", is_other),
         (":1", is_other),
         ("+OK", is_other),
         ("*2\r\n:1\r\n:2", is_other),
@@ -284,11 +284,11 @@ async fn every_answer_has_its_meaning() {
 }
 
 #[tokio::test]
-async fn nonsense_instead_of_the_protocol() {
+async fn non_protocol_replies_are_not_timeouts() {
     let url = serve(None, "HTTP/1.1 400 Bad Request");
     let backend = RedisOptions::from_url(url).unwrap().connections(1).connect().await.unwrap();
     for _ in 0..3 {
-        // The stream cannot be trusted any more, so the next call comes over a new connection and fares no better.
+        // The stream is unusable after that, so the next call uses a new connection and fails as well.
         let error = limiter(&backend).check("alice").await.unwrap_err();
         assert!(!error.is_timeout(), "{error:?}");
     }
@@ -302,7 +302,7 @@ fn is_other(error: &StoreError) -> bool {
         || error.is_foreign_data())
 }
 
-/// A server that lets everybody in, says `info` of itself, and answers every script with `answer`. It ends with the test process.
+/// A server that accepts every client, answers `INFO` with `info` and every script with `answer`. It runs until the test process ends.
 pub(crate) fn serve(info: Option<String>, answer: &str) -> String {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -321,7 +321,7 @@ fn converse(mut stream: TcpStream, info: Option<&str>, answer: &str) {
     let mut received = [0; 65_536];
     while let Ok(bytes @ 1..) = stream.read(&mut received) {
         let text = String::from_utf8_lossy(&received[..bytes]);
-        // What is sent before the first answer arrives in one piece here.
+        // The commands that a client sends before its first reply arrive in one read here.
         let commands = text.lines().filter(|line| line.starts_with('*')).count();
         let is_script = text.contains("EVAL") && !text.contains("{probe}");
         let reply = match info.filter(|_| text.lines().any(|line| line == "INFO")) {

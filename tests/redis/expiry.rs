@@ -1,5 +1,5 @@
-//! Whatever is asked of Redis, in whatever order: every key expires, none before what was written says nothing any more, none lives much
-//! longer than that, and a denial and a question leave all values as they are.
+//! Random sequences of operations on Redis. Every key expires, not before its contents are obsolete, and not much later. Denied requests
+//! and peeks change no value.
 
 use crate::support;
 
@@ -16,12 +16,12 @@ use tokio::task::JoinSet;
 use tollgate::rate_limit::{Algorithm, Decision, Limit, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Policy, Quota, RedisBackend};
 
-/// How much longer than it says something a key may live.
+/// How long a key may outlive its contents.
 const GRACE: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug)]
 struct Trace {
-    // The limits of each plan. A client changes plans now and then, and counts are carried over.
+    // The limits of each plan. Steps switch between plans, and counts are carried over.
     plans: Vec<Vec<Limit>>,
     change: QuotaChange,
     steps: Vec<Step>,
@@ -35,16 +35,16 @@ struct Step {
     verb: Verb,
 }
 
-/// Costs in parts per hundred of the smallest capacity, rounded down; 0 for one unit.
+/// Costs are percentages of the smallest capacity, rounded down. 0 stands for one unit.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
     Check(u32),
     CheckNothing,
     CheckAll(u32),
-    // So many requests of one unit at a time, which share calls.
+    // This many concurrent requests of one unit, which are batched.
     CheckTogether(usize),
     Peek(u32),
-    // Of the charge so many before.
+    // Refunds part of an earlier charge, counted back from the last one.
     GiveBack(usize, u32),
     ChargeAnyway(u32),
     Block(u64),
@@ -59,7 +59,7 @@ fn limits() -> impl Strategy<Value = Limit> {
         Just(Algorithm::SlidingWindow),
         Just(Algorithm::SlidingLog)
     ];
-    // Some run out while the trace goes on.
+    // Some windows expire during a trace.
     let window = prop_oneof![Just(20_u64), Just(300), Just(60_000)];
     (algorithm, window, 1_u32..20, 1_u32..40).prop_map(|(algorithm, window, units, burst)| {
         let quota = Quota::new(units, Duration::from_millis(window)).unwrap();
@@ -98,7 +98,7 @@ fn traces() -> impl Strategy<Value = Trace> {
     })
 }
 
-/// Time to live and serialized value of every key, all at one instant.
+/// The time to live and the serialized value of every key, read atomically.
 fn look(connection: &mut Connection) -> BTreeMap<String, (i64, Vec<u8>)> {
     let script = redis::Script::new(
         "local found = {}
@@ -115,12 +115,12 @@ fn look(connection: &mut Connection) -> BTreeMap<String, (i64, Vec<u8>)> {
     found.into_iter().map(|(key, ttl, value)| (key, (ttl, value))).collect()
 }
 
-/// How much was asked, and how much of that must not have changed anything.
+/// How many steps ran, and how many of them must not have changed a value.
 #[derive(Debug, Default)]
 struct Counted {
     steps: usize,
-    in_vain: usize,
-    // Keys whose time to live was compared with what they need.
+    unchanged: usize,
+    // Keys whose time to live was compared with the lifetime of their counts.
     charged: usize,
 }
 
@@ -142,12 +142,12 @@ impl Bench {
                 limits[1..].iter().fold(policy, |policy, limit| policy.limit(*limit))
             })
             .collect();
-        // As the docs have it: twice the longest window, or time to fill a bucket, and a quarter more.
+        // As documented: twice the longest window or time to fill a bucket, and a quarter more.
         let all = trace.plans.iter().flatten();
         let longest = all.map(|limit| limit.period().max(limit.quota().window())).max().unwrap() * 2 + GRACE;
         let longest = longest * 5 / 4 + GRACE;
         let mut charges: Vec<(usize, Key, Receipt, u32)> = Vec::new();
-        // Plans whose limits differ in more than their numbers are counted, and blocked, apart.
+        // Plans whose limits differ in algorithm or window have separate counts and blocks.
         let shape = |plan: usize| -> Vec<(Algorithm, Duration)> {
             let window = |limit: &Limit| match limit.algorithm() {
                 Algorithm::TokenBucket => Duration::ZERO,
@@ -165,7 +165,7 @@ impl Bench {
             let (looked, before) = (Instant::now(), look(&mut self.connection));
 
             let Self { runtime, backend, .. } = self;
-            // Whether anything may have changed.
+            // Whether the step may have changed a value.
             let changes = match step.verb {
                 Verb::Check(_) | Verb::CheckNothing => {
                     let cost = if let Verb::Check(share) = step.verb { units(share) } else { 0 };
@@ -228,7 +228,7 @@ impl Bench {
             };
 
             self.counted.steps += 1;
-            self.counted.in_vain += usize::from(!changes);
+            self.counted.unchanged += usize::from(!changes);
             let now = Instant::now();
             let after = look(&mut self.connection);
             for (name, (ttl, _)) in &after {
@@ -236,18 +236,18 @@ impl Bench {
                 let of_the_key = blocks.iter().filter(|((key, _), _)| name.contains(&format!(":{}}}", key.as_str())));
                 let blocked = of_the_key.map(|(_, until)| until.saturating_duration_since(now) + GRACE).max();
                 let blocked = blocked.unwrap_or_default();
-                // Redis counts in whole milliseconds at both ends, and scripts ask for whole ones.
+                // Redis rounds to whole milliseconds when it sets and reads an expiry, and scripts set whole milliseconds.
                 let most = longest.max(blocked) + Duration::from_millis(3);
                 let ttl = Duration::from_millis(u64::try_from(*ttl).unwrap());
                 prop_assert!(ttl <= most, "{} lives {:?} > {:?} after step {}: {:?}", name, ttl, most, number, step);
             }
-            // What was charged lasts for as long as it counts.
+            // A charged key lives for as long as its counts matter.
             if matches!(step.verb, Verb::Check(_) | Verb::CheckTogether(_)) {
                 let counts = policy.limits().iter().map(|limit| match limit.algorithm() {
                     Algorithm::TokenBucket => limit.period(),
                     Algorithm::FixedWindow => limit.quota().window(),
                     Algorithm::SlidingWindow => 2 * limit.quota().window(),
-                    // In a key of its own.
+                    // A sliding log has its own key.
                     _ => Duration::ZERO,
                 });
                 let least = counts.max().unwrap().saturating_sub(looked.elapsed());
@@ -300,7 +300,7 @@ fn every_key_expires_in_time_and_denials_write_nothing() {
     outcome.unwrap_or_else(|error| panic!("{error}"));
     let counted = &bench.borrow().counted;
     assert!(
-        counted.steps >= 1_000 && counted.in_vain >= 300 && counted.charged >= 300,
-        "{counted:?} is too little to say anything"
+        counted.steps >= 1_000 && counted.unchanged >= 300 && counted.charged >= 300,
+        "{counted:?} is too little to prove anything"
     );
 }

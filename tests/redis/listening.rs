@@ -1,4 +1,4 @@
-//! Messages of a cluster after its nodes have changed: whatever waits in this process has to hear of everything again.
+//! Notifications of a cluster after its nodes have changed. All waiters of a process must get notifications again.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ async fn connect(url: &str) -> RedisBackend {
     RedisBackend::connect(url).await.unwrap()
 }
 
-/// Waits for things that are all in slots of one primary.
+/// Starts waiters whose keys are all in slots of one primary.
 async fn wait_for(cluster: &Cluster, primary: usize, url: &str) -> Waiting {
     let is_there = |tag: &str| cluster.owner(slot(cluster, tag)) == primary;
     Waiting::start(connect(&cluster.url()).await, connect(url).await, is_there).await
@@ -32,12 +32,12 @@ async fn assert_in_time(waiting: &mut Waiting, when: &str) {
     assert!(lateness.iter().all(|(_, late)| *late < LATE), "{when}: {lateness:?}");
 }
 
-/// The client reconnected to the address of the dead primary again and again, or to the servers of the URL only, and nothing was heard any more.
+/// Regression: the client kept reconnecting to the dead primary, or only to the servers of the URL, and got no more notifications.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replica_that_took_over_is_listened_to() {
     let mut cluster = Cluster::start();
     let old = cluster.primaries()[0];
-    // The one host that the process knows from the beginning.
+    // The URL names this node only.
     let url = cluster.nodes[old].url().replace("redis:", "redis+cluster:");
     let mut waiting = wait_for(&cluster, old, &url).await;
     assert_in_time(&mut waiting, "before").await;
@@ -51,7 +51,7 @@ async fn replica_that_took_over_is_listened_to() {
     assert_in_time(&mut waiting, "after").await;
 }
 
-/// One command subscribed to all channels of a node again, which the node refuses for channels of several slots.
+/// Regression: one command renewed all subscriptions on a node. The node refuses a command with channels of several slots.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parts_of_a_queue_are_listened_to_after_a_cut() {
     let cluster = Cluster::start();
@@ -59,7 +59,7 @@ async fn parts_of_a_queue_are_listened_to_after_a_cut() {
     let mut worker = Worker::start(queue(connect(&cluster.url()).await));
     let teller = queue(connect(&cluster.url()).await);
     let channels = |node: &RedisServer| node.query::<Vec<String>>("PUBSUB SHARDCHANNELS").len();
-    // Before Redis 7 all nodes send everything.
+    // Before Redis 7, every node sends all notifications.
     let listened = || cluster.primaries().iter().map(|&node| channels(&cluster.nodes[node])).sum::<usize>();
     let are_all_listened_to = || version() < (7, 0) || listened() == 8;
     block_in_place(|| wait_until("all parts are listened to", are_all_listened_to));
@@ -73,14 +73,14 @@ async fn parts_of_a_queue_are_listened_to_after_a_cut() {
         late.push(worker.lateness(&teller).await);
     }
     late.sort_unstable();
-    // One that is not heard of is begun when the worker looks, every five seconds.
+    // Without a notification, the worker finds a job by its poll every five seconds.
     assert!(late[late.len() / 2] < LATE && late[late.len() - 1] < SOON, "{late:?}");
 }
 
-/// As a pod that comes back with another address.
+/// Like a pod that restarts with another address.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn node_with_another_address_is_listened_to() {
-    // Nobody takes its place meanwhile.
+    // The timeout is long, so no replica takes over meanwhile.
     let mut cluster = Cluster::start_with(&["--cluster-node-timeout", "15000"]);
     let node = cluster.primaries()[0];
     let mut waiting = wait_for(&cluster, node, &cluster.url()).await;
@@ -92,7 +92,7 @@ async fn node_with_another_address_is_listened_to() {
 
 /// Nothing has failed: the connection to the old primary stays open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn primary_that_was_demoted_is_left_by_listeners() {
+async fn subscribers_leave_a_demoted_primary() {
     let cluster = Cluster::start();
     let old = cluster.primaries()[0];
     let mut waiting = wait_for(&cluster, old, &cluster.url()).await;
@@ -105,9 +105,9 @@ async fn primary_that_was_demoted_is_left_by_listeners() {
     assert_in_time(&mut waiting, "after").await;
 }
 
-/// The client was not asked whether such a connection is alive.
+/// Regression: the client did not check whether such a connection is alive.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn primary_that_hangs_is_left_by_listeners() {
+async fn subscribers_leave_a_hanging_primary() {
     let cluster = Cluster::start();
     let old = cluster.primaries()[0];
     let mut waiting = wait_for(&cluster, old, &cluster.url()).await;
@@ -121,10 +121,10 @@ async fn primary_that_hangs_is_left_by_listeners() {
     assert_in_time(&mut waiting, "after").await;
 }
 
-/// The process went on connecting to it for as long as it had time, and looked at the map only then.
+/// Regression: the process tried to connect to that primary until its connect timeout, and read the slot map only afterwards.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn patient_process_leaves_a_primary_that_hangs() {
-    // The connection is known to be dead long before another node takes over.
+async fn long_connect_timeout_does_not_delay_the_failover() {
+    // The process notices the dead connection long before another node takes over.
     let cluster = Cluster::start_with(&["--cluster-node-timeout", "5000"]);
     let old = cluster.primaries()[0];
     let is_there = |tag: &str| cluster.owner(slot(&cluster, tag)) == old;
@@ -141,10 +141,10 @@ async fn patient_process_leaves_a_primary_that_hangs() {
     assert_in_time(&mut waiting, "after").await;
 }
 
-/// It was kept, and asked every second whether it is alive.
+/// Regression: the connection was kept, and checked for liveness every second.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connection_ends_when_its_node_has_no_channel_any_more() {
-    // Before it all nodes send everything.
+async fn connection_without_channels_is_closed() {
+    // Before Redis 7, every node sends all notifications.
     if version() < (7, 0) {
         return;
     }

@@ -1,6 +1,6 @@
 //! The Redis backend: connections, errors, faults, topologies and rights.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "a panic shows where the test failed")]
 
 #[path = "../support/mod.rs"]
 mod support;

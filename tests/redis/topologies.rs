@@ -1,4 +1,4 @@
-//! The contract behind Sentinels and on a cluster, and what is particular to them. One server alone is in `redis.rs`.
+//! The store contracts behind Sentinels and on a cluster, with failovers and slot migrations. `backend.rs` tests a single server.
 
 use crate::support;
 
@@ -77,8 +77,8 @@ mod behind_sentinels {
     }
 }
 
-/// It happened that a primary which was replaced without being down went on to count for seconds, until a Sentinel made it a
-/// replica, and all of that was lost.
+/// Regression: a primary that was replaced without being down counted requests for seconds, until a Sentinel made it a replica. Those
+/// counts were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replaced_primary_is_left_although_it_answers() {
     let deployment = SentinelDeployment::start();
@@ -94,14 +94,14 @@ async fn a_replaced_primary_is_left_although_it_answers() {
         sleep(Duration::from_millis(5)).await;
     }
     while deployment.servers[new].query::<Vec<String>>("KEYS *:after}:*").is_empty() {
-        // A Sentinel that makes the old one a replica takes longer.
+        // A Sentinel takes longer to make the old primary a replica.
         assert!(announced.elapsed() < Duration::from_secs(3), "the old primary is not left");
         let _ = limiter.check("after").await.unwrap();
         sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// Sentinels were only asked every 0.4 s, and what the old primary counted until then was lost.
+/// Regression: Sentinels were polled every 0.4 s, and the old primary's counts until then were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn announced_primary_is_followed_at_once() {
     let mut deployment = SentinelDeployment::start();
@@ -114,7 +114,7 @@ async fn announced_primary_is_followed_at_once() {
         block_in_place(|| wait_until("all Sentinels are listened to", || sentinels.iter().all(listens)));
     };
     all_are_listened_to(&deployment.sentinels);
-    // Nor is one forgotten that was away.
+    // A Sentinel that restarts is subscribed to again.
     block_in_place(|| {
         deployment.sentinels[2].kill();
         deployment.sentinels[2].restart();
@@ -136,11 +136,11 @@ async fn announced_primary_is_followed_at_once() {
     late.is_below(Duration::from_millis(150), "another primary was announced");
 }
 
-/// Sentinels that are told anew whom they watch over count failovers from zero again. The old primary goes on to answer.
+/// Sentinels that get a new `MONITOR` command count failovers from zero again. The old primary keeps answering.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unmonitored_primary_is_left() {
     let deployment = SentinelDeployment::start();
-    // So that there has been a failover, which is what connections go by.
+    // Fail over once first, because connections compare the number of failovers.
     let old = deployment.primary().port();
     deployment.fail_over();
     block_in_place(|| deployment.wait_for_another_primary(old));
@@ -152,7 +152,7 @@ async fn unmonitored_primary_is_left() {
     let backend = RedisBackend::connect(deployment.url()).await.unwrap();
     let listens = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
     let _ = limiter.check("before").await.unwrap();
-    // All of them first: one that still watches over the old one would tell the others of it, which would believe it.
+    // Remove the service from all Sentinels first. A Sentinel that still monitors the old primary would announce it to the others.
     for command in [format!("REMOVE {SERVICE}"), format!("MONITOR {SERVICE} 127.0.0.1 {} 2", new.port())] {
         for sentinel in &deployment.sentinels {
             sentinel.query::<()>(&format!("SENTINEL {command}"));
@@ -164,7 +164,7 @@ async fn unmonitored_primary_is_left() {
         let _ = limiter.check("after").await.unwrap();
         sleep(Duration::from_millis(20)).await;
     }
-    // Who listens for locks is told nothing by the old one any more.
+    // Waiters for locks subscribe on the new primary.
     let begun = Instant::now();
     while new.query::<Vec<String>>("PUBSUB CHANNELS *:free").is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is still listened to");
@@ -173,10 +173,10 @@ async fn unmonitored_primary_is_left() {
     drop(listens);
 }
 
-/// A Sentinel that was cut off from the others named a server that did not refuse, and those who had heard nobody else when they connected went on to
-/// use it: the watch compared what it heard with another one, to which it had connected before.
+/// Regression: a partitioned Sentinel named a server that accepted connections. Connections that had heard of no other server kept using
+/// it, because the watch compared announcements with another server, to which it had connected before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_is_left_that_only_a_sentinel_out_of_touch_has_named() {
+async fn primary_of_a_partitioned_sentinel_is_left() {
     let (old, new) = (RedisServer::start(), RedisServer::start());
     let (out_of_touch, sentinels) = (watches(old.port(), 5), [(); 2].map(|()| watches(new.port(), 6)));
     let proxies = sentinels.each_ref().map(|sentinel| Proxy::start(sentinel.port()));
@@ -200,7 +200,7 @@ async fn a_server_is_left_that_only_a_sentinel_out_of_touch_has_named() {
         }
     };
     goes_to(&new, "before").await;
-    // So that the watch knows it, too.
+    // Wait until the watch knows this primary, too.
     sleep(Duration::from_secs(1)).await;
 
     proxies.iter().for_each(|proxy| proxy.to_client(Traffic::Delay(Duration::from_millis(300))));
@@ -208,9 +208,9 @@ async fn a_server_is_left_that_only_a_sentinel_out_of_touch_has_named() {
     goes_to(&old, "meanwhile").await;
     proxies.iter().for_each(Proxy::heal);
     let (healed, mut counted, mut elsewhere) = (Instant::now(), keys(&old), 0);
-    // Before that it was each second one, or more.
+    // Until then, at least every second check goes to the old server.
     while elsewhere < 50 {
-        assert!(healed.elapsed() < Duration::from_secs(10), "it is not left");
+        assert!(healed.elapsed() < Duration::from_secs(10), "the old server is not left");
         let is_answered = limiter.check(("after", healed.elapsed().as_micros() as u64)).await.is_ok();
         let now = keys(&old);
         elsewhere = if now > counted { 0 } else { elsewhere + u32::from(is_answered) };
@@ -220,7 +220,7 @@ async fn a_server_is_left_that_only_a_sentinel_out_of_touch_has_named() {
     goes_to(&new, "in the end").await;
 }
 
-/// A Sentinel of its own, which has heard of so many failovers.
+/// Starts an isolated Sentinel that monitors `primary` and has seen `epoch` failovers.
 fn watches(primary: u16, epoch: u64) -> RedisServer {
     for _ in 0..10 {
         let (port, folder) = (free_port(), tempfile::tempdir().unwrap());
@@ -237,13 +237,13 @@ fn watches(primary: u16, epoch: u64) -> RedisServer {
     panic!("the Sentinel does not start");
 }
 
-/// What was pushed before and what comes later is done, and the worker knows nothing of it.
+/// Jobs that are pushed before and after the failover run, and the worker keeps running.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_of_a_queue_goes_on_with_the_primary_that_takes_over() {
+async fn worker_continues_on_the_promoted_primary() {
     let mut deployment = SentinelDeployment::start();
     let mut work = Work::start(RedisBackend::connect(deployment.url()).await.unwrap());
     work.push().await;
-    // What replicas do not have yet is lost with a primary.
+    // Jobs that no replica has yet would be lost with the primary.
     block_in_place(|| deployment.wait_until_whole());
     let old = block_in_place(|| deployment.kill_primary());
     let port = deployment.servers[old].port();
@@ -252,9 +252,9 @@ async fn a_worker_of_a_queue_goes_on_with_the_primary_that_takes_over() {
     work.end().await;
 }
 
-/// A claim is waited for longer than requests are, but not for a primary that is none any more.
+/// Claims have a longer timeout than other calls, but a worker does not wait for a replaced primary.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_claim_that_a_dead_primary_has_taken_holds_no_worker_up() {
+async fn claim_on_a_dead_primary_does_not_block_the_worker() {
     let deployment = Arc::new(SentinelDeployment::start());
     let queue = DelayQueue::new(RedisBackend::connect(deployment.url()).await.unwrap(), "work");
     let old = deployment.primary_index();
@@ -264,14 +264,14 @@ async fn a_claim_that_a_dead_primary_has_taken_holds_no_worker_up() {
     late.is_below(Duration::from_millis(1_500), "another primary was announced");
 }
 
-/// Who follows failovers ends with the runtime in which the backend was made, and has to begin again in another one.
+/// The task that follows failovers ends with the runtime that created the backend. It must start again in another runtime.
 #[test]
 fn replaced_primary_is_left_after_the_first_runtime_ended() {
     let deployment = SentinelDeployment::start();
     let limiter = from_a_runtime_that_has_ended(&deployment.url());
     runtime().block_on(async {
         works(&limiter, "before").await;
-        // It looks for a primary from the first call on, and is to know this one.
+        // The watch starts with the first call. Wait until it knows this primary.
         sleep(Duration::from_secs(1)).await;
         let old = deployment.primary().port();
         deployment.fail_over();
@@ -288,7 +288,7 @@ fn replaced_primary_is_left_after_the_first_runtime_ended() {
 mod on_a_cluster {
     use super::*;
 
-    /// As behind Sentinels.
+    /// The same on a cluster as behind Sentinels.
     #[test]
     fn moved_node_is_left_after_the_first_runtime_ended() {
         let cluster = Cluster::start();
@@ -297,7 +297,7 @@ mod on_a_cluster {
             works(&limiter, "a").await;
             let keys = |node: usize| cluster.nodes[node].query::<Vec<String>>("KEYS *").pop();
             let (owner, key) =
-                cluster.primaries().into_iter().find_map(|node| Some((node, keys(node)?))).expect("it is counted");
+                cluster.primaries().into_iter().find_map(|node| Some((node, keys(node)?))).expect("a key exists");
             let slot: u16 = cluster.nodes[owner].query(&format!("CLUSTER KEYSLOT {key}"));
             cluster.nodes[owner].pause();
             block_in_place(|| cluster.wait_for_another_owner(slot, owner));
@@ -355,7 +355,7 @@ mod on_a_cluster {
         );
     }
 
-    /// As a user who may do no more than the docs say.
+    /// The user has only the documented rights.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn waiter_is_notified_after_its_lock_moved() {
         let cluster = Cluster::start();
@@ -378,7 +378,7 @@ mod on_a_cluster {
             let channels = if version() >= (7, 0) { "PUBSUB SHARDCHANNELS" } else { "PUBSUB CHANNELS" };
             node.query::<Vec<String>>(channels).contains(&channel.to_owned())
         };
-        let told_after = async |turn| {
+        let notified_after = async |turn| {
             let lease = here.lock("a").await.unwrap();
             let there = there.clone();
             let waiting = tokio::spawn(async move {
@@ -390,7 +390,7 @@ mod on_a_cluster {
             let owner = cluster.owner(slot);
             let heard = || listens(&cluster.nodes[owner]) || (version() < (7, 0) && cluster.nodes.iter().any(listens));
             block_in_place(|| wait_until(&format!("the node that has the lock is listened to in turn {turn}"), heard));
-            // Long enough after a look at the lock, and before the next one.
+            // Between two polls of the lock.
             sleep(Duration::from_millis(300)).await;
             let given_back = Instant::now();
             lease.release().await.unwrap();
@@ -398,23 +398,23 @@ mod on_a_cluster {
         };
         for turn in 0..3 {
             let owner = cluster.owner(slot);
-            // Whoever is not told in time for want of a processor is in one of a few tries; who looks once a second is in none.
+            // A waiter that lacks a processor is notified in time in one of a few tries. A waiter that polls once a second never is.
             let mut took = Vec::new();
             while took.last().is_none_or(|took| *took >= Duration::from_millis(400)) {
-                assert!(took.len() < 5, "it took {took:?} to be told in turn {turn}");
-                took.push(told_after(turn).await);
+                assert!(took.len() < 5, "notifications took {took:?} in turn {turn}");
+                took.push(notified_after(turn).await);
             }
-            // Another node has it the next time.
+            // Another node owns the slot in the next turn.
             let next = cluster.primaries().into_iter().find(|primary| *primary != owner).unwrap();
             block_in_place(|| cluster.migrate(slot, next));
         }
     }
 
-    /// The client connects to all nodes that it is told before it listens to any, and gave up before it had given up the one that hangs: who waited looked
-    /// once a second for as long as that lasted.
+    /// Regression: the client connects to all known nodes before it subscribes. It gave up before its attempt to connect to the hanging
+    /// node did, so waiters polled once a second meanwhile.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn waiter_is_notified_while_an_unrelated_node_hangs() {
-        // It stays one of the nodes.
+        // The timeout is long, so the paused replica stays a known node.
         let cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
         let replica = cluster.replica_of(0);
         assert!(cluster.url().contains(&cluster.nodes[replica].port().to_string()));
@@ -435,11 +435,11 @@ mod on_a_cluster {
         waiting.await.unwrap().unwrap().release().await.unwrap();
     }
 
-    /// A node that was restarted and reads its data refuses connections to it, which was taken for an answer: for as long as it read, its slots were down although its
-    /// replica had taken over.
+    /// A restarted node refuses connections while it loads its data. Regression: the refusal counted as a reply, so the slots of the node
+    /// were unavailable during the load, although its replica had taken over.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn loading_node_is_left_for_its_successor() {
-        // Nobody takes its place before it is told to.
+        // The timeout is long, so no replica takes over before the test promotes it.
         let mut cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
         let policy = Policy::new("loads", Quota::per_hour(1_000_000).fixed_window());
         let limiter = Limiter::new(connect(&cluster.url()).await, policy).deadline(Duration::from_secs(10));
@@ -453,15 +453,15 @@ mod on_a_cluster {
             old.kill();
             old.restart_slowly();
         });
-        let story = async || match limiter.check("alice").await {
+        let cause = async || match limiter.check("alice").await {
             Ok(_) => String::new(),
             Err(error) => std::error::Error::source(&error).unwrap().to_string(),
         };
         let begun = Instant::now();
-        while !story().await.contains("loading") {
-            assert!(begun.elapsed() < Duration::from_secs(20), "{}", story().await);
+        while !cause().await.contains("loading") {
+            assert!(begun.elapsed() < Duration::from_secs(20), "{}", cause().await);
         }
-        // Whatever looks at the map for other reasons has done so.
+        // Wait until reloads of the slot map for other reasons are over.
         sleep(Duration::from_secs(1)).await;
         cluster.nodes[replica].query::<()>("CLUSTER FAILOVER TAKEOVER");
         let begun = Instant::now();
@@ -472,8 +472,8 @@ mod on_a_cluster {
         assert!(!cluster.nodes[owner].is_answering(), "it is still loading");
     }
 
-    /// A slot may be open for minutes, or for good where a move was given up. A node refuses any command with several keys of which it has not all, and there
-    /// never is a key of the name of a channel.
+    /// A slot may be migrating for minutes, or forever if the move was abandoned. Meanwhile a node refuses a command with several keys if
+    /// it lacks one of them. A channel name never exists as a key.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn operation_completes_while_its_slot_moves() {
         let cluster = Cluster::start();
@@ -481,7 +481,7 @@ mod on_a_cluster {
         let locks = Locks::new(backend.clone(), "default").deadline(Duration::from_secs(2));
         let taken = [locks.lock("a").await.unwrap(), locks.clone().fair().lock("b").await.unwrap()];
         let (lease, retention) = (Duration::from_secs(60), Duration::from_secs(60));
-        // Those without a bound of their caller, and one whose record is counted.
+        // Two claims without a record bound, and one with a bound, whose record is counted.
         let claims = [("done", None), ("given-back", None), ("counted", Some(100))].map(|(key, most)| {
             let token = Token::random().unwrap();
             let mut claim = Claim::new(token, Digest::default(), lease, retention);
@@ -491,7 +491,7 @@ mod on_a_cluster {
         for (operation, claim) in &claims {
             assert!(matches!(backend.begin(operation, claim).await.unwrap(), Begun::Granted { .. }));
         }
-        // The count is gone, so the slot of that record has only one of the two keys.
+        // Without the count, the slot of that record holds only one of the two keys.
         for primary in &cluster.nodes[..3] {
             for count in primary.query::<Vec<String>>("KEYS *:records") {
                 assert_eq!(primary.query::<u64>(&format!("DEL {count}")), 1);
@@ -516,10 +516,10 @@ mod on_a_cluster {
         assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
     }
 
-    /// One of them was taken before the slot was opened and is where it was, and one since then, where the slot is to go. They were renewed in one call,
-    /// which is refused then, as often as they are tried together: both leases were lost, though Redis had both.
+    /// One lock is acquired before the migration and lies on the old node. The other is acquired during it and lies on the new node.
+    /// Regression: one call renewed both. Every attempt was refused, so both leases were lost although Redis had them.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn locks_of_one_slot_are_renewed_while_it_is_on_its_way() {
+    async fn locks_of_a_migrating_slot_are_renewed() {
         let cluster = Cluster::start();
         let backend = connect(&cluster.url()).await;
         // They share a slot.
@@ -536,10 +536,10 @@ mod on_a_cluster {
         let to = (cluster.owner(slot) + 1) % 3;
         block_in_place(|| cluster.open(slot, to));
         let others = take(&since).await;
-        // Nobody holds them by these.
-        let [nobody, gone] = [(); 2].map(|()| Token::random().unwrap());
+        // These tokens hold neither lock.
+        let [unknown, gone] = [(); 2].map(|()| Token::random().unwrap());
         for replicas in 0..2 {
-            let renewals = [(before, held), (before, nobody), (since, gone), (since, others)];
+            let renewals = [(before, held), (before, unknown), (since, gone), (since, others)];
             let renewals = renewals.map(|(lock, token)| {
                 let mut renewal = Renewal::new(lock, token, ttl);
                 (renewal.replicas.count, renewal.replicas.within) = (replicas, Duration::from_secs(4));
@@ -550,7 +550,8 @@ mod on_a_cluster {
         }
     }
 
-    /// A node refuses several keys of which another one has some. A command was sent again for 62 ms in all, or to five other nodes, whatever its deadline.
+    /// A node refuses a command if another node has some of its keys. Regression: retries ended after 62 ms or five other nodes, whatever
+    /// the deadline.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn scripts_of_several_keys_wait_while_their_slot_moves() {
         let cluster = Cluster::start();
@@ -596,7 +597,7 @@ mod on_a_cluster {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_worker_of_a_queue_goes_on_wherever_its_slot_is() {
+    async fn worker_follows_the_slot_of_its_queue() {
         let mut cluster = Cluster::start();
         let mut work = Work::start(RedisBackend::connect(cluster.url()).await.unwrap());
         let slot: u16 = cluster.nodes[0].query("CLUSTER KEYSLOT {delay_queue:work}");
@@ -607,7 +608,7 @@ mod on_a_cluster {
         block_in_place(|| cluster.fail_over((first + 1) % 3));
         let (_, second) = block_in_place(|| cluster.wait_for_another_owner(slot, (first + 1) % 3));
         work.push().await;
-        // What replicas do not have yet is lost with a primary.
+        // Jobs that no replica has yet would be lost with the primary.
         block_in_place(|| {
             cluster.wait_until_whole();
             cluster.nodes[second].kill();
@@ -617,9 +618,9 @@ mod on_a_cluster {
         work.end().await;
     }
 
-    /// As behind Sentinels.
+    /// The same on a cluster as behind Sentinels.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_claim_that_a_dead_node_has_taken_holds_no_worker_up() {
+    async fn claim_on_a_dead_node_does_not_block_the_worker() {
         let cluster = Arc::new(Cluster::start());
         let queue = DelayQueue::new(RedisBackend::connect(cluster.url()).await.unwrap(), "work");
         let slot: u16 = cluster.nodes[0].query("CLUSTER KEYSLOT {delay_queue:work}");
@@ -630,11 +631,11 @@ mod on_a_cluster {
         late.is_below(Duration::from_millis(1_500), "the slot had another owner");
     }
 
-    /// Pushes of one moment go together, and those to a node that hangs kept all others waiting. They held the places there are for calls
-    /// when nobody waited for them any more, until none was left for others.
+    /// Regression: concurrent pushes are batched, and pushes to a hanging node delayed all others. They also occupied slots for calls after
+    /// their callers had given up, until no slot was left.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_node_that_hangs_holds_up_no_pushes_to_another_one() {
-        // Nobody takes its place meanwhile.
+    async fn hanging_node_delays_no_push_to_another_node() {
+        // The timeout is long, so no replica takes over meanwhile.
         let cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
         let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(2));
         let backend = options.connect().await.unwrap();
@@ -642,13 +643,13 @@ mod on_a_cluster {
         let (here, names) = (cluster.owner(slot("here")), (0..).map(|i| format!("there-{i}")));
         let there = names.into_iter().find(|name| cluster.owner(slot(name)) != here).unwrap();
         let deadline = Duration::from_millis(300);
-        // A circuit that is open would not ask the node that hangs, and callers that wait for nothing would have the threads.
+        // With a circuit breaker, an open circuit would skip the hanging node, and callers that fail at once would occupy the threads.
         let queue = |name: &str| {
             DelayQueue::<usize>::new(backend.clone(), name.to_owned())
                 .deadline(deadline)
                 .circuit_breaker(CircuitBreaker::off())
         };
-        // Which a push to the node that is well has no need of: less than the other one lets calls wait.
+        // A push to the healthy node does not need this deadline, which is shorter than the response timeout.
         let patience = Duration::from_secs(1);
         let (here, there) = (queue("here").deadline(patience), queue(&there));
         here.push(0).await.unwrap();
@@ -656,7 +657,7 @@ mod on_a_cluster {
         let hanging = &cluster.nodes[cluster.owner(slot(there.name().as_str()))];
         hanging.pause();
         let failures = async |queue: DelayQueue<usize>, i: usize| {
-            // So that each call has some for either node.
+            // Staggers the callers, so that each batch has pushes for both nodes.
             sleep(Duration::from_millis(i as u64 * 10)).await;
             let (begun, mut failures, mut pushes) = (Instant::now(), 0, 0);
             while begun.elapsed() < Duration::from_secs(2) {
@@ -671,14 +672,14 @@ mod on_a_cluster {
             to_there.spawn(failures(there.clone(), i));
         }
         for (failures, pushes) in to_here.join_all().await {
-            assert_eq!(failures, 0, "of {pushes} pushes to a node that is well");
+            assert_eq!(failures, 0, "of {pushes} pushes to a healthy node");
         }
         assert!(to_there.join_all().await.into_iter().all(|(failures, pushes)| failures == pushes));
         hanging.resume();
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_queue_in_parts_is_worked_on_as_one_wherever_they_are() {
+    async fn split_queue_is_worked_across_nodes() {
         let cluster = CLUSTER.get(Cluster::start);
         let backend = connect(&cluster.url()).await;
         let mut work = Work::on(DelayQueue::new(backend, "split").split(8));
@@ -688,12 +689,12 @@ mod on_a_cluster {
             .map(|part| cluster.owner(cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{delay_queue:split{part}}}"))))
             .collect();
         assert!(owners.len() > 1, "all parts are on {owners:?}");
-        // One job after the other wakes the worker by a message of the node that it lies on.
+        // Each job wakes the worker by a notification of the node that stores it.
         for job in work.pushed..work.pushed + 20 {
             let begun = Instant::now();
             work.queue.push(job).id(job.to_string()).await.unwrap();
             while !work.done.lock().unwrap().contains(&job) {
-                assert!(begun.elapsed() < Duration::from_secs(3), "nobody has looked at {job}");
+                assert!(begun.elapsed() < Duration::from_secs(3), "job {job} has not started");
                 sleep(Duration::from_millis(1)).await;
             }
         }
@@ -728,7 +729,8 @@ mod on_a_cluster {
         }
     }
 
-    /// A decision about subjects on two nodes was given up at its deadline while one of these did not answer, and the other had charged.
+    /// Regression: a check of keys on two nodes was cancelled at its deadline because one node did not answer. The other node had charged
+    /// its key.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn charge_of_one_node_is_refunded_if_another_times_out() {
         let cluster = Cluster::start();
@@ -741,28 +743,28 @@ mod on_a_cluster {
         let other = (0..).map(|n| format!("bob{n}")).find(|other| owner(other) != owner("alice")).unwrap();
         let requests = ["alice", &other].map(|key| Request { policy: policy.clone(), key: key.into(), cost: 2 });
         let left = async || backend.peek(&policy, &"alice".into(), 1).await.unwrap().remaining();
-        // Whatever has to be loaded or connected is there.
+        // Load the scripts and open the connections first.
         assert!(backend.check_all(&requests).await.unwrap().iter().all(Decision::is_allowed));
         assert_eq!(left().await, Some(3));
 
         cluster.nodes[owner(&other)].pause_clients(Duration::from_secs(2));
         assert!(
             timeout(Duration::from_millis(250), backend.check_all(&requests)).await.is_err(),
-            "one does not answer"
+            "one node does not answer"
         );
         let given_back = async {
             while left().await != Some(3) {
                 sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(Duration::from_secs(5), given_back).await.expect("what was charged is given back");
-        // And it is when the failure is the node's, and waited for.
-        assert!(backend.check_all(&requests).await.is_err(), "it is paused still");
+        timeout(Duration::from_secs(5), given_back).await.expect("the charge is refunded");
+        // The charge is also refunded if the caller waits for the failure of the node.
+        assert!(backend.check_all(&requests).await.is_err(), "the node is still paused");
         assert_eq!(left().await, Some(3));
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_key_is_counted_on_while_its_slot_moves_from_node_to_node() {
+    async fn key_keeps_its_count_while_its_slot_moves() {
         let cluster = Cluster::start();
         let policy = Policy::new("moves", Quota::per_hour(1_000).fixed_window());
         let limiter = Limiter::new(connect(&cluster.url()).await, policy).deadline(Duration::from_secs(10));
@@ -775,7 +777,7 @@ mod on_a_cluster {
     }
 }
 
-/// How long something took, and for how much of that this program or a server of it had no processor.
+/// How long an event took, and how long this process or its servers had no processor meanwhile.
 struct Late {
     took: Duration,
     waited: Duration,
@@ -789,7 +791,7 @@ impl Late {
     }
 }
 
-/// How long after `replaced` a job is worked on that a server should have given to a worker, which it does not answer any more.
+/// Measures how long after `replaced` a job starts. The server that should have delivered it no longer answers the worker.
 async fn done_after(
     queue: DelayQueue<u32>,
     pause: impl Fn() + Clone + Send + 'static,
@@ -806,10 +808,10 @@ async fn done_after(
     });
     let queue = queue.deadline(Duration::from_secs(1));
     queue.push(1).delay(Duration::from_secs(1)).await.unwrap();
-    // Until a replica has it.
+    // Wait until a replica has the job.
     sleep(Duration::from_millis(200)).await;
     queue.push(0).await.unwrap();
-    // Its claims are waited for as long as any.
+    // The claims of this worker have the longest timeout.
     let worker = DelayQueueWorker::new(queue, service).concurrency(1).lease(Duration::from_secs(30));
     let worker = tokio::spawn(worker.run());
     assert_eq!(jobs.recv().await, Some(0));
@@ -829,7 +831,7 @@ fn from_a_runtime_that_has_ended(url: &str) -> Limiter<RedisBackend> {
     Limiter::new(runtime().block_on(RedisBackend::connect(url)).unwrap(), policy).deadline(Duration::from_secs(10))
 }
 
-/// Waits for the first decision.
+/// Waits until a check succeeds.
 async fn works(limiter: &Limiter<RedisBackend>, subject: &'static str) {
     let begun = Instant::now();
     while let Err(error) = limiter.check(subject).await {
@@ -837,7 +839,7 @@ async fn works(limiter: &Limiter<RedisBackend>, subject: &'static str) {
     }
 }
 
-/// A queue and a worker of it, which is to outlive whatever becomes of the servers.
+/// A queue and its worker, which must survive every fault of the servers.
 struct Work {
     queue: DelayQueue<u32>,
     pushed: u32,
@@ -869,7 +871,7 @@ impl Work {
         Self { queue, pushed: 0, done, stop, worker }
     }
 
-    /// Pushes jobs that are due within the next three seconds, each until it is kept.
+    /// Pushes jobs that are due within the next three seconds, and retries each push until it succeeds.
     async fn push(&mut self) {
         for job in self.pushed..self.pushed + Self::BATCH {
             let push =
@@ -883,7 +885,7 @@ impl Work {
         self.pushed += Self::BATCH;
     }
 
-    /// Waits until all jobs are done, and lets the worker end.
+    /// Waits until all jobs are done, and stops the worker.
     async fn end(self) {
         let begun = Instant::now();
         let is_over = async || {

@@ -1,6 +1,7 @@
-//! What a user of Redis has to be allowed for each capability: all that the docs list, and no more than that.
+//! The rights that a Redis user needs for each capability: every right that the docs list, and no other.
 //!
-//! Some of what is missing is done without: who may not subscribe looks now and then. So the server is asked what it has refused.
+//! The crate works around some missing rights: for instance, waiters that may not subscribe poll. So the tests read the refused commands
+//! from the server's ACL log.
 
 use crate::support;
 
@@ -22,16 +23,16 @@ use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore, Token};
 use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
 
 const MINUTE: Duration = Duration::from_secs(60);
-/// How long something may take until the server has refused what a user may not do.
+/// How long the server may take to refuse a command that the user lacks.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is tried, and makes no difference: `PING` is answered by a refusal as well, whoever may not look at lines stands in none, and the docs say
-/// what `INFO` is for.
+/// Refusals without an effect. A refused `PING` is an answer as well, a client that may not call `ZRANGE` is in no wait queue, and the docs
+/// explain `INFO`.
 const DONE_WITHOUT: [&str; 3] = ["command ping", "command zrange", "command info"];
-/// How long a channel is listened to that nobody waits for any more, and somewhat longer.
+/// Slightly longer than a channel stays subscribed without a waiter.
 const LINGER: Duration = Duration::from_millis(2_500);
 
-/// The words between the backticks that follow `start` in the docs; of a block without any, the rest of the line.
+/// The words of the docs after `start`, up to the next backtick or the end of the line.
 fn documented(start: &str) -> Vec<&'static str> {
     let docs = include_str!("../../src/backend/redis/mod.rs");
     let (_, rule) = docs.split_once(start).unwrap_or_else(|| panic!("the docs say {start}"));
@@ -47,14 +48,14 @@ fn for_waiting() -> Vec<&'static str> {
         .concat()
 }
 
-/// Lets the user do what these words say, and nothing else.
+/// Gives the user exactly these rights.
 fn allow(server: &RedisServer, words: &[&str]) {
     server.query::<()>("ACL DELUSER tollgate");
     server.query::<()>(&format!("ACL SETUSER tollgate {}", words.join(" ")));
     server.query::<()>("ACL LOG RESET");
 }
 
-/// What the server has refused.
+/// The commands, keys and channels that the server has refused.
 fn refused(server: &RedisServer) -> Vec<String> {
     let entries: Vec<HashMap<String, redis::Value>> = server.query("ACL LOG");
     let text = |value: &redis::Value| redis::from_redis_value::<String>(value.clone()).unwrap();
@@ -65,7 +66,7 @@ async fn connect(server: &RedisServer) -> Result<RedisBackend, BoxError> {
     Ok(RedisBackend::connect(server.url().replace("://", "://tollgate:password@")).await?)
 }
 
-/// Does everything with what the docs say, and again without each command of `own`.
+/// Runs `everything` with the documented rights, and again without each command of `own`.
 async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
     server: &RedisServer,
     others: &[&str],
@@ -74,7 +75,7 @@ async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
 ) {
     let all = [others, own].concat();
     allow(server, &all);
-    let outcome = timeout(MINUTE, everything()).await.expect("it comes to its end");
+    let outcome = timeout(MINUTE, everything()).await.expect("the operations end in time");
     let mut missed = refused(server);
     missed.retain(|object| !DONE_WITHOUT.contains(&&**object));
     assert!(outcome.is_ok() && missed.is_empty(), "{outcome:?}, refused: {missed:?}");
@@ -83,12 +84,12 @@ async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
     for command in commands {
         let rest: Vec<_> = all.iter().copied().filter(|word| word != command).collect();
         allow(server, &rest);
-        // Whether or not it fails: some of it is done in another way.
+        // The outcome does not matter, because the crate works around some missing rights.
         let misses = async {
             let _ = timeout(PATIENCE, everything()).await;
         };
         let is_missed = async {
-            // Before 7.0 a command has no parts.
+            // Before Redis 7, the log names no subcommands.
             let known = command[1..].split('|').next().unwrap();
             while !refused(server).iter().any(|object| object.starts_with(&format!("command {known}"))) {
                 sleep(Duration::from_millis(20)).await;
@@ -100,12 +101,12 @@ async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
         };
         tokio::select! {
             () = is_missed => {}
-            () = both => panic!("nobody misses {command}: refused {:?}", refused(server)),
+            () = both => panic!("nothing needs {command}: refused {:?}", refused(server)),
         }
     }
 }
 
-/// A name that nobody has used before: whoever was refused something in the middle may have left something behind.
+/// An unused name, because an operation that was refused halfway may leave keys behind.
 fn fresh() -> Result<String, BoxError> {
     Ok(JobId::unique()?.as_str().to_owned())
 }
@@ -114,14 +115,14 @@ fn quick(locks: Locks) -> Locks {
     locks.deadline(Duration::from_secs(2)).wait(PATIENCE)
 }
 
-/// Locks that are taken, waited for, renewed, taken together, and taken and given back in large numbers.
+/// Acquires, waits for and renews locks, acquires several at once, and acquires and releases many.
 async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
     let (a, b) = (&fresh()?, &fresh()?);
     let (here, there) =
         (quick(Locks::new(connect(server).await?, "default")), quick(Locks::new(connect(server).await?, "default")));
     let lease = here.lock(a.clone()).ttl(Duration::from_millis(1_500)).await?;
     let waiting = tokio::spawn(there.lock(a.clone()).into_future());
-    // Until it has been renewed.
+    // Wait until the lease is renewed.
     sleep(Duration::from_millis(600)).await;
     lease.check()?;
     lease.release().await?;
@@ -151,13 +152,13 @@ async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_take_what_the_docs_say() {
+async fn locks_need_the_documented_rights() {
     let server = RedisServer::start();
     takes_exactly(&server, &base(), &for_waiting(), || use_locks(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_database_takes_what_the_docs_say() {
+async fn other_database_needs_the_documented_rights() {
     let server = RedisServer::start();
     let connect = async |database: u32| {
         RedisBackend::connect(server.url().replace("://", "://tollgate:password@") + &database.to_string()).await
@@ -170,7 +171,7 @@ async fn another_database_takes_what_the_docs_say() {
     let own = documented("as in the example above, also\n//! needs `");
     takes_exactly(&server, &base(), &own, count).await;
     assert!(server.info("db2").is_some());
-    // What is to be said of it: nothing of this is over by itself.
+    // Neither error goes away by itself, so connecting reports each of them.
     let error = connect(2).await.unwrap_err();
     assert!(matches!(&error, ConnectError::Permissions(failure) if failure.error().is_unauthorized()), "{error:?}");
     allow(&server, &[base(), own].concat());
@@ -179,15 +180,15 @@ async fn another_database_takes_what_the_docs_say() {
     assert!(format!("{error:?}").contains("out of range"), "{error:?}");
 }
 
-/// Fair locks, readers and writers, and permits, each with somebody who waits, and somebody who gives up.
-async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
+/// Uses fair locks, read/write locks and semaphores, with waiters, one of which gives up.
+async fn use_wait_queues(server: &RedisServer) -> Result<(), BoxError> {
     let a = &fresh()?;
     let (here, there) = (
         quick(Locks::new(connect(server).await?, "default")).fair(),
         quick(Locks::new(connect(server).await?, "default")).fair(),
     );
     let lease = here.lock(a.clone()).await?;
-    // In whatever order they came into the line.
+    // The waiters may be queued in any order.
     let mut waiting: JoinSet<_> =
         [&there, &here, &there].into_iter().map(|locks| locks.lock(a.clone()).into_future()).collect();
     drop(there.lock(a.clone()).wait(Duration::from_millis(100)).await);
@@ -219,14 +220,14 @@ async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_that_are_taken_in_line_take_what_the_docs_say() {
+async fn wait_queues_need_the_documented_rights() {
     let server = RedisServer::start();
     let own = documented("and read/write locks: `");
-    takes_exactly(&server, &[base(), for_waiting()].concat(), &own, || use_lines(&server)).await;
+    takes_exactly(&server, &[base(), for_waiting()].concat(), &own, || use_wait_queues(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_looks_at_locks_takes_what_the_docs_say() {
+async fn lock_admin_needs_the_documented_rights() {
     let server = RedisServer::start();
     let look = async || {
         let (a, backend) = (fresh()?, connect(&server).await?);
@@ -246,12 +247,12 @@ async fn who_looks_at_locks_takes_what_the_docs_say() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn locks_that_replicas_have_to_know_of_take_what_the_docs_say() {
+async fn replicated_locks_need_the_documented_rights() {
     let server = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
     let port = server.port().to_string();
     let _replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &port, "--repl-diskless-sync-delay", "0"]);
     server.query::<()>("SET started 1");
-    block_in_place(|| wait_until("the replica has all there is", || server.is_followed_by(1)));
+    block_in_place(|| wait_until("the replica is in sync", || server.is_followed_by(1)));
     let replicated = async || {
         let locks = quick(Locks::new(connect(&server).await?, "default"))
             .replication(Replication::Require(1))
@@ -264,7 +265,7 @@ async fn locks_that_replicas_have_to_know_of_take_what_the_docs_say() {
     takes_exactly(&server, &[base(), for_waiting()].concat(), &own, replicated).await;
 }
 
-/// Everything that is done with an operation, and somebody who waits for it.
+/// Runs every call for an operation, with a waiter for it.
 async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
     let (store, other) = (connect(server).await?, connect(server).await?);
     let admin = IdempotencyAdmin::new(store.clone());
@@ -282,7 +283,7 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
             1 => admin.forget(&admin.inspect(&operation).await?.ok_or("there is none")?).await?,
             _ => store.complete(&operation, &attempt.token, &completion).await?,
         };
-        // Who may not be told looks once a second.
+        // A waiter without notifications polls once a second.
         timeout(Duration::from_secs(3), wakeups.next()).await?;
     }
     sleep(LINGER).await;
@@ -290,13 +291,13 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn operations_take_what_the_docs_say() {
+async fn operations_need_the_documented_rights() {
     let server = RedisServer::start();
     let own = documented("Waiting for a lock or for the same request: `");
     takes_exactly(&server, &base(), &own, || use_operations(&server)).await;
 }
 
-/// Everything that is done with a queue.
+/// Runs every call for a queue.
 async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let backend = connect(server).await?;
     let name = fresh()?;
@@ -304,7 +305,7 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let key = QueueKey::new(name);
     let worker = JobClaim::new(WorkerId::random()?, 10, MINUTE);
     let mut wakeups = DelayQueueStore::watch(&backend, &key, worker.worker).await;
-    // The first one keeps the time and hears of nothing.
+    // The first worker is the timekeeper and gets no notifications.
     for worker in [JobClaim::new(WorkerId::random()?, 10, MINUTE), worker] {
         backend.claim(&key, &[], &worker).await?;
     }
@@ -336,7 +337,7 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     queue.dead(0, 10).await?;
     queue.replay(10, |_| true).await?;
     queue.purge().await?;
-    // One whose worker is gone, one that is done, and one that nobody wants any more.
+    // A job whose lease expires, a late acknowledgement of it, and dead jobs that are forgotten.
     queue.push("d".to_owned()).id("d").max_attempts(1).await?;
     let brief = JobClaim::new(worker.worker, 10, Duration::from_millis(20));
     let jobs = backend.claim(&key, &[], &brief).await?.jobs;
@@ -350,12 +351,12 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queues_take_what_the_docs_say() {
+async fn queues_need_the_documented_rights() {
     let server = RedisServer::start();
     takes_exactly(&server, &base(), &documented("Delay queues: `"), || use_queues(&server)).await;
 }
 
-/// A caller that has as many records as it may, and one more when the first of them has ended.
+/// Fills the record bound of a caller, and begins another operation after the first record has expired.
 async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
     let (store, scope) = (connect(server).await?, fresh()?);
     let begin = async |key: &str, retention| {
@@ -374,7 +375,7 @@ async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn records_that_are_counted_take_what_the_docs_say() {
+async fn bounded_records_need_the_documented_rights() {
     let server = RedisServer::start();
     let own = documented("of an `IdempotencyLayer`: `");
     let others = [base(), for_waiting()].concat();

@@ -1,5 +1,5 @@
-// Peers from npm, for the `compare` program: each line of stdin asks for a load, and each line of stdout says what came of it. Every peer is
-// set up as its own documentation recommends.
+// Peers from npm, for the `compare` program. Each line of stdin requests a load, and each line of stdout has its result. Every peer is set
+// up as its own documentation recommends.
 import { performance } from 'node:perf_hooks';
 import { createInterface } from 'node:readline';
 import { Queue, Worker } from 'bullmq';
@@ -10,15 +10,15 @@ import Redlock from 'redlock';
 const connection = { host: '127.0.0.1', port: Number(process.argv[2]) };
 const connect = () => new Redis({ ...connection, enableAutoPipelining: true });
 const client = connect();
-// As in another process: for the trial.
+// A second client for the trial, as in another process.
 const other = connect();
 const limiters = new Map();
-// Tries as often as it takes; everything else is left at its default.
+// Retries without a limit. All other settings are defaults.
 const redlock = new Redlock([client], { retryCount: -1 });
 const queue = new Queue('node', { connection });
 queue.on('error', (error) => { throw error; });
 
-// A limiter of so many points an hour. Once a key is over, it is remembered here for `block` seconds, and Redis is not asked.
+// A limiter of `quota` points per hour. A key over its quota is blocked in this process for `block` seconds, without a call to Redis.
 function limiter(quota, block, storeClient = client) {
   const keyPrefix = `node${quota}-${block}`;
   const name = `${keyPrefix}-${storeClient === client}`;
@@ -39,13 +39,13 @@ async function admits(limiter, key) {
   }
 }
 
-// Waits for all of them, also where one fails.
+// Waits for all calls, even if one fails.
 async function all(calls) {
   const failed = (await Promise.allSettled(calls)).find(({ status }) => status === 'rejected');
   if (failed) throw failed.reason;
 }
 
-// Keeps so many calls going for a while.
+// Runs `inFlight` concurrent calls for `ms`.
 async function load({ inFlight, ms }, call) {
   const took = [];
   const counts = new Array(inFlight).fill(0);
@@ -78,7 +78,7 @@ async function work(jobs, each) {
   let finish;
   const finished = new Promise((resolve) => { finish = resolve; });
   const worker = new Worker('node', async (job) => {
-    // What is thrown here would be tried again, and told to nobody.
+    // BullMQ would retry a job that throws here, and report no error.
     if (seen.has(job.data.number)) return void twice.push(job.data.number);
     seen.add(job.data.number);
     each(job);
@@ -91,7 +91,7 @@ async function work(jobs, each) {
   if (twice.length > 0) throw new Error(`jobs run twice: ${twice.slice(0, 3)}`);
 }
 
-// How many hold each lock.
+// How many tasks hold each lock.
 const held = new Map();
 const loads = {
   trial: async ({ quota, keys, tasks }) => {
@@ -118,12 +118,12 @@ const loads = {
     const lock = await redlock.lock(key, 30_000);
     const before = held.get(key) ?? 0;
     held.set(key, before + 1);
-    // Whoever holds it as well comes by meanwhile.
+    // Lets another holder run, if there is one.
     await null;
     const after = held.get(key);
     held.set(key, after - 1);
     await lock.unlock();
-    if (before !== 0 || after !== 1) throw new Error('two hold the lock');
+    if (before !== 0 || after !== 1) throw new Error('two tasks hold the lock');
   }),
   push: (asked) => load(asked, (task) => queue.add('job', { payload: `payload-${task}` }, { delay: 60_000 })),
   bulk: (asked) => load(asked, (task) => queue.addBulk(

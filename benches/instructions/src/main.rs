@@ -1,9 +1,9 @@
-//! Does one thing so many times, for callgrind to count the instructions: `tollgate-instructions CASE COUNT`.
+//! Repeats one operation, so that callgrind can count its instructions: `tollgate-instructions CASE COUNT`.
 //!
-//! `scripts/check-instructions` runs each case with a small count and a large one, and what the difference costs is what one costs: neither the
-//! start of the program nor the first call are in it. All of it happens on one thread and, but for decisions that go together, for one key, so
-//! that neither the order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a
-//! call, sending it, and decoding its answer.
+//! `scripts/check-instructions` runs each case with a small and a large count. The difference gives the cost of one operation, without the
+//! start of the program and the first call. Everything runs on one thread and, except for batched checks, with one key. So neither the
+//! order of threads nor the seed of a hash changes the count. The Redis cases count the work of this process: encoding a call, sending it,
+//! and decoding its reply.
 
 use std::convert::Infallible;
 use std::env;
@@ -20,14 +20,15 @@ use tower::{Layer, Service, service_fn};
 #[path = "../../../tests/support/server.rs"]
 mod server;
 
-/// Longer than anything takes under callgrind.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longer than any call takes under callgrind.
+const DEADLINE: Duration = Duration::from_secs(60);
 const QUOTA: u32 = 1_000_000_000;
 
 fn main() {
     let mut words = env::args().skip(1);
     let case = words.next().unwrap_or_default();
-    let count: u32 = words.next().and_then(|count| count.parse().ok()).expect("CASE COUNT");
+    let count: u32 =
+        words.next().and_then(|count| count.parse().ok()).expect("usage: tollgate-instructions CASE COUNT");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
     runtime.block_on(async {
         match case.as_str() {
@@ -39,17 +40,17 @@ fn main() {
             "memory-layer-anew" => layer_anew(count).await,
             "redis-check" => {
                 let (_server, backend) = redis().await;
-                check(Limiter::new(backend, policy()).deadline(PATIENCE), count).await;
+                check(Limiter::new(backend, policy()).deadline(DEADLINE), count).await;
             }
             "redis-three-limits" => {
                 let (_server, backend) = redis().await;
-                check(Limiter::new(backend, three_limits()).deadline(PATIENCE), count).await;
+                check(Limiter::new(backend, three_limits()).deadline(DEADLINE), count).await;
             }
             "redis-check-together" => check_together(count).await,
             "redis-lock" => lock(count).await,
             "redis-push" => push(count).await,
             "encode-push" => encode_push(count).await,
-            other => panic!("{other} is no case"),
+            other => panic!("unknown case {other}"),
         }
     });
 }
@@ -71,8 +72,8 @@ fn memory(limit: tollgate::rate_limit::Limit) -> Limiter<MemoryBackend> {
 async fn redis() -> (RedisServer, RedisBackend) {
     let server = RedisServer::start();
     let options = tollgate::RedisOptions::from_url(server.url()).expect("the URL is well-formed");
-    let options = options.connections(1).connect_timeout(PATIENCE).response_timeout(PATIENCE);
-    let backend = options.connect().await.expect("Redis lets us in");
+    let options = options.connections(1).connect_timeout(DEADLINE).response_timeout(DEADLINE);
+    let backend = options.connect().await.expect("Redis accepts the connection");
     (server, backend)
 }
 
@@ -83,12 +84,12 @@ async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, cou
     }
 }
 
-/// So many decisions about a key each that are asked for at the same time, most of which go in calls of several.
+/// How many decisions run concurrently, each about its own key. Most of them are batched.
 const TOGETHER: u64 = 64;
 
 async fn check_together(count: u32) {
     let (_server, backend) = redis().await;
-    let limiter = Limiter::new(backend, policy()).deadline(PATIENCE);
+    let limiter = Limiter::new(backend, policy()).deadline(DEADLINE);
     for _ in 0..count {
         let decisions = (0..TOGETHER).map(|client| limiter.check(black_box(client)));
         for decision in futures_util::future::join_all(decisions).await {
@@ -121,7 +122,7 @@ async fn layer(count: u32) {
     }
 }
 
-/// A service for each request, out of a clone of the layer.
+/// Creates a service for each request, from a clone of the layer.
 async fn layer_anew(count: u32) {
     let layer = layer_by_peer();
     for _ in 0..count {
@@ -132,29 +133,30 @@ async fn layer_anew(count: u32) {
 
 async fn lock(count: u32) {
     let (_server, backend) = redis().await;
-    let locks = Locks::new(backend, "default").deadline(PATIENCE);
+    let locks = Locks::new(backend).deadline(DEADLINE);
     for _ in 0..count {
         let lease = locks.lock("order:1").await.expect("the lock is granted");
-        lease.release().await.expect("the lock is given back");
+        lease.release().await.expect("the lock is released");
     }
 }
 
 async fn push(count: u32) {
     let (_server, backend) = redis().await;
-    let queue = DelayQueue::<String>::new(backend, "instructions").deadline(PATIENCE);
+    let queue = DelayQueue::<String>::new(backend, "instructions").deadline(DEADLINE);
     let payload = "payload".to_owned();
     for _ in 0..count {
-        assert!(queue.push(black_box(&payload)).delay(PATIENCE).await.expect("the job is kept").is_new());
+        assert!(queue.push(black_box(&payload)).delay(DEADLINE).await.expect("the job is stored").is_new());
     }
 }
 
-/// Nothing is sent.
+/// Encodes pushes without sending them.
 async fn encode_push(count: u32) {
     let (_server, backend) = redis().await;
     let queue = DelayQueue::<String>::new(backend.clone(), "instructions");
     let payload = "payload".to_owned();
     for _ in 0..count {
-        let job = queue.push(black_box(&payload)).delay(PATIENCE).id("job").prepare().expect("it can be encoded");
+        let job =
+            queue.push(black_box(&payload)).delay(DEADLINE).id("job").prepare().expect("the payload can be encoded");
         let mut pipeline = redis::pipe();
         backend.push_in(&mut pipeline, &job);
         black_box(pipeline.get_packed_pipeline());

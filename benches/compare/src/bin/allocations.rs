@@ -1,6 +1,6 @@
-//! How often a decision in memory allocates, and how much: a line `ALLOC who=.. allocations=.. bytes=..` each.
+//! How often a decision in memory allocates, and how many bytes: one line `ALLOC who=.. allocations=.. bytes=..` per case.
 //!
-//! `scripts/bench` runs this. A program of its own, because its allocator counts.
+//! `scripts/bench` runs this. It is a separate program because its allocator counts.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -38,8 +38,11 @@ fn main() {
     serve("no-layer", bare);
     serve("layer-lean", layer().responder(HttpResponder::new().headers([]).extensions(false)).layer(bare));
     serve("layer", layer().layer(bare));
-    serve("tower_governor", GovernorLayer::new(builder.finish().expect("a quota")).layer(bare));
-    serve("tower_governor-headers", GovernorLayer::new(builder.use_headers().finish().expect("a quota")).layer(bare));
+    serve("tower_governor", GovernorLayer::new(builder.finish().expect("the quota is valid")).layer(bare));
+    serve(
+        "tower_governor-headers",
+        GovernorLayer::new(builder.use_headers().finish().expect("the quota is valid")).layer(bare),
+    );
 }
 
 fn serve<S, B>(who: &str, mut service: S)
@@ -54,7 +57,7 @@ where
     });
 }
 
-/// Calls once, so that the key is known, and then counts.
+/// Calls once to create the key, and then counts.
 fn count(who: &str, mut call: impl FnMut()) {
     call();
     let info = allocation_counter::measure(|| (0..CALLS).for_each(|_| call()));
@@ -62,10 +65,10 @@ fn count(who: &str, mut call: impl FnMut()) {
     println!("ALLOC who={who} allocations={:.2} bytes={:.0}", per(info.count_total), per(info.bytes_total));
 }
 
-/// The answer of a call that does not wait: memory never does.
+/// Polls a call once. The memory backend never waits.
 fn now<T>(call: impl Future<Output = T>) -> T {
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,
-        Poll::Pending => panic!("memory answers at once"),
+        Poll::Pending => panic!("the memory backend did not answer at once"),
     }
 }

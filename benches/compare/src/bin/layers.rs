@@ -1,18 +1,18 @@
-//! A request through our layer and through the one of `tower_governor`, both counting in memory and by the address of the peer.
+//! A request through our layer and through the layer of `tower_governor`, both counting in memory by peer address.
 //!
 //! `cargo run --release --bin layers` takes less than a minute after the build and ends with one line. All figures are medians of
-//! interleaved rounds, and all times are those of whole requests, making them and the service without any layer included.
+//! interleaved rounds. All times are of whole requests, and include creating the request and the bare service.
 //!
-//! * `layer_lean_over_governor`: the time of a request on one thread through our layer without header fields and extensions to that through
-//!   `GovernorLayer`
-//! * `layer_over_governor_headers`: the same of our layer as it comes, with header fields, a handle in the request and the decision
-//!   in the response, to `GovernorLayer` with `use_headers()`
-//! * `layer_lean_cost`, `layer_cost`: the same ratios when what the service takes without a layer is subtracted from all times
-//! * `tasks1_..`, `tasks64_..`: requests a second of 1 and of 64 tasks on two threads, each with clones of the service: ours to theirs, so
-//!   above 1 is faster
+//! * `layer_lean_over_governor`: the time of a request on one thread through our layer without header fields and extensions, divided by the
+//!   time through `GovernorLayer`
+//! * `layer_over_governor_headers`: the same for our default layer, with header fields, a handle in the request and the decision in the
+//!   response, and `GovernorLayer` with `use_headers()`
+//! * `layer_lean_cost`, `layer_cost`: the same ratios after the time of the bare service is subtracted from all times
+//! * `tasks1_..`, `tasks64_..`: requests per second of 1 and of 64 tasks on two threads, each with clones of the service. Ours divided by
+//!   theirs, so above 1 is faster
 //!
-//! Every layer has room for exactly as many requests as are measured: each of them has to be admitted, and the next one of each
-//! address has to be turned away, or there are no figures.
+//! Every layer has a quota for exactly the measured requests. All of them must be allowed, and the next request of each address must be
+//! denied, or there are no figures.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -33,14 +33,14 @@ use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
 
 const ADDRESSES: u32 = 1_024;
-/// Requests of a round on one thread, and by tasks: as many of each address.
+/// Requests of a round on one thread, and by tasks. Each address sends equally many.
 const BATCH: u32 = 20 * ADDRESSES;
 const LOAD: u32 = 400 * ADDRESSES;
 const BATCHES: u32 = 101;
 const LOADS: u32 = 9;
 const TASKS: [u32; 2] = [1, 64];
 
-/// What one address may send before its next request an hour later.
+/// How many requests one address may send. The next one is allowed an hour later.
 const QUOTA: u32 = (BATCHES * BATCH + TASKS.len() as u32 * LOADS * LOAD) / ADDRESSES;
 const PERIOD: Duration = Duration::from_secs(3_600);
 
@@ -50,9 +50,9 @@ struct Contender {
     name: &'static str,
     /// The time of one request, in nanoseconds.
     batch: Box<dyn FnMut() -> f64>,
-    /// Millions of requests a second by so many tasks.
+    /// Millions of requests per second, by the number of tasks.
     load: Box<dyn Fn(u32) -> Boxed<f64>>,
-    /// How many addresses are turned away.
+    /// How many addresses are denied.
     turned_away: Box<dyn FnMut() -> u32>,
 }
 
@@ -66,8 +66,8 @@ async fn compare() {
     let mut plain = GovernorConfigBuilder::default();
     plain.period(PERIOD).burst_size(QUOTA);
     let mut with_headers = plain.use_headers();
-    let mut governor = || GovernorLayer::new(plain.finish().expect("a quota"));
-    let mut governor_headers = || GovernorLayer::new(with_headers.finish().expect("a quota"));
+    let mut governor = || GovernorLayer::new(plain.finish().expect("the quota is valid"));
+    let mut governor_headers = || GovernorLayer::new(with_headers.finish().expect("the quota is valid"));
     assert_eq!(adds(&governor()), (0, false, false));
     assert_eq!(adds(&governor_headers()), (2, false, false));
     assert_eq!(adds(&lean()), (0, false, false));
@@ -119,7 +119,10 @@ async fn compare() {
 }
 
 fn ours() -> RateLimitLayer<MemoryBackend, PeerIp> {
-    let bucket = Quota::new(1, PERIOD).and_then(|quota| quota.burst(QUOTA)).expect("it fills in a year").token_bucket();
+    let bucket = Quota::new(1, PERIOD)
+        .and_then(|quota| quota.burst(QUOTA))
+        .expect("the bucket refills in a year")
+        .token_bucket();
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", bucket)).key(peer_ip())
 }
 
@@ -149,7 +152,7 @@ where
                 let start = Instant::now();
                 let tasks = (0..tasks).map(|task| tokio::spawn(load(service.clone(), task, tasks)));
                 for task in tasks.collect::<Vec<_>>() {
-                    assert!(task.await.expect("no request fails"), "{name} turned somebody away");
+                    assert!(task.await.expect("no request fails"), "{name} denied a request");
                 }
                 f64::from(LOAD) / start.elapsed().as_secs_f64() / 1e6
             })
@@ -161,7 +164,7 @@ where
     }
 }
 
-/// The part of one of `tasks` in a [`LOAD`]; answers whether all of it was admitted.
+/// The share of one of `tasks` tasks in a [`LOAD`]. Returns whether all its requests were allowed.
 async fn load<S, B>(service: S, task: u32, tasks: u32) -> bool
 where
     S: Service<Request<Body>, Response = Response<B>, Error = Infallible> + Clone,
@@ -170,7 +173,7 @@ where
     for turn in (task..LOAD).step_by(tasks as usize) {
         let Ok(response) = service.clone().oneshot(request(turn)).await;
         admitted &= response.status() == StatusCode::OK;
-        // As often as a task of a server that has to wait for its client.
+        // Like a server task that sometimes waits for its client.
         if turn / tasks % 100 == 99 {
             tokio::task::yield_now().await;
         }
@@ -178,7 +181,7 @@ where
     admitted
 }
 
-/// One of [`ADDRESSES`] clients, all of which come equally often, but not in the order of their numbers.
+/// A request of one of [`ADDRESSES`] clients. All clients are equally frequent, and their order is scattered.
 fn request(turn: u32) -> Request<Body> {
     let [.., third, fourth] = (turn.wrapping_mul(0x9e37_79b9) % ADDRESSES).to_be_bytes();
     let mut request = Request::new(Body::empty());
@@ -186,18 +189,18 @@ fn request(turn: u32) -> Request<Body> {
     request
 }
 
-/// The answer of a service that does not wait.
+/// Polls a service that never waits.
 fn now<T>(answer: impl Future<Output = Result<T, Infallible>>) -> T {
     match pin!(answer).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(Ok(answer)) => answer,
-        Poll::Pending => panic!("memory answers at once"),
+        Poll::Pending => panic!("the memory backend did not answer at once"),
     }
 }
 
 type Witness = ServiceFn<fn(Request<Body>) -> Ready<Result<Response<Body>, Infallible>>>;
 
-/// What a layer adds, to make sure that it does what it is compared for: the number of header fields of the response, whether
-/// the request had a handle in its extensions, and whether the response has the decision.
+/// What a layer adds: the number of response header fields, whether the request has a handle in its extensions, and whether the response has
+/// the decision. Verifies that the comparison is fair.
 fn adds<L, B>(layer: &L) -> (usize, bool, bool)
 where
     L: Layer<Witness>,
@@ -213,7 +216,7 @@ where
     (response.headers().len(), response.status() == StatusCode::ACCEPTED, has_decision)
 }
 
-/// The numbers of the contenders, of which each round begins with another one.
+/// The order of the contenders. Each round begins with another one.
 fn turns(round: usize, contenders: usize) -> impl Iterator<Item = usize> {
     (0..contenders).map(move |turn| (round + turn) % contenders)
 }

@@ -1,17 +1,18 @@
-//! Locks of ours and of `rslock`, on one Redis and in one process: of its own for each task, and one that all of them want.
+//! Locks of Tollgate and of `rslock`, on one Redis and in one process: one lock per task, and one lock for all tasks.
 //!
-//! `cargo run --release --bin locks` starts its own `redis-server` (or what `TOLLGATE_REDIS_SERVER` names), takes about a minute after the
-//! build and ends with one line. Both are used as their docs recommend: `Locks::lock` and `release`, `LockManager::acquire` and
-//! `release`, both with leases of 30 s on one server. All figures are medians of interleaved rounds; ratios are of ours to theirs in the same round, so
-//! above 1 is faster.
+//! `cargo run --release --bin locks` starts its own `redis-server` (or the server in `TOLLGATE_REDIS_SERVER`). It takes about a minute
+//! after the build, and ends with one line. Both libraries are used as their docs recommend: `Locks::lock` and `release`,
+//! `LockManager::acquire` and `release`, with leases of 30 s on one server. All figures are medians of interleaved rounds. Ratios are ours
+//! divided by theirs in the same round, so above 1 is faster.
 //!
-//! * `cycles64_over_rslock`, `cycles1_over_rslock`: locks taken and given back a second, by 64 tasks and by one, each its own, with two worker threads
-//! * `best_cycles64_over_rslock`: by 64 tasks, each client with as many worker threads as suit it better, one or two
-//! * `contended_over_rslock`: grants a second when 64 tasks want one lock
-//! * `wait_p99_over_rslock`: the 99th percentile of the wait for it, theirs to ours
-//! * `client_cpu_over_rslock`, `redis_cpu_over_rslock`: the processor time of a cycle, of 64 tasks with their own locks, in this process and in Redis: ours to
-//!   theirs, so below 1 is less work. These hardly depend on what else the machine does
-//! * `ours_grants_min_over_max`, `rslock_grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
+//! * `cycles64_over_rslock`, `cycles1_over_rslock`: lock and release cycles per second of 64 tasks and of one, with a lock each, on two
+//!   worker threads
+//! * `best_cycles64_over_rslock`: the same of 64 tasks, with one or two worker threads, whichever suits a library better
+//! * `contended_over_rslock`: grants per second when 64 tasks want one lock
+//! * `wait_p99_over_rslock`: the 99th percentile of the wait for that lock, theirs divided by ours
+//! * `client_cpu_over_rslock`, `redis_cpu_over_rslock`: the processor time per cycle of 64 tasks with a lock each, in this process and in
+//!   Redis. Ours divided by theirs, so below 1 is less work. Other load on the machine hardly affects these
+//! * `ours_grants_min_over_max`, `rslock_grants_min_over_max`: the fewest grants of a task, divided by the most
 
 use std::fs;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ const ROUNDS: usize = 7;
 const ROUND: Duration = Duration::from_secs(1);
 const TTL: Duration = Duration::from_secs(30);
 
-/// Somebody who takes a lock and gives it back; answers how long it took to get it.
+/// A library whose locks are measured. `cycle` acquires and releases a lock, and returns how long it waited.
 #[derive(Clone)]
 enum Contender {
     Ours(Locks),
@@ -46,7 +47,7 @@ impl Contender {
             Self::Ours(locks) => {
                 let lease = locks.lock(key).await.expect("the lock is granted");
                 let waited = begun.elapsed();
-                lease.release().await.expect("the lock is given back");
+                lease.release().await.expect("the lock is released");
                 waited
             }
             Self::Rslock(manager) => {
@@ -70,7 +71,7 @@ struct Load {
 
 fn main() {
     let server = RedisServer::start();
-    // Own locks of 64 tasks, of one, and one lock for 64.
+    // A lock each for 64 tasks, a lock for one task, and one lock for 64 tasks.
     let [own, alone, contended] = with_workers(2, compare(&server, [(TASKS, true), (1, true), (TASKS, false)]));
     let [own_one_worker] = with_workers(1, compare(&server, [(TASKS, true)]));
     let ratio = |rounds: &[Vec<Load>; 2], figure: fn(&Load) -> f64| {
@@ -102,10 +103,10 @@ fn with_workers<T>(workers: usize, work: impl Future<Output = T>) -> T {
     runtime.expect("a runtime starts").block_on(work)
 }
 
-/// The rounds of ours and of `rslock` with each load: of so many tasks, with a lock for each or not.
+/// The rounds of both libraries under each load: a number of tasks, and whether each task has its own lock.
 async fn compare<const LOADS: usize>(server: &RedisServer, loads: [(u32, bool); LOADS]) -> [[Vec<Load>; 2]; LOADS] {
-    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
-    let locks = Locks::new(backend, "default").ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+    let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
+    let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
     let contenders = [Contender::Ours(locks), Contender::Rslock(LockManager::new(vec![server.url()]))];
     let names = ["ours", "rslock"];
     let mut rounds = [const { [Vec::new(), Vec::new()] }; LOADS];
@@ -140,7 +141,7 @@ async fn compare<const LOADS: usize>(server: &RedisServer, loads: [(u32, bool); 
     rounds
 }
 
-/// Lets all tasks take a lock and give it back for a [`ROUND`], each its own or all the same.
+/// Runs lock and release cycles of all tasks for a [`ROUND`], with one lock per task or one for all.
 async fn load(server: &RedisServer, contender: &Contender, name: &str, tasks: u32, is_own: bool) -> Load {
     let (client_before, redis_before) = (own_cpu_us(), redis_cpu_us(server));
     let barrier = Arc::new(Barrier::new(tasks as usize));
@@ -174,7 +175,7 @@ async fn load(server: &RedisServer, contender: &Contender, name: &str, tasks: u3
     }
 }
 
-/// The processor time of this process, in ticks of 10 ms.
+/// The processor time of this process, with a resolution of 10 ms.
 fn own_cpu_us() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").expect("this is Linux");
     let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
@@ -182,7 +183,7 @@ fn own_cpu_us() -> f64 {
     (ticks(11) + ticks(12)) * 1e4
 }
 
-/// That of the server.
+/// The processor time of the server.
 fn redis_cpu_us(server: &RedisServer) -> f64 {
     let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or_default();
     (seconds("used_cpu_user") + seconds("used_cpu_sys")) * 1e6

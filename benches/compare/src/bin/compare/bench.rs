@@ -1,4 +1,4 @@
-//! Contenders, and how they take turns.
+//! Contenders, and the order in which they are measured.
 
 use std::any::Any;
 use std::fs;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use tokio::task::JoinSet;
 
-/// What came of one load, or of the median one.
+/// The result of one load, or the median of several.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Figures {
     pub calls: u64,
@@ -17,20 +17,20 @@ pub struct Figures {
     pub p50_us: f64,
     pub p99_us: f64,
     pub longest_us: f64,
-    /// The calls of the task that got fewest, and of the one that got most.
+    /// The fewest and the most calls of a task.
     pub fewest: u64,
     pub most: u64,
-    /// How many processors were busy on the average.
+    /// The average number of busy processors.
     pub busy: Processors,
 }
 
 pub type Loaded<'a> = Pin<Box<dyn Future<Output = Figures> + Send + 'a>>;
 pub type Prepared<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
-/// Somebody who is measured.
+/// A library that is measured.
 pub struct Contender<'a> {
     pub who: &'static str,
-    /// Why it does not compete: a wrong answer, another promise, or because it is what others are measured by.
+    /// Why the contender does not compete: wrong answers, another guarantee, or because it is a baseline.
     pub apart: Option<String>,
     load: Box<dyn Fn(u32) -> Loaded<'a> + 'a>,
     prepare: Option<Box<dyn Fn(u32) -> Prepared<'a> + 'a>>,
@@ -41,7 +41,7 @@ impl<'a> Contender<'a> {
         Self { who, apart: None, load: Box::new(load), prepare: None }
     }
 
-    /// What comes before each load, and is not measured.
+    /// Sets the work that precedes each load and is not measured.
     pub fn prepared(mut self, prepare: impl Fn(u32) -> Prepared<'a> + 'a) -> Self {
         self.prepare = Some(Box::new(prepare));
         self
@@ -53,7 +53,8 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// Processors, or seconds of them: of the servers of Redis, and of whoever asks them, in this process or in others that it has started.
+/// A number of processors, or processor seconds: of the Redis servers, and of their clients. Clients are this process and others that it
+/// has started.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Processors {
     pub clients: f64,
@@ -61,7 +62,7 @@ pub struct Processors {
 }
 
 impl Processors {
-    /// The seconds that a process of this number used until now, and those of the children that it has waited for.
+    /// The processor seconds that the process with this id has used, and those of its children that it has waited for.
     pub fn seconds_of(process: u32) -> [f64; 2] {
         let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
         let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
@@ -70,7 +71,7 @@ impl Processors {
         [seconds(11) + seconds(12), seconds(13) + seconds(14)]
     }
 
-    /// The seconds that were used until now, in steps of a hundredth. Nothing where there is no `/proc`.
+    /// The processor seconds used so far, with a resolution of 10 ms. Zero without `/proc`.
     pub fn used() -> Self {
         let mut used = Self::default();
         let own = std::process::id().to_string();
@@ -82,7 +83,7 @@ impl Processors {
                 |at: usize| fields.get(at).and_then(|ticks| ticks.parse::<f64>().ok()).unwrap_or_default() / 100.0;
             let is_own = entry.file_name() == *own;
             if is_own {
-                // With those that it has started and that have ended.
+                // Includes the children that have ended.
                 used.clients += (11..15).map(seconds).sum::<f64>();
             } else if fields.get(1) == Some(&&*own) {
                 let seconds = seconds(11) + seconds(12);
@@ -92,7 +93,7 @@ impl Processors {
         used
     }
 
-    /// How many processors were busy since `before`, which was so long ago.
+    /// The average number of busy processors since `before`, which was `time` ago.
     pub fn since(self, before: Self, time: Duration) -> Self {
         let time = time.as_secs_f64();
         Self { clients: (self.clients - before.clients) / time, servers: (self.servers - before.servers) / time }
@@ -103,16 +104,16 @@ impl Processors {
 #[derive(Clone, Copy, Debug)]
 pub struct Median {
     pub figures: Figures,
-    /// The least and the most of all rounds.
+    /// The minimum and the maximum of all rounds.
     pub per_s: [f64; 2],
     pub p99_us: [f64; 2],
-    /// The share of the ceiling of the same round.
+    /// The ratio to the ceiling of the same round.
     pub ceiling_ratio: Option<f64>,
 }
 
-/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. The turns at a point begin with the
-/// ceiling, if there is one there, and with each of them in turn, and every second round goes the other way round, so that nobody always comes
-/// after the same one; one round more comes first, to warm up. Who fails competes no longer.
+/// Measures all contenders in turn at every point for a number of rounds, and returns the medians by point and contender. A round at a
+/// point begins with the ceiling, if there is one. The first contender changes from round to round, and every second round has the reverse
+/// order, so no contender always follows the same one. An extra first round warms up. A contender that fails no longer competes.
 pub async fn take_turns(
     contenders: &mut [Contender<'_>],
     points: &[u32],
@@ -122,7 +123,7 @@ pub async fn take_turns(
     let mut all = vec![vec![Vec::new(); contenders.len()]; points.len()];
     for round in 0..=rounds {
         for (&point, taken) in points.iter().zip(&mut all) {
-            // Nothing of the first round is taken.
+            // The first round is not recorded.
             let ceiling = (round > 0).then(|| ceiling(point)).flatten();
             let count = contenders.len();
             for turn in 0..count {
@@ -134,7 +135,7 @@ pub async fn take_turns(
                     }
                     let (begun, before) = (Instant::now(), Processors::used());
                     let mut figures = (contender.load)(point).await;
-                    // Some know better whose processors were busy.
+                    // Some loads measure their processor time themselves.
                     if figures.busy == Processors::default() {
                         figures.busy = Processors::used().since(before, begun.elapsed());
                     }
@@ -176,17 +177,13 @@ pub async fn take_turns(
     all.iter().map(|point| point.iter().map(median_of).collect()).collect()
 }
 
-/// What somebody said who gave up.
+/// The message of a panic.
 fn said(panic: &(dyn Any + Send)) -> &str {
-    panic
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or(panic.downcast_ref::<&str>().copied())
-        .unwrap_or("without a word")
+    panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }
 
-/// Keeps so many calls going for a while. A call is told which task it belongs to and how many came before it there; what it takes
-/// is measured from its beginning to its end.
+/// Runs `in_flight` concurrent calls for `time`. Each call gets the number of its task and the number of earlier calls of that task. The
+/// time of each call is measured.
 pub async fn load<F>(in_flight: u32, time: Duration, call: impl Fn(u32, u64) -> F + Clone + Send + 'static) -> Figures
 where
     F: Future<Output = ()> + Send,
@@ -212,7 +209,7 @@ where
     Figures { fewest, most, ..figures(elapsed, took.into_iter().flatten()) }
 }
 
-/// The figures of calls that took so long each, and all of them together so long.
+/// The figures of calls that took these times each, and `elapsed` in total.
 pub fn figures(elapsed: Duration, took: impl Iterator<Item = Duration>) -> Figures {
     let mut took: Vec<Duration> = took.collect();
     if took.is_empty() {
@@ -239,12 +236,12 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// Spreads the calls of all tasks over the numbers as a random choice would.
+/// Maps the calls of all tasks to pseudo-random numbers.
 pub fn scatter(task: u32, turn: u64) -> u64 {
     ((u64::from(task) << 40) + turn).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
 }
 
-/// Which of so many contenders has that turn of a round.
+/// The contender for this turn of a round.
 const fn whose_turn(round: usize, turn: usize, count: usize) -> usize {
     (round / 2 + if round % 2 == 0 { turn } else { count - 1 - turn }) % count
 }

@@ -1,5 +1,5 @@
-//! What the server can do with a script at all: the very call that Tollgate makes, sent by `redis-benchmark`, or, where several scripts
-//! belong together, the very calls, sent by a client that does nothing else.
+//! The maximum rate of the server for a script. `redis-benchmark` sends the same call as Tollgate. If several scripts belong together, a
+//! minimal client sends the same calls.
 
 use std::env;
 use std::fmt::Write as _;
@@ -13,16 +13,16 @@ use std::time::Duration;
 use crate::pipeline;
 use crate::server::{RedisServer, binary};
 
-/// A call of a script.
+/// A script call that `redis-benchmark` repeats.
 pub struct Ceiling {
     port: u16,
-    /// The words behind EVALSHA.
+    /// The arguments of EVALSHA.
     words: Vec<String>,
-    /// From how many numbers a call has one.
+    /// How many different numbers the calls use.
     numbers: u32,
 }
 
-/// Calls of several scripts that follow each other, over and over.
+/// A sequence of calls of several scripts, which is repeated.
 pub struct Cycle {
     port: u16,
     calls: Vec<Vec<Vec<u8>>>,
@@ -30,8 +30,8 @@ pub struct Cycle {
 }
 
 impl Cycle {
-    /// Listens to what the server is told while `act` runs, and keeps the first call of each of `scripts`. Every turn of the benchmark will
-    /// have another number where `varied` is.
+    /// Records what the server receives while `act` runs, and keeps the first call of each of `scripts`. Each repetition has its own number
+    /// in place of `varied`.
     pub async fn record(server: &RedisServer, scripts: &[&str], varied: &str, act: impl Future<Output = ()>) -> Self {
         let hashes: Vec<String> = scripts.iter().map(|script| load_script(server, &source(script))).collect();
         let monitor = monitor(server);
@@ -44,15 +44,15 @@ impl Cycle {
         Self { port: server.port(), calls: calls.collect(), varied: varied.to_owned() }
     }
 
-    /// How many a second.
+    /// Sequences per second.
     pub fn per_s(&self) -> f64 {
         pipeline::per_s(self.port, &self.calls, &self.varied)
     }
 }
 
 impl Ceiling {
-    /// Listens to what the server is told while `act` runs, and keeps the call of `script`, a file of `lua/`. Where its keys or
-    /// arguments have `varied`, every call of the benchmark will have one of 10,000 numbers.
+    /// Records what the server receives while `act` runs, and keeps the call of `script`, a file in `lua/`. In its keys and arguments, each
+    /// call of the benchmark has one of 10,000 numbers in place of `varied`.
     pub async fn record(server: &RedisServer, script: &str, varied: &str, act: impl Future<Output = ()>) -> Self {
         let source = source(script);
         let hash = load_script(server, &source);
@@ -60,30 +60,30 @@ impl Ceiling {
         act.await;
         let words = sent(monitor, server, &[hash]).remove(0);
         let keys: usize = String::from_utf8_lossy(&words[0]).parse().expect("the number of keys");
-        // redis-benchmark cannot send an argument that is not text, so the script is told such ones in a line of its own.
-        let mut told = String::new();
+        // redis-benchmark cannot send binary arguments, so extra first lines of the script set them.
+        let mut preset = String::new();
         for (at, word) in words.iter().skip(1 + keys).enumerate() {
             if word.iter().any(|byte| !byte.is_ascii_graphic()) {
                 let bytes: String = word.iter().map(|byte| format!("\\{byte:03}")).collect();
-                let _ = writeln!(told, "ARGV[{}] = '{bytes}'", at + 1);
+                let _ = writeln!(preset, "ARGV[{}] = '{bytes}'", at + 1);
             }
         }
-        let mut all = vec![load_script(server, &format!("{told}{source}"))];
+        let mut all = vec![load_script(server, &format!("{preset}{source}"))];
         for word in &words {
             let word = String::from_utf8_lossy(word);
-            let word = if word.chars().any(|sign| !sign.is_ascii_graphic()) { "told".into() } else { word };
+            let word = if word.chars().any(|sign| !sign.is_ascii_graphic()) { "preset".into() } else { word };
             all.push(word.replace(varied, "__rand_int__"));
         }
         Self { port: server.port(), words: all, numbers: 10_000 }
     }
 
-    /// Calls have so many different numbers instead.
+    /// Uses this many different numbers instead.
     pub fn numbers(mut self, numbers: u32) -> Self {
         self.numbers = numbers;
         self
     }
 
-    /// How many a second.
+    /// Calls per second.
     pub fn per_s(&self) -> f64 {
         let binary = binary();
         let name = if binary.contains("valkey") { "valkey-benchmark" } else { "redis-benchmark" };
@@ -112,7 +112,7 @@ impl Ceiling {
         let text = String::from_utf8_lossy(&output.stdout);
         // The last line begins with the command and the requests per second, each in quotes.
         let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-        rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+        rate.unwrap_or_else(|| panic!("redis-benchmark printed no rate: {text}"))
     }
 }
 
@@ -126,10 +126,10 @@ fn load_script(server: &RedisServer, source: &str) -> String {
     hash.expect("the script loads")
 }
 
-/// Lines of what the server is told from now on.
+/// The lines of MONITOR from now on.
 fn monitor(server: &RedisServer) -> BufReader<TcpStream> {
     let stream = TcpStream::connect(("127.0.0.1", server.port())).expect("the server accepts connections");
-    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time limit can be set");
+    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout can be set");
     let mut reader = BufReader::new(stream);
     reader.get_mut().write_all(b"MONITOR\r\n").expect("the server reads");
     let mut line = String::new();
@@ -137,14 +137,14 @@ fn monitor(server: &RedisServer) -> BufReader<TcpStream> {
     reader
 }
 
-/// What was behind each hash in the first call of its script.
+/// The arguments after each hash in the first call of its script.
 fn sent(mut monitor: BufReader<TcpStream>, server: &RedisServer, hashes: &[String]) -> Vec<Vec<Vec<u8>>> {
     let end = "no more of the script";
     let _: String = redis::cmd("ECHO").arg(end).query(&mut server.connection()).expect("the server answers");
     let mut all = vec![Vec::new(); hashes.len()];
     while all.iter().any(Vec::is_empty) {
         let mut line = String::new();
-        monitor.read_line(&mut line).expect("the server tells what it is told");
+        monitor.read_line(&mut line).expect("MONITOR sends a line");
         assert!(!line.contains(end), "a script was not called");
         let words = words(&line);
         for (hash, sent) in hashes.iter().zip(&mut all).filter(|(_, sent)| sent.is_empty()) {
@@ -156,7 +156,7 @@ fn sent(mut monitor: BufReader<TcpStream>, server: &RedisServer, hashes: &[Strin
     all
 }
 
-/// The words in quotes of a line of MONITOR.
+/// The quoted words of a line of MONITOR.
 fn words(line: &str) -> Vec<Vec<u8>> {
     let mut bytes = line.bytes();
     let (mut words, mut word) = (Vec::new(), None::<Vec<u8>>);

@@ -1,4 +1,4 @@
-//! What a decision, a lock and a job cost: processor time here and in Redis, commands, bytes on the wire and in Redis, allocations.
+//! The costs of a decision, a lock and a job: processor time here and in Redis, commands, bytes on the wire and in Redis, and allocations.
 
 use std::env;
 use std::fmt::Write as _;
@@ -17,15 +17,15 @@ use crate::report::grouped;
 use crate::server::RedisServer;
 
 const IN_FLIGHT: u32 = 256;
-/// How many jobs a worker does: more than 8,000 at once are too many for `apalis-redis`.
+/// How many jobs a worker runs. `apalis-redis` fails with more than 8,000 at once.
 const DONE: usize = 5_000;
-/// How often it does: the clock of processors goes on by 10 ms.
+/// How often the worker runs them, because processor time has a resolution of 10 ms.
 const TIMES: usize = 30;
-/// Of how many the memory is measured.
+/// For how many jobs the memory is measured.
 const JOBS: usize = 100_000;
 const RULE: &str = "| --- | ---: | ---: | ---: | ---: | ---: | ---: |";
 
-/// What has been used until now.
+/// The resources used so far.
 struct Meter {
     client_us: f64,
     redis_us: f64,
@@ -51,7 +51,7 @@ impl Meter {
     }
 }
 
-/// The processor time of this process, in ticks of 10 ms.
+/// The processor time of this process, with a resolution of 10 ms.
 fn own_cpu_us() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
@@ -63,7 +63,7 @@ fn memory(server: &RedisServer) -> f64 {
     server.info("used_memory").and_then(|bytes| bytes.parse().ok()).unwrap_or_default()
 }
 
-/// The memory of Redis for each of 10,000 keys that were asked about once.
+/// The memory of Redis per key, after one check of each of 10,000 keys.
 async fn bytes_per_key(server: &RedisServer, decider: &Decider) -> f64 {
     emptied(server).await;
     let before = memory(server);
@@ -72,7 +72,7 @@ async fn bytes_per_key(server: &RedisServer, decider: &Decider) -> f64 {
     (memory(server) - before) / KEYS as f64
 }
 
-/// Waits until there have been as many keys for longer than a second: some write a second later.
+/// Waits until the number of keys is stable for more than a second, because some contenders write a second late.
 async fn settled(server: &RedisServer) {
     let (mut keys, mut times) = (None, 0);
     while times < 6 {
@@ -88,7 +88,7 @@ async fn emptied(server: &RedisServer) {
     server.query::<()>("FLUSHALL");
 }
 
-/// The columns of what was measured, as a line for machines and one for people.
+/// The columns of a result, written as a machine-readable line and as a table row.
 struct Row {
     client_us: f64,
     redis_us: f64,
@@ -100,7 +100,7 @@ struct Row {
 impl Row {
     const HEAD: &str = "client | Redis | commands | bytes to Redis | bytes from Redis";
 
-    /// What each of so many takes of all that `load` does.
+    /// The resources that `load` uses, divided by the count that it returns.
     async fn of(server: &RedisServer, load: impl Future<Output = u64>) -> Self {
         let before = Meter::read(server);
         let count = load.await as f64;
@@ -115,7 +115,7 @@ impl Row {
         }
     }
 
-    /// Of rows that have as many each.
+    /// The mean of rows with equal counts.
     fn mean(rows: &[Self]) -> Self {
         let mean = |of: fn(&Self) -> f64| rows.iter().map(of).sum::<f64>() / rows.len() as f64;
         Self {
@@ -127,7 +127,7 @@ impl Row {
         }
     }
 
-    /// `bytes` is what one takes of the memory of Redis, where that was measured.
+    /// `bytes` is the Redis memory per item, if it was measured.
     fn write(&self, table: &str, who: &str, bytes: Option<f64>, text: &mut String) {
         let Self { client_us, redis_us, commands, received, sent } = self;
         let bytes = bytes.map_or("-".to_owned(), |bytes| format!("{bytes:.0}"));
@@ -147,11 +147,12 @@ pub async fn lists(run: &mut Run) {
     let url = server.url();
     let time = if run.is_quick { Duration::from_secs(1) } else { Duration::from_secs(3) };
     let mut text = format!(
-        "## What it costs\n\nA decision on Redis, 256 in flight over 10,000 keys: processor time of the client and of Redis, commands that Redis runs (those of scripts \
-         included), bytes on the wire, and the memory of Redis for a key.\n\n| | {} | bytes per key |\n{RULE}\n",
+        "## What it costs\n\nA decision on Redis, 256 in flight over 10,000 keys: processor time of the client and of Redis, commands \
+         that Redis runs (those of scripts included), bytes on the wire, and the memory of Redis per key.\n\n| | {} | bytes per key \
+         |\n{RULE}\n",
         Row::HEAD
     );
-    // Last whoever goes on to write after it was asked.
+    // The contender that writes in the background comes last.
     let (late, mut deciders): (Vec<_>, Vec<_>) =
         deciders(&url, GENEROUS).await.into_iter().partition(|(who, _)| *who == "limitador-cached");
     deciders.extend(late);
@@ -165,7 +166,8 @@ pub async fn lists(run: &mut Run) {
 
     let _ = writeln!(
         text,
-        "\nA lock, taken and given back, by 64 tasks with one each, and the memory of Redis for one that is held:\n\n| | {} | bytes per lock |\n{RULE}",
+        "\nA lock and release cycle of 64 tasks with a lock each, and the memory of Redis per held lock:\n\n| | {} | bytes per lock \
+         |\n{RULE}",
         Row::HEAD
     );
     for (who, locker) in Locker::both(&url).await {
@@ -177,14 +179,15 @@ pub async fn lists(run: &mut Run) {
 
     let _ = writeln!(
         text,
-        "\nA job: pushed alone by 256 tasks, pushed in bulk by 8, and done by a worker, a hundred at a time, {} in all; and the memory of Redis for one that waits, with a \
-         payload of a few bytes, of those pushed alone and of those pushed in bulk:\n\n| | {} | bytes per job |\n{RULE}",
+        "\nA job: pushed alone by 256 tasks, pushed in bulk by 8, and run by a worker, a hundred at a time, {} in all. The memory of \
+         Redis per waiting job, with a payload of a few bytes, is that of jobs pushed alone and of jobs pushed in bulk:\n\n| | {} | \
+         bytes per job |\n{RULE}",
         grouped((DONE * TIMES) as f64),
         Row::HEAD
     );
     for (who, queue) in Queue::both(&url).await {
         server.query::<()>("FLUSHALL");
-        // Jobs that are pushed alone may be kept in another way than those that are pushed in bulk.
+        // Single pushes may store jobs in another format than bulk pushes.
         let alone = bytes_per_job(&server, push_alone(queue.clone())).await;
         let together = bytes_per_job(&server, push_together(queue.clone())).await;
         let pushed = Row::of(&server, async { push(queue.clone(), 256, time).await.calls }).await;
@@ -209,7 +212,7 @@ pub async fn lists(run: &mut Run) {
 
     let _ = writeln!(
         text,
-        "\nAllocations on the memory path, once every key is known:\n\n| | allocations | bytes |\n| --- | ---: | ---: |"
+        "\nAllocations on the memory path, after all keys are created:\n\n| | allocations | bytes |\n| --- | ---: | ---: |"
     );
     for line in allocations() {
         println!("{line}");
@@ -222,7 +225,7 @@ pub async fn lists(run: &mut Run) {
 
 async fn bytes_per_lock(server: &RedisServer, locker: &Locker) -> f64 {
     const LOCKS: usize = 1_000;
-    // What the first one brings with it is no part of a lock.
+    // Excludes what Redis allocates for the first lock only.
     let mut held = vec![locker.hold("first").await];
     let before = memory(server);
     for number in 0..LOCKS {
@@ -263,7 +266,7 @@ async fn push_together(mut queue: Queue) {
     }
 }
 
-/// The lines of a program whose allocator counts: it would slow everybody else down here.
+/// The output of a separate program with a counting allocator, which would slow down all measurements here.
 fn allocations() -> Vec<String> {
     let program = env::current_exe().expect("this program is a file").with_file_name("allocations");
     let output = Command::new(&program).output();

@@ -1,4 +1,4 @@
-//! Rate-limit decisions on one Redis: at most the quota is admitted, whoever asks.
+//! Rate-limit decisions on one Redis, where all clients together get at most the quota.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,17 +28,17 @@ use crate::server::RedisServer;
 pub const KEYS: u64 = 10_000;
 const WINDOW: Duration = Duration::from_secs(3_600);
 pub const GENEROUS: u32 = 1_000_000_000;
-/// The trial: so many tasks, half of them with a client of their own, want nearly twice the quota of so many keys.
+/// The trial: this many tasks of two clients request nearly twice the quota of `TRIED` keys.
 const TASKS: u64 = 64;
 const TRIED: u64 = 8;
 const QUOTA: u32 = 601;
 
-/// What most people write: a counter that expires, in one script.
+/// The common approach: a counter that expires, in one script.
 const COUNTER: &str = "local used = redis.call('INCR', KEYS[1])
 if used == 1 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return used <= tonumber(ARGV[1]) and 1 or 0";
 
-/// A rate limiter that answers whether a key is admitted.
+/// A rate limiter that decides whether a key is allowed.
 #[derive(Clone)]
 pub enum Decider {
     Tollgate(Limiter<RedisBackend>),
@@ -52,8 +52,8 @@ pub enum Decider {
 impl Decider {
     pub async fn tollgate(url: &str, name: &str, quota: u32) -> Self {
         let policy = Policy::new(name, Quota::per_hour(quota).fixed_window());
-        let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
-        // Longer than anybody waits here: a late answer is to be measured, not given up.
+        let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
+        // Longer than any call here, so late replies are measured, not abandoned.
         Self::Tollgate(Limiter::new(backend, policy).deadline(Duration::from_secs(10)))
     }
 
@@ -92,10 +92,10 @@ impl Decider {
     }
 }
 
-/// All of them, each as its own documentation has it, with one fixed window of an hour.
+/// All contenders, each set up as its own documentation recommends, with one fixed window of an hour.
 pub async fn deciders(url: &str, quota: u32) -> Vec<(&'static str, Decider)> {
     let client = redis_of_actix::Client::open(url).expect("the URL is well-formed");
-    let manager = redis_of_actix::aio::ConnectionManager::new(client).await.expect("Redis lets us in");
+    let manager = redis_of_actix::aio::ConnectionManager::new(client).await.expect("Redis accepts the connection");
     let actix = ActixBackend::builder(manager).build();
 
     let limitador = |storage: Box<dyn limitador::storage::AsyncCounterStorage>, name: &str| {
@@ -103,16 +103,16 @@ pub async fn deciders(url: &str, quota: u32) -> Vec<(&'static str, Decider)> {
         limiter.add_limit(Limit::new(name, i64::from(quota), WINDOW.as_secs(), [""; 0], ["user"]));
         Decider::Limitador(Arc::new(limiter), name.into())
     };
-    let asking = AsyncRedisStorage::new(url).await.expect("Redis lets us in");
-    let cached = CachedRedisStorageBuilder::new(url).build().await.expect("Redis lets us in");
+    let asking = AsyncRedisStorage::new(url).await.expect("Redis accepts the connection");
+    let cached = CachedRedisStorageBuilder::new(url).build().await.expect("Redis accepts the connection");
 
     let script = Arc::new(Script::new(COUNTER));
     let manager = RedisConnectionManager::new(url).expect("the URL is well-formed");
     let pool = || Pool::builder().max_size(16).min_idle(16);
-    let checked = pool().build(manager.clone()).await.expect("Redis lets us in");
-    let unchecked = pool().test_on_check_out(false).build(manager).await.expect("Redis lets us in");
+    let checked = pool().build(manager.clone()).await.expect("Redis accepts the connection");
+    let unchecked = pool().test_on_check_out(false).build(manager).await.expect("Redis accepts the connection");
     let client = redis::Client::open(url).expect("the URL is well-formed");
-    let connection = client.get_multiplexed_async_connection().await.expect("Redis lets us in");
+    let connection = client.get_multiplexed_async_connection().await.expect("Redis accepts the connection");
 
     vec![
         ("tollgate", Decider::tollgate(url, "decisions", quota).await),
@@ -125,9 +125,9 @@ pub async fn deciders(url: &str, quota: u32) -> Vec<(&'static str, Decider)> {
     ]
 }
 
-/// Keeps decisions going, spread over so many keys, and all of them admitted.
+/// Runs concurrent decisions over `keys` keys, all of them allowed.
 pub async fn decide(decider: Decider, in_flight: u32, keys: u64, time: Duration) -> Figures {
-    // No two loads are about the same keys in the same order.
+    // Each load uses the keys in another order.
     static LOADS: AtomicU64 = AtomicU64::new(0);
     let offset = LOADS.fetch_add(1, Ordering::Relaxed) << 24;
     load(in_flight, time, move |task, turn| {
@@ -137,7 +137,7 @@ pub async fn decide(decider: Decider, in_flight: u32, keys: u64, time: Duration)
     .await
 }
 
-/// Asks about each of so many keys once.
+/// Checks each of `keys` keys once.
 pub async fn fill(decider: &Decider, keys: u64) {
     const TASKS: u64 = 256;
     let mut tasks = JoinSet::new();
@@ -152,7 +152,7 @@ pub async fn fill(decider: &Decider, keys: u64) {
     tasks.join_all().await;
 }
 
-/// How many more than the quota are admitted when the tasks of two clients want nearly twice as much.
+/// How many requests beyond the quota are allowed when the tasks of two clients request nearly twice the quota.
 async fn over_admitted(clients: [&Decider; 2], quota: u32) -> i64 {
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
@@ -168,7 +168,7 @@ async fn over_admitted(clients: [&Decider; 2], quota: u32) -> i64 {
     tasks.join_all().await.into_iter().sum::<i64>() - i64::from(quota) * TRIED as i64
 }
 
-/// What is to be said of somebody who admits more or less than the quota.
+/// Why a contender that allows more or less than the quota does not compete.
 fn verdict(who: &str, over: i64, quota: i64) -> Option<String> {
     println!("TRIAL table=decisions who={who} over_admitted={over}");
     (over != 0).then(|| format!("not exact, {over:+} admissions of {quota}"))
@@ -185,7 +185,7 @@ pub async fn tables(run: &mut Run) {
     }
     let deciders = deciders(&url, GENEROUS).await;
     let tollgate = deciders[0].1.clone();
-    // Twice: the first call may find the script missing.
+    // Call twice, because the first call may find the script missing.
     assert!(tollgate.admits(7_777_777).await);
     let call = async { assert!(tollgate.admits(7_777_777).await) };
     let ceiling = Ceiling::record(&server, "rate_limit_check_plain.lua", "7777777", call).await;
@@ -213,13 +213,15 @@ pub async fn tables(run: &mut Run) {
     run.report.add(Table {
         name: "decisions",
         title: "Rate-limit decisions on one Redis",
-        text: "A fixed window of an hour over 10,000 keys, every decision admitted, by the number of decisions in flight in one process. \
-               The ceiling is what `redis-benchmark -P 64 -c 50` gets out of the script that Tollgate calls for a lone decision; Tollgate's \
-               concurrent decisions share calls, so it can be above it: beyond eight in flight a decision costs the less the more there are, until four calls on \
-               their way have 64 each; from 256 on more in flight is more waiting. Before that, 64 tasks of two clients want nearly twice the quota of eight keys: who \
-               does not admit exactly the quota is listed, but does not compete. `limitador` reads and writes in two steps, and its cache answers \
-               from the process; it is 0.6, the newest that can be built without RocksDB. `bb8-held` is a pool of 16 connections as it comes, one of which is \
-               held for each round trip, after a PING; `bb8-unchecked` is the same without the PING, and `plain-script` a counter that expires on one multiplexed connection.",
+        text: "A fixed window of an hour over 10,000 keys, all requests allowed, by the number of decisions in flight in one process. \
+               The ceiling is the rate of `redis-benchmark -P 64 -c 50` with the script that Tollgate calls for a single decision. \
+               Tollgate batches concurrent decisions, so it can exceed the ceiling. Beyond eight in flight, the cost per decision falls \
+               until four calls of 64 decisions each are in flight. From 256 on, more decisions in flight only wait longer. Before the \
+               measurement, 64 tasks of two clients request nearly twice the quota of eight keys. A contender that does not allow \
+               exactly the quota is listed, but does not compete. `limitador` reads and writes in two steps, and its cache answers from \
+               the process. Its version is 0.6, the newest that builds without RocksDB. `bb8-held` is a pool of 16 connections with \
+               default settings: each call holds a connection for its round trip, after a PING. `bb8-unchecked` is the same without the \
+               PING. `plain-script` is a counter that expires, on one multiplexed connection.",
         unit: "decisions in flight",
         points: points.to_vec(),
         headline: 256,
@@ -231,9 +233,9 @@ pub async fn tables(run: &mut Run) {
     denied(run, &server, node.as_ref()).await;
 }
 
-/// One key that is over its quota, asked about again and again, by those who remember that.
+/// Repeated checks of one key over its quota, by contenders that cache denials.
 async fn denied(run: &mut Run, server: &RedisServer, node: Option<&Node>) {
-    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+    let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
     let policy = Policy::new("denied", Quota::per_hour(5).fixed_window());
     let limiter = Limiter::new(DenyCache::new(backend.clone()), policy.clone()).deadline(Duration::from_secs(10));
     let decider = Decider::DenyCache(limiter);
@@ -251,7 +253,7 @@ async fn denied(run: &mut Run, server: &RedisServer, node: Option<&Node>) {
             let decider = decider.clone();
             async move {
                 assert!(!decider.admits(0).await, "the quota is used up");
-                // An answer from memory waits for nothing, and the other tasks want their turn.
+                // A cached decision never waits, so yield to the other tasks.
                 if turn % 64 == 0 {
                     tokio::task::yield_now().await;
                 }
@@ -266,10 +268,10 @@ async fn denied(run: &mut Run, server: &RedisServer, node: Option<&Node>) {
     let medians = take_turns(&mut contenders, &points, run.rounds, |_| Some(ceiling.per_s())).await;
     run.report.add(Table {
         name: "denied",
-        title: "A key that is over its quota",
-        text: "Denials a second of one such key, by those that remember them in the process: `DenyCache`, for a second at the most, and the in-memory block of \
-               `rate-limiter-flexible`, which is told to last for the window. The ceiling is what `redis-benchmark` gets out of the script where it is asked \
-               each time.",
+        title: "A key over its quota",
+        text: "Denied requests per second of one such key, by contenders that cache denials in the process. `DenyCache` does so for at \
+               most a second, and the in-memory block of `rate-limiter-flexible` is set to last for the window. The ceiling is the rate \
+               of `redis-benchmark` with the script that a check without a cache calls.",
         unit: "decisions in flight",
         points: points.to_vec(),
         headline: 256,

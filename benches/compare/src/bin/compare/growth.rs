@@ -1,4 +1,4 @@
-//! How Tollgate's figures change as something grows.
+//! How Tollgate's figures change as a parameter grows.
 
 use std::env;
 use std::future::ready;
@@ -20,19 +20,19 @@ use crate::server::RedisServer;
 
 const IN_FLIGHT: u32 = 256;
 
-/// One of several processes that decide at the same time: says that it is ready, waits for a line, and says what came of it.
+/// One of several client processes. Reports that it is ready, waits for a line, runs its load, and reports the figures.
 pub async fn client(url: &str, millis: &str) {
     let decider = Decider::tollgate(url, "growth", GENEROUS).await;
     assert!(decider.admits(0).await);
     println!("ready");
     let mut line = String::new();
-    BufReader::new(tokio::io::stdin()).read_line(&mut line).await.expect("the parent says when");
+    BufReader::new(tokio::io::stdin()).read_line(&mut line).await.expect("the parent sends a line");
     let time = Duration::from_millis(millis.parse().expect("a number of milliseconds"));
     let figures = decide(decider, IN_FLIGHT, KEYS, time).await;
     println!("{} {} {} {}", figures.per_s, figures.p50_us, figures.p99_us, figures.calls);
 }
 
-/// The decisions of so many processes together, and the slowest of their times.
+/// The sum of the rates of `count` processes, and the slowest of their times.
 async fn processes(url: String, count: u32, time: Duration) -> Figures {
     let program = env::current_exe().expect("this program is a file");
     let mut clients = Vec::new();
@@ -44,14 +44,14 @@ async fn processes(url: String, count: u32, time: Duration) -> Figures {
             .kill_on_drop(true)
             .spawn()
             .expect("this program runs");
-        let mut lines = BufReader::new(client.stdout.take().expect("it is piped")).lines();
-        lines.next_line().await.expect("the client says that it is ready");
+        let mut lines = BufReader::new(client.stdout.take().expect("the stream is piped")).lines();
+        lines.next_line().await.expect("the client reports that it is ready");
         clients.push((client, lines));
     }
-    // What they do to begin and to end is no cost of a decision.
+    // Excludes the start and the end of the processes.
     let (begun, before) = (Instant::now(), Processors::used());
     for (client, _) in &mut clients {
-        client.stdin.take().expect("it is piped").write_all(b"go\n").await.expect("the client reads");
+        client.stdin.take().expect("the stream is piped").write_all(b"go\n").await.expect("the client reads");
     }
     let mut all = Figures::default();
     for (_, lines) in &mut clients {
@@ -75,13 +75,13 @@ async fn limited(url: &str, name: &str, limits: u32) -> Decider {
         Quota::new(GENEROUS, window).expect("an hour is a window").fixed_window()
     };
     let policy = (1..limits).fold(Policy::new(name, quota(0)), |policy, number| policy.limit(quota(number)));
-    let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
+    let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
     Decider::Tollgate(Limiter::new(backend, policy).deadline(Duration::from_secs(10)))
 }
 
-/// Of the script that Tollgate calls for a lone decision, over as many keys as the others are about.
+/// The ceiling of the script that a single decision calls, over as many keys as the loads use.
 async fn ceiling_of(server: &RedisServer, decider: &Decider) -> Ceiling {
-    // Twice: the first call may find the script missing.
+    // Call twice, because the first call may find the script missing.
     assert!(decider.admits(7_777_777).await);
     let call = async { assert!(decider.admits(7_777_777).await) };
     Ceiling::record(server, "rate_limit_check_plain.lua", "7777777", call).await
@@ -91,15 +91,16 @@ async fn pooled(url: &str, connections: u32) -> Decider {
     let options = RedisOptions::from_url(url).expect("the URL is well-formed").connections(connections);
     let policy = Policy::new("pooled", Quota::per_hour(GENEROUS).fixed_window());
     Decider::Tollgate(
-        Limiter::new(options.connect().await.expect("Redis lets us in"), policy).deadline(Duration::from_secs(10)),
+        Limiter::new(options.connect().await.expect("Redis accepts the connection"), policy)
+            .deadline(Duration::from_secs(10)),
     )
 }
 
-/// Jobs a second of a worker while so many more wait.
+/// Jobs per second of a worker while `waiting` jobs wait.
 async fn backlog(url: &str, waiting: u32) -> Figures {
     let mut queue = Queue::tollgate(url, &format!("backlog-{waiting}")).await;
     let jobs = (waiting as usize).min(20_000);
-    // Those behind the first are never reached, and need no number of their own.
+    // The worker never reaches the later jobs, so their numbers may repeat.
     for from in (jobs..waiting as usize).step_by(10_000) {
         queue.push_all(from..(from + 10_000).min(waiting as usize), Duration::from_secs(3_600)).await;
     }
@@ -134,10 +135,10 @@ pub async fn tables(run: &mut Run) {
         run,
         ["growth-keys",
         "More keys",
-        "Decisions on Redis, 256 in flight, spread over so many keys, all of which are there before; each round asks about others of a million, in another order. A \
-         call writes a key once, however many of its decisions are about that key, so few keys cost Redis less. From thousands of keys on nearly every \
-         decision is about one of its own. The ceiling is that of a lone decision over 10,000 keys, whatever their number is here. More of them \
-         cost Redis more, most likely since fewer of them fit the caches of the processor.",
+        "Decisions on Redis, 256 in flight, over a number of keys that all exist before. Each round uses other keys of a million, in \
+         another order. A call writes a key once, even if several of its decisions are about that key, so few keys cost Redis less. From \
+         thousands of keys on, nearly every decision of a call has its own key. The ceiling is that of single decisions over 10,000 \
+         keys, at every point. More keys cost Redis more, most likely because fewer of them fit into the caches of the processor.",
         "keys"],
         &[1, 100, 10_000, 1_000_000],
         keys,
@@ -157,8 +158,9 @@ pub async fn tables(run: &mut Run) {
         run,
         ["growth-limits",
         "More limits in a policy",
-        "Decisions on Redis, 256 in flight over 10,000 keys, by policies of so many fixed windows. All windows of a key are one value: what is written grows, \
-         and so does the arithmetic, but reading, writing and the call itself are there once. The ceiling is that of a lone decision by as many.",
+        "Decisions on Redis, 256 in flight over 10,000 keys, by policies with a number of fixed windows. All windows of a key are one \
+         value. More windows need a longer value and more arithmetic, but no more reads, writes or calls. The ceiling is that of single \
+         decisions with as many limits.",
         "limits"],
         &[1, 2, 4, 8],
         limits,
@@ -175,9 +177,9 @@ pub async fn tables(run: &mut Run) {
         run,
         ["growth-pool",
         "More connections",
-        "Decisions on Redis, 256 in flight over 10,000 keys, through so many connections. Redis does one thing at a time, and calls are shared by all \
-         decisions of a process, so one connection carries all there is. Three are the default, one less than there are full \
-         calls on their way. The ceiling is that of a lone decision, here and with more processes.",
+        "Decisions on Redis, 256 in flight over 10,000 keys, through a number of connections. Redis executes one command at a time, and \
+         all decisions of a process share calls, so one connection carries the whole load. The default is three, one less than the \
+         number of full calls in flight. The ceiling is that of single decisions, here and with more processes.",
         "connections"],
         &[1, 2, 3, 4, 8, 16],
         pool,
@@ -186,8 +188,8 @@ pub async fn tables(run: &mut Run) {
     .await;
 
     let several = Contender::new("tollgate", |count| Box::pin(processes(url.clone(), count, time)));
-    let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys; the times are those of the slowest process. \
-                Processes share no calls with each other, and all of them share two cores with Redis.";
+    let text = "Decisions on Redis of a number of processes together, each with 256 in flight over the same 10,000 keys; the times are \
+                those of the slowest process. Processes share no calls with each other, and all of them share two cores with Redis.";
     table(run, ["growth-processes", "More processes", text, "processes"], &[1, 2, 3, 4], several, lone).await;
     server.query::<()>("FLUSHALL");
 
@@ -196,9 +198,11 @@ pub async fn tables(run: &mut Run) {
         server.query::<()>("FLUSHALL");
         Box::pin(ready(()))
     });
-    let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end, \
-                which weigh the more the fewer jobs are due. A claim takes jobs from the front, whatever is behind. There is no ceiling: what a claim takes out cannot be claimed again.";
-    table(run, ["growth-backlog", "More jobs that wait", text, "jobs"], backlogs, waiting, |_| None).await;
+    let text = "Jobs per second of a worker, a hundred at a time, while a number of jobs wait: up to 20,000 of them due now, the others \
+                in an hour. The time includes the start and the end of the worker, which weigh more with fewer due jobs. A claim takes \
+                jobs from the front, however many are behind. There is no ceiling, because a job that is claimed cannot be claimed \
+                again.";
+    table(run, ["growth-backlog", "More waiting jobs", text, "jobs"], backlogs, waiting, |_| None).await;
 }
 
 fn one_of(deciders: &[(u32, Decider)], wanted: u32, time: Duration) -> Loaded<'static> {

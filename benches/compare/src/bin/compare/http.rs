@@ -1,4 +1,4 @@
-//! A server that says hello, with a layer and without, under `wrk`: each in a process of its own.
+//! A hello server with and without layers, under load from `wrk`. The server and `wrk` are separate processes.
 
 use std::convert::Infallible;
 use std::env;
@@ -44,7 +44,7 @@ const LAYERS: [&str; 10] = [
     "bare",
 ];
 
-/// What answers requests, a router or a layer in front of one.
+/// A service that answers requests: a router, or a layer around one.
 trait App: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static {}
 
 impl<S> App for S where
@@ -52,7 +52,7 @@ impl<S> App for S where
 {
 }
 
-/// Does something with what says hello behind the layer of that name, each of a type of its own.
+/// Calls `$act` with the hello service behind the layer of that name. Each service has its own type.
 macro_rules! with_app {
     ($layer:expr, $url:expr, $act:expr) => {
         match $layer {
@@ -63,16 +63,16 @@ macro_rules! with_app {
     };
 }
 
-/// Serves until it is killed, and says on which port.
+/// Serves until it is killed, and prints its port.
 pub async fn serve(layer: &str, url: &str) {
     with_app!(layer, url, serve_app);
 }
 
 async fn serve_app(app: impl App) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
-    println!("{}", listener.local_addr().expect("it has an address").port());
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    println!("{}", listener.local_addr().expect("the listener has an address").port());
     let app = ServiceExt::<Request<Body>>::into_make_service_with_connect_info::<SocketAddr>(app);
-    axum::serve(listener, app).await.expect("it serves");
+    axum::serve(listener, app).await.expect("axum serves");
 }
 
 fn hello() -> Router {
@@ -83,7 +83,7 @@ fn governor() -> GovernorLayer<PeerIpKeyExtractor, NoOpMiddleware, Body> {
     GovernorLayer::new(layers::governor(GENEROUS))
 }
 
-/// What says hello, behind a layer, with routes that are made once and not anew for every request.
+/// The hello router behind a layer. Its routes are created once, not for every request.
 async fn router(layer: &str, url: &str) -> Router {
     let app = hello();
     let app = match layer {
@@ -93,13 +93,13 @@ async fn router(layer: &str, url: &str) -> Router {
         "tollgate-headers" => app.layer(layers::fields(GENEROUS)),
         "tollgate-default" => app.layer(layers::ours(GENEROUS)),
         "tollgate-redis" => {
-            let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
+            let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
             let policy = Policy::new("http", Quota::per_day(GENEROUS).token_bucket());
             app.layer(RateLimitLayer::new(backend, policy).key(peer_ip()).deadline(Duration::from_secs(10)))
         }
         "tower_governor" => app.layer(governor()),
         "tower_governor-headers" => app.layer(GovernorLayer::new(layers::governor_headers(GENEROUS))),
-        other => panic!("{other} is no layer"),
+        other => panic!("unknown layer {other}"),
     };
     app.with_state(())
 }
@@ -107,18 +107,18 @@ async fn router(layer: &str, url: &str) -> Router {
 /// How many requests are counted.
 const COUNTED: u32 = 5_000;
 
-/// Has a router answer requests without a server and its sockets, for [`instructions`] to be counted.
+/// Answers requests without a server and sockets, so that [`instructions`] can count.
 pub async fn answer(layer: &str) {
     with_app!(layer, "", answer_all);
 }
 
 async fn answer_all(mut app: impl App) {
-    // What comes once is not counted.
+    // Warm up, so that one-time work is not counted.
     answer_each(&mut app, 1_000);
     counted(&mut app);
 }
 
-/// Only what happens in here is counted, so it is not to become a part of something else.
+/// Callgrind counts inside this function only, so it must not be inlined.
 #[inline(never)]
 fn counted(app: &mut impl App) {
     answer_each(app, COUNTED);
@@ -128,12 +128,12 @@ fn answer_each(app: &mut impl App, requests: u32) {
     for _ in 0..requests {
         let mut request = Request::new(Body::empty());
         request.extensions_mut().insert(ConnectInfo(SocketAddr::from(([10, 0, 0, 1], 80))));
-        let Some(Ok(response)) = app.call(request).now_or_never() else { panic!("nothing is waited for") };
+        let Some(Ok(response)) = app.call(request).now_or_never() else { panic!("the response is not ready at once") };
         assert_eq!(response.status(), 200);
     }
 }
 
-/// What it takes a router to answer a request, in instructions, by callgrind. `None` where there is no valgrind.
+/// The instructions that a router needs for a request, by callgrind. `None` without valgrind.
 fn instructions(layer: &str) -> Option<u64> {
     let program = env::current_exe().expect("this program is a file");
     let output = Command::new("valgrind")
@@ -145,18 +145,18 @@ fn instructions(layer: &str) -> Option<u64> {
     let text = String::from_utf8_lossy(&output.stderr);
     let count = text.lines().find_map(|line| line.split_once("Collected : ")?.1.trim().parse::<u64>().ok());
     let count = count.filter(|count| output.status.success() && *count > 0);
-    Some(count.unwrap_or_else(|| panic!("{layer} is counted: {text}")) / u64::from(COUNTED))
+    Some(count.unwrap_or_else(|| panic!("callgrind counted nothing for {layer}: {text}")) / u64::from(COUNTED))
 }
 
-/// What runs on a core of its own, so that the server is never kept from it and is all that there is to wait for: where both have both of two cores,
-/// it depends on who is woken where for a fifth more or less.
+/// Runs a command on one core. The server and `wrk` have a core each, so the server always has a processor and is the bottleneck. If both
+/// share two cores, the placement of wakeups changes the rate by a fifth.
 fn on_core(core: u32) -> Command {
     let mut command = Command::new("taskset");
     command.args(["-c", &core.to_string()]);
     command
 }
 
-/// Ends with the value.
+/// The process is killed on drop.
 struct Server {
     process: Child,
     port: u16,
@@ -173,12 +173,12 @@ impl Server {
             .spawn()
             .expect("this program runs");
         let mut port = String::new();
-        let stdout = process.stdout.take().expect("it is piped");
-        BufReader::new(stdout).read_line(&mut port).expect("the server says its port");
-        Self { process, port: port.trim().parse().expect("a port") }
+        let stdout = process.stdout.take().expect("the stream is piped");
+        BufReader::new(stdout).read_line(&mut port).expect("the server prints its port");
+        Self { process, port: port.trim().parse().expect("the server prints a port") }
     }
 
-    /// The head of an answer.
+    /// A response, as text.
     fn answer(&self) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("the server listens");
         stream.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").expect("the server reads");
@@ -187,7 +187,7 @@ impl Server {
         answer
     }
 
-    /// The processor time is that of the server, and of `wrk`.
+    /// `busy` has the processor time of the server and of `wrk`.
     fn load(&self, connections: u32) -> Figures {
         let used = || {
             let ([server, _], [_, wrk]) = (Processors::seconds_of(self.process.id()), Processors::seconds_of(id()));
@@ -205,7 +205,7 @@ impl Server {
             |name: &str| text.lines().find_map(|line| line.trim().strip_prefix(name)).unwrap_or_default().trim();
         let after = used();
         let calls = text.lines().find_map(|line| line.split_once(" requests in ")?.0.trim().parse().ok());
-        let calls: u64 = calls.unwrap_or_else(|| panic!("wrk counts requests: {text}"));
+        let calls: u64 = calls.unwrap_or_else(|| panic!("wrk reported no requests: {text}"));
         let per_s: f64 = value("Requests/sec:").parse().unwrap_or_default();
         let time = calls as f64 / per_s;
         Figures {
@@ -221,7 +221,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended already; there is nobody to tell either way.
+        // Ignore errors, because the process may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -254,15 +254,15 @@ pub async fn table(run: &mut Run) {
     for layer in LAYERS {
         let answer = Server::start(layer, &redis).answer().to_lowercase();
         let has_fields = answer.contains("ratelimit");
-        let is_told = layer.ends_with("-headers") || ["tollgate-default", "tollgate-redis"].contains(&layer);
-        assert!(answer.starts_with("http/1.1 200") && has_fields == is_told, "{layer}: {answer}");
+        let is_expected = layer.ends_with("-headers") || ["tollgate-default", "tollgate-redis"].contains(&layer);
+        assert!(answer.starts_with("http/1.1 200") && has_fields == is_expected, "{layer}: {answer}");
     }
-    // Short turns and many: what a layer takes is less than what a machine does in one second and not in the next.
+    // Many short turns, because the machine varies by more from one second to the next than a layer costs.
     let rounds = if run.is_quick { run.rounds } else { 3 * run.rounds };
     let redis = &redis;
     let contender = |layer| {
         let load = move |connections| {
-            // By where its memory happens to be one server of a kind is faster than the next one, by as much as layers differ: so each turn has another one.
+            // Start a new server for each turn. Depending on their memory layout, servers of one kind differ by as much as layers do.
             let load = async move { Server::start(layer, redis).load(connections) };
             let figures: crate::bench::Loaded<'_> = Box::pin(load);
             figures
@@ -287,10 +287,11 @@ pub async fn table(run: &mut Run) {
         (
             "http",
             "A server under load",
-            "An axum server that says hello, on a core of its own with one thread and started anew for each second of load, to 64 connections of `wrk -t1` on another, which all come from one address, with layers \
-             that say yes or no. Whatever the layer, a router boxes what is behind it and clones that for every request, so `no-op` should be behind `bare`: where it is \
-             not, the difference is less than this table can tell, and so are others as small. In front of the whole router there is nothing of that. The count of \
-             instructions in the end says what a layer adds where it is not cold.",
+            "An axum hello server on its own core with one thread, restarted for each second of load. `wrk -t1` on another core has 64 \
+             connections, all from one address. The layers only allow or deny. Whatever the layer, a router boxes the inner service and \
+             clones it for every request, so `no-op` should be slower than `bare`. If it is not, the difference is below the resolution \
+             of this table, and so are others of that size. A layer around the whole router has no such cost. The count of instructions \
+             at the end shows what a layer adds with warm caches.",
             "tollgate",
             "tower_governor",
             vec![
@@ -304,17 +305,17 @@ pub async fn table(run: &mut Run) {
         ),
         (
             "http-headers",
-            "A server under load that tells how the limits stand",
-            "The same with header fields in every response, which are more for the server to write and for `wrk` to read. `tollgate-default` is the layer \
-             as it comes, which also puts a handle into the request and the decision into the response; for `tower_governor` it is `use_headers()`. The time of Redis is not \
-             in that of `tollgate-redis`.",
+            "A server under load that reports the limits",
+            "The same with header fields in every response, which the server has to write and `wrk` has to read. `tollgate-default` is \
+             the default layer, which also puts a handle into the request and the decision into the response. `tower_governor-headers` \
+             has `use_headers()`. The time of `tollgate-redis` does not include that of Redis.",
             "tollgate-headers",
             "tower_governor-headers",
             vec![
                 ("tollgate-headers", None),
                 ("tollgate-default", None),
                 ("tower_governor-headers", None),
-                ("tollgate-redis", Some("asks Redis about every request")),
+                ("tollgate-redis", Some("calls Redis for every request")),
                 ("bare", Some("no layer")),
             ],
         ),
@@ -323,7 +324,7 @@ pub async fn table(run: &mut Run) {
         let [one, other] = [ours, theirs].map(|layer| medians[0][place(layer)].figures);
         let of_time = |figures: Figures| figures.busy.servers / figures.per_s;
         let remark = format!(
-            "In this run `{ours}` served {}, and took {} of the server for each.",
+            "In this run, `{ours}` served {}, with {} of the server per request.",
             than(one.per_s / other.per_s, ["more", "fewer"], &format!("requests than `{theirs}`")),
             than(of_time(one) / of_time(other), ["more", "less"], "processor time"),
         );
@@ -342,7 +343,7 @@ pub async fn table(run: &mut Run) {
             lines: lines
                 .iter()
                 .map(|&(layer, apart)| {
-                    // Who fails is out, too.
+                    // A contender that fails does not compete, either.
                     let failed = contenders[place(layer)].apart.clone();
                     (layer, failed.or_else(|| apart.map(str::to_owned)))
                 })
@@ -352,11 +353,11 @@ pub async fn table(run: &mut Run) {
     }
 }
 
-/// What the layers add to a request where nothing else has a part in it, for `wrk` cannot tell as little.
+/// Counts the instructions that layers add to a request, because `wrk` cannot measure so little.
 pub fn counts(run: &mut Run) {
     let mut text = String::from(
-        "\nInstructions that it takes an axum router to answer a request with hello, counted by callgrind: without sockets, and all requests come from one \
-         address.\n\n| | instructions |\n| --- | ---: |\n",
+        "\nInstructions that an axum router needs to answer a hello request, counted by callgrind, without sockets. All requests come \
+         from one address.\n\n| | instructions |\n| --- | ---: |\n",
     );
     for layer in LAYERS.into_iter().filter(|layer| *layer != "tollgate-redis") {
         let Some(each) = instructions(layer) else {

@@ -1,4 +1,4 @@
-//! A request through a layer that counts in memory by the address of the peer: header fields, none, and no layer at all.
+//! A request through a layer that counts in memory by peer address: with header fields, without them, and without any layer.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -26,20 +26,20 @@ const BATCH: u32 = 1_000;
 const DAY: Duration = Duration::from_secs(86_400);
 pub const GENEROUS: u32 = 1_000_000_000;
 
-/// `burst` requests at once, and as many again within a day.
+/// Allows `burst` requests at once, and refills as many within a day.
 pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst).token_bucket())).key(peer_ip())
 }
 
-/// In an axum router, or around one.
+/// The type of a layer in an axum router, or around one.
 type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, UnitCost, SameBody<HttpResponder>>;
 
-/// The same with header fields alone: nothing in the extensions of requests and responses.
+/// The same with header fields alone, without extensions of requests and responses.
 pub fn fields(burst: u32) -> OfAxum {
     ours(burst).responder(HttpResponder::new().extensions(false).same_body())
 }
 
-/// The same, without a word about it in the response.
+/// The same without header fields.
 pub fn lean(burst: u32) -> OfAxum {
     ours(burst).responder(HttpResponder::new().headers([]).extensions(false).same_body())
 }
@@ -49,16 +49,16 @@ type Governor<M> = GovernorConfig<tower_governor::key_extractor::PeerIpKeyExtrac
 pub fn governor(burst: u32) -> Governor<::governor::middleware::NoOpMiddleware> {
     let mut builder = GovernorConfigBuilder::default();
     builder.period(DAY / burst).burst_size(NonZeroU32::new(burst).map_or(1, NonZeroU32::get));
-    builder.finish().expect("a quota")
+    builder.finish().expect("the quota is valid")
 }
 
 pub fn governor_headers(burst: u32) -> Governor<::governor::middleware::StateInformationMiddleware> {
     let mut builder = GovernorConfigBuilder::default();
     builder.period(DAY / burst).burst_size(burst);
-    builder.use_headers().finish().expect("a quota")
+    builder.use_headers().finish().expect("the quota is valid")
 }
 
-/// One of [`ADDRESSES`] clients, all of which come equally often, but not in the order of their numbers.
+/// A request of one of [`ADDRESSES`] clients. All clients are equally frequent, and their order is scattered.
 fn request(turn: u32) -> Request<Body> {
     let [.., third, fourth] = (turn.wrapping_mul(0x9e37_79b9) % ADDRESSES).to_be_bytes();
     let mut request = Request::new(Body::empty());
@@ -85,7 +85,7 @@ where
                     assert_eq!(response.status(), StatusCode::OK, "the quota is out of reach");
                 }
                 took.push(called.elapsed());
-                // As a server that has to wait for its client now and then.
+                // Like a server task that sometimes waits for its client.
                 tokio::task::yield_now().await;
             }
             took
@@ -97,7 +97,7 @@ where
     Figures { per_s: batches.per_s / share, p50_us: batches.p50_us * share, p99_us: batches.p99_us * share, ..batches }
 }
 
-/// How many more than `burst` requests of one client are admitted.
+/// How many requests beyond `burst` are allowed for one client.
 async fn over_admitted<S, B>(service: S, burst: u32) -> i64
 where
     S: Service<Request<Body>, Response = Response<B>, Error = Infallible> + Clone,
@@ -130,9 +130,9 @@ pub async fn tables(run: &mut Run) {
     let tables = [
         (
             "layer",
-            "A layer that says yes or no",
-            "Requests through a layer in front of a service that does nothing, by tasks: no header fields, nothing in the extensions. Making the \
-             request is included. The time of a call is that of a thousand, divided.",
+            "A layer that only allows or denies",
+            "Requests through a layer in front of a service that does nothing, by tasks, without header fields and extensions. The time \
+             includes creating the request. The time of a call is that of a thousand, divided.",
             vec![
                 contender!("layer", "tollgate", lean),
                 contender!("layer", "tower_governor", |burst| GovernorLayer::new(governor(burst))),
@@ -141,9 +141,9 @@ pub async fn tables(run: &mut Run) {
         ),
         (
             "layer-headers",
-            "A layer that tells how the limits stand",
-            "The same with header fields in every response and nothing in the extensions, as `tower_governor` has it with `use_headers()`. \
-             `tollgate-default` is the layer as it comes, which also puts a handle into the request and the decision into the response.",
+            "A layer that reports the limits",
+            "The same with header fields in every response and without extensions, like `tower_governor` with `use_headers()`. \
+             `tollgate-default` is the default layer, which also puts a handle into the request and the decision into the response.",
             vec![
                 contender!("layer-headers", "tollgate", fields),
                 contender!("layer-headers", "tollgate-default", ours),

@@ -1,4 +1,4 @@
-//! Locks on one Redis: one for each task, by a client of several worker threads and of one, and one that all of them want.
+//! Locks on one Redis: one lock per task, with a client of several worker threads and of one, and one lock for all tasks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -27,12 +27,12 @@ pub enum Locker {
 
 impl Locker {
     pub async fn both(url: &str) -> [(&'static str, Self); 2] {
-        let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
-        let locks = Locks::new(backend, "default").ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+        let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
+        let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
         [("tollgate", Self::Tollgate(locks)), ("rslock", Self::Rslock(LockManager::new(vec![url.to_owned()])))]
     }
 
-    /// Takes the lock, and keeps it.
+    /// Acquires the lock, and holds it.
     pub async fn hold(&self, key: &str) -> Held {
         match self {
             Self::Tollgate(locks) => Held::Tollgate(locks.lock(key).await.expect("the lock is granted")),
@@ -40,15 +40,15 @@ impl Locker {
         }
     }
 
-    /// Takes the lock, is alone with it, and gives it back.
+    /// Acquires the lock, checks that no other task holds it, and releases it.
     pub async fn cycle(&self, key: &str, inside: &AtomicU32) {
         let held = self.hold(key).await;
         let before = inside.fetch_add(1, Ordering::SeqCst);
-        // Whoever holds it as well comes by meanwhile.
+        // Lets another holder run, if there is one.
         tokio::task::yield_now().await;
         let after = inside.fetch_sub(1, Ordering::SeqCst);
         held.give_back().await;
-        assert!(before == 0 && after == 1, "two hold the lock");
+        assert!(before == 0 && after == 1, "two tasks hold the lock");
     }
 }
 
@@ -61,13 +61,13 @@ pub enum Held {
 impl Held {
     pub async fn give_back(self) {
         match self {
-            Self::Tollgate(lease) => drop(lease.release().await.expect("the lock is given back")),
+            Self::Tollgate(lease) => drop(lease.release().await.expect("the lock is released")),
             Self::Rslock(guard) => guard.release().await,
         }
     }
 }
 
-/// So many tasks for a while, each on a lock of its own or all on one.
+/// Runs cycles of `tasks` tasks for `time`, with one lock per task or one for all.
 pub async fn cycles(who: &'static str, locker: Locker, is_own: bool, tasks: u32, time: Duration) -> Figures {
     let one = Arc::new(AtomicU32::new(0));
     load(tasks, time, move |task, _| {
@@ -82,14 +82,14 @@ pub async fn tables(run: &mut Run) {
     let server = RedisServer::start();
     let node = Node::start(&server);
     let lockers = Locker::both(&server.url()).await;
-    // The other core is for the server then.
+    // Leaves the other core to the server.
     let one_thread = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime starts");
     let url = server.url();
-    let there = one_thread.spawn(async move { Locker::both(&url).await }).await.expect("Redis lets us in");
-    let Locker::Tollgate(locks) = &lockers[0].1 else { unreachable!("it is the first") };
+    let there = one_thread.spawn(async move { Locker::both(&url).await }).await.expect("Redis accepts the connection");
+    let Locker::Tollgate(locks) = &lockers[0].1 else { unreachable!("Tollgate is the first") };
     let cycle = async |locks: &Locks| {
         let lease = locks.lock("7777777").await.expect("the lock is granted");
-        lease.release().await.expect("the lock is given back");
+        lease.release().await.expect("the lock is released");
     };
     cycle(locks).await;
     let scripts = ["lock_acquire.lua", "lock_release.lua"];
@@ -125,25 +125,26 @@ pub async fn tables(run: &mut Run) {
             (
                 "locks-one-thread",
                 "Locks, uncontended, with one worker thread",
-                "The same with a runtime of one worker thread in the client, so that each of two cores has one thread with much to do. Where there are two, \
-                 they wake each other for a few tasks at a time, which costs both of them more than it brings.",
+                "The same with a client runtime of one worker thread, so that each of two cores has one busy thread. Two worker threads \
+                 wake each other for a few tasks at a time, which costs both of them more than it gains.",
             )
         } else if is_own {
             (
                 "locks",
                 "Locks, uncontended",
-                "Taken and given back, one key for each task, a lease of 30 s. The ceiling is how often a second the server runs the two calls of a lone cycle, one \
-                 that takes a free lock and one that gives it back, for a client that does nothing else: 16 connections, 64 calls in a pipeline. Tollgate's \
-                 cycles that run at the same time share calls, so they can be above it.",
+                "Lock and release cycles, one key for each task, with leases of 30 s. The ceiling is the rate of a minimal client that \
+                 sends the two calls of a single cycle, which acquire a free lock and release it: 16 connections, 64 calls in a \
+                 pipeline. Tollgate's concurrent cycles share calls, so they can exceed the ceiling.",
             )
         } else {
             (
                 "locks-one",
                 "One lock for 64 tasks",
-                "All tasks want the same key, again and again, and nobody holds it longer than it takes to see that he is alone. Tollgate hands a lock over inside the process \
-                 to those who stand in line there, and asks Redis now and then; the peers ask Redis for each grant, and try again after a pause, so they are measured at \
-                 another thing: this table is about one process, and says nothing of locks that several want. The ceiling is that of the cycles above. The second table has the grants of the task that got fewest \
-                 and of the one that got most, in a round, and how long the longest cycle of all rounds took, waiting included.",
+                "All tasks want the same key repeatedly, and hold it only to check that no other task holds it. Tollgate hands the lock \
+                 over to waiters inside the process, and asks Redis only now and then. The peers ask Redis for each grant, and retry \
+                 after a pause, so they do different work. This table is about one process, and says nothing about locks that several \
+                 processes want. The ceiling is that of the cycles above. The second table has the fewest and the most grants of a task \
+                 in a round, and the longest cycle of all rounds, waiting included.",
             )
         };
         run.report.add(Table {
@@ -160,6 +161,6 @@ pub async fn tables(run: &mut Run) {
             ..Table::default()
         });
     }
-    // Not where something might have to be waited for.
+    // Dropping a runtime may block, which async code must not do.
     one_thread.shutdown_background();
 }

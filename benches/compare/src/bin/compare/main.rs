@@ -1,10 +1,10 @@
 //! Tollgate and its peers against the same Redis, in turns, in one run.
 //!
-//! `scripts/bench` builds and runs this. It starts its own servers, prints one line per measurement,
-//! `RESULT table=.. who=.. at=.. per_s=.. p50_us=.. p99_us=.. rounds=LEAST..MOST ceiling_ratio=..` (`-` where there is nothing to say), and
-//! ends with `first_in=.. of=.. tables`: in how many tables Tollgate is first among those whose answers are right. It is not where it is no
-//! better in the median than a peer in its best round, which is a line `TIED`, and not where its own answers are wrong. A line `BEHIND`
-//! says who is first instead.
+//! `scripts/bench` builds and runs this. It starts its own servers, and prints one line per measurement: `RESULT table=.. who=.. at=..
+//! per_s=.. p50_us=.. p99_us=.. rounds=LEAST..MOST ceiling_ratio=..`, with `-` for a missing value. It ends with `first_in=.. of=..
+//! tables`: in how many tables Tollgate is first among the contenders with correct answers. Tollgate is not first if its median is no
+//! better than a peer's best round, which prints a line `TIED`. It is not first if its own answers are wrong, either. A line `BEHIND` names
+//! the peer that is first instead.
 //!
 //! * `--quick`: fewer and shorter rounds
 //! * `--only NAME`: one part: decisions, memory, layers, locks, queues, http, growth or costs
@@ -35,7 +35,7 @@ mod report;
 #[path = "../../../../../tests/support/server.rs"]
 mod server;
 
-/// How this run measures, and what it has measured.
+/// The settings and the results of this run.
 pub struct Run {
     pub is_quick: bool,
     /// How long one load takes.
@@ -50,7 +50,7 @@ fn main() {
 }
 
 async fn compare() {
-    // Parts of some tables are processes of their own.
+    // Some tables run parts of themselves in separate processes.
     let words: Vec<String> = env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["client", url, millis] => return growth::client(url, millis).await,
@@ -65,7 +65,7 @@ async fn compare() {
             "--quick" => is_quick = true,
             "--only" => only = arguments.next(),
             "--write" => folder = arguments.next().map(PathBuf::from),
-            other => panic!("{other} is not known: --quick, --only NAME, --write FOLDER"),
+            other => panic!("unknown argument {other}: expected --quick, --only NAME or --write FOLDER"),
         }
     }
     let time = Duration::from_millis(if is_quick { 150 } else { 1_000 });
@@ -103,7 +103,7 @@ async fn compare() {
     run.report.print_verdict();
 }
 
-/// What the server calls itself.
+/// The name and version of the server.
 fn version() -> String {
     let output = std::process::Command::new(server::binary()).arg("--version").output();
     let output = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();

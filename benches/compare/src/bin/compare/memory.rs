@@ -1,4 +1,4 @@
-//! Decisions in the memory of one process, without any store: 10,000 clients by name, a token bucket each.
+//! Decisions in the memory of one process, without a store: a token bucket for each of 10,000 client names.
 
 use std::future::ready;
 use std::num::NonZeroU32;
@@ -16,13 +16,13 @@ use crate::bench::{Contender, Figures, figures, scatter, take_turns};
 use crate::report::{Rank, Table};
 
 const KEYS: u64 = 10_000;
-/// Calls that are timed together: reading the clock takes about as long as one of them.
+/// Calls that are timed together, because reading the clock takes about as long as one call.
 const BATCH: u32 = 1_000;
 const GENEROUS: u32 = 1_000_000_000;
 
-/// Answers whether the client of a number is admitted.
+/// Decides about batches of calls.
 trait Decide: Send + Sync {
-    /// How many of a batch are admitted, from a number on.
+    /// How many calls of a batch are allowed.
     fn admitted(&self, thread: u32, batch: u64) -> u32;
 }
 
@@ -52,15 +52,15 @@ fn at(thread: u32, batch: u64, turn: u32, keys: usize) -> usize {
     scatter(thread, batch * u64::from(BATCH) + u64::from(turn)) as usize % keys
 }
 
-/// The answer of a call that does not wait: memory never does.
+/// Polls a call once. The memory backend never waits.
 pub fn now<T>(call: impl Future<Output = T>) -> T {
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,
-        Poll::Pending => panic!("memory answers at once"),
+        Poll::Pending => panic!("the memory backend did not answer at once"),
     }
 }
 
-/// All give a bucket of `burst` back within a day, so none of it comes back in a trial of `burst` below a thousand.
+/// All buckets refill `burst` in a day, so none refills during a trial with a `burst` below a thousand.
 fn deciders(keys: u64, burst: u32) -> [(&'static str, Arc<dyn Decide>); 4] {
     let names = || (0..keys).map(|key| format!("client-{key}"));
     let bucket = Quota::per_day(burst).token_bucket();
@@ -69,8 +69,8 @@ fn deciders(keys: u64, burst: u32) -> [(&'static str, Arc<dyn Decide>); 4] {
     let yes_or_no = async move |name: &String| yes_or_no.try_acquire(name).await.expect("memory does not fail");
     let told = async move |name: &String| told.check(name).await.expect("memory does not fail").is_allowed();
     let prepared = async move |key: &Key| prepared.try_acquire(*key).await.expect("memory does not fail");
-    let quota = governor::Quota::with_period(Duration::from_secs(86_400) / burst).expect("a day is not nothing");
-    let quota = quota.allow_burst(NonZeroU32::new(burst).expect("not nothing"));
+    let quota = governor::Quota::with_period(Duration::from_secs(86_400) / burst).expect("the period is above zero");
+    let quota = quota.allow_burst(NonZeroU32::new(burst).expect("above zero"));
     [
         ("tollgate", Arc::new(Ours(names().collect(), yes_or_no))),
         ("tollgate-decisions", Arc::new(Ours(names().collect(), told))),
@@ -101,7 +101,7 @@ fn decide(decider: &Arc<dyn Decide>, threads: u32, time: Duration) -> Figures {
     Figures { per_s: batches.per_s * calls, p50_us: batches.p50_us * share, p99_us: batches.p99_us * share, ..batches }
 }
 
-/// How many more than the quota are admitted when two threads want all of it, each.
+/// How many calls beyond the quota are allowed when two threads request all of it each.
 fn over_admitted(decider: &Arc<dyn Decide>, burst: u32) -> i64 {
     let threads: Vec<_> = (0..2)
         .map(|_| {
@@ -110,7 +110,7 @@ fn over_admitted(decider: &Arc<dyn Decide>, burst: u32) -> i64 {
         })
         .collect();
     let admitted: i64 = threads.into_iter().map(|thread| thread.join().expect("no call fails")).sum();
-    // So many calls reach each of ten keys often enough to use all of its quota.
+    // The calls exhaust the quota of each of the ten keys.
     admitted - i64::from(burst) * 10
 }
 
@@ -134,9 +134,10 @@ pub async fn table(run: &mut Run) {
     run.report.add(Table {
         name: "memory",
         title: "Decisions in memory",
-        text: "A token bucket for each of 10,000 clients by name, every call admitted, by threads. `tollgate` and `governor` say yes or no; \
-               `tollgate-decisions` says all that the header fields of a response do. All are handed a `String` that was there before, from which ours make a `Key` in \
-               each call; `tollgate-prepared` is handed the `Key`. The time of a call is that of a thousand, divided.",
+        text: "A token bucket for each of 10,000 client names, all calls allowed, by threads. `tollgate` and `governor` only allow or \
+               deny; `tollgate-decisions` returns everything that the header fields of a response need. All get a `String` that exists \
+               before, from which ours make a `Key` in each call; `tollgate-prepared` gets the `Key`. The time of a call is that of a \
+               thousand, divided.",
         unit: "threads",
         points: points.to_vec(),
         headline: 1,

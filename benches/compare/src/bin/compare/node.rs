@@ -1,4 +1,4 @@
-//! Peers from npm, in a process of their own.
+//! Peers from npm, in a separate process.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -12,14 +12,14 @@ use tokio::sync::Mutex;
 use crate::bench::Figures;
 use crate::server::RedisServer;
 
-/// Ends with the value.
+/// The process is killed on drop.
 pub struct Node {
     talk: Mutex<(ChildStdin, Lines<BufReader<ChildStdout>>)>,
     _process: Child,
 }
 
 impl Node {
-    /// `None` where Node or the packages are not there, which is said.
+    /// Returns `None`, and prints why, if Node or the packages are missing.
     pub fn start(server: &RedisServer) -> Option<Self> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("node");
         if !folder.join("node_modules").exists() {
@@ -38,12 +38,12 @@ impl Node {
             println!("SKIPPED peers on Node: there is no node");
             return None;
         };
-        let stdin = process.stdin.take().expect("it is piped");
-        let stdout = process.stdout.take().expect("it is piped");
+        let stdin = process.stdin.take().expect("the stream is piped");
+        let stdout = process.stdout.take().expect("the stream is piped");
         Some(Self { talk: Mutex::new((stdin, BufReader::new(stdout).lines())), _process: process })
     }
 
-    /// Has a load run, and panics if the peer fails.
+    /// Runs a load, and panics if the peer fails.
     pub async fn ask(&self, what: Value) -> Value {
         let mut talk = self.talk.lock().await;
         let line = format!("{what}\n");
@@ -70,7 +70,7 @@ impl Node {
         }
     }
 
-    /// So many calls at a time for a while, with what else the load is to be told.
+    /// Runs a load with `in_flight` concurrent calls for `time`. `more` has further parameters.
     pub async fn load(&self, what: &str, in_flight: u32, time: Duration, more: Value) -> Figures {
         let mut asked = json!({"do": what, "inFlight": in_flight, "ms": time.as_millis() as u64});
         if let (Some(asked), Value::Object(more)) = (asked.as_object_mut(), more) {

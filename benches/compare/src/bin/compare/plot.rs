@@ -40,12 +40,12 @@ fn draw(table: &Table, path: &Path) -> Drawn {
     Ok(())
 }
 
-/// Who does not compete is marked, as in the table.
+/// Marks a contender that does not compete, as in the table.
 fn name(who: &str, apart: Option<&String>) -> String {
     format!("{who}{}", if apart.is_some() { " *" } else { "" })
 }
 
-/// One, two and five of each decade, or, where those would be many, the decades.
+/// Labels at 1, 2 and 5 of each decade, or at the decades only if those would be too many.
 fn labels(bottom: f64, top: f64) -> Vec<f64> {
     let decades = bottom.log10().floor() as i32..=top.log10().ceil() as i32;
     let steps: &[f64] = if top / bottom > 3e3 { &[1.0] } else { &[1.0, 2.0, 5.0] };
@@ -53,7 +53,7 @@ fn labels(bottom: f64, top: f64) -> Vec<f64> {
     all.filter(|label| (bottom..=top).contains(label)).collect()
 }
 
-/// Who does not compete is pale.
+/// A contender that does not compete is pale.
 fn color(line: usize, is_apart: bool) -> RGBAColor {
     const COLORS: [RGBColor; 9] = [
         RGBColor(200, 30, 30),
@@ -140,7 +140,7 @@ fn bars(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize)
     Ok(())
 }
 
-/// A number in few signs.
+/// A number in few characters.
 pub fn short(value: &f64) -> String {
     match *value {
         value if value >= 1e6 => format!("{}M", trimmed(value / 1e6)),

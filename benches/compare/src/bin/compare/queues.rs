@@ -1,4 +1,4 @@
-//! Jobs on one Redis: pushed one by one and in bulk, done by a worker, and how late they are.
+//! Jobs on one Redis: pushed one by one and in bulk, run by a worker, and how late they are.
 
 use std::future::ready;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,7 +32,7 @@ pub enum Queue {
 
 impl Queue {
     pub async fn tollgate(url: &str, name: &str) -> Self {
-        let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
+        let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
         Self::Tollgate(
             DelayQueue::new(backend, name.to_owned()).deadline(Duration::from_secs(10)).max_jobs(100_000_000),
         )
@@ -43,23 +43,26 @@ impl Queue {
     }
 
     async fn apalis(url: &str, name: &str) -> Self {
-        let connection = apalis_redis::connect(url).await.expect("Redis lets us in");
+        let connection = apalis_redis::connect(url).await.expect("Redis accepts the connection");
         Self::Apalis(RedisStorage::new(connection).with_config(Config::default().queue(name).batch_size(CONCURRENCY)))
     }
 
-    /// Keeps one job that is due in a minute.
+    /// Pushes one job that is due in a minute.
     pub async fn push(&mut self, payload: String) {
         match self {
             Self::Tollgate(queue) => {
-                assert!(queue.push(payload).delay(MINUTE).await.expect("the job is kept").is_new())
+                assert!(queue.push(payload).delay(MINUTE).await.expect("the job is stored").is_new())
             }
             Self::Apalis(storage) => {
-                storage.push_task(TaskBuilder::new(payload).run_after(MINUTE).build()).await.expect("the job is kept");
+                storage
+                    .push_task(TaskBuilder::new(payload).run_after(MINUTE).build())
+                    .await
+                    .expect("the job is stored");
             }
         }
     }
 
-    /// Keeps so many jobs with their numbers, due after a while or at once.
+    /// Pushes jobs with these numbers as payloads, due after `delay`.
     pub async fn push_all(&mut self, numbers: std::ops::Range<usize>, delay: Duration) {
         match self {
             Self::Tollgate(queue) => {
@@ -69,28 +72,28 @@ impl Queue {
             Self::Apalis(storage) => {
                 let tasks = numbers.map(|number| TaskBuilder::new(number.to_string()).run_after(delay).build());
                 let mut tasks = futures_util::stream::iter(tasks);
-                storage.push_all(&mut tasks).await.expect("the jobs are kept");
+                storage.push_all(&mut tasks).await.expect("the jobs are stored");
             }
         }
     }
 
-    /// Keeps a job that is due at an instant, and answers for when it was taken: some know whole seconds only.
+    /// Pushes a job that is due at an instant. Returns the instant that the queue uses, because some queues have whole seconds only.
     async fn push_at(&mut self, number: usize, due: SystemTime) -> SystemTime {
         match self {
             Self::Tollgate(queue) => {
-                assert!(queue.push(number.to_string()).at(due).await.expect("the job is kept").is_new());
+                assert!(queue.push(number.to_string()).at(due).await.expect("the job is stored").is_new());
                 due
             }
             Self::Apalis(storage) => {
-                let second = due.duration_since(UNIX_EPOCH).expect("it is later than 1970").as_secs() + 1;
+                let second = due.duration_since(UNIX_EPOCH).expect("the clock is after 1970").as_secs() + 1;
                 let task = TaskBuilder::new(number.to_string()).run_at_timestamp(second).build();
-                storage.push_task(task).await.expect("the job is kept");
+                storage.push_task(task).await.expect("the job is stored");
                 UNIX_EPOCH + Duration::from_secs(second)
             }
         }
     }
 
-    /// Runs a worker, a hundred jobs at a time, until so many have run.
+    /// Runs a worker, a hundred jobs at a time, until all jobs of the tally have run.
     pub async fn work(&self, tally: Arc<Tally>) {
         match self {
             Self::Tollgate(queue) => {
@@ -100,9 +103,9 @@ impl Queue {
                     std::future::ready(Ok::<_, BoxError>(()))
                 });
                 let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(CONCURRENCY);
-                // In a task of its own, as in a program: what `block_on` runs is apart from all other tasks.
+                // Spawned, as in a program: the future of `block_on` does not run on a worker thread.
                 let running = tokio::spawn(async move { worker.run_until(tally.all_ran.notified()).await });
-                running.await.expect("the worker does not panic").expect("the worker works");
+                running.await.expect("the worker does not panic").expect("the worker does not fail");
             }
             Self::Apalis(storage) => {
                 async fn run(job: String, tally: Data<Arc<Tally>>) {
@@ -119,7 +122,7 @@ impl Queue {
                     all_ran.all_ran.notified().await;
                     Ok::<_, std::io::Error>(())
                 }));
-                running.await.expect("the worker does not panic").expect("the worker works");
+                running.await.expect("the worker does not panic").expect("the worker does not fail");
             }
         }
     }
@@ -141,22 +144,22 @@ impl Tally {
     fn ran(&self, payload: &str) {
         let number: usize = payload.parse().expect("the payload is a number");
         self.runs[number].fetch_add(1, Ordering::Relaxed);
-        let mut ran = self.ran.lock().expect("nobody panics");
+        let mut ran = self.ran.lock().expect("no task panics");
         ran.push((number, SystemTime::now(), Instant::now()));
         if ran.len() == self.runs.len() {
             self.all_ran.notify_one();
         }
     }
 
-    /// Every job has to have run, and none twice.
+    /// Asserts that every job has run exactly once.
     pub fn assert_once(&self) {
         assert!(self.runs.iter().all(|runs| runs.load(Ordering::Relaxed) == 1), "every job runs once");
     }
 
-    /// Jobs a second from the first to the last.
+    /// Jobs per second, from the first job to the last.
     fn per_s(&self) -> f64 {
         self.assert_once();
-        let ran = self.ran.lock().expect("nobody panics");
+        let ran = self.ran.lock().expect("no task panics");
         let (first, last) = (ran.iter().map(|ran| ran.2).min(), ran.iter().map(|ran| ran.2).max());
         let took = first.zip(last).map_or(Duration::ZERO, |(first, last)| last - first);
         (ran.len() - 1) as f64 / took.as_secs_f64()
@@ -171,7 +174,7 @@ pub async fn push(queue: Queue, tasks: u32, time: Duration) -> Figures {
     .await
 }
 
-/// A call is a batch, and the rate one of jobs.
+/// Each call pushes a batch. The rate counts jobs.
 pub async fn bulk(queue: Queue, tasks: u32, time: Duration) -> Figures {
     let batches = load(tasks, time, move |_, _| {
         let mut queue = queue.clone();
@@ -190,7 +193,7 @@ async fn process(mut queue: Queue, jobs: usize) -> Figures {
     Figures { per_s: tally.per_s(), ..Figures::default() }
 }
 
-/// How late jobs are that are due at any time within `span`, while the worker has nothing else to do.
+/// The lateness of jobs that are due within `span` ms, while the worker has no other work.
 async fn late(mut queue: Queue, jobs: usize, span: u64) -> Figures {
     let tally = Tally::new(jobs);
     let working = {
@@ -203,9 +206,9 @@ async fn late(mut queue: Queue, jobs: usize, span: u64) -> Figures {
         // Spread without a pattern: 7,919 is prime.
         due.push(queue.push_at(number, begin + Duration::from_millis(number as u64 * 7_919 % span)).await);
     }
-    working.await.expect("the worker works");
+    working.await.expect("the worker does not fail");
     tally.assert_once();
-    let ran = tally.ran.lock().expect("nobody panics");
+    let ran = tally.ran.lock().expect("no task panics");
     let late = ran.iter().map(|&(number, at, _)| at.duration_since(due[number]).expect("no job is early"));
     figures(Duration::from_secs(1), late)
 }
@@ -219,9 +222,9 @@ pub async fn tables(run: &mut Run) {
     let node = Node::start(&server);
     let (url, time) = (server.url(), run.time);
     let queues = Queue::both(&url).await;
-    let Queue::Tollgate(queue) = &queues[0].1 else { unreachable!("it is the first") };
+    let Queue::Tollgate(queue) = &queues[0].1 else { unreachable!("Tollgate is the first") };
     let one = async |id: &str| {
-        queue.push("payload-7".to_owned()).delay(MINUTE).id(id).await.expect("the job is kept");
+        queue.push("payload-7".to_owned()).delay(MINUTE).id(id).await.expect("the job is stored");
     };
     one("1").await;
     let ceiling =
@@ -235,8 +238,9 @@ pub async fn tables(run: &mut Run) {
             [
                 "queue-push",
                 "Jobs pushed one by one",
-                "Jobs with a payload of about ten bytes, due in a minute, by the number of tasks that push. The ceiling is what `redis-benchmark -P 64 -c 50` gets out \
-             of the script that keeps one job, on an empty database, as everybody begins on one.",
+                "Jobs with a payload of about ten bytes, due in a minute, by the number of tasks that push. The ceiling is the rate of \
+                 `redis-benchmark -P 64 -c 50` with the script that pushes one job. It begins with an empty database, like every \
+                 contender.",
                 "tasks",
             ],
             &[1, 64, 256],
@@ -247,7 +251,8 @@ pub async fn tables(run: &mut Run) {
             [
                 "queue-bulk",
                 "Jobs pushed in bulk",
-                "A thousand jobs with each call, by the number of tasks that push; the time is that of a call. The ceiling is that of jobs pushed one by one.",
+                "A thousand jobs per call, by the number of tasks that push; the time is that of a call. The ceiling is that of jobs \
+                 pushed one by one.",
                 "tasks",
             ],
             &[8],
@@ -258,8 +263,10 @@ pub async fn tables(run: &mut Run) {
             [
                 "queue-process",
                 "Jobs done by a worker",
-                "One worker, a hundred jobs at a time, with 5,000 waiting that are all due: from the first to the last job. Every job has to run once. What is \
-             done is forgotten, but for `apalis-redis`, which keeps it. There is no ceiling: what a claim takes out cannot be claimed again. (It moves all jobs that are due in one command, which Lua refuses for more than about 8,000.)",
+                "One worker runs 5,000 jobs that are all due, a hundred at a time. The rate is from the first to the last job. Every job \
+                 must run once. Done jobs are deleted, except by `apalis-redis`, which keeps them. It also moves all due jobs in one \
+                 command, which Lua refuses for more than about 8,000. There is no ceiling, because a job that is claimed cannot be \
+                 claimed again.",
                 "jobs at a time",
             ],
             &[100],
@@ -270,8 +277,8 @@ pub async fn tables(run: &mut Run) {
             [
                 "queue-late",
                 "How late jobs are",
-                "Jobs that are due at any time within three seconds, while a worker has nothing else to do: median and 99th percentile of how much later than that they run. \
-             `apalis-redis` knows whole seconds: its jobs are due at those, and its worker is told to look every 50 ms.",
+                "Jobs that are due within three seconds, while a worker has no other work: the median and the 99th percentile of their \
+                 lateness. `apalis-redis` has whole seconds: its jobs are due at full seconds, and its worker polls every 50 ms.",
                 "jobs at a time",
             ],
             &[100],
@@ -300,7 +307,7 @@ pub async fn tables(run: &mut Run) {
                 })
             }));
         }
-        // What one leaves behind is neither work for the next nor in its way, and so with the ceiling.
+        // Empty the database before each turn and each ceiling, so that jobs left behind affect no other measurement.
         let flush = || server.query::<()>("FLUSHALL");
         let mut contenders: Vec<_> = contenders
             .into_iter()

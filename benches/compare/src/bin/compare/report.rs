@@ -1,4 +1,4 @@
-//! Tables: printed line by line while they are measured, and written down together in the end.
+//! Tables: printed line by line while they are measured, and written to a file at the end.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::bench::{Figures, Median, Processors};
 use crate::plot;
 
-/// By what a table says who is first.
+/// The figure that ranks the contenders of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Rank {
     /// The highest rate.
@@ -23,21 +23,21 @@ pub struct Table {
     pub name: &'static str,
     pub title: &'static str,
     pub text: &'static str,
-    /// What the points are numbers of.
+    /// The unit of the points.
     pub unit: &'static str,
     pub points: Vec<u32>,
-    /// The point that says who is first.
+    /// The point that decides which contender is first.
     pub headline: u32,
     pub rank: Rank,
-    /// Which of ours is compared with the peers: the one that does what they do.
+    /// The contender of ours that is compared with the peers, because it does the same work.
     pub ours: &'static str,
-    /// Whose processor time a call takes: of whoever asks, and of whoever answers.
+    /// The two sides whose processor time is measured: client and server.
     pub sides: [&'static str; 2],
-    /// Whether how the calls fall to the tasks, and the longest one, is a figure of its own.
+    /// Whether to report the calls per task and the longest call.
     pub tells_shares: bool,
-    /// What the figures say, in words.
+    /// A sentence about the figures.
     pub remark: String,
-    /// Who, and why it does not compete.
+    /// The contenders, and why a contender does not compete.
     pub lines: Vec<(&'static str, Option<String>)>,
     /// By point and contender.
     pub medians: Vec<Vec<Median>>,
@@ -64,7 +64,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// The one of ours that is compared and the peers, as far as they compete, best first, at a point.
+    /// The contenders that compete at a point, best first: `ours` and the peers.
     fn ranking(&self, at: usize) -> Vec<usize> {
         let competes = |line: &usize| {
             let (who, apart) = &self.lines[*line];
@@ -81,7 +81,7 @@ impl Table {
         order
     }
 
-    /// Who is first at a point. Nobody is where the best in the median is not better than all others in their best round.
+    /// The first contender at a point. `None` if the best median is not better than the best rounds of all others.
     fn first(&self, at: usize) -> Option<usize> {
         let ranking = self.ranking(at);
         let (&best, others) = ranking.split_first()?;
@@ -93,7 +93,7 @@ impl Table {
         others.iter().all(|&other| is_behind(&self.medians[at][other])).then_some(best)
     }
 
-    /// Whether Tollgate is first at a point; `None` where no peer competes.
+    /// Whether Tollgate is first at a point. `None` if no peer competes.
     fn is_first(&self, at: usize) -> Option<bool> {
         let is_ours = |line: usize| self.lines[line].0 == self.ours;
         let has_peers = self.ranking(at).into_iter().any(|line| !is_ours(line));
@@ -120,7 +120,7 @@ impl Table {
                     "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} rounds={} ceiling_ratio={} {client}_us={} {server}_us={} \
                      cores={:.2}{shares}",
                     self.name,
-                    // How many come is no figure of theirs who wait for a clock.
+                    // Jobs that wait for their due time have no rate.
                     if self.rank == Rank::Late { "-".to_owned() } else { format!("{:.0}", figures.per_s) },
                     micros(figures.p50_us),
                     micros(figures.p99_us),
@@ -170,7 +170,7 @@ impl Table {
             return;
         }
         for (point, medians) in self.points.iter().zip(&self.medians) {
-            let _ = writeln!(out, "\n| {point} {} | fewest of one | most of one | the longest |", self.unit);
+            let _ = writeln!(out, "\n| {point} {} | fewest of a task | most of a task | longest |", self.unit);
             let _ = writeln!(out, "| --- | ---: | ---: | ---: |");
             for ((who, _), median) in self.lines.iter().zip(medians) {
                 let Figures { fewest, most, longest_us, .. } = median.figures;
@@ -180,10 +180,10 @@ impl Table {
         }
     }
 
-    /// What a call takes of the processors, where Redis or a server has a part in it.
+    /// The processor time of a call, if Redis or a server takes part in it.
     fn write_costs(&self, out: &mut String) {
-        let is_told = |median: &Median| median.figures.calls > 0 && median.figures.busy.servers > 0.0;
-        if self.rank == Rank::Late || !self.medians.iter().flatten().any(is_told) {
+        let is_measured = |median: &Median| median.figures.calls > 0 && median.figures.busy.servers > 0.0;
+        if self.rank == Rank::Late || !self.medians.iter().flatten().any(is_measured) {
             return;
         }
         let columns: String = self.points.iter().map(|point| format!(" {} |", grouped(f64::from(*point)))).collect();
@@ -220,7 +220,7 @@ impl Table {
     }
 }
 
-/// All that was measured.
+/// All results.
 #[derive(Default)]
 pub struct Report {
     tables: Vec<Table>,
@@ -234,12 +234,12 @@ impl Report {
         self.tables.push(table);
     }
 
-    /// Takes down a part that is no table of contenders.
+    /// Adds a part that is not a table of contenders.
     pub fn add_text(&mut self, text: &str) {
         self.costs.push_str(text);
     }
 
-    /// Says in how many tables Tollgate is first, at their headline, and at how many of all points.
+    /// Prints in how many tables Tollgate is first at the headline, and at how many of all points.
     pub fn print_verdict(&self) {
         for line in self.verdict() {
             println!("{line}");
@@ -287,11 +287,12 @@ impl Report {
             let _ = writeln!(out, "| {what} | {value} |");
         }
         out.push_str(
-            "\nClients and servers share that machine: take the ratios, not the figures. All are medians of rounds in which everybody takes turns, but for \
-             \"What it costs\" in the end. A cell has calls a second with the least and the most of all rounds, in brackets their share of the ceiling that was measured \
-             in the same round, and the 99th percentile of the time of a call. Who is better in the median than all others in their best round is first, and bold; \
-             where nobody is, that is a tie. Of ours, the one that does what the peers do is compared with them: `tollgate`, or what the table says. Peers are \
-             set up as their own documentation recommends.\n\n",
+            "\nClients and servers share that machine, so use the ratios, not the figures. All figures are medians of rounds in which \
+             all contenders take turns, except in \"What it costs\" at the end. A cell has the calls per second with the minimum and the \
+             maximum of all rounds, in parentheses their ratio to the ceiling of the same round, and the 99th percentile of the time of \
+             a call. A contender whose median is better than the best rounds of all others is first, and bold. Without such a contender, \
+             the result is a tie. The contender of ours that does the same work as the peers is compared with them: `tollgate`, or the \
+             one that the table names. Peers are set up as their own documentation recommends.\n\n",
         );
         let _ = writeln!(out, "```text\n{}\n```\n", self.verdict().join("\n"));
         for table in &self.tables {
@@ -306,7 +307,7 @@ impl Report {
     }
 }
 
-/// The commit of the working tree, and whether something of the crate or of the benchmarks has changed since.
+/// The commit of the working tree, and whether the crate or the benchmarks have changed since.
 fn commit() -> String {
     let git = |arguments: &[&str]| {
         let output = Command::new("git").args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().ok()?;
@@ -318,7 +319,7 @@ fn commit() -> String {
     if is_clean { commit } else { format!("{commit}, with changes") }
 }
 
-/// What all of it was measured on.
+/// The machine and the versions of this run.
 fn machine(server: &str) -> Vec<(String, String)> {
     let first_line = |program: &str, argument: &str| {
         let output = Command::new(program).arg(argument).output().ok()?;
@@ -369,7 +370,7 @@ fn machine(server: &str) -> Vec<(String, String)> {
     all
 }
 
-/// The microseconds of processors that a call takes, so many of which are busy.
+/// The processor microseconds per call, with `busy` processors.
 fn cost(figures: Figures, busy: f64) -> String {
     if figures.calls == 0 || figures.per_s <= 0.0 {
         "-".to_owned()
@@ -386,7 +387,7 @@ fn micros(us: f64) -> String {
     }
 }
 
-/// A number with its thousands apart.
+/// A number with thousands separators.
 pub fn grouped(value: f64) -> String {
     let digits = format!("{value:.0}");
     let mut out = String::new();
