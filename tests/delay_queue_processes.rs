@@ -10,7 +10,7 @@
 //! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints a line for each
 //! job that it has run, and for each that the store says it has finished. No job is lost, no job is early, no job is finished twice, and
 //! nothing is left in Redis.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
 
 mod support;
 
