@@ -1040,7 +1040,7 @@ async fn idle_workers_claim_while_redis_is_out_of_memory() {
         assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
     }
     server.limit_memory(1);
-    // The timekeeper leaves, another worker takes over, and others wait, including one that has not claimed before.
+    // The timekeeper leaves, another worker takes over, and others wait, also a worker that has not claimed before.
     let leaves = Claim::new(keeper.worker, 0, MINUTE);
     for claim in [&leaves, &other, &third, &keeper, &third] {
         assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
