@@ -446,7 +446,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
     assert_eq!((lost, twice, stale, early, left), (0, 0, 0, 0, 0), "{keys:?}");
     assert!(done.len() as u64 > jobs * 9 / 10, "few replies are lost");
-    assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "the run is too short for all kinds of faults");
+    assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "the run is too short for every fault");
 }
 
 /// Pushes jobs with due times throughout the test.
