@@ -1292,7 +1292,7 @@ async fn ack_without_a_reply_is_reported_with_its_effect() {
         (1, secs(60), KEPT, true, "cancelled"),
         (2, secs(60), KEPT, true, "cancelled"),
         (2, secs(1), KEPT, false, "retried"),
-        // Nothing tells whether the job was cancelled.
+        // No record shows whether the job was cancelled.
         (1, secs(60), 0, false, "dead"),
     ] {
         let backend = MemoryBackend::new();
@@ -1769,7 +1769,7 @@ async fn worker_with_a_failing_store_frees_service_permits() {
     worker.stop().await;
 }
 
-/// Without a receiver, events cost nothing. A slow receiver is told how many events it missed.
+/// Without a receiver, events cost nothing. A slow receiver gets the number of missed events.
 #[tokio::test(start_paused = true)]
 async fn unread_events_are_dropped_and_counted() {
     let queue = queue(MemoryBackend::new());

@@ -1533,8 +1533,8 @@ async fn complete_unknown(backend: MemoryBackend, answer: &'static str) -> usize
     completed
 }
 
-/// Regression: an operator had settled a payment, but its client was told for a day that the outcome is unknown. An outer layer had
-/// recorded that rejection.
+/// Regression: an operator had settled a payment, but its client got "outcome unknown" for a day. An outer layer had recorded that
+/// rejection.
 #[tokio::test(start_paused = true)]
 async fn outer_layer_does_not_record_inner_rejections() {
     async fn reads(request: Request<FingerprintedBody<FingerprintedBody<Stream>>>) -> Result<Answer, Infallible> {
@@ -2475,7 +2475,7 @@ async fn wrong_body_aborts_a_response_that_is_too_large() {
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(to("/too-large", of(&[&part])).await).await, (409, "outcome-unknown".into()));
     assert_eq!(runs.load(Ordering::SeqCst), 3);
-    // The client with the right body was never told that the operation was done.
+    // The operation is not recorded as done, so the client with the right body is served.
     let right = || to("/differs", of(&[&part, "y"]));
     assert_eq!(text(right().await).await, format!("{part}y"));
     assert_eq!(problem(right().await).await, (409, "answer-not-kept".into()));
@@ -2787,8 +2787,7 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     }
 }
 
-/// As above, but the handler responds before it reads the rest. Regression: the client with the right body was told that the outcome is
-/// unknown.
+/// As above, but the handler responds before it reads the rest. Regression: the client with the right body got "outcome unknown".
 #[tokio::test(start_paused = true)]
 async fn response_to_another_body_releases_the_key() {
     let runs = Arc::new(AtomicUsize::new(0));
@@ -2938,7 +2937,7 @@ async fn early_response_to_another_body_is_not_recorded() {
 }
 
 /// Regression: a handler succeeded with the beginning of another body, which broke off before the layer could tell. The client with the
-/// right body was then told that the operation is done.
+/// right body then got that response as a replay.
 #[tokio::test(start_paused = true)]
 async fn success_of_an_aborted_other_body_is_not_recorded() {
     for (keep, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
@@ -3068,7 +3067,7 @@ async fn early_response_of_the_next_attempt_is_recorded() {
     }
 }
 
-/// Regression: clients were told that their requests might have had effects, and the operations had an unknown outcome, although no handler
+/// Regression: the rejection said that the request might have had effects, and the operation had an unknown outcome, although no handler
 /// had started. The store was slower than the lease.
 #[tokio::test(start_paused = true)]
 async fn claim_granted_too_late_starts_no_handler() {
@@ -3368,7 +3367,7 @@ async fn grpc_gateway_records_no_rejection_of_its_upstream() {
     assert_eq!(asked.load(Ordering::SeqCst), 2);
 }
 
-/// Regression: a retry over a slow connection was told that its body is broken, although the first request had completed.
+/// Regression: a retry over a slow connection was rejected because of its body, although the first request had completed.
 #[tokio::test(start_paused = true)]
 async fn duplicate_may_be_slow_while_it_makes_progress() {
     let pause = Duration::from_secs(9);

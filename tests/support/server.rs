@@ -329,7 +329,7 @@ fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
     let password = args.iter().skip_while(|arg| *arg != "--requirepass").nth(1).map(String::as_str);
     let start = Instant::now();
     while start.elapsed() < TIMEOUT {
-        if process.try_wait().expect("the process can be asked").is_some() {
+        if process.try_wait().expect("the process has a status").is_some() {
             return None;
         }
         if is_answered_by(&process, port, password) {
