@@ -1,16 +1,16 @@
-//! Workers of one queue in several processes: what a thousand of them cost that have nothing to do, how very many jobs come that are due
-//! at once, and what becomes of jobs whose workers are killed, and stopped for longer than their leases, on a Redis that is restarted,
-//! forgets its scripts and loses its connections.
+//! Workers of one queue in several processes. The tests measure the cost of a thousand idle workers, and the delivery of a very large
+//! number of jobs with the same due time. They also check jobs whose workers are killed, or stopped for longer than their leases. Meanwhile
+//! Redis is restarted, forgets its scripts and loses its connections.
 //!
 //! ```sh
 //! cargo test --test delay_queue_processes            # 4,000 jobs, 100,000 at once, under a minute; part of `scripts/faults --short`
 //! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, a million at once, some minutes; part of `scripts/faults`
 //! ```
 //!
-//! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints a line for each
-//! job that it has run, and for each that the store says it has finished. No job is lost, no job is early, no job is finished twice, and
-//! nothing is left in Redis.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+//! The program starts itself again as the workers, so it has a `main` of its own instead of test functions. A worker prints a line for each
+//! job that it has run, and for each job that the store has completed. No job is lost, early or completed twice, and nothing is left in
+//! Redis.
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
 
 mod support;
 
@@ -38,7 +38,7 @@ use tower::service_fn;
 
 const WORKERS: usize = 4;
 const LEASE: Duration = Duration::from_millis(600);
-/// Tells the program that it is a worker, and the URL of its server; behind that, how many it is that have nothing to do.
+/// Marks a process as a worker. The value is the URL of its server and, for idle workers, their number.
 const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
 
 fn main() {
@@ -56,8 +56,8 @@ fn main() {
     println!("running 3 tests");
     idle_workers_are_cheap_and_a_push_wakes_one(&runtime);
     println!("test idle_workers_are_cheap_and_a_push_wakes_one ... ok");
-    jobs_that_are_due_at_once_come_without_a_long_script(&runtime, if is_long { 1_000_000 } else { 100_000 });
-    println!("test jobs_that_are_due_at_once_come_without_a_long_script ... ok");
+    due_jobs_are_delivered_without_a_long_script(&runtime, if is_long { 1_000_000 } else { 100_000 });
+    println!("test due_jobs_are_delivered_without_a_long_script ... ok");
     no_job_is_lost_or_finished_twice(&runtime, jobs, time);
     println!("test no_job_is_lost_or_finished_twice ... ok");
     println!("\ntest result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
@@ -79,7 +79,7 @@ fn queue(store: impl DelayQueueStore + Send + Sync + 'static) -> DelayQueue<u64>
 
 fn say(line: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
-    // Whoever started this may be gone.
+    // The parent process may be gone.
     let _ = writeln!(out, "{line}");
 }
 
@@ -99,7 +99,7 @@ async fn work(url: &str) {
     worker.run_until(told_to_stop(ended())).await.unwrap();
 }
 
-/// Many workers that tell what they run.
+/// Runs many workers, which print the jobs that they run.
 async fn idle(url: &str, workers: usize) {
     let queue = queue(connect(url).await);
     let mut ends = JoinSet::new();
@@ -116,7 +116,7 @@ async fn idle(url: &str, workers: usize) {
     }
 }
 
-/// Tells when the one who started this says so or is gone.
+/// A channel that closes when the parent process writes to the pipe or is gone.
 fn ended() -> watch::Receiver<()> {
     let (end, ended) = watch::channel(());
     thread::spawn(move || {
@@ -130,7 +130,7 @@ async fn told_to_stop(mut ended: watch::Receiver<()>) {
     while ended.changed().await.is_ok() {}
 }
 
-/// Tells which jobs the store has finished.
+/// Prints the jobs that the store has completed.
 struct Reporter(RedisBackend);
 
 impl DelayQueueStore for Reporter {
@@ -143,7 +143,7 @@ impl DelayQueueStore for Reporter {
                 (Finished::Done, AckKind::Done) => {
                     say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token));
                 }
-                // Somebody else has it, or has done it.
+                // Another worker has the job, or has completed it.
                 (Finished::Lost | Finished::Gone, AckKind::Done) => say(format_args!("refused")),
                 _ => {}
             }
@@ -152,17 +152,17 @@ impl DelayQueueStore for Reporter {
     }
 }
 
-/// How long each script kept a processor of the server busy, in milliseconds.
+/// The processor time of each script on the server, in milliseconds.
 #[derive(Default)]
 struct Times {
     pushes: Vec<f64>,
     claims: Vec<f64>,
 }
 
-/// Knows how long pushes and claims took.
+/// Measures how long pushes and claims take.
 struct Timed {
     inner: RedisBackend,
-    // For one script at a time, so that what the server does in between is for that one.
+    // Locked for one script at a time, so that the measured time belongs to that script.
     info: tokio::sync::Mutex<MultiplexedConnection>,
     times: Arc<Mutex<Times>>,
 }
@@ -190,14 +190,14 @@ impl DelayQueueStore for Timed {
     }
 }
 
-/// For how long the thread of the server that runs scripts has kept a processor busy.
+/// The processor time of the thread of the server that runs scripts.
 async fn cpu_ms(info: &mut MultiplexedConnection) -> f64 {
     let text: String = redis::cmd("INFO").arg("cpu").query_async(info).await.unwrap();
     let seconds = |line: &str| line.strip_prefix("used_cpu_")?.split_once("_main_thread:")?.1.parse::<f64>().ok();
     text.lines().filter_map(seconds).sum::<f64>() * 1e3
 }
 
-/// A process that works, or so many idle workers of one.
+/// Starts a process with a busy worker, or with `idle` idle workers.
 fn start(url: &str, idle: Option<usize>, lines: &mpsc::Sender<String>) -> Worker {
     let told = idle.map_or_else(|| url.to_owned(), |workers| format!("{url} {workers}"));
     Worker::start(WORKER, &told, lines.clone(), Some)
@@ -210,11 +210,11 @@ fn end_all(mut workers: Vec<Worker>) {
     }
 }
 
-/// How often a command was called, by clients and by scripts.
+/// The number of calls of a command, by clients and by scripts.
 fn calls(server: &RedisServer, command: &str) -> u64 {
     let stats = server.text("INFO commandstats");
-    assert!(!stats.is_empty(), "the server says nothing");
-    // One that was never called has no line.
+    assert!(!stats.is_empty(), "INFO commandstats is empty");
+    // A command that was never called has no line.
     let of = |line: &str| line.strip_prefix(&format!("cmdstat_{command}:calls="))?.split(',').next()?.parse().ok();
     stats.lines().find_map(of).unwrap_or_default()
 }
@@ -229,7 +229,7 @@ fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime
     let all = (WORKERS * EACH) as u64;
     let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS").len() as u64;
     support::server::wait_until("all workers listen", || listening() == all);
-    // Each looks once more when it listens.
+    // Each worker claims once more when it listens.
     thread::sleep(Duration::from_secs(2));
 
     let (before, begun) = (calls(&server, "evalsha"), Instant::now());
@@ -241,7 +241,7 @@ fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime
     for job in 0..PUSHES {
         let pushed = Instant::now();
         assert!(runtime.block_on(async { queue.push(job).await }).unwrap().is_new());
-        let line = lines.recv_timeout(Duration::from_secs(10)).expect("somebody is woken");
+        let line = lines.recv_timeout(Duration::from_secs(10)).expect("a worker is woken");
         assert_eq!(line, format!("run {job} 0"));
         slowest = slowest.max(pushed.elapsed());
     }
@@ -261,24 +261,24 @@ fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime
     assert_eq!(lines.iter().count(), 0, "a job ran twice");
     assert!(idle_per_s > 0.0 && in_all >= PUSHES && told > 0, "nothing was measured");
     assert!(idle_per_s < all as f64 / 2.0, "{idle_per_s} commands a second");
-    // The push, the claim of the one that is woken, what it notes and claims then, and the same of one that keeps the time after it.
+    // A job costs the push, the claim of the woken worker, and its ack and next claim. The next timekeeper may need the same.
     assert!(for_jobs <= (6 * PUSHES) as f64, "{for_jobs} commands for {PUSHES} jobs");
     assert!(told <= 3 * PUSHES, "{told} workers were woken for {PUSHES} jobs");
 }
 
-/// A virtual machine whose host gives its processor to others for a while counts that as work of whoever had it, and no clock within can
-/// tell. So a script is long that is so each time that the jobs come: what is in the scripts comes again, what the host does hardly.
-fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
+/// If the host of a virtual machine takes away the processor, that time counts as work of the process, and no clock inside can tell. So a
+/// script only counts as long if it is long in every repetition: its own work repeats, the interference of the host hardly does.
+fn due_jobs_are_delivered_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
     const TIMES: usize = 4;
     let mut longest_ms = Vec::new();
     while longest_ms.last().is_none_or(|ms| *ms >= 5.0) {
-        assert!(longest_ms.len() < TIMES, "a script took so many ms of a processor, each time: {longest_ms:?}");
+        assert!(longest_ms.len() < TIMES, "the longest script of each repetition took these ms: {longest_ms:?}");
         longest_ms.push(longest_script_ms(runtime, jobs));
     }
 }
 
-/// Has so many jobs come at once, each of them once and none early, and gives for how long the longest script kept a processor, of those that
-/// pushed them too.
+/// Delivers `jobs` jobs with the same due time, and checks that each runs once and not early. Returns the processor time of the longest
+/// script in ms, including the scripts of the pushes.
 fn longest_script_ms(runtime: &tokio::runtime::Runtime, jobs: u64) -> f64 {
     let server = RedisServer::start();
     let client = redis::Client::open(server.url()).unwrap();
@@ -296,7 +296,7 @@ fn longest_script_ms(runtime: &tokio::runtime::Runtime, jobs: u64) -> f64 {
         assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)), "{pushed:?}");
     }
     let waiting = runtime.block_on(queue.counts()).unwrap();
-    assert_eq!((waiting.waiting, waiting.due), (jobs, 0), "pushing takes longer than the jobs wait");
+    assert_eq!((waiting.waiting, waiting.due), (jobs, 0), "the pushes took longer than the delay of the jobs");
     let seen: Arc<[AtomicU32]> = (0..jobs).map(|_| AtomicU32::new(0)).collect();
     let (left, early) = (Arc::new(AtomicU64::new(jobs)), Arc::new(AtomicU64::new(0)));
     let over = Arc::new(Notify::new());
@@ -355,7 +355,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     let (sender, lines) = mpsc::channel();
     let mut workers: Vec<Worker> = (0..WORKERS).map(|_| start(&url, None, &sender)).collect();
     let mut faults = Faults::default();
-    // Not random, so that each kind of fault has its turn in the short run, too.
+    // Not random, so that the short run has every kind of fault too.
     for turn in 0.. {
         if begun.elapsed() >= time {
             break;
@@ -368,7 +368,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
                 faults.kills += 1;
             }
             1 | 5 => {
-                // Not the one that has just begun.
+                // Not the worker that has just started.
                 let worker = &workers[(turn / 4 + 1) % WORKERS];
                 worker.pause();
                 thread::sleep(LEASE * 2);
@@ -391,9 +391,9 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
             }
         }
     }
-    let patience = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(60);
     let mut counts = Counts::default();
-    while Instant::now() < patience {
+    while Instant::now() < deadline {
         if let Ok(now) = runtime.block_on(queue.counts()) {
             counts = now;
             if counts.waiting + counts.running == 0 {
@@ -424,13 +424,13 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
                 done.entry(id.to_owned()).or_default().push(fence.parse().unwrap());
             }
             (Some("refused"), ..) => refused += 1,
-            // Whoever is killed may not come to the end of a line.
+            // A worker that is killed may leave an incomplete line.
             _ => {}
         }
     }
     let lost = (0..jobs).filter(|job| !runs.contains_key(job)).count();
     let twice = done.values().filter(|by| by.len() > 1).count();
-    // By an attempt after which there was another.
+    // Completed by an attempt after which another attempt started.
     let stale = done.iter().filter(|(id, by)| by.iter().any(|fence| fences.get(*id) > Some(fence))).count();
     let keys: Vec<String> = server.query("KEYS *");
     let left = keys.iter().filter(|key| !key.ends_with(":state") && !key.ends_with(":idle")).count();
@@ -445,11 +445,11 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     );
     assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
     assert_eq!((lost, twice, stale, early, left), (0, 0, 0, 0, 0), "{keys:?}");
-    assert!(done.len() as u64 > jobs * 9 / 10, "answers that were lost are few");
-    assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "too short to say anything");
+    assert!(done.len() as u64 > jobs * 9 / 10, "few replies are lost");
+    assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "the run is too short for every fault");
 }
 
-/// Jobs that are due all through the time of the test.
+/// Pushes jobs with due times throughout the test.
 async fn fill(queue: &DelayQueue<u64>, jobs: u64, time: Duration) {
     let all: Vec<_> = (0..jobs).collect();
     for batch in all.chunks(2_000) {

@@ -1,4 +1,4 @@
-//! A worker beside a store whose clock says something else than its own: only the store's counts.
+//! Workers with a store whose clock differs from their own: only the clock of the store counts.
 
 use crate::support;
 
@@ -25,7 +25,7 @@ struct Elsewhere {
 }
 
 impl Elsewhere {
-    /// What its clock says when that of the backend says this.
+    /// Converts an instant of the backend's clock to this store's clock.
     fn seen(&self, instant: SystemTime) -> SystemTime {
         if self.is_ahead { instant + HOUR } else { instant - HOUR }
     }
@@ -82,7 +82,7 @@ impl DelayQueueStore for Elsewhere {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_is_an_hour_off_changes_nothing() {
+async fn clock_an_hour_off_changes_nothing() {
     for is_ahead in [false, true] {
         let store = Elsewhere { inner: MemoryBackend::new(), is_ahead };
         let queue = DelayQueue::<u32>::new(store.clone(), "work");

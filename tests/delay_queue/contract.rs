@@ -1,4 +1,4 @@
-//! The contract of delay queues on the memory backend, on a paused clock, and on real Redis servers.
+//! The delay queue contract on the memory backend, with a paused clock, and on real Redis servers.
 
 mod memory {
     tollgate::delay_queue_contract!(
@@ -23,14 +23,14 @@ mod redis_server {
             let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
             for key in keys {
                 let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
-                // -2 is a key that has expired since it was listed.
+                // -2: the key has expired since it was listed.
                 assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
             }
         }
     );
 }
 
-/// What the queue itself sees to, whatever keeps the jobs.
+/// Behavior of `DelayQueue` that does not depend on the store.
 mod queue {
     use std::error::Error;
     use std::fmt;
@@ -57,7 +57,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bad_input_is_refused_by_name() {
+    async fn invalid_input_is_rejected_with_its_own_error() {
         let queue = queue().max_size(20).max_jobs(2);
         let push = || queue.push("x".to_owned());
         let century = Duration::from_secs(100 * 365 * 86_400);
@@ -77,7 +77,7 @@ mod queue {
         assert!(queue.replace("a", "x".repeat(19)).await.unwrap_err().is_too_large());
         let error = queue.reschedule("a", century).await.unwrap_err();
         assert!(matches!(error, QueueError::Config(ConfigError::DelayOutOfRange { .. })), "{error:?}");
-        // None of it came as far as the store.
+        // None of these calls reached the store.
         assert_eq!(queue.counts().await.unwrap().waiting, 0);
         push().delay(Due::MAX_DELAY).await.unwrap();
         push().at(SystemTime::UNIX_EPOCH).max_attempts(0).await.unwrap();
@@ -88,7 +88,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_payload_that_cannot_be_encoded_is_not_pushed() {
+    async fn unencodable_payload_is_not_pushed() {
         struct Never;
         impl Codec<u8> for Never {
             fn encode(&self, _: &u8) -> Result<Vec<u8>, BoxError> {
@@ -106,7 +106,7 @@ mod queue {
         );
     }
 
-    /// What a codec fails with, and what has led to it.
+    /// An error of a codec, with a cause.
     #[derive(Debug)]
     struct Unreadable(std::num::ParseIntError);
 
@@ -122,7 +122,7 @@ mod queue {
         }
     }
 
-    /// Keeps zero alone, and reads nothing.
+    /// A codec that encodes only zero, and decodes nothing.
     struct Broken;
 
     impl Codec<u8> for Broken {
@@ -135,9 +135,9 @@ mod queue {
         }
     }
 
-    /// The story of an error that was a text and no more when it came to who pushed, or was noted with the job.
+    /// Regression: a codec error reached the caller of a push, and the note of a job, without its type and causes.
     #[tokio::test(start_paused = true)]
-    async fn what_a_codec_fails_with_keeps_its_type_and_causes() {
+    async fn codec_error_keeps_its_type_and_causes() {
         let queue = DelayQueue::with_codec(MemoryBackend::new(), "test", Broken);
         let push = queue.push(7);
         let clone = push.clone();
@@ -147,7 +147,7 @@ mod queue {
         for error in errors {
             let QueueError::Encode(codec) = &error else { panic!("{error:?}") };
             assert!(codec.is::<Unreadable>(), "{codec:?}");
-            let cause = error.source().and_then(Error::source).expect("it has a cause");
+            let cause = error.source().and_then(Error::source).expect("the error has a cause");
             assert!(cause.is::<std::num::ParseIntError>(), "{cause:?}");
         }
         let id = *queue.push(0).await.unwrap().id();
@@ -158,7 +158,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_split_queue_is_one_queue() {
+    async fn partitioned_queue_behaves_as_one_queue() {
         const JOBS: usize = 400;
         let backend = MemoryBackend::new();
         let queue = DelayQueue::<usize>::new(backend.clone(), "test").split(4);
@@ -205,7 +205,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unique_jobs_meet_in_a_split_queue() {
+    async fn unique_keys_hold_across_partitions() {
         let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").split(64);
         for user in 0..20 {
             let first = queue.push(1).unique(user).await.unwrap();
@@ -217,7 +217,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_push_of_another_queue_is_refused() {
+    async fn push_of_another_queue_is_rejected() {
         let backend = MemoryBackend::new();
         let mail = DelayQueue::<u8>::new(backend.clone(), "mail");
         let orders = DelayQueue::<u8>::new(backend, "orders");
@@ -240,7 +240,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_push_by_another_value_of_the_same_queue_is_pushed() {
+    async fn push_of_another_handle_to_the_same_queue_is_accepted() {
         async fn answer(here: &MemoryBackend, there: AnyBackend) -> bool {
             let (here, there) = (DelayQueue::<u8>::new(here.clone(), "mail"), DelayQueue::<u8>::new(there, "mail"));
             let answers = here.push_all([there.push(1)]).await;
@@ -256,7 +256,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_clone_is_the_same_job_until_it_is_told_something_else() {
+    async fn cloned_push_is_the_same_job_until_it_is_changed() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         for parts in [1, 8] {
@@ -275,7 +275,7 @@ mod queue {
         }
     }
 
-    /// A push whose answer was lost is pushed again when the job may be done.
+    /// A push whose reply was lost is pushed again, possibly after the job is done.
     #[tokio::test(start_paused = true)]
     async fn done_job_is_pushed_again_unless_its_key_is_timed() {
         let store = FaultStore::new(MemoryBackend::new());
@@ -290,7 +290,7 @@ mod queue {
                 assert!(push.clone().await.is_err());
                 faults.heal();
                 let waits = queue.counts().await.unwrap().waiting;
-                // While it waits there is one, however often it is pushed.
+                // While the job waits there is only one, however often it is pushed.
                 assert!(!push.clone().await.unwrap().is_new(), "retry {retries}");
                 assert_eq!(queue.counts().await.unwrap().waiting, waits);
                 let counted = Arc::clone(&ran);
@@ -306,7 +306,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_store_that_hangs_is_asked_by_probes_only_until_it_answers() {
+    async fn hanging_store_receives_only_probes_until_it_replies() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let queue = DelayQueue::<u8>::new(store, "test");
@@ -318,10 +318,10 @@ mod queue {
             let QueueError::Store(error) = error else { panic!("{error:?}") };
             assert_eq!((error.is_timeout(), error.is_unavailable()), (number < 5, number >= 5), "{number}: {error}");
         }
-        // Five have waited for the deadline.
+        // Five pushes waited for the deadline.
         assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
 
-        // Nothing else is asked either, and no probe but one in an interval.
+        // No other call reaches the store either, except one probe per interval.
         assert!(queue.counts().await.is_err() && queue.purge().await.is_err());
         assert!(queue.get("a").await.is_err() && queue.cancel("a").await.is_err());
         assert!(queue.promote("a").await.is_err() && queue.replace("a", 1).await.is_err());
@@ -339,7 +339,7 @@ mod queue {
         assert!(queue.push(1).await.unwrap().is_new() && clone.push(2).await.unwrap().is_new());
     }
 
-    /// A moment would fail all the rest of a million jobs.
+    /// Otherwise a moment of failure would fail all remaining jobs of a million.
     #[tokio::test(start_paused = true)]
     async fn bulk_push_survives_a_short_store_failure() {
         const BATCHES: usize = 20;
@@ -355,16 +355,16 @@ mod queue {
             let pushes: Vec<_> = (0..BATCHES * MAX_BATCH).map(|i| queue.push(i)).collect();
             let (answers, ()) = tokio::join!(queue.push_all(pushes), heal);
             let failed = answers.iter().filter(|answer| answer.is_err()).count() / MAX_BATCH;
-            // Five until the circuit opens, and a probe in each interval.
-            assert!((5..=11).contains(&failed), "{failed} batches have failed");
-            assert_eq!(faults.calls(Verb::Push), BATCHES as u64, "each is asked for once");
+            // Five failures open the circuit, and then one probe fails in each interval.
+            assert!((5..=11).contains(&failed), "{failed} batches failed");
+            assert_eq!(faults.calls(Verb::Push), BATCHES as u64, "each batch is sent once");
             let waiting = queue.counts().await.unwrap().waiting;
             assert_eq!(waiting, ((BATCHES - failed) * MAX_BATCH) as u64);
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_push_of_many_jobs_does_not_wait_for_long() {
+    async fn bulk_push_does_not_wait_long_for_the_store() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let queue = DelayQueue::<usize>::new(store.clone(), "test");
@@ -374,7 +374,7 @@ mod queue {
         assert!(answers.iter().all(Result::is_err));
         assert_eq!((begun.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
 
-        // Nor for a probe that is too far away.
+        // Nor does it wait for a distant probe.
         let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
         let queue = DelayQueue::<usize>::new(store, "test").circuit_breaker(breaker);
         let begun = Instant::now();
@@ -383,7 +383,7 @@ mod queue {
         assert_eq!(faults.calls(Verb::Push), 16);
     }
 
-    /// A backend of two nodes, of which the first is gone.
+    /// A backend of two nodes, the first of which is down.
     struct OneNode {
         backend: MemoryBackend,
     }
@@ -393,14 +393,14 @@ mod queue {
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             match queue.part() {
-                0 => Err(StoreError::unavailable("nobody listens")),
+                0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.push(queue, jobs, max_jobs).await,
             }
         }
 
         async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
             match queue.part() {
-                0 => Err(StoreError::unavailable("nobody listens")),
+                0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.pause(queue, is_paused).await,
             }
         }
@@ -410,7 +410,7 @@ mod queue {
         }
     }
 
-    /// A backend that remembers how many bytes it was given at a time.
+    /// A backend that records the size of each push in bytes.
     struct Weighing {
         backend: MemoryBackend,
         batches: Arc<Mutex<Vec<usize>>>,
@@ -444,16 +444,16 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_part_of_a_queue_that_fails_does_not_fail_the_others() {
+    async fn failing_partition_does_not_fail_pushes_to_others() {
         let backend = MemoryBackend::new();
         let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(2);
         let jobs = 20 * MAX_BATCH;
         let answers = queue.push_all((0..jobs).map(|i| queue.push(i))).await;
         let new = answers.iter().flatten().filter(|pushed| pushed.is_new()).count();
         let there = backend.counts(&QueueKey::new("test").with_part(1)).await.unwrap().waiting;
-        assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are there");
+        assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are stored");
 
-        // Those who push one by one are told at once, and only of the part that fails.
+        // Single pushes fail at once, and only those to the failing partition.
         let queue = queue.circuit_breaker(CircuitBreaker::new().failures(1));
         let begun = Instant::now();
         let mut failed = 0;
@@ -463,7 +463,7 @@ mod queue {
         assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
     }
 
-    /// Those behind it could neither be stopped nor started again for as long as its node was down.
+    /// Regression: the partitions after it could be neither paused nor resumed while its node was down.
     #[tokio::test(start_paused = true)]
     async fn failing_partition_does_not_stop_others_from_pausing() {
         let backend = MemoryBackend::new();
@@ -479,7 +479,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_queue_can_be_told_to_ask_every_time() {
+    async fn circuit_breaker_off_sends_every_call() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let queue = DelayQueue::<u8>::new(store, "test").circuit_breaker(CircuitBreaker::off());
@@ -493,7 +493,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_worker_is_not_behind_the_circuit_of_those_who_push() {
+    async fn worker_is_independent_of_the_circuit_of_pushes() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
@@ -513,15 +513,15 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_payload_is_replaced_within_the_bounds_of_a_push() {
+    async fn replaced_payload_is_limited_like_a_push() {
         let queue = DelayQueue::<String>::new(MemoryBackend::new(), "test").max_size(100);
-        // Two signs are the quotes.
+        // The quotation marks take two bytes.
         queue.push("a".repeat(48)).header("name", "x".repeat(46)).id("a").await.unwrap();
         let error = queue.replace("a", "b".repeat(49)).await.unwrap_err();
         assert_eq!(error.to_string(), "the job is too large: 101 bytes, and the limit is 100 bytes");
         assert_eq!(queue.replace("a", "c".repeat(48)).await.unwrap(), Changed::Done);
 
-        // All that a backend keeps is bounded, too.
+        // The capacity of the backend is a limit too.
         let queue = DelayQueue::<String>::new(MemoryBackend::with_capacity(1), "test");
         queue.push("a".repeat(1_000)).id("a").await.unwrap();
         let error = queue.replace("a", "b".repeat(2_000)).await.unwrap_err();
@@ -530,9 +530,9 @@ mod queue {
         assert_eq!(queue.decode(&job).unwrap(), "a".repeat(1_000));
     }
 
-    /// To push once more what is there already is how somebody is sure of it.
+    /// A caller may push an existing job again to make sure of it.
     #[tokio::test(start_paused = true)]
-    async fn what_is_there_already_takes_no_room() {
+    async fn repeated_push_takes_no_capacity() {
         let backend = MemoryBackend::with_capacity(2);
         let queue = DelayQueue::<String>::new(backend.clone(), "test");
         for _ in 0..2 {
@@ -545,7 +545,7 @@ mod queue {
             let error = queue.push("x".repeat(size)).id(id).await.unwrap_err();
             assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
         }
-        // One that is dead makes room for itself, if it is no larger.
+        // A dead job makes room for its own replacement, if that is no larger.
         let claim = Claim::new(WorkerId::random().unwrap(), 1, Duration::from_secs(60));
         let key = QueueKey::new("test");
         let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
@@ -560,7 +560,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unique_keys_that_are_held_for_a_time_are_bounded_in_memory() {
+    async fn timed_unique_keys_are_bounded_in_memory() {
         let backend = MemoryBackend::with_capacity(10);
         let queue = DelayQueue::<u32>::new(backend.clone(), "test");
         let minute = Duration::from_secs(60);
@@ -579,7 +579,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn dead_jobs_whose_key_is_taken_are_passed_over() {
+    async fn replay_skips_dead_jobs_whose_key_is_taken() {
         let backend = MemoryBackend::new();
         let queue = DelayQueue::<usize>::new(backend.clone(), "test").max_attempts(1);
         for i in 0..3 {
@@ -596,9 +596,9 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (1, 2));
     }
 
-    /// However few are asked for, and however many those are that cannot be replayed.
+    /// Whatever the limit, and however many jobs cannot be replayed.
     #[tokio::test(start_paused = true)]
-    async fn those_behind_dead_jobs_whose_key_is_taken_are_replayed() {
+    async fn replay_continues_past_jobs_whose_key_is_taken() {
         for blocked in [1, MAX_BATCH + 50] {
             let backend = MemoryBackend::new();
             let queue = DelayQueue::<usize>::new(backend.clone(), "test");
@@ -616,7 +616,7 @@ mod queue {
                     true
                 });
                 assert_eq!(replayed.await.unwrap(), 1);
-                assert_eq!(looked, blocked + 1, "each is looked at once, and none behind the one that is replayed");
+                assert_eq!(looked, blocked + 1, "each job is examined once, and none after the replayed one");
                 assert_eq!(queue.get(job).await.unwrap().unwrap().state, State::Waiting);
             }
             assert_eq!(queue.replay(1, |_| true).await.unwrap(), 0);
@@ -625,7 +625,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_dead_are_replayed_as_a_filter_says() {
+    async fn replay_and_forget_apply_their_filter() {
         const JOBS: usize = 600;
         let backend = MemoryBackend::new();
         let queue = DelayQueue::<usize>::new(backend.clone(), "test");
@@ -647,9 +647,9 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
     }
 
-    /// However many are dead, and however early the others have died.
+    /// Whatever the number of dead jobs, and however early the others have died.
     #[tokio::test(start_paused = true)]
-    async fn a_dead_job_is_replayed_or_forgotten_by_its_id() {
+    async fn dead_job_is_replayed_or_forgotten_by_its_id() {
         const JOBS: usize = 1_000;
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
@@ -667,7 +667,7 @@ mod queue {
             let ids = [name(JOBS - 1), "waits".to_owned(), "is not there".to_owned(), name(JOBS - 2)];
             let before = faults.calls(Verb::Control);
             assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [true, false, false, true]);
-            // What waits is not removed.
+            // A waiting job is not removed.
             let ids = [ids[0].clone(), name(JOBS - 3), ids[1].clone()];
             assert_eq!(queue.forget_ids(ids).await.unwrap(), [false, true, false]);
             let calls = faults.calls(Verb::Control) - before;
@@ -678,9 +678,9 @@ mod queue {
         }
     }
 
-    /// Whoever looks after jobs knows their ids from a log, or from a table of the program's own.
+    /// An operator knows the ids of jobs from a log, or from a table of the application.
     #[tokio::test(start_paused = true)]
-    async fn a_job_is_found_by_what_its_id_is_shown_as() {
+    async fn job_is_found_by_the_text_of_its_id() {
         for parts in [1, 7] {
             let queue = queue().split(parts);
             for id in [JobId::from(("welcome", 42)), "a b".into(), "x".repeat(100).into(), JobId::unique().unwrap()] {
@@ -714,7 +714,7 @@ mod queue {
         assert!(queue.push(10).await.unwrap().is_new());
     }
 
-    /// A backend that somebody else pushes to whenever it is purged.
+    /// A backend that gets a push from another client during every purge.
     struct Busy {
         backend: MemoryBackend,
     }
@@ -745,13 +745,13 @@ mod queue {
             let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).delay(Duration::from_secs(60)))).await;
             assert!(pushed.iter().all(Result::is_ok));
             assert_eq!(purge().await, JOBS as u64);
-            // As many as have come meanwhile.
+            // As many jobs as were pushed meanwhile.
             let left = queue.counts().await.unwrap().waiting;
             assert!((1..10).contains(&left), "{left}");
         }
     }
 
-    /// Whatever waits dies.
+    /// Moves the waiting jobs to the dead jobs.
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let lease = Duration::from_secs(60);
         let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
@@ -762,7 +762,7 @@ mod queue {
         backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }
 
-    /// A backend that answers for so many of the dead at a time.
+    /// A backend that replies for at most `most` dead jobs per call.
     struct Terse {
         backend: MemoryBackend,
         most: usize,
@@ -808,7 +808,7 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (4, 2));
     }
 
-    /// A backend whose workers are quick: what is replayed is dead again before anybody looks.
+    /// A backend with fast workers: a replayed job is dead again before the next call.
     struct Poisoned {
         backend: MemoryBackend,
     }
@@ -829,7 +829,7 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_job_that_dies_again_is_replayed_once_in_a_call() {
+    async fn job_that_dies_again_is_replayed_once_per_call() {
         let backend = MemoryBackend::new();
         for parts in [1, 3] {
             let queue =
@@ -846,11 +846,11 @@ mod queue {
             let mut looked = 0;
             let replayed = queue.replay(1_000, |_| {
                 looked += 1;
-                assert!(looked <= 300, "a job is looked at again");
+                assert!(looked <= 300, "a job is examined again");
                 true
             });
             assert_eq!(replayed.await.unwrap(), 300);
-            // They are dead, and there to be removed.
+            // The jobs are dead again, and can be removed.
             assert_eq!(queue.forget(1_000, |_| true).await.unwrap(), 300);
         }
     }

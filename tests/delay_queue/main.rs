@@ -1,6 +1,6 @@
 //! Delay queues: contracts, workers, clocks and Redis.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
 
 #[path = "../support/mod.rs"]
 mod support;

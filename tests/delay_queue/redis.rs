@@ -1,4 +1,4 @@
-//! Delay queues on a real server: what is asked of it, who is woken, and what is left behind.
+//! Delay queues on a real Redis server: commands, wake-ups, and the keys that remain.
 
 use crate::support;
 
@@ -25,7 +25,7 @@ use tower::service_fn;
 const MINUTE: Duration = Duration::from_secs(60);
 
 async fn connect(server: &RedisServer) -> RedisBackend {
-    // What a busy machine takes is no failure here.
+    // Tolerates the delays of a busy machine.
     let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
     options.connect().await.unwrap()
 }
@@ -46,7 +46,7 @@ fn claim_for(limit: usize, lease: Duration) -> Claim {
     Claim::new(WorkerId::random().unwrap(), limit, lease)
 }
 
-/// How many scripts the server was asked to run, and how long they took in all.
+/// The number of scripts that the server has run, and their total time.
 fn scripts(server: &RedisServer) -> (u64, Duration) {
     let stats = server.text("INFO commandstats");
     let number = |line: &str, field: &str| -> Option<u64> {
@@ -58,14 +58,14 @@ fn scripts(server: &RedisServer) -> (u64, Duration) {
     (calls.iter().sum(), Duration::from_micros(usec.iter().sum()))
 }
 
-/// All that is due at once is delivered once, in scripts that keep the server for an instant each.
+/// Jobs with one due time are delivered once each, by scripts that block the server only briefly.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
+async fn backlog_is_delivered_in_short_scripts() {
     const JOBS: usize = 50_000;
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
-    // Over already: due when they are pushed, and none before others.
+    // A time in the past, so all jobs are due when they are pushed, and none precedes the others.
     let due = std::time::UNIX_EPOCH;
     let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i.to_string()).at(due))).await;
     assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
@@ -85,21 +85,21 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
     }
     assert_eq!(seen.len(), JOBS);
     let (calls, time) = scripts(&server);
-    // On the average, since a busy machine may take any of them from its processor.
+    // On average, since a busy machine may suspend any single script.
     assert!(time / u32::try_from(calls).unwrap() < Duration::from_millis(5), "{calls} scripts took {time:?}");
     let left: Vec<String> = server.query("KEYS *");
     assert_eq!(left, ["tollgate:2:{delay_queue:test}:state"]);
 }
 
-/// It happened that a claim read 64 jobs before it looked at how large they are, which kept the server for a third of a second.
+/// Regression: a claim read 64 jobs before it looked at their sizes, which blocked the server for a third of a second.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_claim_of_large_jobs_takes_few_of_them() {
+async fn claim_takes_few_large_jobs() {
     const JOBS: usize = 40;
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend).max_size(1 << 20);
     let payload = || "x".repeat(256 * 1_024);
-    // In runs, and by themselves.
+    // In runs, and as single jobs.
     let pushed = queue.push_all((0..JOBS / 2).map(|_| queue.push(payload()))).await;
     assert!(pushed.iter().all(Result::is_ok));
     for _ in 0..JOBS / 2 {
@@ -107,7 +107,7 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     }
     let listed = queue.list(State::Waiting, 0, 256).await.unwrap().len();
     assert!((1..=8).contains(&listed), "{listed} are listed");
-    // By somebody who dies.
+    // Claimed by a worker that dies.
     let mut claim = claim_for(256, Duration::from_millis(10));
     for _ in 0..JOBS / 4 {
         backend.claim(&key(), &[], &claim).await.unwrap();
@@ -118,7 +118,7 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     while seen.len() < JOBS {
         let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
         let (count, back) = (claimed.jobs.len(), claimed.expired.jobs);
-        assert!((1..=8).contains(&count) && back <= 8, "{count} claimed after {back} had come back");
+        assert!((1..=8).contains(&count) && back <= 8, "{count} claimed after {back} expired");
         expired += back;
         for job in claimed.jobs {
             first.get_or_insert(job.ticket());
@@ -133,9 +133,9 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     assert_eq!(claimed.finished, [Finished::Done]);
 }
 
-/// What nobody has named waits in runs, out of which the first are taken in order, and one can be found, changed and cancelled.
+/// Jobs without an explicit id wait in runs. A run is claimed in order, and each of its jobs can be found, changed and cancelled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {
+async fn jobs_pushed_in_bulk_wait_in_runs() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -152,7 +152,7 @@ async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {
     assert!(!again.is_new());
     assert_eq!(queue.get(ids[40]).await.unwrap().unwrap().state, State::Waiting);
     assert_eq!(queue.replace(ids[40], "new".to_owned()).await.unwrap(), Changed::Done);
-    assert_eq!(members(), [18, 12], "to look at one or at its payload moves nothing");
+    assert_eq!(members(), [18, 12], "lookups and new payloads split no run");
     assert_eq!(queue.reschedule(ids[41], MINUTE).await.unwrap(), Changed::Done);
     assert_eq!(members(), [17, 28]);
     assert_eq!(queue.cancel(ids[0]).await.unwrap(), Cancelled::Removed);
@@ -173,9 +173,9 @@ async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {
     assert_eq!(members(), [0, 1]);
 }
 
-/// Pushes that meet share calls, and each has its own answer.
+/// Each of the pushes has its own result.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pushes_that_meet_share_calls() {
+async fn concurrent_pushes_share_calls() {
     const JOBS: usize = 2_000;
     let server = RedisServer::start();
     let queue = queue(&connect(&server).await).max_jobs(JOBS as u64);
@@ -184,7 +184,7 @@ async fn pushes_that_meet_share_calls() {
     let mut pushes = JoinSet::new();
     for i in 0..JOBS + 10 {
         let queue = queue.clone();
-        // The first of them is there, and so many more than there is room for come last or first.
+        // Id 0 exists already, and ten pushes find no room, in any order.
         pushes.spawn(async move { queue.push(i.to_string()).id(i.to_string()).await });
     }
     let answers = pushes.join_all().await;
@@ -198,9 +198,9 @@ async fn pushes_that_meet_share_calls() {
     assert_eq!(queue.counts().await.unwrap().waiting, JOBS as u64);
 }
 
-/// What is no job of ours does not keep others from being done, and ends among the dead.
+/// A record that is not a job does not block other jobs, and ends among the dead jobs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_record_that_cannot_be_read_holds_up_nobody() {
+async fn unreadable_record_does_not_block_other_jobs() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -215,7 +215,7 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
     assert_eq!(queue.counts().await.unwrap().dead, 1);
 
-    // Nor is it in the way of those who look at the dead.
+    // Nor does it block access to the other dead jobs.
     let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
     let refused = Ack::new(claimed.jobs[0].ticket(), ending);
     assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
@@ -230,7 +230,7 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
 }
 
-/// Everything that a queue can be asked for, one after the other.
+/// Calls every method of the store, and reports each result to `looked`.
 async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl Fn(&str, Result<(), StoreError>)) {
     let (key, claim) = (key(), claim(10));
     let ids = ["high", "normal", "low", "dead"].map(JobId::new);
@@ -240,7 +240,7 @@ async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl 
         job.unique = Some(Unique { key: Key::from(priority as u8), span: UniqueFor::Time(MINUTE) });
         looked("push", backend.push(&key, &[job], 100).await.map(drop));
     }
-    // The ids of a run follow each other.
+    // The ids of a run are consecutive.
     let run = DelayQueue::<u8>::new(backend.clone(), "test").deadline(MINUTE);
     for pushed in run.push_all((0..16).map(|i| run.push(i).delay(MINUTE))).await {
         let answer = match pushed {
@@ -274,7 +274,7 @@ async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+async fn foreign_value_is_an_error_and_is_left_unchanged() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let list = ("RPUSH", "x");
@@ -295,7 +295,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     ];
     for (part, (command, value)) in parts.map(|part| (part, list)).into_iter().chain(states) {
         server.query::<()>("FLUSHALL");
-        // Jobs wherever there can be some: two that run, one that is dead, and one of each priority that waits.
+        // Jobs in every state: two running, one dead, and one waiting of each priority.
         let unique =
             |name: &str| (name == "dead").then(|| Unique { key: "user".into(), span: UniqueFor::WaitingOrRunning });
         let push = async |name: &str, priority| {
@@ -335,7 +335,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             assert_eq!(now[&name], before.borrow()[&name], "{verb} has changed {part}");
             if let Err(error) = answer {
                 assert!(error.is_foreign_data(), "{verb}: {error:?}");
-                // What is not there is not written either.
+                // Nor does the failed call create a key.
                 if command == "SET" {
                     assert_eq!(now, *before.borrow(), "{verb}");
                 }
@@ -344,16 +344,16 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             before.replace(now);
         };
         ask_everything(&backend, &held, looked).await;
-        assert!(errors.get() > 0, "nobody has looked at {part}");
+        assert!(errors.get() > 0, "no call read {part}");
         if command == "SET" {
-            assert_eq!(errors.get(), 24, "all but pushes and extensions look at the state");
+            assert_eq!(errors.get(), 24, "all calls but pushes and extensions read the state");
         }
     }
 }
 
-/// A record of ours with a priority that there is not made every claim fail, and with it what others had finished.
+/// Regression: a record with an unknown priority made every claim fail, together with the acks in the same call.
 #[tokio::test]
-async fn a_priority_that_nobody_knows_holds_up_nobody() {
+async fn unknown_priority_does_not_block_other_jobs() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -368,19 +368,19 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     let mut record: Vec<u8> = redis::cmd("HGET").arg(jobs).arg("bad").query(&mut connection).unwrap();
     record[13] |= 3;
     let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
-    // Given back beside one that is done, and after its lease has ended.
+    // Released in the same call as a job that is done. Its lease may have ended by then.
     let finishes = [AckKind::Release, AckKind::Done].into_iter().zip(&tickets);
     let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Ack::new(ticket, ending)).collect();
     let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
-    // Nor is it replayed.
+    // Nor can it be replayed.
     assert_eq!(backend.replay(&key(), &[JobId::new("bad")]).await.unwrap(), [false]);
     let counts = queue.counts().await.unwrap();
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
 }
 
-/// A cancelled record of a later version was taken out of the jobs, and held its id up for half a year.
+/// Regression: the cancellation of a record of a later version removed the record, and blocked its id for half a year.
 #[tokio::test]
 async fn cancellation_leaves_an_unreadable_record_alone() {
     let server = RedisServer::start();
@@ -402,7 +402,7 @@ async fn cancellation_leaves_an_unreadable_record_alone() {
     assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:due:normal"), 1);
 }
 
-/// No lease is left to end the cancelled run.
+/// Without the leases, nothing ends the cancelled attempt.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn evicted_leases_do_not_hold_up_an_id() {
     let server = RedisServer::start();
@@ -418,7 +418,7 @@ async fn evicted_leases_do_not_hold_up_an_id() {
     assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:cancels"), 0);
 }
 
-/// Snoozed jobs are read when they return, so that one claim returns about as many bytes as it may take.
+/// A claim reads snoozed jobs when they are due again, so a single claim moves a bounded number of bytes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn large_snoozed_jobs_return_in_several_claims() {
     let server = RedisServer::start();
@@ -440,12 +440,12 @@ async fn large_snoozed_jobs_return_in_several_claims() {
     assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:snoozed"), 5);
 }
 
-/// It happened that Redis took a very large number for no number, and who asked for it for a server that fails.
+/// Regression: Redis does not accept a very large index, and the backend took that error for a failing server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
+async fn skip_beyond_the_last_job_returns_an_empty_page() {
     let server = RedisServer::start();
     let queue = queue(&connect(&server).await);
-    // In a run, and by itself.
+    // In a run, and as a single job.
     for pushed in queue.push_all((0..16).map(|i| queue.push(i.to_string()))).await {
         pushed.unwrap();
     }
@@ -455,13 +455,13 @@ async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
             assert_eq!(queue.list(state, skip, 10).await.unwrap(), []);
         }
     }
-    // The circuit is closed.
+    // The circuit is still closed.
     queue.push("b".to_owned()).await.unwrap();
 }
 
-/// It happened that each part of a split queue skipped as many, so that what a part could not answer at once was never seen.
+/// Regression: each part of a split queue skipped the full number, so jobs beyond the first page of a part were never listed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_split_queue_is_seen_page_by_page() {
+async fn split_queue_is_listed_page_by_page() {
     const JOBS: usize = 300;
     let server = RedisServer::start();
     let backend = connect(&server).await;
@@ -487,7 +487,7 @@ async fn a_split_queue_is_seen_page_by_page() {
     }
 }
 
-/// Puts what waits among the dead, which are no more jobs than that.
+/// Moves the waiting jobs, at most `jobs`, to the dead jobs.
 async fn kill(backend: &RedisBackend, jobs: usize) {
     let claim = claim(MAX_BATCH);
     let mut finishes = Vec::new();
@@ -501,13 +501,13 @@ async fn kill(backend: &RedisBackend, jobs: usize) {
     }
 }
 
-/// It happened that one script replayed 256 jobs, however large, which kept the server for longer than the deadline is.
+/// Regression: one script replayed 256 jobs of any size, which blocked the server for longer than the deadline.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn large_jobs_are_replayed_by_id_in_short_scripts() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend).max_jobs(1_000);
-    // With its quotation marks as large as it may be.
+    // With its quotation marks, the payload has the largest size allowed.
     let payload = "x".repeat(64 * 1_024 - 2);
     let ids: Vec<_> = (0..MAX_BATCH).map(|i| JobId::new(format!("job-{i}"))).collect();
     let pushed = queue.push_all(ids.iter().map(|id| queue.push(payload.clone()).id(*id))).await;
@@ -519,7 +519,7 @@ async fn large_jobs_are_replayed_by_id_in_short_scripts() {
     let calls = scripts(&server).0 - before;
     assert!((16..=20).contains(&calls), "{calls} scripts");
     assert_eq!(queue.counts().await.unwrap().waiting, MAX_BATCH as u64);
-    // What is not dead is not read, nor is what is removed.
+    // The scripts only read dead jobs that they replay.
     let (before, _) = scripts(&server);
     assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [false; MAX_BATCH]);
     assert_eq!(scripts(&server).0 - before, 1);
@@ -532,9 +532,9 @@ async fn large_jobs_are_replayed_by_id_in_short_scripts() {
     assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:jobs"), 0, "records are left");
 }
 
-/// Pages of large jobs are shorter than others, and not the last for that.
+/// A page of large jobs is shorter, but is not taken for the last page.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn however_large_the_dead_are_all_of_them_are_replayed() {
+async fn large_dead_jobs_are_all_replayed() {
     const JOBS: usize = 200;
     let server = RedisServer::start();
     let backend = connect(&server).await;
@@ -544,16 +544,16 @@ async fn however_large_the_dead_are_all_of_them_are_replayed() {
     assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
     kill(&backend, JOBS).await;
     assert_eq!(queue.counts().await.unwrap().dead, JOBS as u64);
-    assert!(queue.dead(0, JOBS).await.unwrap().len() < JOBS, "a page has bounds");
+    assert!(queue.dead(0, JOBS).await.unwrap().len() < JOBS, "the size of a page is bounded");
     assert_eq!(queue.replay(50, |_| true).await.unwrap(), 50);
     assert_eq!(queue.forget(usize::MAX, |_| true).await.unwrap(), JOBS - 50);
     let counts = queue.counts().await.unwrap();
     assert_eq!((counts.waiting, counts.dead), (50, 0));
 }
 
-/// Records may be evicted, or deleted by somebody. What is left of them takes a bounded time to look at.
+/// Records may be evicted or deleted by others. Each call then removes a bounded number of ids.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ids_whose_records_are_gone_are_taken_away_little_by_little() {
+async fn ids_without_records_are_removed_in_bounded_steps() {
     const JOBS: u64 = 5_000;
     let server = RedisServer::start();
     let backend = connect(&server).await;
@@ -582,9 +582,9 @@ async fn ids_whose_records_are_gone_are_taken_away_little_by_little() {
     assert_eq!(found, 1);
 }
 
-/// What fails takes the server longer than what is done, so there is less of it in each script.
+/// A failure takes the server longer than a completion, so each script stores fewer of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_failures_are_noted_in_several_scripts() {
+async fn many_failures_are_stored_in_several_scripts() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -601,7 +601,7 @@ async fn many_failures_are_noted_in_several_scripts() {
             Ack::new(job.ticket(), ending)
         })
         .collect();
-    // The first and the last are done.
+    // The first and the last job are done.
     finishes[0].ending = AckKind::Done;
     finishes[MAX_BATCH - 1].ending = AckKind::Done;
     let (before, _) = scripts(&server);
@@ -612,9 +612,9 @@ async fn many_failures_are_noted_in_several_scripts() {
     assert_eq!((counts.waiting, counts.running), (MAX_BATCH as u64 - 2, 0));
 }
 
-/// Finishing is what frees memory, so it is not refused for the want of it.
+/// Acks free memory, so Redis must not refuse them for lack of memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn jobs_are_finished_while_there_is_no_memory_left() {
+async fn acks_work_while_redis_is_out_of_memory() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -637,7 +637,7 @@ async fn jobs_are_finished_while_there_is_no_memory_left() {
 }
 
 #[tokio::test]
-async fn jobs_are_kept_while_there_is_no_memory_left() {
+async fn renewals_work_while_redis_is_out_of_memory() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     queue(&backend).push("a".to_owned()).await.unwrap();
@@ -660,7 +660,7 @@ async fn jobs_pushed_after_an_eviction_expire() {
     server.every_key_expires();
 }
 
-/// It happened that a paused queue whose jobs had filled the memory could not be resumed, so that it stayed full.
+/// Regression: a paused queue whose jobs had filled the memory could not be resumed, so the memory stayed full.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn queue_is_administered_while_redis_is_out_of_memory() {
     let server = RedisServer::start();
@@ -671,7 +671,7 @@ async fn queue_is_administered_while_redis_is_out_of_memory() {
     let keeper = claim(4);
     let _wakeups = backend.watch(&key(), keeper.worker).await;
     let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
-    block_in_place(|| support::server::wait_until("the keeper listens", || channels() == 1));
+    block_in_place(|| support::server::wait_until("the timekeeper listens", || channels() == 1));
     assert!(backend.claim(&key(), &[], &keeper).await.unwrap().jobs.is_empty());
     queue.pause().await.unwrap();
     for id in ["a", "b"] {
@@ -695,9 +695,9 @@ async fn queue_is_administered_while_redis_is_out_of_memory() {
     }
 }
 
-/// A push within the caller's own transaction happens with it.
+/// A push in a transaction of the caller takes effect with that transaction.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_push_rides_in_a_pipeline_of_the_caller() {
+async fn push_is_part_of_the_pipeline_of_the_caller() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -713,7 +713,7 @@ async fn a_push_rides_in_a_pipeline_of_the_caller() {
     assert_eq!((job.state, queue.decode(&job).unwrap().as_str()), (State::Waiting, "order 42"));
 }
 
-/// Of a hundred workers that wait, one is woken by a push; and the next one where that has no time for more.
+/// Of a hundred waiting workers, a push wakes one. If that worker has no capacity for more jobs, the next worker is woken.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_push_wakes_one_worker() {
     const WORKERS: usize = 100;
@@ -728,7 +728,7 @@ async fn one_push_wakes_one_worker() {
         assert_eq!((claimed.jobs.len(), claimed.next), (0, Some(Claim::MAX_WAIT)));
         waiting.push((claim, wakeups));
     }
-    // Waits for so many messages, and then until no more of them have come for a while.
+    // Waits for `at_least` messages, and then until no message has arrived for a while.
     let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Notifications)>, at_least: usize| {
         let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
         while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
@@ -743,15 +743,15 @@ async fn one_push_wakes_one_worker() {
         }
         woken
     };
-    // What the subscriptions themselves have said.
+    // Skip the confirmations of the subscriptions.
     let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
-    block_in_place(|| support::server::wait_until("all of them listen", || channels() >= WORKERS));
+    block_in_place(|| support::server::wait_until("all workers listen", || channels() >= WORKERS));
     woken(&mut waiting, 0).await;
     let pushed = Instant::now();
     queue.push("a".to_owned()).await.unwrap();
     let first = woken(&mut waiting, 1).await;
     assert_eq!(first.len(), 1, "{first:?}");
-    // Nobody else before the first one has come, unless that takes so long that it may have died.
+    // No other worker is woken before the first one claims, unless that takes so long that it may have died.
     let many = queue.push_all((0..10).map(|i| queue.push(i.to_string()))).await;
     assert!(many.iter().all(Result::is_ok));
     let others = woken(&mut waiting, 0).await;
@@ -762,14 +762,14 @@ async fn one_push_wakes_one_worker() {
     assert!(second.len() == 1 && second != first, "{second:?}");
 }
 
-/// Workers wait longer than requests do. It happened that a claim which took a server longer than half a second was given up, and what it
-/// had claimed stood still for a whole lease.
+/// Workers wait longer for the store than requests do. Regression: a claim that took the server more than half a second was abandoned, and
+/// its jobs stayed idle for a whole lease.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_server_claims_late_is_worked_on() {
+async fn late_claim_reply_is_not_discarded() {
     let server = RedisServer::start();
     let backend = RedisBackend::connect(server.url()).await.unwrap();
     let queue = queue(&backend);
-    // So that the server knows the script, and runs it although nobody waits any more.
+    // Caches the script, so that the server runs it even if the worker has stopped waiting.
     backend.claim(&key(), &[], &claim(1)).await.unwrap();
     let (done, mut attempts) = mpsc::unbounded_channel();
     let service = service_fn(move |job: Job<String>| {
@@ -785,7 +785,7 @@ async fn what_a_server_claims_late_is_worked_on() {
     worker.abort();
 }
 
-/// A network that has forgotten the connections of a worker swallows what goes over them. One claim finds that out, and not one for each.
+/// The network may forget the connections of a worker and swallow their traffic. One lost claim makes the worker replace all of them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn worker_replaces_all_connections_after_a_lost_claim() {
     let server = RedisServer::start();
@@ -796,24 +796,24 @@ async fn worker_replaces_all_connections_after_a_lost_claim() {
         ready(Ok::<_, BoxError>(()))
     });
     let there = queue(&RedisBackend::connect(proxy.url()).await.unwrap());
-    // A call may take a third of that.
+    // A store call may take a third of the lease.
     let worker = tokio::spawn(DelayQueueWorker::new(there, service).lease(Duration::from_secs(6)).run());
     let here = queue(&connect(&server).await);
     here.push("before".to_owned()).await.unwrap();
     assert_eq!(finished.recv().await.as_deref(), Some("before"));
     proxy.to_server(Traffic::Swallow);
     sleep(Duration::from_millis(100)).await;
-    // For connections that are opened from now on.
+    // New connections work from now on.
     proxy.heal();
     here.push("after".to_owned()).await.unwrap();
-    // It is woken, since what the server says comes through: a claim of 2 s, and not one for each connection.
+    // Messages from the server still arrive, so the worker is woken. It loses one claim of 2 s, and not one for each connection.
     let after = timeout(Duration::from_secs(6), finished.recv()).await;
     assert_eq!(after.unwrap().as_deref(), Some("after"));
     worker.abort();
 }
 
-/// A worker that ends asks again over another connection. It happened that its last call was waited for as long as it had for all of them,
-/// and that what was lost with it was lost without a word.
+/// During shutdown, a worker retries over another connection. Regression: the last call used up the time for all calls, and its acks were
+/// lost without a log message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn final_acks_survive_lost_replies() {
     let server = RedisServer::start();
@@ -840,7 +840,7 @@ async fn final_acks_survive_lost_replies() {
     sleep(Duration::from_millis(100)).await;
     proxy.to_server(Traffic::Swallow);
     sleep(Duration::from_millis(100)).await;
-    // For connections that are opened from now on.
+    // New connections work from now on.
     proxy.heal();
     may_end.notify_one();
     worker.await.unwrap().unwrap();
@@ -848,9 +848,9 @@ async fn final_acks_survive_lost_replies() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
 }
 
-/// A job that is put off keeps others out for as long as it waits, which may be longer than anybody thought when it was pushed.
+/// A postponed job keeps its unique key for as long as it waits, which may be longer than expected when it was pushed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_unique_key_lasts_as_long_as_its_job() {
+async fn unique_key_lasts_as_long_as_its_job() {
     const YEAR: Duration = Duration::from_secs(366 * 86_400);
     let server = RedisServer::start();
     let backend = connect(&server).await;
@@ -871,9 +871,9 @@ async fn a_unique_key_lasts_as_long_as_its_job() {
     }
 }
 
-/// It happened that a pause was over after 180 days, and jobs that are due later were done without a word.
+/// Regression: a pause ended after 180 days, and jobs with a later due time ran without notice.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pause_lasts_as_long_as_what_it_holds_up() {
+async fn pause_lasts_as_long_as_the_jobs_it_holds_back() {
     const YEAR: Duration = Duration::from_secs(366 * 86_400);
     let server = RedisServer::start();
     let backend = connect(&server).await;
@@ -890,9 +890,9 @@ async fn a_pause_lasts_as_long_as_what_it_holds_up() {
     assert!(days("state") + 1 >= days("snoozed"), "{} of {} days", days("state"), days("snoozed"));
 }
 
-/// A worker that has died is not waited for when there is something to do.
+/// A push does not rely on a worker that has died.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_the_keeper_is_gone_another_worker_is_woken() {
+async fn push_wakes_another_worker_if_the_timekeeper_is_gone() {
     let server = RedisServer::start();
     let (doomed, backend) = (connect(&server).await, connect(&server).await);
     let keeper = claim(1);
@@ -903,14 +903,14 @@ async fn where_the_keeper_is_gone_another_worker_is_woken() {
     backend.claim(&key(), &[], &other).await.unwrap();
     drop((wakeups, doomed));
     let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
-    block_in_place(|| support::server::wait_until("the keeper is gone", || channels() == 1));
+    block_in_place(|| support::server::wait_until("the timekeeper is gone", || channels() == 1));
     while timeout(Duration::from_millis(20), others.next()).await.is_ok() {}
     queue(&backend).push("a".to_owned()).await.unwrap();
-    timeout(Duration::from_secs(4), others.next()).await.expect("somebody is woken");
+    timeout(Duration::from_secs(4), others.next()).await.expect("the other worker is woken");
 }
 
-/// The first worker that waits keeps the time for the others, and dies. Answers how many ms late its peer is with a job, counted from the end of the
-/// lease that the first worker had, or from when the job is due if it has a delay.
+/// The first waiting worker is the timekeeper, and dies. Returns how many ms later another worker takes its job. The time counts from the
+/// end of the lease of the first worker, or from the due time if the job has a delay.
 async fn late_after_a_kill(server: &RedisServer, number: u64, lease: Duration, delay: Option<Duration>) -> f64 {
     let (doomed, backend) = (connect(server).await, connect(server).await);
     let queue = |backend: &RedisBackend| {
@@ -922,7 +922,7 @@ async fn late_after_a_kill(server: &RedisServer, number: u64, lease: Duration, d
     while delay.is_none() && queue(&backend).counts().await.unwrap().running == 0 {
         sleep(Duration::from_millis(5)).await;
     }
-    // The victim waits for more, and keeps the time.
+    // The victim waits for more jobs, and is the timekeeper.
     sleep(Duration::from_millis(200)).await;
     let (taken, mut is_taken) = mpsc::unbounded_channel();
     let service = service_fn(move |_: Job<String>| {
@@ -946,9 +946,9 @@ async fn late_after_a_kill(server: &RedisServer, number: u64, lease: Duration, d
     taken.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs_f64() * 1e3 - times[0].1
 }
 
-/// The peer was to look five seconds later.
+/// The other worker was to claim again only five seconds later.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn job_of_a_killed_worker_is_taken_over_when_its_lease_ends() {
+async fn job_of_a_killed_worker_is_claimed_when_its_lease_ends() {
     let server = RedisServer::start();
     let late = |number| late_after_a_kill(&server, number, Duration::from_secs(5), None);
     for late in join_all((0..4).map(late)).await {
@@ -956,7 +956,7 @@ async fn job_of_a_killed_worker_is_taken_over_when_its_lease_ends() {
     }
 }
 
-/// So it was with a job that nobody had begun.
+/// The same holds for a job that no worker has started.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn delayed_job_is_on_time_although_the_timekeeper_dies() {
     let server = RedisServer::start();
@@ -966,13 +966,13 @@ async fn delayed_job_is_on_time_although_the_timekeeper_dies() {
     }
 }
 
-/// Leases that are renewed let idle workers look about as often as they do where nothing runs.
+/// If leases are renewed, idle workers claim about as often as without running jobs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_workers_look_no_more_often_beside_running_jobs() {
+async fn idle_workers_claim_no_more_often_beside_running_jobs() {
     const WORKERS: usize = 16;
     const WATCHED: Duration = Duration::from_secs(12);
     let server = RedisServer::start();
-    // How often each of them looks, as its store says, beside a job of such a lease.
+    // How often the workers claim beside a job with `lease`, at the intervals that the store sets.
     let looks = async |lease: Option<Duration>| {
         let backend = connect(&server).await;
         let queue = QueueKey::new(format!("{lease:?}"));
@@ -999,20 +999,20 @@ async fn idle_workers_look_no_more_often_beside_running_jobs() {
         }
         while begun.elapsed() < WATCHED {
             backend.extend(&queue, &held, keeper.lease).await.unwrap();
-            // It keeps the time meanwhile.
+            // Meanwhile this worker is the timekeeper.
             backend.claim(&queue, &[], &keeper).await.unwrap();
             sleep(Duration::from_secs(5) / 3).await;
         }
         workers.join_all().await.into_iter().sum::<usize>()
     };
     let (none, long, short) = tokio::join!(looks(None), looks(Some(MINUTE)), looks(Some(Duration::from_secs(5))));
-    // One look more for each of a few workers, whose leases end within the time that they wait.
-    assert!(long <= none + 1 && short <= none + WORKERS, "{none}, {long} and {short} looks");
+    // A few workers claim once more, because a lease ends within their wait.
+    assert!(long <= none + 1 && short <= none + WORKERS, "{none}, {long} and {short} claims");
 }
 
-/// Whoever kept the time has its hands full, so that there is nobody who keeps it.
+/// The worker that was the timekeeper has no capacity left, so there is no timekeeper.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_the_keeper_is_busy_a_push_wakes_somebody_who_is_not() {
+async fn push_wakes_an_idle_worker_if_the_timekeeper_is_busy() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let (busy, idle) = (claim(1), claim(1));
@@ -1023,15 +1023,15 @@ async fn where_the_keeper_is_busy_a_push_wakes_somebody_who_is_not() {
     }
     queue(&backend).push("a".to_owned()).await.unwrap();
     assert_eq!(backend.claim(&key(), &[], &busy).await.unwrap().jobs.len(), 1);
-    let idle_is_told = &mut wakeups[1];
-    while timeout(Duration::from_millis(100), idle_is_told.next()).await.is_ok() {}
+    let idle_wakeups = &mut wakeups[1];
+    while timeout(Duration::from_millis(100), idle_wakeups.next()).await.is_ok() {}
     queue(&backend).push("b".to_owned()).await.unwrap();
-    timeout(Duration::from_secs(4), idle_is_told.next()).await.expect("somebody is woken");
+    timeout(Duration::from_secs(4), idle_wakeups.next()).await.expect("the idle worker is woken");
 }
 
-/// Jobs may be what fills the memory, and whoever looks for them is not kept from it.
+/// Jobs may be what fills the memory, so claims must still work then.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_workers_look_on_while_there_is_no_memory_left() {
+async fn idle_workers_claim_while_redis_is_out_of_memory() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     queue(&backend).push("a".to_owned()).delay(Duration::from_secs(2)).await.unwrap();
@@ -1040,7 +1040,7 @@ async fn idle_workers_look_on_while_there_is_no_memory_left() {
         assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
     }
     server.limit_memory(1);
-    // It leaves, somebody else takes over, and others stand by, also such as have not before.
+    // The timekeeper leaves, another worker takes over, and others wait, also a worker that has not claimed before.
     let leaves = Claim::new(keeper.worker, 0, MINUTE);
     for claim in [&leaves, &other, &third, &keeper, &third] {
         assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
@@ -1049,9 +1049,9 @@ async fn idle_workers_look_on_while_there_is_no_memory_left() {
     assert_eq!(backend.claim(&key(), &[], &other).await.unwrap().jobs.len(), 1);
 }
 
-/// Of the same job, and of another one.
+/// For the same job, and for another one.
 #[tokio::test]
-async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
+async fn clock_set_back_does_not_lower_a_fence() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let queue = queue(&backend);
@@ -1059,7 +1059,7 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     let first = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0);
     let state = "tollgate:2:{delay_queue:test}:state";
     let mut value: Vec<u8> = server.query(&format!("GET {state}"));
-    // As it was written by a clock that was an hour ahead.
+    // As if a clock that is an hour ahead had written the state.
     let last_fence = first.token + 3_600_000_000;
     value[2..9].copy_from_slice(&last_fence.to_le_bytes()[..7]);
     let mut set = redis::cmd("SET");
@@ -1071,7 +1071,7 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     assert_eq!(claimed.finished, [Finished::Done]);
     let (begun, mut jobs) = (Instant::now(), claimed.jobs);
     while jobs.len() < 2 {
-        assert!(begun.elapsed() < MINUTE, "both are due");
+        assert!(begun.elapsed() < MINUTE, "both jobs are due");
         jobs.extend(backend.claim(&key(), &[], &claim(2)).await.unwrap().jobs);
     }
     for job in jobs {
@@ -1079,7 +1079,7 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     }
 }
 
-/// A primary, a replica that follows it, and the address of whichever is the primary.
+/// A primary, its replica, and a proxy that leads to the current primary.
 struct Failover {
     primary: RedisServer,
     replica: RedisServer,
@@ -1097,27 +1097,27 @@ impl Failover {
     }
 
     fn is_followed(&self) {
-        wait_until("the replica has everything", || self.primary.is_followed_by(1));
+        wait_until("the replica is up to date", || self.primary.is_followed_by(1));
     }
 
-    /// Lets nothing more through to the replica.
+    /// Holds back all further replication traffic.
     fn falls_behind(&self) {
         self.line.to_client(Traffic::Hold);
     }
 
-    /// Ends the primary, and has the replica take its place.
+    /// Kills the primary and promotes the replica.
     fn fail_over(&mut self) {
         self.primary.kill();
         self.line.reset();
         self.replica.query::<()>("REPLICAOF NO ONE");
         let leases: u64 = self.replica.query("EXISTS tollgate:2:{delay_queue:test}:leases");
-        assert_eq!(leases, 0, "the replica knows of no claim");
+        assert_eq!(leases, 0, "the replica has no claims");
         self.address.lead_to(self.replica.port());
         self.address.cut();
     }
 }
 
-/// Claims until the store answers, and until there is a job if there is to be one.
+/// Claims until the store replies and, unless the limit is 0, returns a job.
 async fn claim_again(backend: &RedisBackend, finished: &[Ack], claim: &Claim) -> (Vec<Finished>, Vec<ClaimedJob>) {
     let claims = async {
         loop {
@@ -1128,7 +1128,7 @@ async fn claim_again(backend: &RedisBackend, finished: &[Ack], claim: &Claim) ->
             }
         }
     };
-    timeout(MINUTE, claims).await.expect("the store answers")
+    timeout(MINUTE, claims).await.expect("the store replies")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -1143,7 +1143,7 @@ async fn previous_holder_cannot_ack_a_job_after_a_failover() {
     block_in_place(|| deployment.fail_over());
 
     let done = |job: &ClaimedJob| [Ack::new(job.ticket(), AckKind::Done)];
-    // Neither while it waits, nor while somebody else has it.
+    // Neither while the job waits, nor while another worker holds it.
     assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
     assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
     let (_, second) = claim_again(&backend, &[], &claim(1)).await;
@@ -1156,7 +1156,8 @@ async fn previous_holder_cannot_ack_a_job_after_a_failover() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
 }
 
-/// The attempt that is forgotten is given up, and notes nothing; nor is it done where it ends while no store answers.
+/// The worker cancels the attempt that the failover lost, and does not store its result. That holds even if the attempt ends while the
+/// store is down.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn job_returned_by_a_failover_runs_with_a_larger_fence() {
     for (ends_early, lease) in [(false, Duration::from_secs(3)), (true, Duration::from_secs(30))] {
@@ -1192,10 +1193,10 @@ async fn job_returned_by_a_failover_runs_with_a_larger_fence() {
             block_in_place(|| deployment.primary.kill());
             end.send(()).unwrap();
             let fails = async { while !matches!(events.next().await, Some(Event::StoreFailed { .. })) {} };
-            timeout(MINUTE, fails).await.expect("nobody answers");
+            timeout(MINUTE, fails).await.expect("the store fails");
         }
         block_in_place(|| deployment.fail_over());
-        let second = timeout(MINUTE, runs.recv()).await.expect("it comes again").unwrap();
+        let second = timeout(MINUTE, runs.recv()).await.expect("the job runs again").unwrap();
         assert!(second > first, "{second} after {first}");
         let mut ends = HashMap::new();
         let both = async {
@@ -1217,9 +1218,9 @@ async fn job_returned_by_a_failover_runs_with_a_larger_fence() {
     }
 }
 
-/// What the docs list is enough for everything that a queue does.
+/// The documented ACL rules are enough for everything that a queue does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_user_may_do_no_more_than_the_docs_say() {
+async fn documented_acl_is_sufficient_for_delay_queues() {
     let server = RedisServer::start();
     let docs = include_str!("../../src/backend/redis/mod.rs");
     let line = |start: &str| {
@@ -1239,7 +1240,7 @@ async fn a_user_may_do_no_more_than_the_docs_say() {
     for id in ["a", "b", "c"] {
         queue.push(id.to_owned()).id(id).unique(id).max_attempts(1).await.unwrap();
     }
-    timeout(Duration::from_secs(4), wakeups.next()).await.expect("it may publish and subscribe");
+    timeout(Duration::from_secs(4), wakeups.next()).await.expect("the user may publish and subscribe");
     assert_eq!(queue.reschedule("a", MINUTE).await.unwrap(), Changed::Done);
     assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
     let jobs = backend.claim(&key(), &[], &worker).await.unwrap().jobs;

@@ -1,4 +1,4 @@
-//! What a worker does with jobs: when, how many at a time, and what becomes of them.
+//! Delay queue workers: start times, concurrency, outcomes of jobs, and shutdown.
 
 use crate::support;
 
@@ -47,7 +47,7 @@ fn queue(store: impl DelayQueueStore + Send + Sync + 'static) -> DelayQueue<u32>
     DelayQueue::new(store, "work").deadline(secs(5))
 }
 
-/// What ran, and when it did.
+/// The attempts that ran, with their times.
 #[derive(Clone)]
 struct Record {
     begun: Instant,
@@ -63,7 +63,7 @@ impl Record {
         self.runs.lock().unwrap().push((**job, job.attempt(), self.begun.elapsed()));
     }
 
-    /// Notes each job, and is done with it.
+    /// A service that records each job and completes it.
     fn service(&self) -> impl Service<Job<u32>, Error = Infallible, Future: Send> + Clone + Send + use<> {
         let record = self.clone();
         service_fn(move |job| {
@@ -72,7 +72,7 @@ impl Record {
         })
     }
 
-    /// Notes each job, and does this in an attempt.
+    /// A service that records each job and runs `work` in each attempt.
     fn service_with<F, W>(
         &self,
         work: W,
@@ -107,7 +107,7 @@ impl Record {
     }
 }
 
-/// A worker in the background, which ends when it is told to.
+/// A worker in the background that runs until [`stop`](Self::stop).
 struct Background {
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), WorkerError>>,
@@ -161,7 +161,7 @@ async fn jobs_run_when_they_are_due_and_never_early() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_day_of_retries_takes_no_time_on_a_paused_clock() {
+async fn day_of_retries_takes_no_time_on_a_paused_clock() {
     let begun = std::time::Instant::now();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -178,7 +178,7 @@ async fn a_day_of_retries_takes_no_time_on_a_paused_clock() {
     sleep(secs(86_401)).await;
     assert_eq!(record.attempts(), (1..=25).collect::<Vec<_>>());
     for (hour, time) in (0..).zip(record.times()) {
-        // A timer is up to a millisecond late each time.
+        // Each timer may be up to a millisecond late.
         let (least, most) = (secs(hour * 3_600), secs(hour * 3_600) + ms(2 * hour + 2));
         assert!(time >= least && time <= most, "{time:?} instead of {least:?}");
     }
@@ -187,13 +187,13 @@ async fn a_day_of_retries_takes_no_time_on_a_paused_clock() {
     let note = dead.note.unwrap();
     assert_eq!((note.reason, &*note.error), (Reason::Failed, "not today"));
     worker.stop().await;
-    // It looks when there is something to do, and not every few seconds of that day.
+    // The worker calls the store when there is something to do, and not every few seconds of the day.
     assert!(faults.total_calls() < 150, "{} calls", faults.total_calls());
     assert!(begun.elapsed() < secs(1), "{:?}", begun.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outcome_says_what_becomes_of_a_job() {
+async fn outcome_decides_what_happens_to_the_job() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let noted = record.clone();
@@ -223,7 +223,7 @@ async fn an_outcome_says_what_becomes_of_a_job() {
         record.runs.lock().unwrap().clear();
         worker.stop().await;
         let pushed = push().await.unwrap();
-        assert_eq!(pushed.is_new(), payload == 4, "{payload}: a cancelled job keeps no key");
+        assert_eq!(pushed.is_new(), payload == 4, "{payload}: only a cancelled job releases its key");
         queue.cancel(pushed).await.unwrap();
     }
     let dead = queue.dead(0, 10).await.unwrap();
@@ -234,7 +234,7 @@ async fn an_outcome_says_what_becomes_of_a_job() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_knows_its_last_attempt() {
+async fn job_knows_its_last_attempt() {
     let queue = queue(MemoryBackend::new());
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
@@ -252,7 +252,7 @@ async fn a_job_knows_its_last_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_of_the_dead_are_kept_for_as_long_as_was_said() {
+async fn keep_dead_limits_the_number_and_age_of_dead_jobs() {
     let queue = queue(MemoryBackend::new()).max_attempts(1).keep_dead(3, secs(3_600));
     let service = service_fn(|job: Job<u32>| ready(if *job == 0 { Ok(()) } else { Err("not today") }));
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
@@ -266,21 +266,21 @@ async fn as_many_of_the_dead_are_kept_for_as_long_as_was_said() {
         queue.push(payload).await.unwrap();
         sleep(secs(60)).await;
     }
-    // Who asks for jobs is who forgets.
+    // Only claims remove dead jobs.
     let another = async || {
         queue.push(0).await.unwrap();
         sleep(secs(1)).await;
     };
     another().await;
-    assert_eq!(dead().await, [3, 4, 5], "the oldest have made room");
-    // The third is older than an hour, and the fourth is not.
+    assert_eq!(dead().await, [3, 4, 5], "the oldest jobs were removed");
+    // The third job has been dead for more than an hour, and the fourth has not.
     sleep(secs(3_600 - 150)).await;
     another().await;
     assert_eq!(dead().await, [4, 5]);
     worker.stop().await;
 }
 
-/// A call that hangs is not waited for as long as there is time for the last words.
+/// During a shutdown, a call that hangs does not use up the time for acks.
 #[tokio::test(start_paused = true)]
 async fn acks_use_another_call_while_one_hangs() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -302,7 +302,7 @@ async fn acks_use_another_call_while_one_hangs() {
     assert!(is_empty(&queue).await);
 }
 
-/// Panics where it is told to.
+/// A codec that cannot decode some payloads.
 #[derive(Clone, Copy)]
 struct Picky;
 
@@ -318,7 +318,7 @@ impl Codec<u32> for Picky {
     }
 }
 
-/// An error that panics when it is shown.
+/// An error that panics when it is displayed.
 #[derive(Debug)]
 struct Unspeakable;
 
@@ -331,7 +331,7 @@ impl fmt::Display for Unspeakable {
 impl std::error::Error for Unspeakable {}
 
 #[tokio::test(start_paused = true)]
-async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
+async fn panicking_and_undecodable_jobs_affect_no_other_job() {
     let queue = DelayQueue::with_codec(MemoryBackend::new(), "work", Picky).max_attempts(2);
     let worker = DelayQueueWorker::new(
         queue.clone(),
@@ -374,7 +374,7 @@ async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn over_the_limit_is_later_and_no_attempt() {
+async fn rate_limited_job_is_snoozed_without_using_an_attempt() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let noted = record.clone();
@@ -398,9 +398,9 @@ async fn over_the_limit_is_later_and_no_attempt() {
     worker.stop().await;
 }
 
-/// A job reserves three units, and says in the end that it took one; and it knows the fence of its lock.
+/// Each job reserves three units and settles for one. It also reads the fence of its lock.
 #[tokio::test(start_paused = true)]
-async fn a_job_has_what_its_layers_know_of_it() {
+async fn job_has_the_handles_of_its_layers() {
     let (queue, backend) = (queue(MemoryBackend::new()), MemoryBackend::new());
     let policy = Policy::new("tokens", Quota::per_hour(11).fixed_window());
     let limiter = Limiter::new(backend.clone(), policy.clone());
@@ -427,9 +427,9 @@ async fn a_job_has_what_its_layers_know_of_it() {
     worker.stop().await;
 }
 
-/// A job that passes without its lock does not take the lease of another layer for its own.
+/// A job that passes without a lock must not take the lease of an outer layer for its own.
 #[tokio::test(start_paused = true)]
-async fn a_job_without_its_lock_has_no_lease_of_another() {
+async fn job_without_a_lock_has_no_lease_of_an_outer_layer() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&seen);
     let outer = LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).responder(JobResponder);
@@ -448,7 +448,7 @@ async fn a_job_without_its_lock_has_no_lease_of_another() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
+async fn locked_jobs_of_a_key_run_one_at_a_time() {
     let queue = queue(MemoryBackend::new());
     let at_work = Arc::new([const { AtomicUsize::new(0) }; 3]);
     let (seen, done) = (Arc::clone(&at_work), Arc::new(AtomicUsize::new(0)));
@@ -463,7 +463,7 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
             let (seen, counted) = (Arc::clone(&seen), Arc::clone(&counted));
             async move {
                 let place = &seen[*job as usize % 3];
-                assert_eq!(place.fetch_add(1, Ordering::SeqCst), 0, "two at a time");
+                assert_eq!(place.fetch_add(1, Ordering::SeqCst), 0, "two jobs of a key at a time");
                 sleep(ms(100)).await;
                 place.fetch_sub(1, Ordering::SeqCst);
                 counted.fetch_add(1, Ordering::SeqCst);
@@ -480,9 +480,9 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
     worker.stop().await;
 }
 
-/// It was dead before it was known what the other one would come to.
+/// Regression: the job was dead before the outcome of the other job was known.
 #[tokio::test(start_paused = true)]
-async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
+async fn job_waits_for_its_operation_in_another_job() {
     let queue = queue(MemoryBackend::new());
     let operations = Idempotent::new(MemoryBackend::new(), "payouts");
     let replays = Arc::new(AtomicUsize::new(0));
@@ -509,7 +509,7 @@ async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
     worker.stop().await;
 }
 
-/// The operation is done, but there may be more to the job than that.
+/// The operation is done, but the job may have more to do.
 #[tokio::test(start_paused = true)]
 async fn job_of_a_completed_operation_ends_as_the_service_says() {
     for needs_answer in [false, true] {
@@ -528,7 +528,7 @@ async fn job_of_a_completed_operation_ends_as_the_service_says() {
                     Err(OperationError::NotKept) if !needs_answer => return Ok(()),
                     answer => answer?,
                 };
-                assert_eq!(job.attempt(), 1, "there was an answer");
+                assert_eq!(job.attempt(), 1, "the first attempt has an answer");
                 Err::<(), BoxError>("the receipt was not printed".into())
             }
         });
@@ -547,9 +547,9 @@ async fn job_of_a_completed_operation_ends_as_the_service_says() {
     }
 }
 
-/// Each of them asked more than once a second.
+/// Regression: each job tried more than once a second.
 #[tokio::test(start_paused = true)]
-async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
+async fn jobs_retry_a_lock_less_often_if_many_wait() {
     const JOBS: u32 = 1_000;
     let queue = queue(MemoryBackend::new());
     let tries = Arc::new(AtomicUsize::new(0));
@@ -573,15 +573,15 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
     sleep(secs(20)).await;
     let tries = tries.load(Ordering::SeqCst);
     assert!((1_000..12_000).contains(&tries), "{tries}");
-    // They are done as soon as there is room all the same.
+    // Still, the jobs complete as soon as the lock is free.
     sleep(secs(15)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
 }
 
-/// While a new release takes the place of an old one.
+/// During a deployment, a new release replaces an old one.
 #[tokio::test(start_paused = true)]
-async fn a_job_that_one_worker_cannot_read_is_left_to_another() {
+async fn undecodable_job_is_left_to_another_worker() {
     let backend = MemoryBackend::new();
     let (old, new) = (queue(backend.clone()), DelayQueue::<String>::new(backend, "work"));
     new.push("one".to_owned()).id("one").max_attempts(2).await.unwrap();
@@ -598,7 +598,7 @@ async fn a_job_that_one_worker_cannot_read_is_left_to_another() {
     let job = new.get("two").await.unwrap().unwrap();
     assert_eq!((job.state, job.note.unwrap().reason), (State::Dead, Reason::Undecodable));
 
-    // Where nobody was that could read it.
+    // No worker can read this job.
     new.push("three".to_owned()).id("three").max_attempts(2).await.unwrap();
     let worker = worker().on_undecodable(OnUndecodable::Retry);
     let mut events = worker.events();
@@ -610,7 +610,7 @@ async fn a_job_that_one_worker_cannot_read_is_left_to_another() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_runs_beside_a_job_ends_with_it() {
+async fn task_beside_a_job_ends_with_the_job() {
     let queue = queue(MemoryBackend::new());
     let (told, mut seen) = tokio::sync::mpsc::unbounded_channel();
     let service = service_fn(move |job: Job<u32>| {
@@ -631,7 +631,7 @@ async fn what_runs_beside_a_job_ends_with_it() {
     worker.stop().await;
 }
 
-/// Keeps the thread, as a service should not, until `is_over` is set.
+/// Blocks the thread, as a service should not, until `is_over` is set.
 fn block(is_over: &AtomicBool) {
     let begun = std::time::Instant::now();
     while !is_over.load(Ordering::SeqCst) && begun.elapsed() < secs(60) {
@@ -648,7 +648,7 @@ async fn until_one_runs(queue: &DelayQueue<u32>) {
     timeout(secs(20), one_runs).await.unwrap();
 }
 
-/// An error if that takes long, to be looked at when nothing is blocked any more.
+/// Returns an error after a timeout. The caller checks it once no thread is blocked.
 async fn until_empty(queue: &DelayQueue<u32>) -> Result<(), tokio::time::error::Elapsed> {
     let empty = async {
         while !is_empty(queue).await {
@@ -658,7 +658,7 @@ async fn until_empty(queue: &DelayQueue<u32>) -> Result<(), tokio::time::error::
     timeout(secs(20), empty).await
 }
 
-/// A shutdown would never have come to its end.
+/// Regression: the shutdown never ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocking_service_does_not_stop_a_shutdown() {
     let queue = queue(MemoryBackend::new());
@@ -679,10 +679,10 @@ async fn blocking_service_does_not_stop_a_shutdown() {
     is_over.store(true, Ordering::SeqCst);
     ended.unwrap().unwrap();
     assert!(took > secs(1) && took < secs(8), "{took:?}");
-    assert_eq!(queue.counts().await.unwrap().running, 1, "until its lease ends");
+    assert_eq!(queue.counts().await.unwrap().running, 1, "the job keeps its lease until that ends");
 }
 
-/// Its lease was extended for as long as the process lived, and nobody else ever got the job.
+/// Regression: the lease was renewed for as long as the process lived, and no other worker ever got the job.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn blocking_service_loses_its_job_when_the_lease_ends() {
     let queue = queue(MemoryBackend::new());
@@ -698,7 +698,7 @@ async fn blocking_service_loses_its_job_when_the_lease_ends() {
             Ok::<_, BoxError>(())
         }
     });
-    // The first one has no room for another job.
+    // The first worker has no capacity for another job.
     let worker = || {
         DelayQueueWorker::new(queue.clone(), service.clone()).lease(secs(1)).max_runtime(ms(100)).abort_after(ms(50))
     };
@@ -712,7 +712,7 @@ async fn blocking_service_loses_its_job_when_the_lease_ends() {
     second.stop().await;
 }
 
-/// Each attempt took one more thread of the same process, one right after the other, until none was left.
+/// Regression: each attempt blocked one more thread of the same process, until no thread was left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn blocking_service_gets_its_job_again_afterwards() {
     let queue = queue(MemoryBackend::new());
@@ -742,16 +742,16 @@ async fn blocking_service_gets_its_job_again_afterwards() {
     });
     let job = is_put_off.await;
     is_over.store(true, Ordering::SeqCst);
-    assert_eq!(most.load(Ordering::SeqCst), 1, "one at a time");
+    assert_eq!(most.load(Ordering::SeqCst), 1, "one attempt at a time");
     let job = job.unwrap();
-    assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that was not made does not count");
+    assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that did not start does not count");
     assert_eq!(&*job.note.unwrap().error, "the job exceeded its maximum runtime");
     until_empty(&queue).await.unwrap();
     worker.stop().await;
-    assert_eq!(told(all).await, ["started", "retried", "snoozed", "started", "done"]);
+    assert_eq!(names_of(all).await, ["started", "retried", "snoozed", "started", "done"]);
 }
 
-/// The worker that has left a job behind is the one that looks when it is due.
+/// The worker that abandoned the job is the timekeeper when the job is due.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn redis_job_of_a_blocked_worker_goes_to_another() {
     let server = RedisServer::start();
@@ -782,12 +782,12 @@ async fn redis_job_of_a_blocked_worker_goes_to_another() {
     second.stop().await;
 }
 
-/// Its worker stood still with it, now and then: it waited for the thread that the job had taken to have nothing else to do.
+/// Regression: now and then the worker stood still with the job, because it waited on the thread that the job blocked.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn blocking_service_does_not_delay_other_jobs() {
     for _ in 0..25 {
         let queue = queue(MemoryBackend::new());
-        // Nothing but time tells of the second one.
+        // Only a timer announces the second job.
         queue.push(1).await.unwrap();
         queue.push(2).delay(ms(50)).await.unwrap();
         let is_over = Arc::new(AtomicBool::new(false));
@@ -813,7 +813,7 @@ async fn blocking_service_does_not_delay_other_jobs() {
     }
 }
 
-/// What it wakes is behind it in the line of its thread, where no other thread takes it from.
+/// The task that it wakes is queued behind it on the same thread, where no other thread steals it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn blocking_service_does_not_delay_its_own_pushes() {
     let queue = queue(MemoryBackend::new());
@@ -837,7 +837,7 @@ async fn blocking_service_does_not_delay_its_own_pushes() {
     });
     let worker = Background::start(DelayQueueWorker::one_by_one(queue, service));
     assert_eq!(begun.recv().await, Some(1));
-    // Until the worker waits.
+    // Until the worker is idle.
     sleep(ms(100)).await;
     go.send(()).unwrap();
     let second = timeout(secs(20), begun.recv()).await;
@@ -847,7 +847,7 @@ async fn blocking_service_does_not_delay_its_own_pushes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_timeout_is_a_failure_and_tried_again() {
+async fn timeout_is_a_failure_and_is_retried() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let noted = record.clone();
@@ -870,7 +870,7 @@ async fn a_timeout_is_a_failure_and_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_is_claimed_than_the_service_is_ready_for() {
+async fn worker_claims_no_more_than_its_service_is_ready_for() {
     let queue = queue(MemoryBackend::new());
     let service = ServiceBuilder::new().concurrency_limit(3).service(service_fn(async |_: Job<u32>| {
         sleep(secs(1)).await;
@@ -887,13 +887,13 @@ async fn no_more_is_claimed_than_the_service_is_ready_for() {
         sleep(ms(501)).await;
     }
     assert!(is_empty(&queue).await);
-    // A worker that has nothing to do keeps no permit.
+    // An idle worker holds no permit.
     let mut other = service;
     timeout(ms(1), poll_fn(|cx| other.poll_ready(cx))).await.unwrap().unwrap();
     worker.stop().await;
 }
 
-/// Counts how many of it there are, and have been at a time.
+/// Counts its instances: how many exist, and the most at a time.
 struct Counted {
     alive: Arc<AtomicUsize>,
     most: Arc<AtomicUsize>,
@@ -932,7 +932,7 @@ impl Service<Job<u32>> for Counted {
     }
 }
 
-/// It happened that a worker that may run any number of jobs never came to the first one, for cloning its service.
+/// Regression: a worker with a very large concurrency cloned its service endlessly, and never started the first job.
 #[tokio::test(start_paused = true)]
 async fn service_is_cloned_only_for_claimed_jobs() {
     for concurrency in [1_000_000, usize::MAX] {
@@ -945,11 +945,11 @@ async fn service_is_cloned_only_for_claimed_jobs() {
         assert!(is_empty(&queue).await);
         worker.stop().await;
         let most = most.load(Ordering::SeqCst);
-        assert!(most <= 2 * MAX_BATCH + 2, "{most} at a time");
+        assert!(most <= 2 * MAX_BATCH + 2, "{most} instances at a time");
     }
 }
 
-/// Cannot be cloned, and is at one job at a time.
+/// A service that cannot be cloned and handles one job at a time.
 struct Single {
     is_busy: Arc<AtomicBool>,
     record: Record,
@@ -973,7 +973,7 @@ impl Service<Job<u32>> for Single {
     }
 
     fn call(&mut self, job: Job<u32>) -> Self::Future {
-        assert!(!self.is_busy.swap(true, Ordering::SeqCst), "it was not ready");
+        assert!(!self.is_busy.swap(true, Ordering::SeqCst), "called although not ready");
         self.record.note(&job);
         let is_busy = Arc::clone(&self.is_busy);
         Box::pin(async move {
@@ -985,7 +985,7 @@ impl Service<Job<u32>> for Single {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_cannot_be_cloned_gets_one_job_after_the_other() {
+async fn unclonable_service_gets_one_job_at_a_time() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let service = Single { is_busy: Arc::default(), record: record.clone() };
@@ -997,7 +997,7 @@ async fn a_service_that_cannot_be_cloned_gets_one_job_after_the_other() {
     assert_eq!(queue.counts().await.unwrap().running, 1);
     sleep(secs(5)).await;
     assert_eq!(record.payloads(), [0, 1, 2, 3]);
-    // A panic of the service would be one more attempt, which might come in time.
+    // A panic of the service would be another attempt, which might succeed in time.
     assert_eq!(record.attempts(), [1; 4]);
     assert!(is_empty(&queue).await);
     worker.stop().await;
@@ -1016,12 +1016,12 @@ impl Service<Job<u32>> for Unready {
     }
 
     fn call(&mut self, _: Job<u32>) -> Self::Future {
-        unreachable!("it was never ready")
+        unreachable!("the service is never ready")
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_is_never_ready_leaves_jobs_to_others() {
+async fn worker_with_an_unready_service_leaves_jobs_to_others() {
     let queue = queue(MemoryBackend::new());
     queue.push(1).await.unwrap();
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), Unready(None)));
@@ -1033,7 +1033,7 @@ async fn a_service_that_is_never_ready_leaves_jobs_to_others() {
     assert_eq!(queue.counts().await.unwrap().waiting, 1);
 }
 
-/// Is ready while its gate is open, and notes each job.
+/// A service that is ready while its gate is open, and records each job.
 #[derive(Clone)]
 struct Gate {
     is_open: Arc<AtomicBool>,
@@ -1073,7 +1073,7 @@ async fn due_job_runs_elsewhere_while_one_worker_is_busy() {
     }
 }
 
-/// Waits until somebody keeps the time of each of these parts, and so many workers wait beside.
+/// Waits until each of these partitions has a timekeeper and `beside` other idle workers.
 async fn until_workers_wait(server: &RedisServer, parts: &[&str], beside: usize) {
     let are_waiting = || {
         parts.iter().all(|part| {
@@ -1091,7 +1091,7 @@ async fn until_workers_wait(server: &RedisServer, parts: &[&str], beside: usize)
     .expect("the workers wait");
 }
 
-/// On Redis one of those who wait keeps the time, and the others sleep: whoever keeps it must not keep it to itself.
+/// On Redis, one idle worker is the timekeeper and the others sleep. A timekeeper whose service is not ready must hand over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_unready_worker_hands_over_timekeeping() {
     let server = RedisServer::start();
@@ -1103,7 +1103,7 @@ async fn redis_unready_worker_hands_over_timekeeping() {
     let other = Background::start(DelayQueueWorker::new(queue.clone(), second.service()));
     until_workers_wait(&server, &[""], 1).await;
     gate.is_open.store(false, Ordering::SeqCst);
-    // One that wakes the keeper, and one that it has to see to.
+    // The first job wakes the timekeeper, and the second one becomes due later.
     for (i, delay) in [(0, ms(0)), (1, ms(700))] {
         let pushed = second.begun.elapsed();
         queue.push(i).delay(delay).await.unwrap();
@@ -1124,7 +1124,7 @@ async fn redis_unready_worker_hands_over_timekeeping() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
+async fn redis_stopped_worker_hands_over_timekeeping() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await);
     let record = Record::new();
@@ -1147,7 +1147,7 @@ async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
     other.stop().await;
 }
 
-/// A worker of a split queue has one room for all of its parts.
+/// A worker of a partitioned queue shares its concurrency among all partitions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     let server = RedisServer::start();
@@ -1191,9 +1191,9 @@ async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     }
 }
 
-/// Panics when it is asked whether it is ready, or at the first job, as it is told.
+/// Panics in `poll_ready`, or in the first call.
 struct Fragile {
-    panics_when_asked: bool,
+    panics_in_poll_ready: bool,
     calls: Arc<AtomicUsize>,
 }
 
@@ -1203,12 +1203,12 @@ impl Service<Job<u32>> for Fragile {
     type Future = Ready<Result<(), Infallible>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        assert!(!self.panics_when_asked, "not even asked");
+        assert!(!self.panics_in_poll_ready, "panic in poll_ready");
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, _: Job<u32>) -> Self::Future {
-        assert!(self.calls.fetch_add(1, Ordering::SeqCst) > 0, "the first one");
+        assert!(self.calls.fetch_add(1, Ordering::SeqCst) > 0, "panic in the first call");
         ready(Ok(()))
     }
 }
@@ -1217,7 +1217,7 @@ impl Service<Job<u32>> for Fragile {
 async fn panic_in_poll_ready_ends_the_worker_but_not_in_a_job() {
     let queue = queue(MemoryBackend::new());
     let calls = Arc::new(AtomicUsize::new(0));
-    let service = |panics_when_asked| Fragile { panics_when_asked, calls: Arc::clone(&calls) };
+    let service = |panics_in_poll_ready| Fragile { panics_in_poll_ready, calls: Arc::clone(&calls) };
     queue.push(1).id("a").await.unwrap();
     let error = DelayQueueWorker::one_by_one(queue.clone(), service(true)).run().await.unwrap_err();
     assert!(matches!(&error, WorkerError::Service(error) if error.to_string().contains("panicked")), "{error:?}");
@@ -1225,13 +1225,13 @@ async fn panic_in_poll_ready_ends_the_worker_but_not_in_a_job() {
     let worker = DelayQueueWorker::one_by_one(queue.clone(), service(false)).backoff(Backoff::fixed(secs(1)));
     let worker = Background::start(worker);
     sleep(secs(3)).await;
-    assert_eq!(calls.load(Ordering::SeqCst), 2, "the only instance there is goes on");
+    assert_eq!(calls.load(Ordering::SeqCst), 2, "the only instance of the service continues");
     assert!(is_empty(&queue).await);
     worker.stop().await;
 }
 
-/// What a worker has told, by name.
-async fn told(mut events: Events) -> Vec<&'static str> {
+/// The names of all events of a worker.
+async fn names_of(mut events: Events) -> Vec<&'static str> {
     let mut told = Vec::new();
     while let Some(event) = events.next().await {
         told.push(match event {
@@ -1253,7 +1253,7 @@ async fn told(mut events: Events) -> Vec<&'static str> {
     told
 }
 
-/// The store has put the job back, and its answer was lost: told again, it says that the job is not the worker's.
+/// The store has put the job back, but its reply was lost. To the retry it replies that the worker does not hold the job.
 #[tokio::test(start_paused = true)]
 async fn retry_with_a_lost_reply_is_reported_as_a_retry() {
     for (outcome, expected) in [(Outcome::retry_after(secs(60)), "retried"), (Outcome::snooze(secs(60)), "snoozed")] {
@@ -1277,23 +1277,23 @@ async fn retry_with_a_lost_reply_is_reported_as_a_retry() {
         sleep(secs(1)).await;
         faults.heal();
         assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
-        // Until the worker has no more patience with that call.
+        // Until the worker gives up on that call.
         sleep(secs(10)).await;
         worker.stop().await;
-        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+        assert_eq!(names_of(events).await, ["started", "failed", "works", expected]);
     }
 }
 
-/// The same of a job that is not put back by it, and of one that somebody else has done by then.
+/// As above, for acks that do not put the job back, and for a job that another worker has completed by then.
 #[tokio::test(start_paused = true)]
-async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
+async fn ack_without_a_reply_is_reported_with_its_effect() {
     const KEPT: u64 = 10_000;
     for (attempts, delay, kept, is_cancelled, expected) in [
         (1, secs(60), KEPT, false, "dead"),
         (1, secs(60), KEPT, true, "cancelled"),
         (2, secs(60), KEPT, true, "cancelled"),
         (2, secs(1), KEPT, false, "retried"),
-        // Nobody can tell whether it was cancelled.
+        // No record shows whether the job was cancelled.
         (1, secs(60), 0, false, "dead"),
     ] {
         let backend = MemoryBackend::new();
@@ -1316,16 +1316,16 @@ async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
         sleep(ms(500)).await;
         faults.heal();
         let second = Background::start(DelayQueueWorker::new(other.clone(), Record::new().service()));
-        // Until the worker has no more patience with that call.
+        // Until the worker gives up on that call.
         sleep(secs(10)).await;
         assert_eq!(other.get("a").await.unwrap().is_some(), expected == "dead" && kept > 0);
         worker.stop().await;
         second.stop().await;
-        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+        assert_eq!(names_of(events).await, ["started", "failed", "works", expected]);
     }
 }
 
-/// The store has forgotten a job that was done, and has another one of its id when it is told again.
+/// The store has forgotten the completed job. When the worker retries the ack, another job has the same id.
 #[tokio::test(start_paused = true)]
 async fn ack_without_reply_counts_although_the_id_is_pushed_again() {
     for (outcome, expected) in [(None, "done"), (Some(Outcome::cancel()), "cancelled")] {
@@ -1349,15 +1349,15 @@ async fn ack_without_reply_counts_although_the_id_is_pushed_again() {
         sleep(secs(1)).await;
         faults.heal();
         assert!(queue.push(2).id("a").delay(secs(60)).await.unwrap().is_new());
-        // Until the worker has no more patience with that call.
+        // Until the worker gives up on that call.
         sleep(secs(10)).await;
         assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
         worker.stop().await;
-        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+        assert_eq!(names_of(events).await, ["started", "failed", "works", expected]);
     }
 }
 
-/// The store has said no each time, and nobody put the job back before its lease had ended.
+/// The store refused every ack, so the job was not put back before its lease ended.
 #[tokio::test(start_paused = true)]
 async fn job_not_acked_by_the_end_of_its_lease_is_lost() {
     let outcomes = [Outcome::retry_after(secs(60)), Outcome::snooze(secs(60))];
@@ -1386,10 +1386,10 @@ async fn job_not_acked_by_the_end_of_its_lease_is_lost() {
         sleep(secs(1)).await;
         faults.heal();
         sleep(secs(5)).await;
-        assert_eq!(other.counts().await.unwrap().running, 1, "the second one is at it");
+        assert_eq!(other.counts().await.unwrap().running, 1, "the second worker runs it");
         worker.stop().await;
         second.stop().await;
-        assert_eq!(told(events).await, ["started", "failed", "works", "lease lost"]);
+        assert_eq!(names_of(events).await, ["started", "failed", "works", "lease lost"]);
     }
 }
 
@@ -1404,17 +1404,17 @@ async fn failure_of_a_cancelled_job_is_a_cancellation() {
     let events = worker.events();
     let worker = Background::start(worker);
     queue.push(1).id("a").await.unwrap();
-    // Before the lease is extended, so that the worker does not know.
+    // Before the lease is renewed, so that the worker does not know of the cancellation.
     sleep(ms(500)).await;
     assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
     sleep(secs(10)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
-    assert_eq!(told(events).await, ["started", "cancelled"]);
+    assert_eq!(names_of(events).await, ["started", "cancelled"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_that_end_with_their_worker_are_told_by_the_next_one() {
+async fn next_worker_reports_the_attempts_of_a_dead_worker() {
     let queue = queue(MemoryBackend::new()).max_attempts(2);
     queue.push(1).id("a").await.unwrap();
     let doomed = || {
@@ -1423,17 +1423,17 @@ async fn attempts_that_end_with_their_worker_are_told_by_the_next_one() {
     };
     let (first, second, third) = (doomed(), doomed(), doomed());
     let (of_second, of_third) = (second.events(), third.events());
-    // Each is dropped in the middle of it.
+    // Each worker is dropped during an attempt.
     assert!(timeout(ms(500), first.run()).await.is_err());
     assert!(timeout(ms(1_500), second.run()).await.is_err());
     assert!(timeout(ms(1_500), third.run()).await.is_err());
-    assert_eq!(told(of_second).await, ["expired", "started"]);
-    assert_eq!(told(of_third).await, ["expired and dead"]);
+    assert_eq!(names_of(of_second).await, ["expired", "started"]);
+    assert_eq!(names_of(of_third).await, ["expired and dead"]);
     assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Dead);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
+async fn lease_is_renewed_while_the_job_runs() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let service = record.service_with(|_| sleep(secs(100)));
@@ -1448,7 +1448,7 @@ async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
     }
 }
 
-/// It was begun, told to give up at once, and its attempt was spent.
+/// Regression: the job was started and cancelled at once, and its attempt was used up.
 #[tokio::test(start_paused = true)]
 async fn job_with_an_expired_lease_is_not_started() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -1467,7 +1467,7 @@ async fn job_with_an_expired_lease_is_not_started() {
     assert_eq!(record.attempts(), [1]);
     assert!(is_empty(&queue).await);
     worker.stop().await;
-    let told = told(events).await;
+    let told = names_of(events).await;
     assert_eq!(told[told.len() - 2..], ["started", "done"]);
     assert!(told[..told.len() - 2].iter().all(|event| *event == "released"), "{told:?}");
 }
@@ -1502,7 +1502,7 @@ async fn cancelled_job_is_notified_and_then_dropped() {
     let mut seen = told.lock().unwrap().clone();
     seen.sort_unstable();
     assert_eq!(seen, [1, 2]);
-    assert_eq!(queue.counts().await.unwrap().running, 1, "one of them listens");
+    assert_eq!(queue.counts().await.unwrap().running, 1, "one of the jobs reacts");
     sleep(ms(2_100)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
@@ -1514,7 +1514,7 @@ async fn cancelled_job_is_notified_and_then_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_job_that_hangs_has_failed_when_its_time_is_over() {
+async fn hanging_job_fails_after_its_max_runtime() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
     let service = record.service_with(|attempt| async move {
@@ -1541,14 +1541,14 @@ async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     let store = FaultStore::new(backend.clone());
     let faults = store.faults();
     let (cut_off, other) = (queue(store), queue(backend));
-    let was_told = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&was_told);
+    let was_cancelled = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&was_cancelled);
     let service = service_fn(move |job: Job<u32>| {
         let told = Arc::clone(&told);
         async move {
             job.cancellation().cancelled().await;
             told.store(true, Ordering::SeqCst);
-            // It does not care, and says that it is done.
+            // The job ignores the cancellation and returns `Ok`.
             sleep(secs(3)).await;
             Ok::<_, Infallible>(())
         }
@@ -1560,9 +1560,9 @@ async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     sleep(ms(100)).await;
     faults.fail(Failure::Unavailable);
     sleep(ms(5_800)).await;
-    assert!(!was_told.load(Ordering::SeqCst), "the lease lasts");
+    assert!(!was_cancelled.load(Ordering::SeqCst), "the lease has not ended");
     sleep(ms(200)).await;
-    assert!(was_told.load(Ordering::SeqCst), "the lease is over");
+    assert!(was_cancelled.load(Ordering::SeqCst), "the lease has ended");
     let record = Record::new();
     let second = record.service_with(|_| sleep(secs(10)));
     let second = Background::start(DelayQueueWorker::new(other.clone(), second));
@@ -1570,7 +1570,7 @@ async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     assert_eq!(record.attempts(), [2]);
     faults.heal();
     sleep(secs(5)).await;
-    assert_eq!(other.get(id).await.unwrap().unwrap().state, State::Running, "the second one is at it");
+    assert_eq!(other.get(id).await.unwrap().unwrap().state, State::Running, "the second worker runs it");
     sleep(secs(6)).await;
     assert!(is_empty(&other).await);
     worker.stop().await;
@@ -1582,7 +1582,7 @@ async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     assert_eq!(lost, 1);
 }
 
-/// Jobs that take as many seconds as their payload says; counts those that came to their end.
+/// A service for jobs that take as many seconds as their payload says. Counts the completed jobs.
 fn sleeper(done: &Arc<AtomicUsize>) -> impl Service<Job<u32>, Error = Infallible, Future: Send> + Clone + Send + use<> {
     let done = Arc::clone(done);
     service_fn(move |job: Job<u32>| {
@@ -1617,9 +1617,9 @@ async fn shutdown_finishes_jobs_and_releases_the_rest() {
     }
 }
 
-/// What a job that was told to stop answers is what becomes of it.
+/// The result of a job that was asked to stop decides what happens to it.
 #[tokio::test(start_paused = true)]
-async fn a_job_that_is_told_to_stop_is_done_only_if_it_says_so() {
+async fn stopped_job_is_done_only_if_it_returns_ok() {
     for (is_done, left) in [(true, 0), (false, 2)] {
         let queue = queue(MemoryBackend::new());
         let service = service_fn(move |job: Job<u32>| async move {
@@ -1639,7 +1639,7 @@ async fn a_job_that_is_told_to_stop_is_done_only_if_it_says_so() {
         let counts = queue.counts().await.unwrap();
         assert_eq!((counts.waiting, counts.running, counts.dead), (left, 0, 0));
         if !is_done {
-            // One has failed, and the other had no chance to.
+            // One attempt has failed, and the other had no time to.
             for (id, attempts) in [("overrun", 1), ("at the end", 0)] {
                 assert_eq!(queue.get(id).await.unwrap().unwrap().attempt, attempts, "{id}");
             }
@@ -1647,9 +1647,9 @@ async fn a_job_that_is_told_to_stop_is_done_only_if_it_says_so() {
     }
 }
 
-/// A job that was refused while its worker ended ran again at once, with each deployment anew.
+/// Regression: a job that was refused during the shutdown of its worker ran again at once, at every deployment.
 #[tokio::test(start_paused = true)]
-async fn what_is_said_of_a_job_that_is_told_to_stop_at_the_end_counts() {
+async fn outcome_of_a_job_stopped_by_a_shutdown_counts() {
     let queue = queue(MemoryBackend::new());
     let service = service_fn(async |job: Job<u32>| {
         job.cancellation().cancelled().await;
@@ -1678,8 +1678,8 @@ async fn what_is_said_of_a_job_that_is_told_to_stop_at_the_end_counts() {
         let job = get(id).await.unwrap();
         assert_eq!((job.state, job.attempt), (State::Waiting, attempt), "{id}");
     }
-    assert_eq!(queue.counts().await.unwrap().due, 0, "both wait for an hour");
-    let mut told = told(events).await;
+    assert_eq!(queue.counts().await.unwrap().due, 0, "both jobs wait for an hour");
+    let mut told = names_of(events).await;
     told.sort_unstable();
     assert_eq!(told[..4], ["cancelled", "dead", "retried", "snoozed"]);
 }
@@ -1693,7 +1693,7 @@ async fn dropped_worker_leaves_jobs_until_their_leases_end() {
     sleep(secs(1)).await;
     worker.task.abort();
     sleep(secs(10)).await;
-    assert_eq!(done.load(Ordering::SeqCst), 0, "what ran is dropped");
+    assert_eq!(done.load(Ordering::SeqCst), 0, "the running job is dropped");
     assert_eq!(queue.get(id).await.unwrap().unwrap().state, State::Running);
     let record = Record::new();
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
@@ -1719,13 +1719,13 @@ async fn failing_store_is_retried_and_nothing_is_lost() {
     faults.fail(Failure::Unavailable);
     sleep(secs(10)).await;
     let asked = faults.total_calls() - before;
-    assert!((8..40).contains(&asked), "asked {asked} times in ten seconds");
+    assert!((8..40).contains(&asked), "{asked} calls in ten seconds");
     assert_eq!(done.load(Ordering::SeqCst), 1);
-    assert_eq!(queue.counts().await.unwrap().running, 1, "nobody could be told");
+    assert_eq!(queue.counts().await.unwrap().running, 1, "the ack could not be sent");
     queue.push(0).await.unwrap();
     faults.heal();
     sleep(secs(1) + ms(10)).await;
-    assert_eq!(done.load(Ordering::SeqCst), 2, "the one that ran is not run again");
+    assert_eq!(done.load(Ordering::SeqCst), 2, "the completed job does not run again");
     assert!(is_empty(&queue).await);
     worker.stop().await;
     let mut seen = Vec::new();
@@ -1744,7 +1744,7 @@ async fn failing_store_is_retried_and_nothing_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_whose_store_fails_leaves_the_service_to_others() {
+async fn worker_with_a_failing_store_frees_service_permits() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let queue = queue(store);
@@ -1755,7 +1755,7 @@ async fn a_worker_whose_store_fails_leaves_the_service_to_others() {
     faults.fail(Failure::Unavailable);
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
     sleep(secs(10)).await;
-    // All permits but one, and that one is not kept all the time either.
+    // The worker uses one permit at most, and not all the time.
     for other in [&mut one, &mut another] {
         timeout(secs(10), ServiceExt::ready(other)).await.unwrap().unwrap();
     }
@@ -1766,13 +1766,13 @@ async fn a_worker_whose_store_fails_leaves_the_service_to_others() {
     }
     sleep(secs(2)).await;
     assert_eq!(record.payloads(), [0, 1, 2, 3, 4]);
-    assert!((8..60).contains(&asked), "asked {asked} times in {:?}", begun.elapsed());
+    assert!((8..60).contains(&asked), "{asked} calls in {:?}", begun.elapsed());
     worker.stop().await;
 }
 
-/// Those who do not listen cost nothing, and those who do not keep up are told.
+/// Without a receiver, events cost nothing. A slow receiver gets the number of missed events.
 #[tokio::test(start_paused = true)]
-async fn events_that_nobody_picks_up_are_missed_and_counted() {
+async fn unread_events_are_dropped_and_counted() {
     let queue = queue(MemoryBackend::new());
     let worker = DelayQueueWorker::new(queue.clone(), sleeper(&Arc::default()));
     let mut events: Events = worker.events();
@@ -1783,7 +1783,7 @@ async fn events_that_nobody_picks_up_are_missed_and_counted() {
     sleep(secs(1)).await;
     worker.stop().await;
     let Some(Event::Missed(missed)) = events.next().await else { panic!("2,000 events do not fit") };
-    // The others, as a stream.
+    // The remaining events, as a stream.
     let (mut events, mut picked) = (pin!(events), 0);
     while poll_fn(|cx| events.as_mut().poll_next(cx)).await.is_some() {
         picked += 1;
@@ -1792,7 +1792,7 @@ async fn events_that_nobody_picks_up_are_missed_and_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_queue_in_parts_is_worked_on_as_one() {
+async fn worker_serves_all_partitions_of_a_queue() {
     let queue = queue(MemoryBackend::new()).split(7);
     let done = Arc::new(AtomicUsize::new(0));
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10));
@@ -1804,14 +1804,14 @@ async fn a_queue_in_parts_is_worked_on_as_one() {
     worker.stop().await;
 }
 
-/// What becomes of a claim instead of what the backend says: it fails at once, or is never answered.
+/// What happens to a claim instead of reaching the backend: it fails at once, or gets no reply.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Fails,
     Hangs,
 }
 
-/// A backend that does not answer some claims.
+/// A backend that fails or hangs on some claims.
 #[derive(Clone)]
 struct Fickle<F> {
     backend: MemoryBackend,
@@ -1842,13 +1842,13 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
         let queue = queue(Fickle { backend: backend.clone(), fate }).split(2);
         let pushed = queue.push_all((0..100).map(|_| queue.push(1))).await;
         assert!(pushed.iter().all(Result::is_ok));
-        // All that runs at first is of the other part.
+        // At first, only jobs of partition 0 run.
         backend.pause(&healthy, true).await.unwrap();
         let done = Arc::new(AtomicUsize::new(0));
         let worker = DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10);
         let mut outages = pin!(worker.events());
         let worker = Background::start(worker);
-        // What is told of it is not that of the parts whose nodes work.
+        // Success of the healthy partition does not end the reported outage.
         let mut outages = async || {
             let mut told = Vec::new();
             while let Poll::Ready(event) = poll_fn(|cx| Poll::Ready(outages.as_mut().poll_next(cx))).await {
@@ -1872,13 +1872,13 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
         sleep(secs(20)).await;
         assert_eq!(outages().await, ["works"]);
         assert!(is_empty(&queue).await);
-        assert_eq!(done.load(Ordering::SeqCst), 100, "nothing ran twice");
+        assert_eq!(done.load(Ordering::SeqCst), 100, "no job ran twice");
         worker.stop().await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_cannot_hand_over_the_time_tries_again() {
+async fn failed_handover_of_timekeeping_is_retried() {
     let backend = MemoryBackend::new();
     let (begun, handed) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
     let noted = Arc::clone(&handed);
@@ -1901,7 +1901,7 @@ async fn a_worker_that_cannot_hand_over_the_time_tries_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_cannot_be_is_refused() {
+async fn too_short_lease_is_rejected() {
     let worker = DelayQueueWorker::new(queue(MemoryBackend::new()), sleeper(&Arc::default())).lease(ms(1));
     assert!(matches!(worker.run().await, Err(WorkerError::Config(_))));
 }
@@ -1924,7 +1924,7 @@ async fn redis_earlier_job_wakes_a_worker() {
         });
         came.await.unwrap();
         let took = record.times()[i as usize - 1] - pushed;
-        // Who is not woken looks after five seconds.
+        // A worker that is not woken claims after five seconds.
         assert!(took >= ms(delay) && took < ms(delay + 1_000), "{took:?} instead of {delay} ms");
         sleep(ms(50)).await;
     }
@@ -1966,14 +1966,14 @@ async fn idle_workers_are_cheap_and_one_job_wakes_few() {
     let for_jobs = calls() - before;
     let idle = per_second * begun.elapsed().as_secs_f64();
     assert_eq!(done.load(Ordering::SeqCst), 10);
-    assert!((for_jobs as f64) < 80.0 + 2.0 * idle, "{for_jobs} commands for ten jobs, {idle} of which are for nothing");
+    assert!((for_jobs as f64) < 80.0 + 2.0 * idle, "{for_jobs} commands for ten jobs, {idle} of which are idle claims");
     for worker in workers {
         worker.stop().await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_survives_whatever_becomes_of_redis() {
+async fn worker_survives_failures_of_redis() {
     let mut server = RedisServer::start_with(support::server::DURABLE);
     let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
     let record = Record::new();
@@ -2008,9 +2008,9 @@ async fn a_worker_survives_whatever_becomes_of_redis() {
     assert_eq!(seen, (0..pushed).collect::<Vec<_>>());
 }
 
-/// With ten jobs at work, and with none.
+/// While ten jobs run, and while none do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_gives_up_what_its_redis_has_forgotten_and_goes_on() {
+async fn worker_drops_jobs_that_redis_has_lost_and_continues() {
     let mut server = RedisServer::start();
     let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
     let (record, told) = (Record::new(), Arc::new(AtomicUsize::new(0)));
@@ -2026,13 +2026,13 @@ async fn a_worker_gives_up_what_its_redis_has_forgotten_and_goes_on() {
             Ok::<_, Infallible>(())
         }
     });
-    // All places are taken by what is forgotten.
+    // The lost jobs use the whole concurrency of the worker.
     let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(3)).concurrency(10);
     let mut events = worker.events();
     let worker = Background::start(worker);
     for round in 0..3 {
         for payload in round * 10..(round + 1) * 10 {
-            // The first ones after a restart may fail.
+            // The first pushes after a restart may fail.
             timeout(secs(20), async { while queue.push(payload).id(format!("{payload}")).await.is_err() {} })
                 .await
                 .unwrap();
@@ -2043,7 +2043,7 @@ async fn a_worker_gives_up_what_its_redis_has_forgotten_and_goes_on() {
                 sleep(ms(10)).await;
             }
         };
-        timeout(secs(30), runs).await.expect("what is pushed is run");
+        timeout(secs(30), runs).await.expect("every pushed job runs");
         if round < 2 {
             server.kill();
             server.restart();
@@ -2081,8 +2081,8 @@ async fn many_schedulers_push_one_job_per_occurrence() {
     for late in 0..5 {
         let (queue, schedule) = (queue.clone(), schedule.clone());
         schedulers.spawn(async move {
-            // The date of the system does not go on with the clock of the test, so whoever comes later is behind by as much, and comes
-            // with a time whose job is done and forgotten.
+            // The system time does not advance with the paused clock. A scheduler that starts later is behind by as much, and pushes an
+            // occurrence whose job is done and forgotten.
             sleep(secs(late * 800)).await;
             Recurring::new(queue, schedule, |_| 7).run().await;
         });
@@ -2126,20 +2126,20 @@ async fn missed_occurrences_are_pushed_once() {
     scheduler.abort();
 }
 
-/// By a clock that is ahead of the one that retires the schedule there are jobs for more than the next time.
+/// If the clock of the pushes is ahead of the clock that retires the schedule, more occurrences than the next one have jobs.
 #[tokio::test(start_paused = true)]
 async fn retired_schedule_leaves_no_job_of_a_fast_clock() {
     let queue = queue(MemoryBackend::new());
     let schedule = Schedule::cron("minutely", "* * * * *").unwrap();
     let now = std::time::SystemTime::now();
     let times = std::iter::successors(schedule.next_after(now), |time| schedule.next_after(*time));
-    // Not the first one, which may come while we are at it.
+    // Without the first occurrence, which may become due during the test.
     for time in times.skip(1).take(30) {
         let since = time.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
         queue.push(7).id(format!("minutely@{}", since.as_secs())).at(time).await.unwrap();
     }
     assert_eq!(queue.counts().await.unwrap().waiting, 30);
-    // Those of others stay.
+    // Other jobs stay.
     queue.push(7).id("minutely@another").at(now + secs(60)).await.unwrap();
     let retire = || Recurring::new(queue.clone(), schedule.clone(), |_| 7).retire();
     assert!(retire().await.unwrap());
@@ -2147,7 +2147,7 @@ async fn retired_schedule_leaves_no_job_of_a_fast_clock() {
     assert!(!retire().await.unwrap());
 }
 
-/// By the clock of the store, which may be ahead of the one that retires the schedule.
+/// The job is due by the clock of the store, which may be ahead of the clock that retires the schedule.
 #[tokio::test(start_paused = true)]
 async fn retired_schedule_lets_a_running_job_finish() {
     let queue = queue(MemoryBackend::new());
@@ -2164,7 +2164,7 @@ async fn retired_schedule_lets_a_running_job_finish() {
     assert!(!Recurring::new(queue.clone(), schedule, |_| 7).retire().await.unwrap(), "none waits");
     sleep(secs(61)).await;
     worker.stop().await;
-    assert_eq!(told(events).await, ["started", "done"]);
+    assert_eq!(names_of(events).await, ["started", "done"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -2172,12 +2172,12 @@ async fn schedule_is_retired_by_the_clock_of_its_pushes() {
     let queue = queue(MemoryBackend::new());
     let recurring = || Recurring::new(queue.clone(), Schedule::cron("daily", "0 0 * * *").unwrap(), |_| 7);
     let (pushing, retiring) = (recurring(), recurring());
-    // The date of the system does not go on with the clock of the test.
+    // The system time does not advance with the paused clock.
     pushing.run_until(sleep(secs(49 * 3_600))).await;
     let before = queue.counts().await.unwrap();
     assert!(before.due >= 2 && before.waiting == before.due + 1, "{before:?}");
     assert!(retiring.retire().await.unwrap());
-    // What was due stays.
+    // Jobs that were due stay.
     let after = queue.counts().await.unwrap();
     assert_eq!((after.waiting, after.due), (before.due, before.due));
 }
@@ -2209,13 +2209,13 @@ async fn cancelled_occurrence_is_not_pushed_again() {
     assert_eq!(queue.cancel(jobs[0].id).await.unwrap(), Cancelled::Removed);
     recurring().run_until(sleep(secs(1))).await;
     assert!(is_empty(&queue).await);
-    // Unless its key is released.
+    // Until its unique key is released.
     assert!(queue.release_unique(jobs[0].id.as_str()).await.unwrap());
     recurring().run_until(sleep(secs(1))).await;
     assert_eq!(queue.counts().await.unwrap().waiting, 1);
 }
 
-/// A panic carries one of these: dropping it panics, too.
+/// The payload of a panic. Its drop panics too.
 struct Bomb;
 
 impl Drop for Bomb {
@@ -2224,7 +2224,7 @@ impl Drop for Bomb {
     }
 }
 
-/// Panics with a bomb wherever a worker calls it: when it is called, in its future, and in the text of its error.
+/// Panics with a [`Bomb`] in the future of the service, or in the text of its error.
 async fn panic_somewhere(job: Job<u32>) -> Result<(), Explosive> {
     match *job {
         2 => std::panic::panic_any(Bomb),
@@ -2271,7 +2271,7 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     worker.stop().await;
     assert_eq!(done.load(Ordering::SeqCst), 4);
 
-    // Asked whether it is ready, it ends the worker in the usual way.
+    // A panic in `poll_ready` ends the worker with an error.
     #[derive(Clone)]
     struct Asked;
     impl Service<Job<u32>> for Asked {
@@ -2292,7 +2292,7 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
 }
 
-/// An error that panics when it is dropped.
+/// An error whose drop panics.
 #[derive(Debug)]
 struct Fused(#[expect(dead_code)] Option<Fuse>);
 
@@ -2313,7 +2313,7 @@ impl fmt::Display for Fused {
 
 impl std::error::Error for Fused {}
 
-/// A job that had ended when its worker was dropped, and whose answer nobody had looked at, took the panic of that answer to the caller.
+/// Regression: a job had ended when its worker was dropped. Its unread result panicked in its drop, and the panic reached the caller.
 #[tokio::test(start_paused = true)]
 async fn dropped_worker_drops_answers_whose_drop_panics() {
     for panics in [false, true] {
@@ -2331,7 +2331,7 @@ async fn dropped_worker_drops_answers_whose_drop_panics() {
         queue.push(1).await.unwrap();
         let mut worker = Box::pin(DelayQueueWorker::new(queue, service).run());
         tokio::select! {
-            _ = &mut worker => unreachable!("it runs until it is dropped"),
+            _ = &mut worker => unreachable!("the worker runs until it is dropped"),
             () = begun.notified() => {}
         }
         sleep(secs(2)).await;
@@ -2341,7 +2341,7 @@ async fn dropped_worker_drops_answers_whose_drop_panics() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn worker_survives_what_cancelled_jobs_answer_with() {
+async fn worker_survives_panics_of_cancelled_jobs() {
     let queue = queue(MemoryBackend::new());
     let service = service_fn(async |job: Job<u32>| {
         if *job < 3 {
@@ -2368,14 +2368,14 @@ async fn worker_survives_what_cancelled_jobs_answer_with() {
     sleep(secs(1)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
-    assert_eq!(told(events).await, ["started", "started", "cancelled", "cancelled", "started", "done"]);
+    assert_eq!(names_of(events).await, ["started", "started", "cancelled", "cancelled", "started", "done"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
     let queue = queue(MemoryBackend::new());
     let runs = Record::new();
-    // It does not care for its cancellation.
+    // The job ignores its cancellation.
     let service = runs.service_with(|_| sleep(secs(4)));
     let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(9)).abort_after(secs(20));
     let worker = Background::start(worker);
@@ -2394,14 +2394,14 @@ async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
     worker.stop().await;
 }
 
-/// A rate limit that jobs wait in, with few jobs at a time, takes them by priority and by when they are due, at the full rate.
+/// With a low concurrency, jobs that wait in a rate limit run by priority and due time, at the full rate.
 #[tokio::test(start_paused = true)]
 async fn waiting_rate_limit_keeps_the_order_of_jobs() {
     let backend = MemoryBackend::new();
     let queue = queue(backend.clone());
     let jobs = queue.push_all((0..100).map(|i| queue.push(i).at(std::time::UNIX_EPOCH + secs(u64::from(i))))).await;
     assert!(jobs.iter().all(Result::is_ok));
-    // What is due at an instant that is over has the order of the ids, so these come one by one.
+    // Jobs with a due time in the past run in the order of their ids.
     let runs = Record::new();
     let limit = Policy::new("mails", Quota::per_second(2).token_bucket());
     let service = ServiceBuilder::new()
@@ -2423,5 +2423,5 @@ async fn waiting_rate_limit_keeps_the_order_of_jobs() {
     }
     assert!(seen.len() >= 60, "{} in 30 s", seen.len());
     worker.stop().await;
-    assert!(!told(events).await.contains(&"snoozed"));
+    assert!(!names_of(events).await.contains(&"snoozed"));
 }

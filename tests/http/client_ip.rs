@@ -1,4 +1,4 @@
-//! Nobody chooses the address that it is counted by: hostile headers, by table and by the million.
+//! Clients cannot choose the address under which they are counted: hostile headers, in tables and in more than a million random requests.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -10,11 +10,11 @@ use tollgate::{ConfigError, ExtractKey, Key};
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
-// By table.
+// Tables.
 
-/// A handler that has the body has no request any more.
+/// A handler that has taken the body only has the parts of the request.
 #[test]
-fn what_is_left_of_a_request_says_the_same_as_the_request() {
+fn request_parts_have_the_client_ip_of_the_request() {
     let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
     for (peer, client) in
         [(Some("10.0.0.1:80"), Some("2001:db8::7")), (Some("203.0.113.8:80"), Some("203.0.113.8")), (None, None)]
@@ -34,7 +34,7 @@ fn what_is_left_of_a_request_says_the_same_as_the_request() {
 #[test]
 fn x_forwarded_for_is_read_from_the_right_while_trusted() {
     let cases: &[(&[&str], &str)] = &[
-        // The usual.
+        // Common cases.
         (&[], "10.0.0.1"),
         (&["203.0.113.7"], "203.0.113.7"),
         (&["203.0.113.7, 10.0.0.2"], "203.0.113.7"),
@@ -43,7 +43,7 @@ fn x_forwarded_for_is_read_from_the_right_while_trusted() {
         (&["[2001:db8::7]:4711, [fd00::2]"], "2001:db8::7"),
         (&["2001:db8::7, fd00::2"], "2001:db8::7"),
         (&["\"203.0.113.7\", \"10.0.0.2:80\""], "203.0.113.7"),
-        // What the client sent stands left of its address.
+        // The values that a client sends are left of its address.
         (&["6.6.6.6, 203.0.113.7"], "203.0.113.7"),
         (&["10.0.0.9, 203.0.113.7, 10.0.0.2"], "203.0.113.7"),
         (&["\"6.6.6.6, 203.0.113.7"], "203.0.113.7"),
@@ -53,10 +53,10 @@ fn x_forwarded_for_is_read_from_the_right_while_trusted() {
         (&["6.6.6.6, 203.0.113.7", "10.0.0.3, 10.0.0.2"], "203.0.113.7"),
         (&["6.6.6.6", "203.0.113.7", "10.0.0.2"], "203.0.113.7"),
         (&["", "203.0.113.7"], "203.0.113.7"),
-        // All are trusted: the leftmost.
+        // If all addresses are trusted, the leftmost counts.
         (&["10.0.0.9"], "10.0.0.9"),
         (&["10.0.0.9, 10.0.0.3", "fd00::2"], "10.0.0.9"),
-        // Who does not say whom it saw ends the search.
+        // An entry without a readable address ends the search.
         (&["6.6.6.6, unknown"], "10.0.0.1"),
         (&["6.6.6.6, unknown, 10.0.0.2"], "10.0.0.2"),
         (&["6.6.6.6, _hidden, 10.0.0.2"], "10.0.0.2"),
@@ -72,7 +72,7 @@ fn x_forwarded_for_is_read_from_the_right_while_trusted() {
         (&["6.6.6.6; 10.0.0.2"], "10.0.0.1"),
         (&["6.6.6.6, for=10.0.0.2"], "10.0.0.1"),
         (&["6.6.6.6, ２.2.2.2, 10.0.0.2"], "10.0.0.2"),
-        // IPv4 as IPv6, and what only looks like it.
+        // IPv4-mapped IPv6 addresses, and addresses that only look like them.
         (&["6.6.6.6, ::ffff:203.0.113.7, ::ffff:10.0.0.2"], "203.0.113.7"),
         (&["6.6.6.6, [::ffff:a00:2]:80"], "6.6.6.6"),
         (&["6.6.6.6, ::10.0.0.2"], "::10.0.0.2"),
@@ -106,7 +106,7 @@ fn forwarded_is_read_by_its_own_grammar() {
 }
 
 #[test]
-fn a_header_with_one_address_counts_if_it_is_one() {
+fn single_header_counts_only_with_one_address() {
     let name = HeaderName::from_static("cf-connecting-ip");
     let by_ip = proxied().single_header("cf-connecting-ip");
     let cases: &[(&[&str], &str)] = &[
@@ -136,12 +136,12 @@ fn only_the_chosen_header_is_read() {
     assert_eq!(found(proxied().header(ForwardingHeader::XForwardedFor)), Some(ip("203.0.113.1")));
     assert_eq!(found(proxied().header(ForwardingHeader::Forwarded)), Some(ip("203.0.113.2")));
     assert_eq!(found(proxied().single_header("x-real-ip")), Some(ip("203.0.113.3")));
-    assert_eq!(found(proxied().single_header("X-Real-IP")), Some(ip("203.0.113.3")), "in any case");
+    assert_eq!(found(proxied().single_header("X-Real-IP")), Some(ip("203.0.113.3")), "in any letter case");
     assert_eq!(found(proxied().single_header("true-client-ip")), Some(ip("10.0.0.1")));
 }
 
 #[test]
-fn a_peer_that_is_not_trusted_is_the_client_whatever_it_says() {
+fn untrusted_peer_is_the_client_whatever_its_headers() {
     for peer in ["192.0.2.1", "::ffff:192.0.2.1", "::10.0.0.1", "::1", "11.0.0.1"] {
         let request = request(peer, &X_FORWARDED_FOR, &["203.0.113.7, 10.0.0.1"]);
         let peer = if peer.starts_with("::ffff") { "192.0.2.1" } else { peer };
@@ -155,7 +155,7 @@ fn a_peer_that_is_not_trusted_is_the_client_whatever_it_says() {
 }
 
 #[test]
-fn a_chain_longer_than_the_cap_is_not_followed_to_its_end() {
+fn chain_is_followed_for_at_most_max_hops() {
     let chain = |proxies: usize| format!("203.0.113.7{}", ", 10.0.0.2".repeat(proxies));
     let found = |proxies| proxied().client_ip(&request("10.0.0.1", &X_FORWARDED_FOR, &[&chain(proxies)]));
     assert_eq!(found(ClientIp::MAX_HOPS - 1), Some(ip("203.0.113.7")));
@@ -163,7 +163,7 @@ fn a_chain_longer_than_the_cap_is_not_followed_to_its_end() {
 }
 
 #[test]
-fn without_a_peer_there_is_no_client() {
+fn request_without_a_peer_has_no_client_ip() {
     let mut request = Request::new(());
     request.headers_mut().insert(X_FORWARDED_FOR, HeaderValue::from_static("203.0.113.7"));
     assert_eq!(proxied().client_ip(&request), None);
@@ -173,7 +173,7 @@ fn without_a_peer_there_is_no_client() {
 }
 
 #[test]
-fn the_peer_that_axum_knows_is_found() {
+fn peer_of_axum_is_found() {
     use axum::extract::ConnectInfo;
     use axum::extract::connect_info::MockConnectInfo;
     let peer: SocketAddr = "10.0.0.1:4711".parse().unwrap();
@@ -184,7 +184,7 @@ fn the_peer_that_axum_knows_is_found() {
 }
 
 #[test]
-fn the_key_is_the_network_that_one_client_has() {
+fn key_is_the_network_of_one_client() {
     let key = |by_ip: &ClientIp, client: &str| {
         by_ip.extract_key(&request("10.0.0.1", &X_FORWARDED_FOR, &[client])).unwrap().as_str().to_owned()
     };
@@ -205,14 +205,14 @@ fn the_key_is_the_network_that_one_client_has() {
 }
 
 #[test]
-fn trusting_nobody_counts_as_peer_ip_does() {
+fn trusting_no_proxy_counts_like_peer_ip() {
     for peer in ["203.0.113.7", "::ffff:203.0.113.7", "2001:db8:1:2:3:4:5:6", "::1"] {
         let request = request(peer, &X_FORWARDED_FOR, &["6.6.6.6"]);
         assert_eq!(ClientIp::peer().extract_key(&request), peer_ip().extract_key(&request), "{peer}");
     }
 }
 
-/// All IPv6 clients of CloudFront had one quota: it writes a port behind their addresses, and no brackets.
+/// Regression: all IPv6 clients of CloudFront had one quota, because CloudFront writes the port behind the address without brackets.
 #[test]
 fn cloudfront_viewer_address_is_read_in_each_of_its_forms() {
     let name = HeaderName::from_static("cloudfront-viewer-address");
@@ -227,7 +227,7 @@ fn cloudfront_viewer_address_is_read_in_each_of_its_forms() {
         ("::1:65535", "::1"),
         ("[2001:db8:a::1]:50001", "2001:db8:a::1"),
         ("::ffff:203.0.113.7:443", "203.0.113.7"),
-        // No port, so no such value.
+        // A value without a port is not valid.
         ("198.51.100.10", "10.0.0.1"),
         ("2001:db8:a::", "10.0.0.1"),
         ("[2001:db8:a::1]", "10.0.0.1"),
@@ -252,15 +252,15 @@ fn cloudfront_viewer_address_is_read_in_each_of_its_forms() {
 
 /// The forms in the table of proxies in the docs of `http`.
 #[test]
-fn the_major_proxies_are_read_in_the_form_they_write() {
+fn forms_of_the_major_proxies_are_read() {
     let header = HeaderName::from_static;
     let cases = [
-        // Application Load Balancer, as it comes and with client port preservation.
+        // Application Load Balancer, with default settings and with client port preservation.
         ("x-forwarded-for", "6.6.6.6, 203.0.113.7", "203.0.113.7"),
         ("x-forwarded-for", "6.6.6.6, 203.0.113.7:8080", "203.0.113.7"),
         ("x-forwarded-for", "6.6.6.6, 2001:db8::21f:5bff:febf:ce22:8a2e", "2001:db8::21f:5bff:febf:ce22:8a2e"),
         ("x-forwarded-for", "6.6.6.6, [2001:db8::8a2e]:8080", "2001:db8::8a2e"),
-        // Google, whose last entry is the load balancer itself: here in a trusted network.
+        // Google: the last entry is the load balancer itself, which is in a trusted network here.
         ("x-forwarded-for", "6.6.6.6,203.0.113.7,10.0.0.2", "203.0.113.7"),
         // Application Gateway: an address and a port.
         ("x-forwarded-for", "203.0.113.7:50001", "203.0.113.7"),
@@ -284,7 +284,7 @@ fn the_major_proxies_are_read_in_the_form_they_write() {
 }
 
 #[test]
-fn a_port_is_at_most_65535() {
+fn port_is_at_most_65535() {
     for (entry, client) in [
         ("203.0.113.7:65535", "203.0.113.7"),
         ("203.0.113.7:0", "203.0.113.7"),
@@ -304,7 +304,7 @@ fn a_port_is_at_most_65535() {
 }
 
 #[test]
-fn an_unreadable_value_is_rejected_where_that_is_chosen() {
+fn on_unreadable_reject_rejects_unreadable_values() {
     let strict = proxied().on_unreadable(OnUnreadable::Reject);
     let cases: &[(&[&str], Option<&str>)] = &[
         (&[], Some("10.0.0.1")),
@@ -345,7 +345,7 @@ fn trusted_hops_are_counted_from_the_right() {
         (2, &["6.6.6.6, 203.0.113.7, 198.51.100.1"], "203.0.113.7"),
         (2, &["6.6.6.6", "203.0.113.7", "198.51.100.1"], "203.0.113.7"),
         (2, &["6.6.6.6, 2001:db8::7, [2001:db8::1]:80"], "2001:db8::7"),
-        // Fewer than there should be.
+        // Fewer hops than configured.
         (2, &["203.0.113.7"], "203.0.113.7"),
         (2, &[], "192.0.2.1"),
         // An unreadable hop.
@@ -370,7 +370,7 @@ fn trusted_hops_are_counted_from_the_right() {
 }
 
 #[test]
-fn a_list_of_networks_is_compared_with_the_whole_address() {
+fn list_of_networks_matches_the_whole_address() {
     let listed = proxied().within(nets(&["203.0.113.0/24", "2001:db8:1:2:3::/80"]));
     let listed = listed.clone();
     let cases = [
@@ -418,7 +418,7 @@ fn huge_headers_cost_little() {
             assert!(by_ip.client_ip(&request).is_some());
             let took = start.elapsed();
             let piece = &value[..20.min(value.len())];
-            // A debug build on a busy machine; anything quadratic would take hours.
+            // For a debug build on a busy machine. A quadratic algorithm would take hours.
             assert!(took < Duration::from_secs(2), "{name}: {piece} took {took:?}");
         }
         let lines = vec!["for=10.0.0.2"; 20_000];
@@ -429,7 +429,7 @@ fn huge_headers_cost_little() {
     }
 }
 
-// By the million: 1,600,000 requests in all.
+// Random requests: 1,600,000 in all.
 
 #[test]
 fn client_cannot_precede_proxies_in_x_forwarded_for() {
@@ -458,7 +458,7 @@ fn client_cannot_precede_proxies_in_forwarded() {
     for _ in 0..400_000 {
         let client = random.client();
         let mut lines = random.lines();
-        // The client chooses what the proxies copy into `host`, too.
+        // The client also chooses the values that the proxies copy into `host`.
         let peer = random.chain(client, &mut lines, |random, saw| {
             let said = match (random.below(3), saw) {
                 (0, IpAddr::V4(v4)) => v4.to_string(),
@@ -483,7 +483,7 @@ fn client_cannot_precede_proxies_in_forwarded() {
 }
 
 #[test]
-fn a_peer_that_is_not_trusted_changes_nothing_by_any_header() {
+fn headers_of_an_untrusted_peer_change_nothing() {
     let real_ip = HeaderName::from_static("x-real-ip");
     let readers = [proxied(), proxied().header(ForwardingHeader::Forwarded), proxied().single_header("x-real-ip")];
     let mut random = Random(0x5eed_0003);
@@ -528,7 +528,7 @@ fn forwarded_headers_match_a_reference_parser() {
         let only = if let [line] = &lines[..] { plainly(line) } else { None };
         assert_eq!(by_single.client_ip(&request), Some(only.unwrap_or(peer)), "{request:?}");
 
-        // There is no plain reader of these; it answers, and key and address agree.
+        // There is no reference parser for this field. There must be a result, and key and address must agree.
         let request = raw_request(peer, &FORWARDED, &lines);
         let client = by_forwarded.client_ip(&request).unwrap();
         if client.is_ipv4() {
@@ -565,7 +565,7 @@ fn raw_request(peer: IpAddr, name: &HeaderName, lines: &[Vec<u8>]) -> Request<()
     request
 }
 
-/// Reads an address the long way round.
+/// A simple reference parser of an address.
 fn plainly(entry: &[u8]) -> Option<IpAddr> {
     let text = String::from_utf8(entry.to_vec()).ok()?;
     let text = text.trim_matches([' ', '\t']);
@@ -585,7 +585,7 @@ fn plainly(entry: &[u8]) -> Option<IpAddr> {
     Some(ip.to_canonical())
 }
 
-/// SplitMix64: the same requests every time.
+/// SplitMix64: the same requests in every run.
 struct Random(u64);
 
 impl Random {
@@ -601,7 +601,7 @@ impl Random {
         (self.next() % end as u64) as usize
     }
 
-    /// An address that is no proxy's.
+    /// An address that does not belong to a proxy.
     fn client(&mut self) -> IpAddr {
         let bits = self.next();
         if bits & 1 == 0 {
@@ -620,7 +620,7 @@ impl Random {
         }
     }
 
-    /// The lines that a client sends: nearly valid, most of them.
+    /// The lines that a client sends, most of them nearly valid.
     fn lines(&mut self) -> Vec<Vec<u8>> {
         (0..self.below(4)).map(|_| self.soup()).collect()
     }
@@ -681,8 +681,8 @@ impl Random {
         text
     }
 
-    /// Sends the lines of a client through one to four proxies, each of which appends whom it saw, and answers the address
-    /// of the last.
+    /// Sends the lines of a client through one to four proxies, each of which appends the address that it saw. Returns the address of the
+    /// last proxy.
     fn chain(&mut self, client: IpAddr, lines: &mut Vec<Vec<u8>>, say: impl Fn(&mut Self, IpAddr) -> String) -> IpAddr {
         let mut saw = client;
         for _ in 0..=self.below(4) {

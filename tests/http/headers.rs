@@ -1,4 +1,4 @@
-//! What clients read: statuses, header fields and bodies, with HTTP and with gRPC.
+//! Responses as clients read them: statuses, header fields and bodies, with HTTP and with gRPC.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -40,10 +40,10 @@ use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 const STANDING: HeaderName = HeaderName::from_static("ratelimit");
 
-// What is answered, case by case.
+// Responses, case by case.
 
 #[tokio::test(start_paused = true)]
-async fn an_admitted_request_gets_the_inner_answer_and_both_fields() {
+async fn admitted_request_gets_the_inner_response_and_both_fields() {
     let teapot = service_fn(async |_: Request<()>| {
         let response = Response::builder().status(StatusCode::IM_A_TEAPOT).header("x-brewed-by", "inner");
         Ok::<_, Infallible>(response.body("short and stout".to_owned()).unwrap())
@@ -85,7 +85,7 @@ async fn request_above_the_quota_gets_429_without_retry_after() {
         assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
         assert_eq!(answer.headers[POLICY], format!(r#""api";q={limit};w=60"#));
         assert_eq!(answer.headers.get(RETRY_AFTER), None, "no wait helps");
-        assert_eq!(answer.headers.get(STANDING), None, "nothing is known");
+        assert_eq!(answer.headers.get(STANDING), None, "the state is unknown");
         let problem = answer.problem();
         assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
         assert_eq!(problem["detail"], "the request exceeds the whole quota of rate limit `api`");
@@ -94,7 +94,7 @@ async fn request_above_the_quota_gets_429_without_retry_after() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_key_gets_400() {
+async fn request_without_key_gets_400() {
     let service = layer(Quota::per_minute(1).fixed_window()).key(header("x-api-key")).layer(hello());
     for request in [request(), with_key(b"")] {
         let answer = ask(&service, request).await;
@@ -109,7 +109,7 @@ async fn a_request_without_key_gets_400() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
+async fn denying_store_error_gets_503_and_reveals_no_internals() {
     let layer = RateLimitLayer::new(failing(), api(Quota::per_minute(1).fixed_window()));
     let answer = ask(&layer.on_store_error(RateLimitFallback::Deny).layer(hello()), request()).await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
@@ -126,7 +126,7 @@ async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_on_the_deny_list_gets_403() {
+async fn request_on_the_deny_list_gets_403() {
     let layer = layer(Quota::per_minute(5).fixed_window()).deny(|_: &Request<()>| true);
     let answer = ask(&layer.clone().layer(hello()), request()).await;
     assert_eq!(answer.status, StatusCode::FORBIDDEN);
@@ -140,11 +140,11 @@ async fn a_request_on_the_deny_list_gets_403() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_blocked_key_gets_429_and_hears_of_an_abnormal_pattern() {
+async fn blocked_key_gets_429_and_an_abnormal_usage_problem() {
     let (half, minute) = (Duration::from_millis(30_500), Duration::from_secs(60));
     let free = LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO);
     let used_up = LimitStatus::new(5, 0, minute, minute);
-    // Who is over the limit as well has to wait for both.
+    // A blocked key that is also over its limit has to wait for both.
     for (status, wait, violated) in [(free, "31", json!([])), (used_up, "60", json!(["api"]))] {
         let store = Store(move || Ok(Decision::new([status]).blocked(half)));
         let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
@@ -161,7 +161,7 @@ async fn a_blocked_key_gets_429_and_hears_of_an_abnormal_pattern() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_problem_names_the_limits_that_stand_in_the_way() {
+async fn problem_names_the_exceeded_limits() {
     let policy = api(Quota::per_second(1).fixed_window())
         .limit(Quota::per_hour(1).fixed_window())
         .named(r#"the "hourly" \ one"#)
@@ -189,12 +189,12 @@ async fn problem_names_the_limits_of_all_denying_policies() {
     let wait_of = |answer: &Answer| answer.retry_after();
 
     assert_eq!(ask("/2").await.status, StatusCode::OK);
-    // Not of the shadow, nor of those that have room.
+    // Neither the shadow policy nor the policies with quota left are named.
     let answer = ask("/2").await;
     assert_eq!(answer.problem()["violated-policies"], json!(["total", "user-1m", "user-1h"]));
     assert_eq!(answer.problem()["detail"], "rate limit `total` exceeded, try again in 86400 s");
     assert_eq!(wait_of(&answer), Some(86_400));
-    // A block counts as long as it lasts, also where a limit of another policy lasts longer.
+    // The longer wait decides, whether it is a block or a limit of another policy.
     let total = Limiter::new(backend, per("total", Quota::per_day(3)));
     for (block, wait, policy, kind) in
         [(1_800, 3_600, "user", "quota-exceeded"), (7_200, 7_200, "total", "abnormal-usage-detected")]
@@ -206,9 +206,9 @@ async fn problem_names_the_limits_of_all_denying_policies() {
         assert!(answer.problem()["detail"].as_str().unwrap().contains(policy), "{}", answer.body);
         assert_eq!(wait_of(&answer), Some(wait));
     }
-    // And together with a limit of its own that lasts longer.
+    // The same holds for a longer limit of the blocked policy.
     assert_eq!(wait_of(&ask("/2").await), Some(86_400));
-    // What can never be admitted is not waited for, whatever else is said.
+    // A request that can never be admitted gets no wait, whatever the other limits say.
     let answer = ask("/3456").await;
     assert_eq!(answer.problem()["violated-policies"], json!(["user-1m", "user-1h", "total"]));
     assert_eq!(wait_of(&answer), None);
@@ -248,7 +248,7 @@ async fn undecided_request_gets_only_the_policy_field() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
+async fn shadow_policy_adds_no_fields_to_uncounted_requests() {
     let policy = Policy::new("api", Quota::per_minute(1).fixed_window()).shadow();
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key"));
     for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass] {
@@ -260,16 +260,16 @@ async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_error_of_the_inner_service_stays_its_error() {
+async fn error_of_the_inner_service_is_passed_on() {
     let broken = service_fn(|_: Request<()>| ready(Err::<Response<String>, _>("broken")));
     let service = layer(Quota::per_minute(1).fixed_window()).layer(broken);
     assert_eq!(service.clone().oneshot(request()).await.unwrap_err(), "broken");
     let rejected = service.oneshot(request()).await.unwrap();
-    assert_eq!(rejected.status(), StatusCode::TOO_MANY_REQUESTS, "a rejection is a response all the same");
+    assert_eq!(rejected.status(), StatusCode::TOO_MANY_REQUESTS, "a rejection is a response, not an error");
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_length_of_a_rejection_is_known_before_it_is_read() {
+async fn rejection_body_has_a_known_length() {
     let service = layer(Quota::per_minute(0).fixed_window()).layer(hello());
     let body = service.oneshot(request()).await.unwrap().into_body();
     assert!(!body.is_end_stream());
@@ -278,7 +278,7 @@ async fn the_length_of_a_rejection_is_known_before_it_is_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_inner_body_passes_through_with_its_length_and_trailers() {
+async fn inner_body_keeps_its_length_and_trailers() {
     let service = layer(Quota::per_minute(1).fixed_window()).layer(service_fn(async |_: Request<()>| {
         let trailers = HeaderMap::from_iter([(HeaderName::from_static("x-checksum"), HeaderValue::from_static("42"))]);
         Ok::<_, Infallible>(Response::new(Full::from("hello").with_trailers(ready(Some(Ok(trailers))))))
@@ -290,9 +290,9 @@ async fn the_inner_body_passes_through_with_its_length_and_trailers() {
     assert_eq!(body.to_bytes(), "hello");
 }
 
-/// As an argument, and as an option where the layer is not in front, or lets a request pass without.
+/// As arguments, and as `Option` if the layer is not in front or passes the request without a handle.
 #[tokio::test]
-async fn handlers_of_axum_take_what_layers_know() {
+async fn axum_handlers_extract_the_handles_of_layers() {
     async fn all(limit: RateLimitHandle, lease: LeaseHandle, operation: IdempotencyHandle) -> String {
         assert!(lease.fence() > 0 && operation.fence() > 0);
         limit.settle(5);
@@ -327,7 +327,7 @@ async fn handlers_of_axum_take_what_layers_know() {
 }
 
 #[tokio::test]
-async fn calls_carry_nothing_where_they_are_told_so() {
+async fn disabled_extensions_are_not_added() {
     for extensions in [true, false] {
         let handler = service_fn(move |request: Request<Full<Bytes>>| {
             let left = request.extensions();
@@ -345,9 +345,9 @@ async fn calls_carry_nothing_where_they_are_told_so() {
     }
 }
 
-/// As the docs have it. With the key alone each made-up one had a quota of its own.
+/// As in the docs. By the key alone, each made-up key would have a quota of its own.
 #[tokio::test(start_paused = true)]
-async fn made_up_keys_are_stopped_by_the_limit_of_the_address() {
+async fn limit_of_the_address_stops_made_up_keys() {
     let policy = Policy::new("api", Quota::per_minute(10).fixed_window());
     let address = Policy::new("address", Quota::per_minute(30).fixed_window());
     let service = RateLimitLayer::new(MemoryBackend::new(), policy)
@@ -363,11 +363,11 @@ async fn made_up_keys_are_stopped_by_the_limit_of_the_address() {
         passed += u32::from(asked("203.0.113.7:4711", format!("made-up-{guess}")).await == StatusCode::OK);
     }
     assert_eq!(passed, 30);
-    assert_eq!(asked("203.0.113.8:4711", "real".to_owned()).await, StatusCode::OK, "another address is not in the way");
+    assert_eq!(asked("203.0.113.8:4711", "real".to_owned()).await, StatusCode::OK, "another address has its own quota");
 }
 
 #[tokio::test]
-async fn routes_of_axum_are_counted_as_such() {
+async fn matched_path_counts_by_axum_route() {
     let policy = Policy::new("api", Quota::per_hour(2).fixed_window());
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(matched_path());
     let app = Router::new()
@@ -391,9 +391,9 @@ async fn routes_of_axum_are_counted_as_such() {
     }
 }
 
-/// Where one part of a key was a header or a route, a handler that has the body could not find the key that a layer counts by.
+/// Regression: if a part of a key was a header or a route, a handler that had taken the body could not find the key of the layer.
 #[tokio::test]
-async fn the_key_of_a_request_is_found_in_its_parts() {
+async fn request_parts_have_the_key_of_the_request() {
     let by = (header("x-api-key").or(peer_ip()), matched_path());
     let handler = async move |request: Request<axum::body::Body>| {
         let key = by.extract_key(&request).unwrap();
@@ -419,7 +419,7 @@ async fn the_key_of_a_request_is_found_in_its_parts() {
 }
 
 #[tokio::test]
-async fn pages_may_be_told_of_all_that_answers_add() {
+async fn exposed_headers_cover_all_added_headers() {
     let limited = layer(Quota::per_minute(1).fixed_window()).layer(hello());
     ask(&limited, request()).await;
     let denied = ask(&limited, request()).await;
@@ -463,7 +463,7 @@ async fn unmatched_route_counts_by_the_fallback_or_not_at_all() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_axum_router_can_be_limited_per_route() {
+async fn axum_router_can_be_limited_per_route() {
     let limit = layer(Quota::per_minute(1).fixed_window());
     let app: Router =
         Router::new().route("/limited", get(async || "hello").layer(limit)).route("/free", get(async || "hello"));
@@ -479,9 +479,9 @@ async fn an_axum_router_can_be_limited_per_route() {
     assert_eq!(statuses("/free").await, [200, 200]);
 }
 
-/// Around a router whose answers stay what they are, so that the layer can be there or not.
+/// Around a router with an unchanged body type, so that `option_layer` can leave the layer out.
 #[tokio::test(start_paused = true)]
-async fn a_whole_axum_router_can_be_limited_by_a_setting() {
+async fn whole_axum_router_can_be_limited_by_a_setting() {
     let limit = layer(Quota::per_minute(1).fixed_window()).responder(HttpResponder::new().same_body());
     for is_limited in [true, false] {
         let router = Router::new().route("/", get(async || "hello"));
@@ -510,7 +510,7 @@ async fn a_whole_axum_router_can_be_limited_by_a_setting() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_of_ones_own_stays_what_it_is() {
+async fn same_body_keeps_a_custom_body_type() {
     struct Mine(Box<dyn Body<Data = Bytes, Error = Infallible> + Send + Unpin>);
 
     impl Body for Mine {
@@ -567,7 +567,7 @@ async fn waits_are_rounded_up_and_never_0() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_wait_of_any_store_is_rounded_up_and_never_0() {
+async fn wait_of_any_store_is_rounded_up_and_never_0() {
     let cases = [(0, 1, 1), (0, 999_999_999, 1), (1, 0, 1), (1, 1, 2), (59, 1, 60)];
     for (secs, nanos, seconds) in cases {
         let wait = Duration::new(secs, nanos);
@@ -581,7 +581,7 @@ async fn the_wait_of_any_store_is_rounded_up_and_never_0() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_as_told_is_admitted() {
+async fn request_after_the_announced_wait_is_admitted() {
     for (millis, units) in [(10, 1), (1_500, 3), (60_000, 2)] {
         let quota = Quota::new(units, Duration::from_millis(millis)).unwrap();
         for limit in [quota.fixed_window(), quota.sliding_log().unwrap()] {
@@ -598,7 +598,7 @@ async fn whoever_waits_as_told_is_admitted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_window_is_told_only_where_it_is_whole_seconds() {
+async fn window_is_announced_only_in_whole_seconds() {
     let cases = [
         (Duration::from_millis(10), None),
         (Duration::from_millis(999), None),
@@ -618,7 +618,7 @@ async fn a_window_is_told_only_where_it_is_whole_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_reset_is_told_while_the_whole_quota_is_left() {
+async fn full_quota_has_no_reset() {
     let service = layer(Quota::per_minute(5).fixed_window()).cost(|_: &Request<()>| 0).layer(hello());
     assert_eq!(ask(&service, request()).await.headers[STANDING], r#""api";r=5"#);
 }
@@ -660,7 +660,7 @@ async fn any_policy_name_makes_fields_that_parse() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_on_top_of_each_other_add_a_member_each() {
+async fn stacked_layers_add_a_member_each() {
     let named = |name, quota: Quota| RateLimitLayer::new(MemoryBackend::new(), Policy::new(name, quota.fixed_window()));
     let service = ServiceBuilder::new()
         .layer(named("outer", Quota::per_hour(3)))
@@ -668,7 +668,7 @@ async fn layers_on_top_of_each_other_add_a_member_each() {
         .service(hello());
     let (outer, inner) = (&[("q", 3), ("w", 3_600)], &[("q", 2), ("w", 60)]);
 
-    // Both admit.
+    // Both layers admit the request.
     for left in [1, 0] {
         let answer = ask(&service, request()).await;
         assert_eq!(answer.status, StatusCode::OK);
@@ -677,14 +677,14 @@ async fn layers_on_top_of_each_other_add_a_member_each() {
             [Member::of("inner", &[("r", left), ("t", 60)]), Member::of("outer", &[("r", left + 1), ("t", 3_600)])];
         assert_eq!(answer.standing(), standing);
     }
-    // The inner one says no; the outer one has admitted, and says so.
+    // The inner layer denies the request. The outer layer has admitted it, and adds its fields.
     let answer = ask(&service, request()).await;
     assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(answer.retry_after(), Some(60));
     assert_eq!(answer.policies(), [Member::of("inner", inner), Member::of("outer", outer)]);
     let standing = [Member::of("inner", &[("r", 0), ("t", 60)]), Member::of("outer", &[("r", 0), ("t", 3_600)])];
     assert_eq!(answer.standing(), standing);
-    // The outer one says no, so the inner one is not heard.
+    // The outer layer denies the request, so the inner layer is not called.
     let answer = ask(&service, request()).await;
     assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(answer.retry_after(), Some(3_600));
@@ -694,7 +694,7 @@ async fn layers_on_top_of_each_other_add_a_member_each() {
 
 proptest! {
     #[test]
-    fn fields_parse_whatever_the_policy(
+    fn fields_parse_for_any_policy(
         name in prop::collection::vec(any::<char>(), 0..80),
         limit in prop_oneof![any::<u32>(), 0..3_u32],
         window in prop_oneof![
@@ -707,7 +707,7 @@ proptest! {
         runtime.block_on(async {
             let name = String::from_iter(name);
             let policy = Policy::new(&name, Quota::new(limit, window).unwrap().fixed_window());
-            // The first request takes all there is.
+            // The first request uses the whole quota.
             let service = RateLimitLayer::new(MemoryBackend::new(), policy.clone())
                 .cost(move |_: &Request<()>| limit)
                 .layer(hello());
@@ -735,7 +735,7 @@ proptest! {
 
 // Versions of the fields.
 
-/// Two limits, of which the second one is tighter, and a third one whose window cannot be told.
+/// Three limits: the second one is tighter than the first, and the window of the third one cannot be announced.
 fn three_limits() -> (Policy, Decision) {
     let odd = Quota::new(7, Duration::from_millis(1_500)).unwrap();
     let policy = api(Quota::per_second(10).fixed_window())
@@ -821,7 +821,7 @@ fn legacy_reset_is_0_for_a_full_quota_and_absent_if_unknown() {
 }
 
 #[test]
-fn a_legacy_reset_is_an_instant_or_a_span_as_named_last() {
+fn last_legacy_version_decides_the_form_of_the_reset() {
     use HeaderVersion::{LegacyDelta, LegacyEpoch};
 
     let policy = api(Quota::per_minute(5).fixed_window());
@@ -836,14 +836,14 @@ fn a_legacy_reset_is_an_instant_or_a_span_as_named_last() {
         let told = reset(versions);
         let after = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let ready = Duration::from_millis(9_500);
-        assert!(Duration::from_secs(told) >= before + ready, "not before there is more");
-        assert!(Duration::from_secs(told) < after + ready + Duration::from_secs(1), "and not much after");
+        assert!(Duration::from_secs(told) >= before + ready, "not before the reset");
+        assert!(Duration::from_secs(told) < after + ready + Duration::from_secs(1), "at most a second after the reset");
     }
     assert_eq!(reset(&[LegacyEpoch, LegacyDelta]), 10);
 }
 
 #[test]
-fn of_stacked_layers_single_values_are_those_of_the_tightest() {
+fn tightest_of_stacked_layers_sets_single_values() {
     use HeaderVersion::{Draft6, Draft7, LegacyDelta};
 
     let key = Key::from("k1");
@@ -874,7 +874,7 @@ fn of_stacked_layers_single_values_are_those_of_the_tightest() {
         ];
         assert_eq!(lines(&headers), expected);
     }
-    // What is not a number was not told by a layer, and gives way.
+    // A value that is not a number does not come from a layer, and is replaced.
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", HeaderValue::from_static("plenty"));
     let (policy, decision) = known("api", 5, 10);
@@ -902,7 +902,7 @@ async fn stacked_layers_of_several_limits_add_a_line_each() {
 }
 
 #[test]
-fn a_burst_is_told_with_the_time_in_which_it_fills() {
+fn burst_is_announced_with_its_fill_time() {
     let told = |limit: u32, burst: u32| {
         let policy = api(Quota::per_second(limit).burst(burst).unwrap().token_bucket());
         announced(&HttpResponder::new(), &[LimitInfo::new(&policy)])[POLICY].to_str().unwrap().to_owned()
@@ -915,8 +915,8 @@ fn a_burst_is_told_with_the_time_in_which_it_fills() {
 // Waits.
 
 #[tokio::test(start_paused = true)]
-async fn no_violated_limit_tells_a_later_time_than_retry_after() {
-    // A store that takes "more" for "all".
+async fn violated_limit_announces_no_time_after_retry_after() {
+    // This store reports a reset that is far later than the end of the wait.
     let (soon, late) = (Duration::from_millis(1_200), Duration::from_secs(50));
     let store = Store(move || {
         Ok(Decision::new([LimitStatus::new(5, 0, soon, late), LimitStatus::new(9, 4, Duration::ZERO, late)]))
@@ -946,7 +946,7 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
     for _ in 0..500 {
         let answer = ask(&service, request()).await;
         let seconds = answer.retry_after().unwrap();
-        assert_eq!(answer.headers[STANDING], r#""api";r=0;t=3"#, "what is known stays what it is");
+        assert_eq!(answer.headers[STANDING], r#""api";r=0;t=3"#, "jitter does not change the field");
         assert_eq!(answer.problem()["detail"], format!("rate limit `api` exceeded, try again in {seconds} s"));
         told.insert(seconds);
     }
@@ -961,7 +961,7 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
     assert_eq!(told.into_iter().collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
 
     let never = layer(Quota::per_minute(0).fixed_window()).responder(jittery).layer(hello());
-    assert_eq!(ask(&never, request()).await.retry_after(), None, "no wait helps, and jitter does not either");
+    assert_eq!(ask(&never, request()).await.retry_after(), None, "no wait helps, with or without jitter");
     let short = HttpResponder::new().retry_jitter(Duration::from_millis(999));
     let service = RateLimitLayer::new(store.clone(), policy.clone()).responder(short).layer(hello());
     assert_eq!(ask(&service, request()).await.retry_after(), Some(3));
@@ -971,7 +971,7 @@ async fn jitter_spreads_waits_and_never_shortens_them() {
 }
 
 #[test]
-fn a_wait_of_any_length_makes_fields_that_parse() {
+fn wait_of_any_length_makes_fields_that_parse() {
     let policy = api(Quota::per_minute(5).fixed_window());
     let endless = Decision::new([LimitStatus::new(5, 0, Duration::MAX, Duration::MAX)]);
     let headers = announced(&HttpResponder::new(), &[LimitInfo::of(&policy, &Key::from("k1"), Some(&endless))]);
@@ -987,21 +987,21 @@ fn a_wait_of_any_length_makes_fields_that_parse() {
 const SECRET: &[u8] = b"0123456789abcdef";
 
 #[test]
-fn a_partition_key_is_a_keyed_digest_in_both_fields() {
+fn partition_key_is_a_keyed_digest_in_both_fields() {
     let (policy, decision) = three_limits();
     let answer = HttpResponder::new().partition_secret(SECRET);
     let key = Key::from("203.0.113.7");
     let headers = announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]);
-    // HMAC-SHA-256, calculated elsewhere.
+    // HMAC-SHA-256, calculated independently.
     let pk = "pk=:4l56oV8Y55o/0CqPo1sRwg==:";
     let policies = format!(r#""api-1s";q=10;w=1;{pk}, "api-1h";q=1000;w=3600;{pk}, "api-1500ms";q=7;{pk}"#);
     assert_eq!(headers[POLICY], policies);
     assert_eq!(headers[STANDING], format!(r#""api-1s";r=9;t=1;{pk}, "api-1h";r=3;t=1801;{pk}, "api-1500ms";r=7;{pk}"#));
-    // And again: nothing of it is random, and nothing of one client is kept for the next.
+    // Once more: the digest is not random, and no state of one client remains for the next.
     let other = announced(&answer, &[LimitInfo::of(&policy, &Key::from("203.0.113.8"), Some(&decision))]);
     assert!(other[STANDING].to_str().unwrap().contains("pk=:AY2RnhXIUd2u3QGDTe9vHg==:"));
     assert_eq!(announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]), headers);
-    // Of a request of which no key is known there is nothing to tell.
+    // A request without a key gets no partition key.
     let keyless = announced(&answer, &[LimitInfo::new(&policy)]);
     assert_eq!(
         lines(&keyless),
@@ -1010,7 +1010,7 @@ fn a_partition_key_is_a_keyed_digest_in_both_fields() {
 }
 
 #[test]
-fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
+fn partition_key_depends_on_key_and_secret_and_shows_neither() {
     let policy = api(Quota::per_minute(5).fixed_window());
     let pk = |secret: &[u8], key: &str| {
         let answer = HttpResponder::new().partition_secret(secret);
@@ -1038,13 +1038,13 @@ fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
 
 #[test]
 #[should_panic(expected = "at least 16 bytes")]
-fn a_secret_that_is_none_is_refused() {
+fn empty_partition_secret_is_rejected() {
     let _ = HttpResponder::new().partition_secret("");
 }
 
-/// A block under another name than the layer's own was a block of nobody, and no error.
+/// Regression: a block under a key that differs from the key of the layer had no effect, and no error.
 #[tokio::test]
-async fn whom_a_layer_counts_can_be_named_to_a_limiter() {
+async fn limiter_accepts_the_key_that_a_layer_counts_by() {
     let (backend, policy) = (MemoryBackend::new(), Policy::new("test", Quota::per_hour(10).fixed_window()));
     let limiter = Limiter::new(backend.clone(), policy.clone());
     let service = RateLimitLayer::new(backend, policy).key(header("x-api-key").or(peer_ip())).layer(service_fn(
@@ -1072,9 +1072,9 @@ async fn whom_a_layer_counts_can_be_named_to_a_limiter() {
     }
 }
 
-/// The fields that tell how the limits stand were those of a layer alone.
+/// Regression: only layers could write the rate limit fields.
 #[tokio::test(start_paused = true)]
-async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
+async fn handler_responds_to_a_denial_like_a_layer() {
     let policy =
         || Policy::new("log-in", Quota::per_minute(1).fixed_window()).limit(Quota::per_hour(1).sliding_window());
     let limiter = Limiter::new(MemoryBackend::new(), policy());
@@ -1087,7 +1087,7 @@ async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
         assert_eq!(of_handler.headers(), of_layer.headers());
         let left = |extensions: &Extensions| extensions.get::<Decision>().cloned();
         assert_eq!(left(of_handler.extensions()), left(of_layer.extensions()));
-        // What was done before is for the handler to say.
+        // Only the handler knows whether anything was done before.
         let nothing_done = |extensions: &Extensions| extensions.get::<NotExecuted>().is_some();
         assert_eq!((nothing_done(of_handler.extensions()), nothing_done(of_layer.extensions())), (false, true));
         let [of_handler, of_layer] = [of_handler.into_body().collect().await, of_layer.into_body().collect().await];
@@ -1113,7 +1113,7 @@ async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
     assert!([RETRY_AFTER, POLICY, STANDING].iter().all(|field| told.headers().contains_key(field)));
 }
 
-/// What is answered to the second request of two.
+/// The response to the second of two requests.
 async fn second_of<A>(policy: Policy, answer: A) -> Response<ResponseBody<String>>
 where
     A: Responder<
@@ -1173,7 +1173,7 @@ proptest! {
         });
         prop_assert_eq!(&headers[STANDING], &written_by_sfv(standings, pk.as_deref()));
 
-        // What a parser makes of it, written again, is the same once more.
+        // The field is the same after it is parsed and written again.
         for field in [POLICY, STANDING] {
             let list = sfv::Parser::new(headers[&field].as_bytes()).parse::<sfv::List>().unwrap();
             prop_assert_eq!(list.len(), limits.len());
@@ -1203,11 +1203,11 @@ fn some_limit() -> impl Strategy<Value = (Limit, Option<String>)> {
 fn some_wait() -> impl Strategy<Value = Duration> {
     let seconds = (0_u64..1_000_000_000_000_000).prop_map(Duration::from_secs);
     let short = (0_u64..5_000_000_000).prop_map(Duration::from_nanos);
-    // A fraction on top of the longest would round to what structured fields have no integer for.
+    // A fraction on top of the longest duration would round to an integer that structured fields cannot represent.
     prop_oneof![Just(Duration::ZERO), short, seconds]
 }
 
-/// A list of strings with integer parameters, some of which are left out, and perhaps the bytes of a `pk`.
+/// A list of strings with integer parameters, some of which may be missing, and an optional `pk` of bytes.
 fn written_by_sfv<'a>(
     members: impl Iterator<Item = (&'a str, [(&'static str, Option<i64>); 2])>,
     pk: Option<&[u8]>,
@@ -1232,7 +1232,7 @@ fn base64_of_the_first_key() -> Vec<u8> {
     item.bare_item.as_byte_sequence().unwrap().to_vec()
 }
 
-/// What layers of this answer add, the innermost first.
+/// The fields that layers with this responder add, the innermost first.
 fn announced(answer: &HttpResponder, standings: &[LimitInfo<'_>]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     for standing in standings {
@@ -1255,15 +1255,15 @@ async fn hostile_header_values_are_keys_like_any_other() {
     *huge.last_mut().unwrap() = b'y';
     let values: [&[u8]; 9] = [b"\xff", b"\xfe", b"{}", b"{", b"{a}", b"%7B%7D", b"!global", &huge, &huge_twin];
     for value in values {
-        assert_eq!(ask(&service, with_key(value)).await.status, StatusCode::OK, "counted apart from all others");
+        assert_eq!(ask(&service, with_key(value)).await.status, StatusCode::OK, "each value has its own quota");
     }
     for value in values {
-        assert_eq!(ask(&service, with_key(value)).await.status, StatusCode::TOO_MANY_REQUESTS, "and counted");
+        assert_eq!(ask(&service, with_key(value)).await.status, StatusCode::TOO_MANY_REQUESTS, "each value is counted");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_of_several_headers_counts() {
+async fn first_of_several_headers_counts() {
     let service = layer(Quota::per_minute(1).fixed_window()).key(header("x-api-key")).layer(hello());
     let both = |first: &'static str, second: &'static str| {
         Request::builder().header("X-API-Key", first).header("x-api-key", second).body(()).unwrap()
@@ -1274,15 +1274,15 @@ async fn the_first_of_several_headers_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_counts_by_address_whatever_its_port() {
+async fn peer_counts_by_address_whatever_its_port() {
     let service = by_peer();
     assert_eq!(ask(&service, from_peer("203.0.113.7:1111")).await.status, StatusCode::OK);
     assert_eq!(ask(&service, from_peer("203.0.113.7:2222")).await.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(ask(&service, from_peer("203.0.113.8:1111")).await.status, StatusCode::OK);
     let mapped = ask(&service, from_peer("[::ffff:203.0.113.7]:1111")).await;
-    assert_eq!(mapped.status, StatusCode::TOO_MANY_REQUESTS, "IPv4 in the guise of IPv6 is the same client");
+    assert_eq!(mapped.status, StatusCode::TOO_MANY_REQUESTS, "an IPv4-mapped address is the same client");
     let neighbour = ask(&service, from_peer("[::ffff:203.0.113.9]:1111")).await;
-    assert_eq!(neighbour.status, StatusCode::OK, "and not all of IPv4 is one client");
+    assert_eq!(neighbour.status, StatusCode::OK, "another mapped address is another client");
 }
 
 #[tokio::test(start_paused = true)]
@@ -1296,7 +1296,7 @@ async fn peers_of_one_ipv6_network_count_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_peer_address_of_axum_is_found() {
+async fn peer_address_of_axum_is_found() {
     let service = by_peer();
     let connected = |addr: &str| {
         let info = ConnectInfo(addr.parse::<SocketAddr>().unwrap());
@@ -1306,18 +1306,18 @@ async fn the_peer_address_of_axum_is_found() {
     assert_eq!(ask(&service, connected("203.0.113.7:2222")).await.status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(ask(&service, connected("203.0.113.8:1111")).await.status, StatusCode::OK);
     let same = ask(&service, from_peer("203.0.113.8:1111")).await;
-    assert_eq!(same.status, StatusCode::TOO_MANY_REQUESTS, "it does not matter who told the address");
+    assert_eq!(same.status, StatusCode::TOO_MANY_REQUESTS, "the source of the address does not matter");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_peer_that_is_not_known_has_no_key() {
+async fn unknown_peer_has_no_key() {
     let answer = ask(&by_peer(), request()).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST);
 }
 
-/// The answer did not say why, and the warning in the log may be hidden.
+/// Regression: the response did not name the reason, and the warning in the log may be hidden.
 #[tokio::test(start_paused = true)]
-async fn a_missing_extension_is_named_in_debug_builds() {
+async fn missing_extension_is_named_in_debug_builds() {
     let layer = || layer(Quota::per_minute(9).fixed_window());
     let address = || Policy::new("address", Quota::per_minute(9).fixed_window());
     let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
@@ -1342,13 +1342,13 @@ async fn a_missing_extension_is_named_in_debug_builds() {
         let detail = detail(service, request()).await;
         assert!(detail.starts_with(plain) && detail.contains(extension) == cfg!(debug_assertions), "{detail}");
     }
-    // What the request before lacked is not told to the next one.
+    // A missing extension of an earlier request is not named in a later response.
     let by_key = layer().key(header("x-api-key")).layer(hello()).boxed_clone();
     assert_eq!(detail(by_key, request()).await, plain);
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_can_spell_the_address_of_another_as_an_api_key() {
+async fn api_key_cannot_imitate_the_address_of_another_client() {
     let api_key = |request: &Request<()>| -> Option<String> {
         let value = request.headers().get("x-api-key")?;
         Some(value.to_str().ok()?.to_owned())
@@ -1364,7 +1364,7 @@ async fn nobody_can_spell_the_address_of_another_as_an_api_key() {
 // gRPC.
 
 #[tokio::test(start_paused = true)]
-async fn a_grpc_rejection_is_a_status_without_body() {
+async fn grpc_rejection_is_a_status_without_body() {
     let quota = Quota::per_minute(1).fixed_window();
     let exhausted = layer(Quota::per_minute(0).fixed_window()).responder(GrpcResponder::new()).layer(hello());
     let keyless = layer(quota).key(header("x-tenant")).responder(GrpcResponder::new()).layer(hello());
@@ -1384,21 +1384,21 @@ async fn a_grpc_rejection_is_a_status_without_body() {
         let detailed = response.headers().contains_key("grpc-status-details-bin");
         assert_eq!(detailed, response.headers().contains_key("grpc-retry-pushback-ms"));
         assert_eq!(response.headers().len(), if detailed { 6 } else { 4 });
-        assert!(response.body().is_end_stream(), "or it would not be trailers-only");
+        assert!(response.body().is_end_stream(), "the response is trailers-only");
         assert_eq!(response.body().size_hint().exact(), Some(0));
         assert!(response.into_body().frame().await.is_none());
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
+async fn grpc_client_over_the_limit_gets_its_wait() {
     let policy = Policy::new("50% größer", Quota::per_minute(1).fixed_window());
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).responder(GrpcResponder::new());
     let service = layer.layer(hello());
     assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
     let answer = ask(&service, request()).await;
     assert_eq!(answer.headers["grpc-status"], "8");
-    // The percent signs of the name are escaped once more: a client undoes that and sees the name as stores do.
+    // The percent signs of the name are escaped again. A client undoes that, and sees the name as stores do.
     let message = "rate limit `50%2525%2520gr%25C3%25B6%25C3%259Fer` exceeded, try again in 60 s";
     assert_eq!(answer.headers["grpc-message"], message);
     let name = "50%25%20gr%C3%B6%C3%9Fer";
@@ -1408,14 +1408,14 @@ async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
     assert_eq!(violations, [(name.to_owned(), format!("{name}: 1 in 60 s"))]);
     assert_eq!(answer.headers["grpc-retry-pushback-ms"], "60000");
     let details = answer.headers["grpc-status-details-bin"].to_str().unwrap();
-    assert!(!details.contains('='), "gRPC wants base64 without padding");
+    assert!(!details.contains('='), "gRPC requires base64 without padding");
     assert_eq!(answer.policies(), [Member::of(name, &[("q", 1), ("w", 60)])]);
     assert_eq!(answer.standing(), [Member::of(name, &[("r", 0), ("t", 60)])]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn quota_failure_names_the_limits_of_all_denying_policies() {
-    // A limit may have the name of another policy's.
+    // A limit may have the same name as another policy.
     let total = Policy::new("total", Quota::per_hour(1).sliding_window()).named("api");
     let layer = layer(Quota::per_minute(1).fixed_window()).and(total, GlobalKey).responder(GrpcResponder::new());
     let service = layer.layer(hello());
@@ -1429,7 +1429,7 @@ async fn quota_failure_names_the_limits_of_all_denying_policies() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_grpc_client_reads_the_exact_wait_and_the_same_status_twice() {
+async fn grpc_client_gets_the_exact_wait_and_the_same_status_twice() {
     let max = Duration::from_millis(i32::MAX.unsigned_abs().into());
     let cases = [
         (Duration::from_nanos(1), "1"),
@@ -1454,7 +1454,7 @@ async fn a_grpc_client_reads_the_exact_wait_and_the_same_status_twice() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_blocked_grpc_client_hears_of_the_wait_and_of_no_quota() {
+async fn blocked_grpc_client_gets_its_wait_and_no_quota_failure() {
     let free = LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO);
     let store = Store(move || Ok(Decision::new([free]).blocked(Duration::from_millis(1_500))));
     let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
@@ -1467,19 +1467,19 @@ async fn a_blocked_grpc_client_hears_of_the_wait_and_of_no_quota() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
+async fn admitted_grpc_call_gets_the_inner_response_and_both_fields() {
     let service = layer(Quota::per_minute(5).fixed_window()).responder(GrpcResponder::new()).layer(hello());
     let answer = ask(&service, request()).await;
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.body, "hello");
     assert_eq!(answer.headers[POLICY], r#""api";q=5;w=60"#);
     assert_eq!(answer.headers[STANDING], r#""api";r=4;t=60"#);
-    assert_eq!(answer.headers.len(), 2, "no status of ours");
+    assert_eq!(answer.headers.len(), 2, "the layer adds no status");
 }
 
 // The fields of an upstream.
 
-/// The fields of three upstreams.
+/// The fields that three upstreams send.
 const DRAFT_7: &[(&str, &str)] =
     &[("ratelimit-policy", "10;w=60"), ("ratelimit", "limit=10, remaining=7, reset=30"), ("retry-after", "3")];
 const GITHUB: &[(&str, &str)] = &[
@@ -1490,8 +1490,8 @@ const GITHUB: &[(&str, &str)] = &[
 ];
 const UNREADABLE: &[(&str, &str)] = &[("x-rate-limit-limit", "1 or 2"), ("x-ratelimit-remaining", "a few")];
 
-/// What a client reads of limits behind a layer, and one more around it, in front of an upstream that sends these fields.
-async fn told(
+/// The fields that a client gets from two layers in front of an upstream that sends the fields `upstream`.
+async fn fields_of(
     answer: HttpResponder,
     quota: u32,
     upstream: &'static [(&'static str, &'static str)],
@@ -1515,7 +1515,8 @@ fn pairs(fields: &[(&str, &str)]) -> Vec<(String, String)> {
     fields.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
 }
 
-/// Both syntaxes in one field parse as neither, and `X-RateLimit-Reset` of one source stood beside `X-RateLimit-Remaining` of another.
+/// Regression: two syntaxes in one field parse as neither. `X-RateLimit-Reset` of one source stood beside `X-RateLimit-Remaining` of
+/// another.
 #[tokio::test(start_paused = true)]
 async fn fields_of_an_upstream_are_replaced_by_default() {
     let ours = [
@@ -1525,8 +1526,8 @@ async fn fields_of_an_upstream_are_replaced_by_default() {
         ("ratelimit", r#""outer";r=199;t=60"#),
     ];
     for upstream in [DRAFT_7, GITHUB, UNREADABLE, &[("ratelimit", r#""up";r=1;t=9"#)]] {
-        let mut fields = told(HttpResponder::new(), 100, upstream).await;
-        // It belongs to the status.
+        let mut fields = fields_of(HttpResponder::new(), 100, upstream).await;
+        // `Retry-After` belongs to the status.
         let wait = upstream.iter().find(|(name, _)| *name == "retry-after").map(|(_, seconds)| *seconds);
         let position = fields.iter().position(|(name, _)| name == "retry-after");
         assert_eq!(position.map(|at| fields.remove(at).1).as_deref(), wait);
@@ -1534,10 +1535,10 @@ async fn fields_of_an_upstream_are_replaced_by_default() {
     }
     let legacy = HttpResponder::new().headers([HeaderVersion::LegacyDelta]);
     let ours = [("x-ratelimit-limit", "100"), ("x-ratelimit-remaining", "99"), ("x-ratelimit-reset", "60")];
-    assert_eq!(told(legacy, 100, GITHUB).await, pairs(&ours));
-    // A layer without fields leaves those of the upstream alone.
+    assert_eq!(fields_of(legacy, 100, GITHUB).await, pairs(&ours));
+    // A layer without fields leaves the fields of the upstream unchanged.
     for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
-        assert_eq!(told(HttpResponder::new().headers([]), 100, upstream).await, pairs(upstream));
+        assert_eq!(fields_of(HttpResponder::new().headers([]), 100, upstream).await, pairs(upstream));
     }
 }
 
@@ -1545,21 +1546,21 @@ async fn fields_of_an_upstream_are_replaced_by_default() {
 async fn fields_of_the_tighter_source_are_kept() {
     let tighter = HttpResponder::new().upstream_fields(UpstreamFields::KeepTighter);
     for upstream in [DRAFT_7, GITHUB] {
-        assert_eq!(told(tighter.clone(), 100, upstream).await, pairs(upstream));
-        // Less is left of ours, in the inner layer alone, and is told with all that the layers have to say.
-        let fields = told(tighter.clone(), 5, upstream).await;
+        assert_eq!(fields_of(tighter.clone(), 100, upstream).await, pairs(upstream));
+        // The inner layer has less quota left than the upstream, so the response has the fields of both layers.
+        let fields = fields_of(tighter.clone(), 5, upstream).await;
         let standing: Vec<_> =
             fields.iter().filter(|(name, _)| name == "ratelimit").map(|(_, value)| &**value).collect();
         assert_eq!(standing, [r#""api";r=4;t=60"#, r#""outer";r=104;t=60"#]);
         assert!(!fields.iter().any(|(name, _)| name.starts_with("x-")), "{fields:?}");
     }
-    let fields = told(tighter, 100, UNREADABLE).await;
+    let fields = fields_of(tighter, 100, UNREADABLE).await;
     assert!(fields.iter().all(|(name, _)| name.starts_with("ratelimit")), "{fields:?}");
 }
 
-/// The outer layer is the tighter one: what the inner one has not told appears as well.
+/// The outer layer is the tighter one. The fields that the inner layer has left out appear as well.
 #[tokio::test(start_paused = true)]
-async fn layers_that_win_late_tell_all_they_know() {
+async fn tighter_outer_layer_restores_the_fields_of_the_inner_one() {
     let answer = HttpResponder::new().upstream_fields(UpstreamFields::KeepTighter);
     let proxy = service_fn(|_: Request<()>| {
         ready(Ok::<_, Infallible>(
@@ -1576,13 +1577,13 @@ async fn layers_that_win_late_tell_all_they_know() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn fields_of_an_upstream_are_kept_if_told_so() {
+async fn fields_of_an_upstream_are_kept_if_configured() {
     let keep = HttpResponder::new().upstream_fields(UpstreamFields::Keep);
     for quota in [5, 100] {
         for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
-            assert_eq!(told(keep.clone(), quota, upstream).await, pairs(upstream));
+            assert_eq!(fields_of(keep.clone(), quota, upstream).await, pairs(upstream));
         }
-        assert_eq!(told(keep.clone(), quota, &[]).await.len(), 4);
+        assert_eq!(fields_of(keep.clone(), quota, &[]).await.len(), 4);
     }
 }
 
@@ -1602,7 +1603,7 @@ async fn metadata_of_a_grpc_upstream_is_replaced_by_default() {
     }
 }
 
-/// A resolver was given a digest of the API key, by which no database knows a plan.
+/// Regression: the resolver got a digest of the API key, which no database can map to a plan.
 #[tokio::test(start_paused = true)]
 async fn plan_is_found_by_the_api_key_of_an_axum_request() {
     #[derive(Clone, Debug, PartialEq)]
@@ -1637,7 +1638,7 @@ async fn plan_is_found_by_the_api_key_of_an_axum_request() {
     assert_eq!(statuses("the-key-of-alice").await, [200, 200, 200, 429]);
     assert_eq!(statuses("the-key-of-bob").await, [200, 200, 429, 429]);
     assert_eq!(statuses("unknown").await, [503; 4]);
-    // The key of the layer is what an answer is forgotten by.
+    // `forget` takes the key of the layer.
     plans.forget(&Key::digest("the-key-of-alice"));
     assert_eq!(statuses("the-key-of-alice").await, [429; 4]);
     assert!(!format!("{plans:?} {app:?}").contains("the-key-of"), "{plans:?} {app:?}");
@@ -1691,11 +1692,11 @@ where
     Answer { status: head.status, headers: head.headers, body }
 }
 
-/// A store that answers what a closure says.
+/// A store that replies with the result of a closure.
 #[derive(Clone)]
 struct Store<F>(F);
 
-/// A store that is down and whose error says too much.
+/// A store that is down, with an error that reveals too much.
 fn failing() -> Store<fn() -> Result<Decision, StoreError>> {
     Store(|| Err(StoreError::unavailable("redis://:hunter2@10.0.0.1/ refused the connection")))
 }
@@ -1710,7 +1711,7 @@ impl<F: Fn() -> Result<Decision, StoreError> + Sync> RateLimitStore for Store<F>
     }
 
     async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
-        unreachable!("nothing is given back")
+        unreachable!("a layer never settles on its own")
     }
 
     async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
@@ -1722,7 +1723,7 @@ impl<F: Fn() -> Result<Decision, StoreError> + Sync> RateLimitStore for Store<F>
     }
 }
 
-// Answers.
+// Responses.
 
 #[derive(Debug)]
 struct Answer {
@@ -1748,7 +1749,7 @@ impl Answer {
     fn retry_after(&self) -> Option<i64> {
         let mut values = self.headers.get_all(RETRY_AFTER).iter();
         let value = values.next()?;
-        assert!(values.next().is_none(), "one wait is told, not two");
+        assert!(values.next().is_none(), "there is only one Retry-After");
         Some(value.to_str().unwrap().parse().unwrap())
     }
 }
@@ -1766,7 +1767,7 @@ impl Member {
         Self { name: name.to_owned(), parameters }
     }
 
-    /// The lines of a field, joined as a recipient may do and read as one list.
+    /// The lines of a field, joined as a recipient may do and parsed as one list.
     fn list(headers: &HeaderMap, field: &HeaderName) -> Vec<Self> {
         let lines: Vec<&[u8]> = headers.get_all(field).iter().map(HeaderValue::as_bytes).collect();
         let list = sfv::Parser::new(&lines.join(&b", "[..])).parse::<sfv::List>().expect("the field is a list");

@@ -1,6 +1,6 @@
 //! HTTP: header fields, client addresses and real servers.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
 
 mod client_ip;
 mod headers;

@@ -1,4 +1,4 @@
-//! One layer in front of real servers: axum, bare hyper and tonic, each asked over sockets.
+//! A layer in front of real servers: axum, bare hyper and tonic, each called over sockets.
 
 use std::convert::Infallible;
 use std::future::{Future, pending};
@@ -86,7 +86,7 @@ async fn clones_of_one_layer_count_together_in_different_servers() {
 }
 
 #[tokio::test]
-async fn at_most_the_quota_passes_of_requests_that_come_at_once() {
+async fn concurrent_requests_do_not_exceed_the_quota() {
     within_seconds(async {
         for server in [serve_axum(by_peer()).await, serve_hyper(by_peer()).await] {
             let addr = server.addr;
@@ -102,10 +102,10 @@ async fn at_most_the_quota_passes_of_requests_that_come_at_once() {
     .await;
 }
 
-// Only there is the whole of 127.0.0.0/8 this machine without further ado.
+// Only on Linux does the whole of 127.0.0.0/8 belong to this machine by default.
 #[cfg(target_os = "linux")]
 #[tokio::test]
-async fn clients_of_other_addresses_have_quotas_of_their_own() {
+async fn clients_of_other_addresses_have_their_own_quotas() {
     within_seconds(async {
         for server in [serve_axum(by_peer()).await, serve_hyper(by_peer()).await] {
             let mut client = Client::connect(server.addr).await;
@@ -143,7 +143,7 @@ async fn tonic_denies_the_fourth_call_with_resource_exhausted() {
         let wait = status.get_details_retry_info().unwrap().retry_delay.unwrap();
         assert!(wait > Duration::from_secs(30) && wait < Duration::from_secs(60), "{wait:?}");
         assert_ne!(wait.subsec_nanos(), 0, "the wait is not rounded");
-        assert!(message.ends_with(&format!(" {} s", wait.as_secs() + 1)), "but in the text it is: {message}");
+        assert!(message.ends_with(&format!(" {} s", wait.as_secs() + 1)), "the text has it rounded up: {message}");
         let pushback = status.metadata().get("grpc-retry-pushback-ms").unwrap().to_str().unwrap();
         assert_eq!(pushback, wait.as_nanos().div_ceil(1_000_000).to_string());
         let violations = violations(&status);
@@ -151,7 +151,7 @@ async fn tonic_denies_the_fourth_call_with_resource_exhausted() {
 
         assert_eq!(client.say(Some("globex"), "hello").await.unwrap(), "hello", "another tenant still passes");
         assert_eq!(client.say(Some("acme"), "again").await.unwrap_err().code(), Code::ResourceExhausted);
-        assert_eq!(calls.load(Ordering::Relaxed), 4, "the service saw those that passed and no other");
+        assert_eq!(calls.load(Ordering::Relaxed), 4, "only admitted calls reached the service");
     })
     .await;
 }
@@ -170,9 +170,9 @@ async fn tonic_limits_a_tenant_across_connections() {
     .await;
 }
 
-/// As the docs of `grpc` have it. tonic leaves the address where `peer_ip` does not look.
+/// As in the docs of `grpc`. tonic stores the address where `peer_ip` does not look.
 #[tokio::test]
-async fn tonic_limits_an_address_that_is_passed_on() {
+async fn tonic_limits_a_forwarded_peer_address() {
     within_seconds(async {
         let pass_on = |mut call: Request<tonic::body::Body>| {
             if let Some(peer) = call.extensions().get().and_then(TcpConnectInfo::remote_addr) {
@@ -192,7 +192,7 @@ async fn tonic_limits_an_address_that_is_passed_on() {
 }
 
 #[tokio::test]
-async fn tonic_passes_at_most_the_quota_of_calls_that_come_at_once() {
+async fn tonic_concurrent_calls_do_not_exceed_the_quota() {
     within_seconds(async {
         let (server, calls) = serve_tonic(by_tenant()).await;
         let client = GrpcClient::connect(server.addr).await;
@@ -209,9 +209,9 @@ async fn tonic_passes_at_most_the_quota_of_calls_that_come_at_once() {
     .await;
 }
 
-/// So the docs of `grpc` warn of it.
+/// The docs of `grpc` warn of this.
 #[tokio::test]
-async fn a_plain_429_tells_a_tonic_client_nothing_of_a_limit() {
+async fn plain_429_gives_a_tonic_client_no_retry_info() {
     within_seconds(async {
         let (server, _) = serve_echo(by_tenant());
         let mut client = GrpcClient::connect(server.addr).await;
@@ -219,7 +219,7 @@ async fn a_plain_429_tells_a_tonic_client_nothing_of_a_limit() {
             assert!(client.say(Some("acme"), "hello").await.is_ok());
         }
         let status = client.say(Some("acme"), "hello").await.unwrap_err();
-        // By the status, or by the body, which is no message.
+        // From the status, or from the body, which is not a gRPC message.
         assert!(matches!(status.code(), Code::Unavailable | Code::Internal), "{status}");
         assert!(status.get_details_retry_info().is_none());
     })
@@ -227,7 +227,7 @@ async fn a_plain_429_tells_a_tonic_client_nothing_of_a_limit() {
 }
 
 #[tokio::test]
-async fn tonic_answers_a_call_without_tenant_with_invalid_argument() {
+async fn tonic_call_without_tenant_gets_invalid_argument() {
     within_seconds(async {
         let (server, calls) = serve_tonic(by_tenant()).await;
         let mut client = GrpcClient::connect(server.addr).await;
@@ -240,7 +240,7 @@ async fn tonic_answers_a_call_without_tenant_with_invalid_argument() {
 }
 
 #[tokio::test]
-async fn tonic_clients_read_which_of_several_limits_stand_in_the_way() {
+async fn tonic_client_gets_the_exceeded_limits() {
     within_seconds(async {
         let odd = Quota::new(2, Duration::from_millis(90_500)).unwrap();
         let policy = Policy::new("größe", Quota::per_hour(1).fixed_window())
@@ -264,7 +264,7 @@ async fn tonic_clients_read_which_of_several_limits_stand_in_the_way() {
 }
 
 #[tokio::test]
-async fn tonic_clients_that_no_wait_helps_are_told_not_to_retry() {
+async fn tonic_client_must_not_retry_if_no_wait_helps() {
     within_seconds(async {
         let nothing = Policy::new("servers", Quota::per_minute(0).fixed_window());
         let (server, _) = serve_tonic(RateLimitLayer::new(MemoryBackend::new(), nothing).key(header("x-tenant"))).await;
@@ -299,7 +299,7 @@ async fn tonic_client_of_a_broken_store_gets_retry_info() {
 }
 
 #[tokio::test]
-async fn tonic_clients_get_the_fields_that_were_asked_for_and_jitter() {
+async fn tonic_client_gets_the_configured_fields_and_jitter() {
     within_seconds(async {
         let answer = GrpcResponder::new()
             .headers([HeaderVersion::LegacyDelta, HeaderVersion::Draft10])
@@ -346,7 +346,7 @@ async fn tonic_runs_a_call_with_a_key_once() {
         assert!(!answer.metadata().contains_key("idempotent-replayed"), "the key of another tenant");
         assert_eq!(calls.load(Ordering::Relaxed), 2);
 
-        // A status that says "not now" is not kept, and any other is.
+        // A status that means "try again later" is not recorded, and any other status is.
         for (said, code, runs) in [("busy", Code::Unavailable, 3), ("gone", Code::NotFound, 1)] {
             let before = calls.load(Ordering::Relaxed);
             for _ in 0..3 {
@@ -359,9 +359,9 @@ async fn tonic_runs_a_call_with_a_key_once() {
     .await;
 }
 
-/// A call that was cut off, with what its answer would have been, and another one with a status.
+/// An operator completes two calls that were cut off: one with a message, and one with a status.
 #[tokio::test]
-async fn tonic_clients_get_the_answer_that_was_given_by_hand() {
+async fn tonic_client_gets_the_response_set_by_an_operator() {
     within_seconds(async {
         let backend = MemoryBackend::new();
         let guard = IdempotencyLayer::new(backend.clone()).scope(header("x-tenant"));
@@ -396,7 +396,7 @@ async fn tonic_clients_get_the_answer_that_was_given_by_hand() {
 }
 
 #[tokio::test]
-async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
+async fn tonic_deadline_of_a_call_ends_its_wait_for_a_lock() {
     within_seconds(async {
         let locks = Locks::new(MemoryBackend::new(), "default");
         let held = locks.lock(Key::digest("acme")).await.unwrap();
@@ -408,7 +408,7 @@ async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
             let status = client.call(&[("x-tenant", "acme"), ("grpc-timeout", "100m")], "hundred").await.unwrap_err();
             match status.code() {
                 Code::Cancelled | Code::DeadlineExceeded => ended += 1,
-                // The one before is still there: the server hears of its end a little later than the client.
+                // The previous call may still wait, since the server learns of its end a little later than the client.
                 Code::ResourceExhausted => {}
                 code => panic!("{code:?}"),
             }
@@ -419,7 +419,7 @@ async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
     .await;
 }
 
-// What is asserted of every HTTP server.
+// Assertions for every HTTP server.
 
 async fn assert_limited_across_connections(server: SocketAddr) {
     for remaining in ["r=2", "r=1", "r=0"] {
@@ -428,7 +428,7 @@ async fn assert_limited_across_connections(server: SocketAddr) {
         assert_eq!(response.body(), "hello");
         assert!(field(&response, "ratelimit").contains(remaining));
     }
-    assert_turned_away(&Client::connect(server).await.get().await);
+    assert_rejected(&Client::connect(server).await.get().await);
 }
 
 async fn assert_limited_on_one_connection(server: SocketAddr) {
@@ -436,12 +436,12 @@ async fn assert_limited_on_one_connection(server: SocketAddr) {
     for _ in 0..3 {
         assert_eq!(client.get().await.status(), StatusCode::OK);
     }
-    assert_turned_away(&client.get().await);
-    assert_turned_away(&client.get().await); // A rejection leaves the connection in order.
-    assert_turned_away(&Client::connect(server).await.get().await);
+    assert_rejected(&client.get().await);
+    assert_rejected(&client.get().await); // A rejection leaves the connection in order.
+    assert_rejected(&Client::connect(server).await.get().await);
 }
 
-fn assert_turned_away(response: &Response<Bytes>) {
+fn assert_rejected(response: &Response<Bytes>) {
     assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
     let wait: u64 = field(response, "retry-after").parse().unwrap();
     assert!((1..=60).contains(&wait), "{wait}");
@@ -511,7 +511,7 @@ async fn serve_hyper(layer: RateLimitLayer<MemoryBackend, PeerIp>) -> Server {
     Server { addr, task }
 }
 
-/// The server, and how many calls reached its service.
+/// The server, and the number of calls that reached its service.
 async fn serve_tonic<B>(layer: RateLimitLayer<B, HeaderKey>) -> (Server, Arc<AtomicUsize>)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -529,7 +529,7 @@ where
     serve_echo(layer.responder(answer))
 }
 
-/// Behind a layer.
+/// Serves [`Echo`] behind a layer.
 fn serve_echo<L, B>(layer: L) -> (Server, Arc<AtomicUsize>)
 where
     L: Layer<Routes> + Clone + Send + 'static,
@@ -550,7 +550,7 @@ where
 
 const ANY_PORT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// A server that accepts connections until this is dropped.
+/// A server that accepts connections until it is dropped.
 struct Server {
     addr: SocketAddr,
     task: JoinHandle<()>,
@@ -562,7 +562,7 @@ impl Drop for Server {
     }
 }
 
-/// A store that is down and whose error says too much.
+/// A store that is down, with an error that reveals too much.
 #[derive(Clone)]
 struct Broken;
 
@@ -576,7 +576,7 @@ impl RateLimitStore for Broken {
     }
 
     async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
-        unreachable!("nothing is given back")
+        unreachable!("a layer never settles on its own")
     }
 
     async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
@@ -588,7 +588,8 @@ impl RateLimitStore for Broken {
     }
 }
 
-/// A gRPC service without generated code: one method, which answers what it is told, or is `busy` or `gone`, or hangs.
+/// A gRPC service without generated code. Its one method echoes the message. `busy` and `gone` are answered with an error, and `hang` never
+/// returns.
 #[derive(Clone, Default)]
 struct Echo {
     calls: Arc<AtomicUsize>,
@@ -621,7 +622,7 @@ impl Service<Request<tonic::body::Body>> for Echo {
     }
 }
 
-/// Messages that are text and nothing else.
+/// A codec for messages of plain text.
 #[derive(Clone, Copy)]
 struct PlainText;
 
@@ -728,7 +729,7 @@ impl GrpcClient {
     }
 }
 
-/// Ends a test that would hang; far less than the minute after which quotas come back.
+/// Ends a test that would hang. The timeout is far shorter than the minute after which quotas return.
 async fn within_seconds(test: impl Future<Output = ()>) {
     timeout(Duration::from_secs(20), test).await.expect("the servers answer");
 }

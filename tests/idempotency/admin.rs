@@ -1,4 +1,4 @@
-//! The contract of what those who run services see of operations and do to them, on memory, on one Redis and on a cluster.
+//! The contract of the administration of operations, on memory, on one Redis server and on a cluster.
 
 use crate::support;
 
@@ -47,7 +47,7 @@ mod any {
     );
 }
 
-mod behind_a_store_of_faults {
+mod behind_a_fault_store {
     use super::*;
 
     tollgate::idempotency_registry_contract!(
@@ -88,7 +88,7 @@ mod on_a_cluster {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+async fn foreign_value_is_an_error_and_is_left_unchanged() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let (operation, another) = (Operation::new("alice", "k"), Operation::new("alice", "l"));
@@ -108,16 +108,16 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             found.extend(page.operations.into_iter().map(|status| status.operation));
             next = page.next;
         }
-        assert_eq!(found, [another], "it hides none behind it");
+        assert_eq!(found, [another], "the foreign value hides no other operation");
         let still: String = server.query(&format!("GET {key}"));
         assert_eq!(still, value);
     }
 }
 
-/// The story of an operation whose process had died: nobody could settle it for as long as the clock had been set back, since each look took its
-/// lease to begin then.
+/// Regression: after a process died, its operation could not be settled until the clock of the store had caught up. Each inspection treated
+/// the lease as if it began at that time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
+async fn clock_set_back_keeps_no_operation_in_flight() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let admin = IdempotencyAdmin::new(backend.clone()).deadline(Duration::from_secs(5));
@@ -127,7 +127,7 @@ async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
     backend.begin(&operation, &short).await.unwrap();
     let key = "tollgate:2:{idempotency:32}:alice:k:record";
     let mut record: Vec<u8> = server.query(&format!("GET {key}"));
-    // The end of the lease in us, an hour further away.
+    // Moves the end of the lease, in µs, one hour ahead.
     let mut ends = [0; 8];
     ends[..7].copy_from_slice(&record[13..20]);
     let ends = u64::from_le_bytes(ends) + 3_600_000_000;
@@ -148,29 +148,29 @@ async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
             tokio::time::sleep(Claim::MIN_LEASE).await;
         }
     });
-    let unknown = unknown.await.expect("its lease ends");
+    let unknown = unknown.await.expect("the lease ends");
     assert!(admin.complete(&unknown, answer()).await.unwrap());
     assert_eq!(look().await.state, OperationState::Completed { is_kept: true });
     server.every_key_expires();
 }
 
-/// Of what was given back, and of what nobody knows the outcome of.
+/// For an operation that was released, and for one of unknown outcome.
 #[tokio::test]
-async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
+async fn clock_set_back_does_not_lower_a_fence() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
-    for is_given_back in [false, true] {
-        let key = if is_given_back { "given-back" } else { "unknown" };
+    for is_released in [false, true] {
+        let key = if is_released { "released" } else { "unknown" };
         let operation = Operation::new("alice", key);
         let mut first = claim();
         first.lease = Claim::MIN_LEASE;
         assert!(matches!(backend.begin(&operation, &first).await.unwrap(), Begun::Granted { .. }));
-        if is_given_back {
+        if is_released {
             IdempotencyStore::release(&backend, &operation, &first).await.unwrap();
         }
         let key = server.query::<Vec<String>>(&format!("KEYS *:alice:{key}:record")).remove(0);
         let mut record: Vec<u8> = server.query(&format!("GET {key}"));
-        // As it was written by a clock that was an hour ahead.
+        // As if a clock that is an hour ahead had written the record.
         let mut last_fence = [0; 8];
         last_fence[..7].copy_from_slice(&record[6..13]);
         let last_fence = u64::from_le_bytes(last_fence) + 3_600_000_000;
@@ -190,12 +190,12 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
             }
         });
         let (fence, attempt) = granted.await.expect("the first lease ends");
-        assert!(attempt > 1 && fence > last_fence, "{fence} after {last_fence}, given back: {is_given_back}");
+        assert!(attempt > 1 && fence > last_fence, "{fence} after {last_fence}, released: {is_released}");
     }
 }
 
 #[tokio::test]
-async fn a_store_that_does_not_answer_is_not_waited_for() {
+async fn admin_calls_end_at_their_deadline() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let operation = Operation::new("alice", "k");
@@ -214,9 +214,9 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
     server.resume();
 }
 
-/// The story of a deadline that was found out on Redis only, where each call is late.
+/// Regression: a zero deadline was detected only on Redis, where every call exceeds it.
 #[tokio::test]
-async fn a_deadline_of_zero_is_an_error_on_any_backend() {
+async fn zero_deadline_is_rejected_on_any_backend() {
     let admin = IdempotencyAdmin::new(MemoryBackend::new()).deadline(Duration::ZERO);
     let operation = Operation::new("alice", "k");
     let unknown = OperationStatus::new(operation, OperationState::Unknown { since: LONG });

@@ -1,4 +1,4 @@
-//! The contract of idempotency on the memory backend, on a paused clock, and on real Redis servers.
+//! The idempotency contract on the memory backend, with a paused clock, and on real Redis servers.
 
 mod memory {
     tollgate::idempotency_contract!(
@@ -23,7 +23,7 @@ mod redis_server {
             let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
             for key in keys {
                 let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
-                // -2 is a key that has expired since it was listed.
+                // -2: the key has expired since it was listed.
                 assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
             }
         }

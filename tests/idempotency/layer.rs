@@ -1,4 +1,4 @@
-//! The layer for idempotency in front of services: who is served, who gets a replay, and what is left when something breaks.
+//! Tests of `IdempotencyLayer` around services: executions, replays, rejections and recovery from failures.
 
 use std::convert::Infallible;
 use std::future::{IntoFuture, pending, poll_fn};
@@ -90,7 +90,7 @@ fn of(chunks: &[&str]) -> Stream {
     body
 }
 
-/// A handler that has something to say, and how often it was asked.
+/// A test handler that counts the executions it starts and the ones it completes.
 #[derive(Clone)]
 struct Handler {
     runs: Arc<AtomicUsize>,
@@ -110,7 +110,7 @@ impl Handler {
         self.ended.load(Ordering::SeqCst)
     }
 
-    /// Behind `layer`, answering what `answer` makes of the body and the number of the run.
+    /// Wraps the handler in `layer`. It responds with `answer(request, number of the execution)` after it has read the request body.
     fn behind<A, F>(&self, layer: IdempotencyLayer<tollgate::http::HeaderKey>, answer: A) -> App
     where
         A: Fn(Request<Bytes>, usize) -> F + Clone + Send + 'static,
@@ -144,12 +144,12 @@ fn status(status: StatusCode) -> Answer {
     response
 }
 
-/// Says the body back, and which run it is.
+/// Echoes the request body with the number of the execution.
 async fn echo(request: Request<Bytes>, run: usize) -> Answer {
     Response::new(full(format!("{run}: {}", String::from_utf8_lossy(request.body()))))
 }
 
-/// Says the same after a second.
+/// Like [`echo`], after one second.
 async fn slow(request: Request<Bytes>, run: usize) -> Answer {
     sleep(Duration::from_secs(1)).await;
     echo(request, run).await
@@ -168,7 +168,7 @@ fn pay(key: &str) -> Request<Stream> {
     request(key, of(&["hundred"]))
 }
 
-/// The same under the key `k` somewhere else.
+/// Like [`pay`] with the key `k`, sent to `uri`.
 fn at(uri: &str) -> Request<Stream> {
     let mut request = pay("k");
     *request.uri_mut() = uri.parse().unwrap();
@@ -184,7 +184,7 @@ async fn text(response: Reply) -> String {
     String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
 }
 
-/// Status, and which problem.
+/// Returns the status and the problem type of the response.
 async fn problem(response: Reply) -> (u16, String) {
     let status = response.status().as_u16();
     assert_eq!(response.headers()["content-type"], "application/problem+json");
@@ -204,7 +204,7 @@ async fn repeated_request_is_served_once_and_replayed() {
     let first = ask(&app, pay("k")).await;
     assert!(!is_replay(&first));
     assert_eq!(text(first).await, "1: hundred");
-    // However it is cut, and however the key is written.
+    // Neither the chunking of the body nor the notation of the key matters.
     for again in [pay("k"), request("\"k\"", of(&["hun", "", "dred"])), request(" k ", of(&["h", "undred"]))] {
         let again = ask(&app, again).await;
         assert!(is_replay(&again));
@@ -249,7 +249,7 @@ async fn replay_equals_the_response_with_headers_and_trailers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cookies_are_kept_where_that_is_wanted() {
+async fn cookies_are_replayed_only_with_keep_cookies() {
     for keeps in [false, true] {
         let app = Handler::new().behind(layer(MemoryBackend::new()).keep_cookies(keeps), |_, _| async {
             let mut answer = status(StatusCode::OK);
@@ -265,7 +265,7 @@ async fn cookies_are_kept_where_that_is_wanted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn post_and_patch_are_served_once_unless_others_are_chosen() {
+async fn methods_default_to_post_and_patch() {
     let all = [Method::GET, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
     let plain = || layer(MemoryBackend::new());
     let chosen = [Method::PUT, Method::DELETE];
@@ -289,7 +289,7 @@ async fn panic_behind_a_disconnected_client_releases_the_key() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |_, run| async move {
         sleep(Duration::from_millis(10)).await;
-        assert!(run > 1, "the first one fails");
+        assert!(run > 1, "the first execution panics");
         status(StatusCode::OK)
     });
     let leaves = tokio::time::timeout(Duration::from_millis(5), ask(&app, pay("k"))).await;
@@ -303,7 +303,7 @@ async fn panic_behind_a_disconnected_client_releases_the_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_duplicate_in_flight_is_told_to_come_back_or_waits() {
+async fn duplicate_in_flight_is_rejected_or_waits() {
     let handler = Handler::new();
     let backend = MemoryBackend::new();
     let app = handler.behind(layer(backend.clone()), slow);
@@ -323,7 +323,7 @@ async fn a_duplicate_in_flight_is_told_to_come_back_or_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_request_under_the_same_key_is_refused() {
+async fn different_request_with_the_same_key_is_rejected() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).lease(Duration::from_millis(900)), slow);
     let other_query = || at("/pay?twice");
@@ -332,7 +332,7 @@ async fn another_request_under_the_same_key_is_refused() {
         async move { text(ask(&app, pay("k")).await).await }
     });
     sleep(Duration::from_millis(10)).await;
-    // What is known before the body is known at once; of the body, once a renewal has told.
+    // Method and URI are compared at once. The body is compared once a renewal has stored its fingerprint.
     assert_eq!(problem(ask(&app, other_query()).await).await, (422, "key-reused".into()));
     sleep(Duration::from_millis(500)).await;
     let more = || request("k", of(&["hundred", "!"]));
@@ -347,7 +347,7 @@ async fn another_request_under_the_same_key_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_same_key_on_another_route_is_another_operation() {
+async fn same_key_on_another_route_is_another_operation() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     let patch = || {
@@ -363,7 +363,7 @@ async fn the_same_key_on_another_route_is_another_operation() {
         }
     }
 
-    // Behind a router that takes a prefix away.
+    // Behind a router that strips a path prefix.
     let runs = Arc::new(AtomicUsize::new(0));
     let next = move || {
         let runs = Arc::clone(&runs);
@@ -404,7 +404,7 @@ async fn chosen_headers_are_fingerprinted_with_a_shared_secret() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_gets_the_answer_of_somebody_else() {
+async fn same_key_of_another_caller_is_another_operation() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     for (run, caller) in ["alice", "bob", "alice, bob"].into_iter().enumerate() {
@@ -421,7 +421,7 @@ async fn nobody_gets_the_answer_of_somebody_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bad_keys_are_refused_and_other_methods_pass() {
+async fn invalid_keys_are_rejected_and_other_methods_pass() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     let long = "x".repeat(256);
@@ -451,7 +451,7 @@ async fn bad_keys_are_refused_and_other_methods_pass() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
+async fn unrecorded_response_allows_another_attempt() {
     use StatusCode as S;
     let cases = [
         (
@@ -512,9 +512,9 @@ async fn too_large_response_reaches_its_caller_once() {
     assert_eq!(handler.runs(), 1);
 }
 
-/// With the head of it, and with trailers.
+/// The limit counts the head, the body and the trailers.
 #[tokio::test(start_paused = true)]
-async fn an_answer_is_kept_up_to_64_kib() {
+async fn response_is_recorded_up_to_64_kib() {
     let small = ask(&Handler::new().behind(layer(MemoryBackend::new()), echo), pay("k")).await;
     assert_eq!(small.status(), StatusCode::OK);
     for (size, is_kept) in [(64 * 1_024 - 100, true), (64 * 1_024 + 1, false)] {
@@ -528,9 +528,9 @@ async fn an_answer_is_kept_up_to_64_kib() {
     }
 }
 
-/// No handler sees the end of one that is too large, whether or not its length was said before.
+/// The handler never sees the end of a body over the limit, whether or not the length is known in advance.
 #[tokio::test(start_paused = true)]
-async fn a_body_that_is_too_large_is_refused() {
+async fn body_over_the_limit_is_rejected() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).max_body(10), echo);
     assert_eq!(text(ask(&app, request("whole", of(&["01234", "56789"]))).await).await, "1: 0123456789");
@@ -543,7 +543,7 @@ async fn a_body_that_is_too_large_is_refused() {
     assert_eq!(problem(ask(&app, request("k", body)).await).await, (413, "about:blank".into()));
     endless.await.unwrap();
     assert_eq!((handler.runs(), handler.ended()), (2, 1));
-    // Its handler had begun.
+    // The handler had started.
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
 
@@ -556,27 +556,27 @@ async fn a_body_that_is_too_large_is_refused() {
     for (size, expected) in [(11, StatusCode::PAYLOAD_TOO_LARGE), (10, StatusCode::OK)] {
         let request = pay("said").map(|_| Full::new(Bytes::from(vec![b'x'; size])));
         let response = said.clone().oneshot(request).await.unwrap();
-        // Of the one that was refused at once there is no record.
+        // The request that is rejected before the handler starts leaves no record.
         assert_eq!((response.status(), response.headers().contains_key("idempotent-replayed")), (expected, false));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_goes_away_finds_the_answer_when_it_comes_back() {
+async fn disconnected_client_gets_a_replay_on_retry() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new());
     let app = handler.behind(guard.clone(), slow);
-    for patience in [1, 500, 999] {
-        let asked = tokio::time::timeout(Duration::from_millis(patience), ask(&app, pay(&patience.to_string()))).await;
+    for timeout in [1, 500, 999] {
+        let asked = tokio::time::timeout(Duration::from_millis(timeout), ask(&app, pay(&timeout.to_string()))).await;
         assert!(asked.is_err());
     }
     guard.wait_idle().await;
     assert_eq!((handler.runs(), handler.ended()), (3, 3));
-    for patience in [1, 500, 999] {
-        assert!(is_replay(&ask(&app, pay(&patience.to_string())).await));
+    for timeout in [1, 500, 999] {
+        assert!(is_replay(&ask(&app, pay(&timeout.to_string())).await));
     }
 
-    // In the middle of the answer.
+    // The client disconnects in the middle of the response.
     let (sender, body) = stream();
     let body = Arc::new(std::sync::Mutex::new(Some(body)));
     let app = handler.behind(layer(MemoryBackend::new()), move |_, _| {
@@ -594,7 +594,7 @@ async fn a_client_that_goes_away_finds_the_answer_when_it_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_ends_with_its_client_where_that_is_wanted() {
+async fn on_disconnect_cancel_stops_the_handler() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel);
     let app = handler.behind(guard.clone(), slow);
@@ -604,11 +604,11 @@ async fn a_handler_ends_with_its_client_where_that_is_wanted() {
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     sleep(Duration::from_secs(16)).await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
-    // Whoever stays gets an answer as ever.
+    // A client that stays connected gets its response as usual.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
 }
 
-/// A body that says how long it is, but not that it is at its end.
+/// A body with a known length that never reports `is_end_stream`.
 struct Counted(Stream, u64);
 
 impl Body for Counted {
@@ -627,7 +627,8 @@ impl Body for Counted {
     }
 }
 
-/// The story of answers that were served whole and were of unknown outcome: HTTP/1 counts what it sends, and drops the body without waiting for its end.
+/// Regression: HTTP/1 servers count the bytes and drop the body without polling for its end. Responses that were sent in full had an
+/// unknown outcome.
 #[tokio::test(start_paused = true)]
 async fn client_with_the_complete_response_has_not_disconnected() {
     for (said, hint, is_served) in
@@ -655,7 +656,7 @@ async fn client_with_the_complete_response_has_not_disconnected() {
         sender.send(data("world")).unwrap();
         answer.frame().await.unwrap().unwrap();
         drop(answer);
-        // Whoever was cancelled is so by now.
+        // If the layer takes the drop for a disconnect, it has cancelled the handler by now.
         sleep(Duration::from_millis(1)).await;
         drop(sender);
         guard.wait_idle().await;
@@ -667,10 +668,10 @@ async fn client_with_the_complete_response_has_not_disconnected() {
     }
 }
 
-/// The story of a client that counted, asked again at once, and was told that its request was in flight.
+/// Regression: a client counted the bytes, sent its request again at once, and was rejected as in flight.
 #[tokio::test(start_paused = true)]
 async fn last_frame_is_sent_after_the_record() {
-    /// A body that knows how much of it is missing, and is told its end later.
+    /// A body that knows its remaining length, and ends later than its last frame.
     struct Exact(Stream, u64);
 
     impl Body for Exact {
@@ -704,7 +705,7 @@ async fn last_frame_is_sent_after_the_record() {
         let guard = layer(store).deadline(Duration::from_secs(10)).max_answer(most);
         let app = handler.behind(guard, move |_, _| {
             let body = body.lock().unwrap().take().unwrap();
-            // From now on: the record takes its time.
+            // From here on store calls are slow, so recording takes a second.
             faults.delay(Duration::from_secs(1));
             async { Response::new(BodyExt::boxed(body)) }
         });
@@ -718,7 +719,7 @@ async fn last_frame_is_sent_after_the_record() {
             let is_last = read == whole.len();
             assert_eq!(begun.elapsed() >= Duration::from_secs(1), is_last, "{chunks:?}: {read}");
         }
-        // It counts, and does not wait for the end.
+        // The client counts the bytes and does not wait for the end of the body.
         drop(answer);
         let again = ask(&app, pay("k")).await;
         if most == 1_000 {
@@ -730,7 +731,7 @@ async fn last_frame_is_sent_after_the_record() {
     }
 }
 
-/// Memory answers before anybody waits for it, and a handler that has begun is not forgotten.
+/// `MemoryBackend` grants the claim within `call`, before the future is polled. A handler that has started then completes.
 #[tokio::test(start_paused = true)]
 async fn request_without_client_is_finished_or_never_started() {
     for (on_disconnect, served) in [(OnDisconnect::Finish, 1), (OnDisconnect::Cancel, 0)] {
@@ -769,9 +770,9 @@ async fn store_error_denies_unless_configured_otherwise() {
     assert_eq!(text(ask(&app, pay("k")).await).await, "3: hundred");
 }
 
-/// It would be of unknown outcome for a day, though nothing has happened.
+/// Otherwise the operation would have an unknown outcome for a day, although no handler has started.
 #[tokio::test(start_paused = true)]
-async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
+async fn store_error_during_the_claim_releases_the_key() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -783,7 +784,7 @@ async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
     faults.heal();
     guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
-    // Once more after a moment, since the claim may come later than that.
+    // The layer releases once more after a moment, since the claim may reach the store after the first release.
     let before = faults.calls(Verb::Release);
     faults.fail_next(1, Failure::Unavailable);
     assert_eq!(ask(&app, pay("other")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
@@ -792,7 +793,7 @@ async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
+async fn store_error_at_completion_does_not_reach_the_caller() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -803,13 +804,13 @@ async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
         echo(request, run)
     });
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
-    // It is tried again in the background.
+    // The layer retries in the background.
     sleep(Duration::from_secs(1)).await;
     faults.heal();
     guard.wait_idle().await;
     assert!(is_replay(&ask(&app, pay("k")).await));
 
-    // And in the end nobody knows.
+    // If every retry fails, the outcome is unknown.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
     guard.wait_idle().await;
     faults.heal();
@@ -818,9 +819,9 @@ async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
     assert!(faults.calls(Verb::Complete) > 4);
 }
 
-/// The story of an outage of seconds, after which what was done was done again while its answer waited to be told.
+/// Regression: after an outage of seconds an operation was executed again, while its response still waited to be recorded.
 #[tokio::test(start_paused = true)]
-async fn an_answer_is_kept_soon_after_the_store_is_back() {
+async fn response_is_recorded_soon_after_the_store_recovers() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -828,7 +829,7 @@ async fn an_answer_is_kept_soon_after_the_store_is_back() {
     let app = handler.behind(layer(store).on_unknown(OnUnknown::Retry), move |request, run| {
         let failing = failing.clone();
         async move {
-            // Before the first renewal, so that the lease ends 15 s after it has begun.
+            // Before the first renewal, so that the lease ends 15 s after its start.
             sleep(Duration::from_millis(4_900)).await;
             failing.fail(Failure::Unavailable);
             echo(request, run).await
@@ -843,7 +844,7 @@ async fn an_answer_is_kept_soon_after_the_store_is_back() {
     assert_eq!(handler.runs(), 1);
 }
 
-/// Notes in which span each warning is told.
+/// Collects the name of the span of each warning.
 #[derive(Clone, Default)]
 struct Spans(Arc<Mutex<Vec<Option<&'static str>>>>);
 
@@ -855,10 +856,11 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> tracing_subscriber::Layer<S> for Sp
     }
 }
 
-/// Who looks for the request behind an unknown outcome finds it by its span, also where that was known only after the answer.
+/// The span leads from an unknown outcome to its request, even if the outcome becomes unknown only after the response.
 #[tokio::test(start_paused = true)]
-async fn what_goes_on_in_the_background_is_in_the_span_of_its_request() {
-    // Where there is one subscriber alone, a thread that has none decides for all about the warnings that it is the first to come by.
+async fn background_warnings_are_in_the_span_of_their_request() {
+    // With a single subscriber, `tracing` lets the first thread that reaches a warning decide for all threads whether it is enabled. A
+    // thread without a subscriber would disable it.
     let _beside = tracing::Dispatch::new(tracing_subscriber::registry());
     let spans = Spans::default();
     let _logging = tracing::subscriber::set_default(tracing_subscriber::registry().with(spans.clone()));
@@ -877,7 +879,7 @@ async fn what_goes_on_in_the_background_is_in_the_span_of_its_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
+async fn tombstone_replaces_a_response_without_room() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -893,7 +895,7 @@ async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_memory_is_full_of_answers_a_mark_is_kept() {
+async fn memory_full_of_responses_still_stores_tombstones() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::with_capacity(10)).max_answer(1 << 20);
     let app =
@@ -910,12 +912,12 @@ async fn where_memory_is_full_of_answers_a_mark_is_kept() {
         }
     }
     assert_eq!(handler.runs(), 8);
-    assert!((1..8).contains(&kept), "{kept} answers have found room");
+    assert!((1..8).contains(&kept), "{kept} responses were recorded");
 }
 
-/// The story of a handler that took longer than its lease, and was run a second time meanwhile.
+/// Regression: a handler took longer than its lease, and a second execution started meanwhile.
 #[tokio::test(start_paused = true)]
-async fn a_handler_outlives_its_lease_by_being_renewed() {
+async fn renewals_keep_the_lease_of_a_slow_handler() {
     for on_unknown in [OnUnknown::Reject, OnUnknown::Retry] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(100)).on_unknown(on_unknown);
@@ -934,8 +936,8 @@ async fn a_handler_outlives_its_lease_by_being_renewed() {
     }
 }
 
-/// While the store is away a lease may end. Where nobody may take over the handler goes on, and its answer is kept; where somebody may it is
-/// dropped before that.
+/// A lease may end while the store is down. If no other attempt may start, the handler continues and its response is recorded. If another
+/// attempt may start, the layer drops the handler first.
 #[tokio::test(start_paused = true)]
 async fn lost_lease_cancels_only_if_another_may_start() {
     for (on_unknown, expected) in [(OnUnknown::Reject, 200), (OnUnknown::Retry, 503)] {
@@ -961,7 +963,7 @@ async fn lost_lease_cancels_only_if_another_may_start() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_have_rising_fences_and_pass_the_key_on() {
+async fn attempts_have_rising_fences_and_equal_derived_keys() {
     let handler = Handler::new();
     let (send, mut told) = mpsc::unbounded_channel();
     let app = handler.behind(layer(MemoryBackend::new()), move |request, run| {
@@ -974,7 +976,7 @@ async fn attempts_have_rising_fences_and_pass_the_key_on() {
         ask(&app, request).await;
     }
     let [first, second, elsewhere] = [(); 3].map(|()| told.try_recv().unwrap());
-    assert!(told.try_recv().is_err(), "a replay is no attempt");
+    assert!(told.try_recv().is_err(), "a replay is not an attempt");
     assert_eq!((first.0, second.0, elsewhere.0), (1, 2, 1));
     assert!(second.1 > first.1, "{second:?} after {first:?}");
     assert_eq!(second.2, first.2);
@@ -982,7 +984,7 @@ async fn attempts_have_rising_fences_and_pass_the_key_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
+async fn operation_of_a_dead_process_is_rejected_or_retried() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
     let strict = handler.behind(layer(backend.clone()).max_runtime(Duration::from_millis(100)), |_, _| pending());
@@ -990,7 +992,7 @@ async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(ask(&strict, pay("k")).await).await, (409, "outcome-unknown".into()));
     let other = request("k", of(&["other"]));
-    assert_eq!(ask(&strict, other).await.status(), 409, "nothing was told of the body");
+    assert_eq!(ask(&strict, other).await.status(), 409, "the record has no fingerprint of the body");
     let retry = handler.behind(layer(backend).on_unknown(OnUnknown::Retry), |request, _| async move {
         Response::new(full(request.extensions().get::<IdempotencyHandle>().unwrap().attempt().to_string()))
     });
@@ -998,9 +1000,10 @@ async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     assert_eq!(text(ask(&strict, pay("k")).await).await, "2");
 }
 
-/// The story of a deadline that was found out on Redis only, where each call is late. Nothing passes for it either.
+/// Regression: a zero duration was detected only on Redis, where every call exceeds it. `OnStoreError::Allow` does not let the request pass
+/// either.
 #[tokio::test(start_paused = true)]
-async fn a_time_of_zero_is_found_on_any_backend() {
+async fn zero_duration_is_rejected_on_any_backend() {
     let zero = Duration::ZERO;
     for guard in [layer(MemoryBackend::new()).deadline(zero), layer(MemoryBackend::new()).max_runtime(zero)] {
         let handler = Handler::new();
@@ -1011,7 +1014,7 @@ async fn a_time_of_zero_is_found_on_any_backend() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_was_given_by_hand_is_replayed() {
+async fn response_set_by_an_operator_is_replayed() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
     let service = handler.behind(layer(backend.clone()).max_runtime(Duration::from_millis(100)), |_, _| pending());
@@ -1022,7 +1025,7 @@ async fn an_answer_that_was_given_by_hand_is_replayed() {
     for key in ["charged", "forgotten"] {
         assert_eq!(problem(ask(&service, pay(key)).await).await, (409, "outcome-unknown".into()));
     }
-    // As an operator spells it who knows what the client has sent.
+    // The scope as an operator builds it from the request of the client.
     let scope = Key::from((Key::digest("alice"), "POST", "/pay"));
     let admin = IdempotencyAdmin::new(backend).scope(scope);
     let (mut found, mut next) = (Vec::new(), Some(Cursor::default()));
@@ -1049,7 +1052,7 @@ async fn an_answer_that_was_given_by_hand_is_replayed() {
     assert_eq!(text(answer).await, "charged");
     assert_eq!(problem(ask(&service, pay("forgotten")).await).await, (409, "answer-not-kept".into()));
 
-    // Somebody has taken it for what is no request, and finds that out.
+    // An operator completes the request with a value for a plain operation by mistake. The rejection shows it, and a status replaces it.
     let forgotten = Operation::new(Key::from((Key::digest("alice"), "POST", "/pay")), "forgotten");
     for (answer, expected) in [(ByHand::of_operation("charged"), 503), (StatusCode::OK.into(), 409)] {
         let done = admin.inspect(&forgotten).await.unwrap().unwrap();
@@ -1059,12 +1062,12 @@ async fn an_answer_that_was_given_by_hand_is_replayed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
+async fn panic_reaches_the_caller_and_counts_as_a_failure() {
     for (keep, expected) in [(ResponsePolicy::SafeRetry, 200), (ResponsePolicy::All, 409)] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).keep(keep);
         let app = handler.behind(guard.clone(), |request, run| async move {
-            assert!(run > 1, "the first time this panics");
+            assert!(run > 1, "the first execution panics");
             echo(request, run).await
         });
         let panicked = tokio::spawn({
@@ -1078,7 +1081,7 @@ async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
     }
 }
 
-/// The caller has seen a part of the answer by then, so the handler is not run again.
+/// The caller has received a part of the response by then, so the layer does not execute the handler again.
 #[tokio::test(start_paused = true)]
 async fn panic_within_a_response_leaves_an_unknown_outcome() {
     struct Panics(Stream);
@@ -1092,7 +1095,7 @@ async fn panic_within_a_response_leaves_an_unknown_outcome() {
             cx: &mut task::Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
             let frame = Pin::new(&mut self.0).poll_frame(cx);
-            assert!(!matches!(frame, Poll::Ready(None)), "the end is where this panics");
+            assert!(!matches!(frame, Poll::Ready(None)), "the body panics at its end");
             frame
         }
     }
@@ -1120,7 +1123,7 @@ async fn panic_within_a_response_leaves_an_unknown_outcome() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
+async fn aborted_request_is_executed_on_retry() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     let (sender, body) = stream();
@@ -1128,12 +1131,12 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
     assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
     assert_eq!(text(ask(&app, pay("k")).await).await, "2: hundred");
-    // A duplicate that breaks off is no other request; one that never ends is not waited for.
+    // An aborted duplicate is not a different request. The layer does not wait for a duplicate that never ends.
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
     assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 408);
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap_err();
-    // One that does not stop is read no further than the first.
+    // The layer reads an endless duplicate only as far as the first request.
     let (sender, body) = stream();
     let endless = tokio::spawn(async move {
         while sender.send(data("hundred")).is_ok() {
@@ -1158,9 +1161,10 @@ async fn keep_all_client_abort_leaves_an_unknown_outcome() {
     assert_eq!(handler.runs(), 1);
 }
 
-/// The story of an upload that was taken for done: what its answer was made of broke off after the head of that was out.
+/// Regression: a truncated upload was recorded as done. The response streams the request body, which broke off after the response head was
+/// sent.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
+async fn response_aborted_with_its_request_is_not_a_success() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
         let guard = layer(MemoryBackend::new()).keep(keep);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
@@ -1186,7 +1190,7 @@ async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
     }
 }
 
-/// The same where the handler has read ahead, and what it has is too large to be kept.
+/// As above, but the handler reads the request first, and its response is too large to be recorded.
 #[tokio::test(start_paused = true)]
 async fn large_response_to_an_aborted_request_is_recorded_late() {
     let guard = layer(MemoryBackend::new()).max_answer(100);
@@ -1212,7 +1216,7 @@ async fn large_response_to_an_aborted_request_is_recorded_late() {
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
 }
 
-/// The story of an upload that was cut off, and that nobody could send again: it was recorded as done as soon as its answer was too large to be kept.
+/// Regression: a truncated upload was recorded as done as soon as its response was too large, so the client could not send it again.
 #[tokio::test(start_paused = true)]
 async fn large_response_is_not_recorded_while_the_request_is_read() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
@@ -1238,7 +1242,7 @@ async fn large_response_is_not_recorded_while_the_request_is_read() {
     }
 }
 
-/// What a handler leaves of it is not waited for.
+/// The layer does not wait for the part of the body that the handler leaves unread.
 #[tokio::test(start_paused = true)]
 async fn large_response_is_recorded_once_the_request_was_read() {
     let app = BoxCloneService::new(layer(MemoryBackend::new()).max_answer(100).layer(service_fn(
@@ -1268,7 +1272,7 @@ async fn large_response_is_recorded_once_the_request_was_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_breaks_off_is_not_made_again() {
+async fn aborted_response_is_not_executed_again() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |_, _| async {
         let (sender, body) = stream();
@@ -1301,7 +1305,7 @@ async fn unread_body_has_the_fingerprint_of_the_part_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_fails_is_asked_again() {
+async fn service_error_allows_another_attempt() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new());
@@ -1315,7 +1319,7 @@ async fn a_service_that_fails_is_asked_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn so_many_are_served_at_a_time_and_no_more() {
+async fn max_running_limits_concurrent_executions() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).max_running(2).max_running_per_scope(3), slow);
     let ask_for = |key: &'static str| {
@@ -1331,9 +1335,9 @@ async fn so_many_are_served_at_a_time_and_no_more() {
     assert_eq!(ask_for("c").await.unwrap(), 200);
 }
 
-/// A replay is charged by no limit inside, and what a limit refuses is not kept.
+/// A replay consumes no quota of an inner rate limit. A denial by an inner rate limit is not recorded.
 #[tokio::test(start_paused = true)]
-async fn a_replay_is_not_charged_and_waits_for_no_lock() {
+async fn replay_costs_no_quota_and_needs_no_lock() {
     let backend = MemoryBackend::new();
     let quota = Policy::new("pay", Quota::per_minute(2).fixed_window());
     let runs = Arc::new(AtomicUsize::new(0));
@@ -1367,9 +1371,9 @@ async fn a_replay_is_not_charged_and_waits_for_no_lock() {
     assert_eq!(ask("a").await, (200, true, "1".into()));
 }
 
-/// The story of a layer around a router and the same one at a route: the inner one found each operation in flight by the outer one.
+/// Regression: with one layer around a router and the same layer around a route, the inner layer rejected every operation as in flight.
 #[tokio::test(start_paused = true)]
-async fn a_layer_inside_of_another_lets_its_operation_pass() {
+async fn inner_layer_passes_the_operation_of_an_outer_layer() {
     let backend = MemoryBackend::new();
     let (runs, guard) = (Arc::new(AtomicUsize::new(0)), layer(backend.clone()));
     let other = IdempotencyLayer::new(backend).scope(header("x-tenant"));
@@ -1386,7 +1390,7 @@ async fn a_layer_inside_of_another_lets_its_operation_pass() {
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "1");
     }
-    // Where callers are told apart in another way it is another operation, and has a record of its own.
+    // A layer with another scope has an operation and a record of its own.
     let different = other.layer(guard.layer(handler));
     for (tenant, replayed) in [("a", true), ("b", true)] {
         let mut request = pay("k");
@@ -1397,14 +1401,14 @@ async fn a_layer_inside_of_another_lets_its_operation_pass() {
     assert_eq!(runs.load(Ordering::SeqCst), 1);
 }
 
-/// The story of a payment that was made twice: the bank had not answered in time, and 504 was given back as any other error.
+/// Regression: a payment was made twice. The bank did not reply in time, and the layer released the 504 like any other error.
 #[tokio::test(start_paused = true)]
 async fn unknown_outcome_of_a_handler_is_not_executed_again() {
     #[derive(Clone, Copy, Debug)]
     enum As {
         Http,
         Grpc,
-        /// Its body comes later, and is longer than what is kept.
+        /// The body arrives later, and is longer than the limit for records.
         InParts,
     }
     for (keep, how) in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success]
@@ -1435,7 +1439,7 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
                     *response.body_mut() = body.boxed();
                 }
             }
-            // What was turned away by somebody else has not turned this one away.
+            // An upstream rejection inside the response does not mean that this handler had no effects.
             response.extensions_mut().insert(NotExecuted);
             response.extensions_mut().insert(OutcomeUnknown);
             response
@@ -1451,7 +1455,7 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
     }
 }
 
-/// Whatever is kept: nothing was done for the request.
+/// With any policy: nothing was done for a request that an inner layer rejects.
 #[tokio::test(start_paused = true)]
 async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
@@ -1470,8 +1474,8 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
         };
         assert_eq!(ask("a").await, (200, false));
 
-        // Somebody else has the lock.
-        let elsewhere = LockLayer::new(backend, "requests").key(GlobalKey).layer(service_fn(async |_: Request<()>| {
+        // Another request holds the lock.
+        let elsewhere = LockLayer::new(backend).layer(service_fn(async |_: Request<()>| {
             std::future::pending::<Result<Response<Full<Bytes>>, Infallible>>().await
         }));
         let held = tokio::spawn(elsewhere.oneshot(Request::post("/").body(()).unwrap()));
@@ -1489,10 +1493,10 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
     }
 }
 
-/// It was served once more, and did the same twice: the answer said that nothing was done.
+/// Regression: the operation was executed twice, because its response claimed that nothing was done.
 #[tokio::test(start_paused = true)]
 async fn denial_inside_a_handler_is_recorded_as_its_response() {
-    for (keep, says_so, runs) in
+    for (keep, not_executed, runs) in
         [(ResponsePolicy::All, false, 1), (ResponsePolicy::All, true, 2), (ResponsePolicy::SafeRetry, false, 2)]
     {
         let limiter = Limiter::new(MemoryBackend::new(), Policy::new("mail", Quota::per_hour(0).fixed_window()));
@@ -1500,11 +1504,11 @@ async fn denial_inside_a_handler_is_recorded_as_its_response() {
         let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, _| {
             let limiter = limiter.clone();
             async move {
-                // The card is charged, and then the mail is over its limit.
+                // The handler charges the card before the mail exceeds its limit.
                 let decision = limiter.check("alice").await.unwrap();
                 let limited = RateLimited::of(limiter.policy(), 1, decision).unwrap();
                 let mut response = HttpResponder::new().answer_to(&limited, "alice");
-                if says_so {
+                if not_executed {
                     response.extensions_mut().insert(NotExecuted);
                 }
                 response.map(|body| body.map_err(|never| match never {}).boxed())
@@ -1513,11 +1517,11 @@ async fn denial_inside_a_handler_is_recorded_as_its_response() {
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::TOO_MANY_REQUESTS);
         let again = ask(&app, pay("k")).await;
         assert_eq!(again.status(), StatusCode::TOO_MANY_REQUESTS);
-        assert_eq!((is_replay(&again), handler.runs()), (runs == 1, runs), "{keep:?}, says so: {says_so}");
+        assert_eq!((is_replay(&again), handler.runs()), (runs == 1, runs), "{keep:?}, not executed: {not_executed}");
     }
 }
 
-/// Gives all operations of unknown outcome this answer, and says how many there were.
+/// Completes all operations of unknown outcome with `answer`, and returns their number.
 async fn complete_unknown(backend: MemoryBackend, answer: &'static str) -> usize {
     let (admin, mut next, mut completed) = (IdempotencyAdmin::new(backend), Some(Cursor::default()), 0);
     while let Some(from) = next {
@@ -1531,9 +1535,10 @@ async fn complete_unknown(backend: MemoryBackend, answer: &'static str) -> usize
     completed
 }
 
-/// The story of a payment that was found out about, while its client was told for a day that nobody knows: a layer around had kept that.
+/// Regression: an operator had settled a payment, but its client got "outcome unknown" for a day. An outer layer had recorded that
+/// rejection.
 #[tokio::test(start_paused = true)]
-async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
+async fn outer_layer_does_not_record_inner_rejections() {
     async fn reads(request: Request<FingerprintedBody<FingerprintedBody<Stream>>>) -> Result<Answer, Infallible> {
         drop(request.into_body().collect().await);
         pending().await
@@ -1569,8 +1574,8 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
     }
 }
 
-/// The story of a payment that was refused for a day: its client had sent another one under the key, and a layer around kept that this was refused, which the one inside
-/// had given back.
+/// Regression: a payment was rejected for a day. Its client had sent another body with the key. The inner layer released the key, but the
+/// outer layer recorded the rejection.
 #[tokio::test(start_paused = true)]
 async fn outer_layer_agrees_with_inner_on_another_body() {
     let inside = [
@@ -1594,7 +1599,7 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
                 request.into_body().collect().await.unwrap();
                 operation.checkpoint("charged", "").await.unwrap();
                 if run == 1 {
-                    // Given back with `ResponsePolicy::All`, too.
+                    // Released with `ResponsePolicy::All` too.
                     let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(503).body(full("")).unwrap());
                 }
@@ -1620,7 +1625,7 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
         assert_eq!(ask(&["hundred"]).await.0, 503, "{case}");
         let (status, is_replay, says_nothing_done, text) = ask(&["thou", "san"]).await;
         let (code, expected) = if streams { (200, "broken off") } else { (422, "key-reused") };
-        assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had begun");
+        assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had started");
         assert!(text.contains(expected), "{case}: {text}");
         if keep == ResponsePolicy::All && on_unknown == OnUnknown::Reject {
             sleep(Duration::from_secs(15)).await;
@@ -1639,10 +1644,10 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
     }
 }
 
-/// It has begun to answer: the layer around it was told that it was done.
+/// Regression: the inner layer aborted a response that had started, and the outer layer recorded the operation as done.
 #[tokio::test(start_paused = true)]
 async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
-    let ways = ["by its time", "by its length", "by a panic"];
+    let ways = ["timeout", "body too long", "panic"];
     for (way, keep) in ways.iter().flat_map(|way| {
         [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success].map(|keep| (*way, keep))
     }) {
@@ -1653,7 +1658,7 @@ async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
         let app = outside.clone().layer(inside.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
                 let body = request.into_body().map_frame(|frame| {
-                    assert!(frame.data_ref().is_none_or(|data| data != "panic"), "a handler that cannot go on");
+                    assert!(frame.data_ref().is_none_or(|data| data != "panic"), "the handler panics");
                     frame
                 });
                 Ok::<_, Infallible>(Response::new(body))
@@ -1664,8 +1669,8 @@ async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
         let answer = app.clone().oneshot(request("k", body)).await.unwrap();
         assert_eq!(answer.status(), 200, "{case}");
         match way {
-            "by its length" => sender.send(data("thing larger")).unwrap(),
-            "by a panic" => sender.send(data("panic")).unwrap(),
+            "body too long" => sender.send(data("thing larger")).unwrap(),
+            "panic" => sender.send(data("panic")).unwrap(),
             _ => {}
         }
         assert!(answer.into_body().collect().await.is_err(), "{case}");
@@ -1686,7 +1691,7 @@ async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
     }
 }
 
-/// What the one inside has in its record is done.
+/// An operation with a record in the inner layer is done.
 #[tokio::test(start_paused = true)]
 async fn inner_abort_after_recording_is_done_to_both_layers() {
     let backend = MemoryBackend::new();
@@ -1708,7 +1713,7 @@ async fn inner_abort_after_recording_is_done_to_both_layers() {
     assert_eq!(complete_unknown(backend, "paid").await, 0);
 }
 
-/// It may have had effects, as one that this layer cancels.
+/// The handler may have had effects, as if the idempotency layer had cancelled it.
 #[tokio::test(start_paused = true)]
 async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
     async fn pending(_: Request<FingerprintedBody<Stream>>) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -1738,7 +1743,7 @@ async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
     }
 }
 
-/// It has begun to answer, and may have had effects all the same.
+/// The handler has started its response, and may have had effects too.
 #[tokio::test(start_paused = true)]
 async fn response_aborted_by_an_inner_lock_is_unknown() {
     async fn asked_twice<S, B>(service: S, runs: &AtomicUsize, case: &str)
@@ -1753,7 +1758,7 @@ async fn response_aborted_by_an_inner_lock_is_unknown() {
         match body.frame().await {
             Some(Ok(end)) => assert_eq!(end.trailers_ref().unwrap()["grpc-status"], "10", "{case}"),
             Some(Err(_)) => assert!(!case.starts_with("grpc"), "{case}"),
-            None => panic!("{case}: it has an end"),
+            None => panic!("{case}: the response ended without an error"),
         }
         sleep(Duration::from_secs(10)).await;
         let again = service.oneshot(pay("k")).await.unwrap();
@@ -1780,12 +1785,12 @@ async fn response_aborted_by_an_inner_lock_is_unknown() {
         let grpc = || lock(1).responder(GrpcResponder::new()).layer(some_of_it("application/grpc"));
         asked_twice(guard().layer(http()), &runs, &format!("http, {keep:?}")).await;
         asked_twice(guard().layer(grpc()), &runs, &format!("grpc, {keep:?}")).await;
-        // Another lock around it has something to say for itself.
+        // An outer lock that is not lost must not hide the loss of the inner one.
         asked_twice(guard().layer(lock(60).layer(http())), &runs, &format!("two locks, {keep:?}")).await;
     }
 }
 
-/// The handler goes on without it, and what it has come to is kept.
+/// The handler continues without the lock, and its response is recorded.
 #[tokio::test(start_paused = true)]
 async fn outer_lock_that_aborts_a_response_leaves_the_outcome() {
     let lock = || LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey);
@@ -1808,7 +1813,8 @@ async fn outer_lock_that_aborts_a_response_leaves_the_outcome() {
     assert_eq!(again.into_body().collect().await.unwrap().to_bytes(), "some, and the rest");
 }
 
-/// The story of two handlers under one lock: it was given back with the request of a client that had gone, and the handler went on.
+/// Regression: two handlers ran under one lock. The lock was released with the request of a disconnected client, while the handler
+/// continued.
 #[tokio::test(start_paused = true)]
 async fn detached_handler_keeps_its_outer_lock() {
     for (begins, release_at) in [
@@ -1858,7 +1864,7 @@ async fn detached_handler_keeps_its_outer_lock() {
     }
 }
 
-/// As one whose client is still there.
+/// The loss of the lock cancels a detached handler too.
 #[tokio::test(start_paused = true)]
 async fn detached_handler_ends_with_its_outer_lock() {
     for (on_loss, is_there, is_done) in
@@ -1896,11 +1902,11 @@ async fn detached_handler_ends_with_its_outer_lock() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
+async fn grpc_status_in_the_trailers_decides_on_recording() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
-    // UNAVAILABLE the first time, then what another caller would not hear, or of another replica, and NOT_FOUND from then on.
+    // UNAVAILABLE first, then three codes that depend on the caller or the replica, and NOT_FOUND from then on.
     let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
         let code = ["14", "16", "7", "12", "5"][counted.fetch_add(1, Ordering::SeqCst).min(4)];
         let (sender, body) = stream();
@@ -1924,9 +1930,9 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     }
 }
 
-/// Whoever gets it takes it for an error.
+/// A gRPC client treats such a response as an error.
 #[tokio::test(start_paused = true)]
-async fn with_grpc_an_answer_without_a_status_is_a_failure() {
+async fn grpc_response_without_a_status_is_a_failure() {
     for (keep, at_once, is_kept) in [
         (ResponsePolicy::SafeRetry, true, false),
         (ResponsePolicy::SafeRetry, false, false),
@@ -1965,16 +1971,16 @@ async fn with_grpc_an_answer_without_a_status_is_a_failure() {
 }
 
 #[tokio::test]
-async fn a_backend_that_reaches_too_few_is_refused() {
+async fn require_rejects_a_backend_with_too_small_a_reach() {
     let error = layer(MemoryBackend::new()).require(Reach::Redis).unwrap_err();
     assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
     assert!(layer(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 
-/// Whenever a caller goes away, the handler runs at most once, nothing hangs, and whoever comes back is served or gets the answer.
+/// Wherever a caller drops its request, the handler runs at most once, nothing hangs, and a retry is executed or replayed.
 #[tokio::test(start_paused = true)]
-async fn a_request_may_be_dropped_anywhere() {
-    /// Takes a moment to answer, and another for each part of the answer where it comes in parts.
+async fn request_may_be_dropped_at_any_poll() {
+    /// Takes a moment to respond. With `in_parts`, each part of the body takes another moment.
     async fn brief(request: Request<Bytes>, run: usize, in_parts: bool) -> Answer {
         sleep(Duration::from_millis(2)).await;
         if !in_parts {
@@ -1990,7 +1996,7 @@ async fn a_request_may_be_dropped_anywhere() {
         Response::new(body.boxed())
     }
 
-    // In a store that answers at once the handler begins at once.
+    // If the store replies at once, the handler starts at once.
     for (delay, in_parts) in [(0, false), (0, true), (1, false), (1, true)] {
         let mut has_ended = false;
         for polls in 0..100 {
@@ -2024,12 +2030,12 @@ async fn a_request_may_be_dropped_anywhere() {
                 break;
             }
         }
-        assert!(has_ended, "it never came to its end");
+        assert!(has_ended, "the request never completed");
     }
 }
 
 #[tokio::test]
-async fn a_connection_that_is_cut_does_not_stop_the_handler() {
+async fn cut_connection_does_not_stop_the_handler() {
     let (begun, mut has_begun) = mpsc::unbounded_channel();
     let handler = move |body: String| {
         begun.send(()).unwrap();
@@ -2068,7 +2074,7 @@ async fn a_connection_that_is_cut_does_not_stop_the_handler() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
+async fn waiters_are_notified_and_do_not_poll() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -2086,20 +2092,20 @@ async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
     sleep(Duration::from_millis(10)).await;
     let waiting = [ask_once(&app), ask_once(&app)];
     sleep(Duration::from_millis(10)).await;
-    // Half of the room for waiters is for one caller.
+    // One caller may use half of the waiter slots.
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     for waiting in waiting {
         assert_eq!(waiting.await.unwrap(), "1: hundred");
     }
     assert_eq!(begun.elapsed(), Duration::from_millis(900));
     assert_eq!(first.await.unwrap(), "1: hundred");
-    // Each of those who wait asks at first, once it listens, and when it was told.
+    // Each waiter claims when it arrives, once it listens, and after its notification.
     assert_eq!((faults.calls(Verb::Begin), faults.calls(Verb::Watch)), (2 + 2 * 3, 2));
 }
 
-/// The story of a request that was known to be in flight, and was served beside that when the store failed to answer once.
+/// Regression: a request that was known to be in flight was executed again after a single store error.
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_does_not_pass_when_the_store_fails() {
+async fn store_error_does_not_admit_a_waiter() {
     for (failure, is_long) in [(Failure::Unavailable, false), (Failure::Timeout, false), (Failure::Timeout, true)] {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
@@ -2117,7 +2123,7 @@ async fn whoever_waits_does_not_pass_when_the_store_fails() {
         sleep(Duration::from_millis(10)).await;
         let second = ask_once();
         sleep(Duration::from_millis(10)).await;
-        // What comes next is its second look, once a second.
+        // The next call is the second check of the waiter, which checks once a second.
         faults.fail(failure);
         if !is_long {
             sleep(Duration::from_millis(1_500)).await;
@@ -2138,7 +2144,7 @@ async fn whoever_waits_does_not_pass_when_the_store_fails() {
     }
 }
 
-/// A claim whose answer was lost is given back a moment later: what begins meanwhile must not be given back with it.
+/// A claim whose reply was lost is released a moment later. That release must not release a newer claim.
 #[tokio::test(start_paused = true)]
 async fn waiter_starts_with_a_new_claim_after_a_lost_one() {
     let handler = Handler::new();
@@ -2157,7 +2163,7 @@ async fn waiter_starts_with_a_new_claim_after_a_lost_one() {
     sleep(Duration::from_millis(4_500)).await;
     let second = ask_once();
     sleep(Duration::from_millis(10)).await;
-    // Its look when it is told of the failure is the claim that is granted, and nobody hears of it.
+    // The waiter claims after its notification. The claim is granted, but its reply is lost.
     sleep(Duration::from_millis(480)).await;
     faults.lose_answers();
     assert_eq!(first.await.unwrap().status(), StatusCode::BAD_GATEWAY);
@@ -2170,9 +2176,9 @@ async fn waiter_starts_with_a_new_claim_after_a_lost_one() {
     assert_eq!(handler.runs(), 2);
 }
 
-/// A handler that fails wakes those who wait, and one of them is the next attempt.
+/// A handler that fails wakes the waiters, and one of them makes the next attempt.
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_for_a_failure_is_served_next() {
+async fn waiter_makes_the_next_attempt_after_a_failure() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).wait(Duration::from_secs(5)), |request, run| async move {
         sleep(Duration::from_millis(100)).await;
@@ -2198,9 +2204,9 @@ async fn whoever_waits_for_a_failure_is_served_next() {
     assert_eq!((replays, handler.runs()), (2, 2));
 }
 
-/// The story of an attempt that had charged the card, and was made again from the beginning.
+/// Regression: an attempt that had charged the card was repeated from the beginning.
 #[tokio::test(start_paused = true)]
-async fn the_next_attempt_knows_how_far_the_one_before_has_come() {
+async fn next_attempt_receives_the_last_checkpoint() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |request, run| async move {
         let operation = request.extensions().get::<IdempotencyHandle>().unwrap();
@@ -2219,7 +2225,7 @@ async fn the_next_attempt_knows_how_far_the_one_before_has_come() {
         Response::new(full("sent"))
     });
     assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::INTERNAL_SERVER_ERROR);
-    // Something has come of it, so another request is not that one; of a body that differs in the end nobody sees the end.
+    // The checkpoint binds the key to its request. A handler never sees the end of a body that differs at the end.
     assert_eq!(problem(ask(&app, at("/pay?twice")).await).await, (422, "key-reused".into()));
     assert_eq!(text(ask(&app, pay("k")).await).await, "sent");
     assert!(is_replay(&ask(&app, pay("k")).await));
@@ -2227,7 +2233,7 @@ async fn the_next_attempt_knows_how_far_the_one_before_has_come() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_checkpoint_of_an_attempt_that_is_over_is_refused() {
+async fn checkpoint_after_the_attempt_is_rejected() {
     let handler = Handler::new();
     let (send, mut handles) = mpsc::unbounded_channel();
     let store = FaultStore::new(MemoryBackend::new());
@@ -2246,28 +2252,29 @@ async fn a_checkpoint_of_an_attempt_that_is_over_is_refused() {
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
 }
 
-/// The story of an attempt that was made again with another body, since that of the first was forgotten with it.
+/// Regression: an attempt was repeated with another body, because the fingerprint of the first body was lost with its attempt.
 #[tokio::test(start_paused = true)]
-async fn whoever_takes_over_has_to_send_the_same() {
+async fn takeover_requires_the_same_body() {
     let handler = Handler::new();
     let backend = MemoryBackend::new();
     let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
-    // A renewal tells what the body was.
+    // A renewal stores the fingerprint of the body.
     let dying = handler.behind(guard.clone().max_runtime(Duration::from_millis(200)), |_, _| pending());
     let alive = handler.behind(guard, echo);
     assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     for other in [of(&["hun", "dreD"]), of(&["hundr"]), of(&["hundred", "!"]), of(&[])] {
         sleep(Duration::from_millis(500)).await;
         let answer = ask(&alive, request("k", other)).await;
-        assert!(answer.extensions().get::<NotExecuted>().is_none(), "a handler had begun");
+        assert!(answer.extensions().get::<NotExecuted>().is_none(), "a handler had started");
         assert_eq!(problem(answer).await, (422, "key-reused".into()));
     }
-    assert_eq!(handler.ended(), 0, "nobody has seen the whole of another body");
+    assert_eq!(handler.ended(), 0, "no handler saw the end of another body");
     sleep(Duration::from_millis(500)).await;
     assert_eq!(text(ask(&alive, request("k", of(&["h", "undred"]))).await).await, "6: hundred");
 }
 
-/// The story of a takeover whose own failure forgot what the request was: any other was the next attempt, and the first of them.
+/// Regression: if the attempt after a takeover failed, the record forgot its request. Any other request could then start, as the first
+/// attempt.
 #[tokio::test(start_paused = true)]
 async fn taken_over_key_stays_bound_to_its_request() {
     let handler = Handler::new();
@@ -2280,19 +2287,19 @@ async fn taken_over_key_stays_bound_to_its_request() {
     assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     sleep(Duration::from_millis(500)).await;
     assert_eq!(ask(&failing, pay("k")).await.status(), StatusCode::BAD_GATEWAY);
-    // For longer than an attempt is remembered that nothing was before.
+    // Longer than the store remembers a failed attempt that had no predecessor.
     sleep(Duration::from_secs(3_600)).await;
     assert_eq!(problem(ask(&alive, at("/pay?twice")).await).await, (422, "key-reused".into()));
     let other = request("k", of(&["hundreD"]));
     assert_eq!(problem(ask(&alive, other).await).await, (422, "key-reused".into()));
-    // What was refused has given it back, at once.
+    // The rejected requests released the key at once.
     sleep(Duration::from_millis(1)).await;
     assert_eq!(text(ask(&alive, pay("k")).await).await, "4");
 }
 
-/// A handler that reads nothing sees nothing of another body either.
+/// A handler that reads no body must not run for another body either.
 #[tokio::test(start_paused = true)]
-async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
+async fn takeover_with_an_empty_body_is_rejected() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();
     let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
@@ -2308,14 +2315,14 @@ async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
     let with = |body: &'static str| alive.clone().oneshot(pay("k").map(|_| Full::from(body)));
     assert_eq!(with("").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!(runs.load(Ordering::SeqCst), 0);
-    // It is given back as it was, at once.
+    // The rejection restores the record at once.
     sleep(Duration::from_millis(1)).await;
     assert_eq!(with("hundred").await.unwrap().status(), StatusCode::OK);
 }
 
-/// A client that reads a large answer slowly is no reason to cut it off, and those who ask again need not wait for it.
+/// A slow client does not abort a large response, and duplicates need not wait for it.
 #[tokio::test(start_paused = true)]
-async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
+async fn slow_client_does_not_abort_a_large_response() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_secs(60));
     let app = handler.behind(guard.clone(), |_, _| async {
@@ -2341,7 +2348,7 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
     guard.wait_idle().await;
     assert_eq!(handler.runs(), 1);
 
-    // One that stops to read altogether is let go, and its handler with it.
+    // If a client stops reading altogether, the layer drops the response and its handler.
     let app = handler.behind(guard.clone(), |_, _| async { Response::new(Endless.boxed()) });
     let mut stuck = ask(&app, pay("other")).await.into_body();
     stuck.frame().await.unwrap().unwrap();
@@ -2350,10 +2357,10 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
     assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
 }
 
-/// The story of two handlers of one payment at the same time: that it was done could not be stored, and nobody looked at the lease any more while the rest of a large
-/// answer was made.
+/// Regression: two handlers executed one payment at the same time. Its completion could not be stored, and the layer ignored the lease
+/// while the rest of a large response was produced.
 #[tokio::test(start_paused = true)]
-async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
+async fn large_response_aborts_if_another_attempt_may_start() {
     for (on_unknown, away, goes_on) in
         [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Reject, 2_000, true)]
     {
@@ -2395,9 +2402,9 @@ async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
     }
 }
 
-/// Whether or not what it says may be kept. A clock that stands still while there is work would never come to the end.
+/// Whether or not the status is recorded. A paused clock would never advance here, because there is always work.
 #[tokio::test]
-async fn an_answer_without_end_ends_when_its_reader_has_gone() {
+async fn endless_response_ends_after_a_disconnect() {
     for status in [StatusCode::OK, StatusCode::BAD_GATEWAY] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_millis(300));
@@ -2416,7 +2423,7 @@ async fn an_answer_without_end_ends_when_its_reader_has_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn that_an_answer_is_too_large_is_known_as_soon_as_it_is() {
+async fn too_large_response_gets_a_tombstone_at_once() {
     let handler = Handler::new();
     let (sender, body) = stream();
     sender.send(data(&"x".repeat(200))).unwrap();
@@ -2432,8 +2439,8 @@ async fn that_an_answer_is_too_large_is_known_as_soon_as_it_is() {
     assert_eq!(text(first).await.len(), 200);
 }
 
-/// The story of requests that stood still for five minutes: nobody listened any more to what was found out of their bodies, once their answers were too large to
-/// be kept.
+/// Regression: requests hung for five minutes. Once their responses were too large to be recorded, the layer ignored the verdict on their
+/// bodies.
 #[tokio::test(start_paused = true)]
 async fn wrong_body_aborts_a_response_that_is_too_large() {
     let runs = Arc::new(AtomicUsize::new(0));
@@ -2458,7 +2465,7 @@ async fn wrong_body_aborts_a_response_that_is_too_large() {
         ask(&app, request)
     };
     let (part, rest) = ("x".repeat(200), "x".repeat(801));
-    // The body that the attempt before was sent is as long as this one, and ends otherwise.
+    // The body of the previous attempt has the same length and a different end.
     let before = to("/differs", of(&[&part, "y"])).await;
     assert_eq!(before.status(), StatusCode::SERVICE_UNAVAILABLE);
     for (path, rest) in [("/too-large", rest.as_str()), ("/differs", "z")] {
@@ -2466,18 +2473,18 @@ async fn wrong_body_aborts_a_response_that_is_too_large() {
         sender.send(data(&part)).unwrap();
         let mut answer = to(path, body).await.into_body();
         assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap().len(), 200);
-        // From now on there is only a mark to be kept.
+        // From here on the layer only has a tombstone to store.
         sleep(Duration::from_millis(1)).await;
         sender.send(data(rest)).unwrap();
         let left = tokio::time::timeout(Duration::from_secs(1), answer.collect()).await;
         assert!(left.is_ok_and(|left| left.is_err()), "{path}");
         assert!(tokio::time::timeout(Duration::from_secs(1), guard.wait_idle()).await.is_ok(), "{path}");
     }
-    // Nobody knows what the handler has made of so much of it.
+    // The handler may have had effects from the part that it read.
     sleep(Duration::from_secs(15)).await;
     assert_eq!(problem(to("/too-large", of(&[&part])).await).await, (409, "outcome-unknown".into()));
     assert_eq!(runs.load(Ordering::SeqCst), 3);
-    // Whoever sends the right one was never told that it was done.
+    // The operation is not recorded as done, so the client with the right body is served.
     let right = || to("/differs", of(&[&part, "y"]));
     assert_eq!(text(right().await).await, format!("{part}y"));
     assert_eq!(problem(right().await).await, (409, "answer-not-kept".into()));
@@ -2485,7 +2492,7 @@ async fn wrong_body_aborts_a_response_that_is_too_large() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_never_ends_is_waited_for_in_bounds() {
+async fn stalled_body_times_out() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).max_runtime(Duration::from_secs(30)), echo);
     let (sender, body) = stream();
@@ -2495,7 +2502,7 @@ async fn a_body_that_never_ends_is_waited_for_in_bounds() {
     assert_eq!(begun.elapsed(), Duration::from_secs(30));
     sender.send(data("dred")).unwrap_err();
     assert_eq!((handler.runs(), handler.ended()), (1, 0));
-    // Nor is a duplicate.
+    // A duplicate times out too.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
     let (sender, body) = stream();
     let begun = Instant::now();
@@ -2505,7 +2512,7 @@ async fn a_body_that_never_ends_is_waited_for_in_bounds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_duplicate_is_read_for_as_long_as_was_said() {
+async fn body_timeout_limits_reading_a_duplicate() {
     for limit in [Duration::from_millis(500), Duration::from_secs(60)] {
         let app = Handler::new().behind(layer(MemoryBackend::new()).body_timeout(limit), echo);
         assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
@@ -2517,25 +2524,25 @@ async fn a_duplicate_is_read_for_as_long_as_was_said() {
     }
 }
 
-/// The handler is polled by its caller for as long as there is one, and by a task of its own from then on, wherever it is dropped.
+/// The caller polls the handler until it drops the future. From then on a task polls it, whichever thread drops the future.
 #[tokio::test(start_paused = true)]
-async fn a_handler_goes_on_where_its_caller_has_left_it() {
+async fn handler_survives_a_drop_outside_of_the_runtime() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new());
     let app = handler.behind(guard.clone(), slow);
     let mut asking = Box::pin(ask(&app, pay("k")));
     let pending = poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_pending())).await;
     assert!(pending);
-    // On a thread that knows of no runtime.
+    // On a thread without a runtime.
     std::thread::spawn(move || drop(asking)).join().unwrap();
     guard.wait_idle().await;
     assert_eq!((handler.runs(), handler.ended()), (1, 1));
     assert!(is_replay(&ask(&app, pay("k")).await));
 }
 
-/// What the length says and what comes are two things: a client that breaks off is served when it sends all of it.
+/// A body may be shorter than its announced length. A client that breaks off is served once it sends the whole body.
 #[tokio::test]
-async fn a_body_that_is_shorter_than_it_says_is_no_other_request() {
+async fn truncated_body_is_not_a_different_request() {
     let app = axum::Router::new()
         .route("/pay", axum::routing::post(|body: String| async move { format!("paid {body}") }))
         .layer(layer(MemoryBackend::new()));
@@ -2559,7 +2566,7 @@ async fn a_body_that_is_shorter_than_it_says_is_no_other_request() {
     }
     let answer = loop {
         let answer = send("transfer-encoding: chunked", "7\r\nhundred\r\n0\r\n\r\n").await;
-        // The one that broke off is given back in a moment.
+        // The layer releases the key of the aborted request after a moment.
         if !answer.starts_with("HTTP/1.1 409") {
             break answer;
         }
@@ -2567,14 +2574,14 @@ async fn a_body_that_is_shorter_than_it_says_is_no_other_request() {
     };
     assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\n\r\npaid hundred"), "{answer}");
     assert!(!answer.contains("idempotent-replayed"), "{answer}");
-    // More than it says is the next request on the connection, and not a part of this one.
+    // Bytes after the announced length belong to the next request on the connection.
     let answer = send("content-length: 7", "hundredth").await;
     assert!(answer.contains("\r\nidempotent-replayed: true\r\n"), "{answer}");
     server.abort();
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+async fn open_circuit_spares_requests_the_deadline() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -2587,7 +2594,7 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
     for asking in [(); 10].map(|()| tokio::spawn(ask(&app, pay("k")))) {
         assert_eq!(problem(asking.await.unwrap()).await, (503, "about:blank".into()));
     }
-    // One of them finds out whether the store answers again.
+    // One of the requests probes the store.
     assert!(faults.calls(Verb::Begin) - asked <= 1 && begun.elapsed() <= Duration::from_millis(100));
     faults.heal();
     sleep(Duration::from_secs(1)).await;
@@ -2595,7 +2602,7 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rejection_may_have_a_body_of_ones_own() {
+async fn custom_responder_sets_the_body_of_a_rejection() {
     #[derive(Clone)]
     struct Short;
 
@@ -2628,7 +2635,7 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
     assert!(text.starts_with(b"no: "), "{text:?}");
 }
 
-/// The store has heard of the claims, its answers are lost, and nobody comes any more by whom the circuit could close.
+/// The store executes the claims, their replies are lost, and no further request can close the circuit.
 #[tokio::test(start_paused = true)]
 async fn claim_with_a_lost_reply_is_released() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -2645,10 +2652,9 @@ async fn claim_with_a_lost_reply_is_released() {
     }
 }
 
-/// Wherever they are kept: a table of few is as good as full otherwise.
-/// As a future may that was kept somewhere, and is dropped by a thread that knows no runtime.
+/// The future may be kept elsewhere and dropped by a thread without a runtime.
 #[test]
-fn what_is_dropped_outside_of_a_runtime_is_given_back() {
+fn claim_dropped_outside_of_a_runtime_is_released() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
@@ -2667,8 +2673,9 @@ fn what_is_dropped_outside_of_a_runtime_is_given_back() {
     });
 }
 
+/// In every structure of the store: otherwise a small capacity stays used up.
 #[tokio::test(start_paused = true)]
-async fn operations_that_have_run_out_make_room() {
+async fn expired_operations_make_room() {
     let guard = layer(MemoryBackend::with_capacity(4)).retention(Duration::from_secs(60));
     let app = Handler::new().behind(guard, echo);
     for round in 0..20 {
@@ -2680,9 +2687,9 @@ async fn operations_that_have_run_out_make_room() {
     }
 }
 
-/// New operations that find no room opened the circuit, and then what was done before was not asked for any more.
+/// Regression: new operations that found no room opened the circuit, and recorded operations were no longer replayed.
 #[tokio::test(start_paused = true)]
-async fn what_is_done_is_replayed_where_there_is_no_room_for_more() {
+async fn full_store_still_replays_recorded_operations() {
     for on_store_error in [OnStoreError::Deny, OnStoreError::Allow] {
         let handler = Handler::new();
         let guard = layer(MemoryBackend::with_capacity(1)).on_store_error(on_store_error);
@@ -2696,8 +2703,8 @@ async fn what_is_done_is_replayed_where_there_is_no_room_for_more() {
     }
 }
 
-/// A body that is none at all is told apart before the handler begins, another one while the handler reads it. The latter left an operation that had been given
-/// back of unknown outcome, for the sake of a request that was not even the same.
+/// An empty body is rejected before the handler starts, any other wrong body while the handler reads it. Regression: the second case gave a
+/// released operation an unknown outcome, although the request was a different one.
 #[tokio::test(start_paused = true)]
 async fn checkpoint_survives_a_rejected_request() {
     let runs = Arc::new(AtomicUsize::new(0));
@@ -2719,7 +2726,7 @@ async fn checkpoint_survives_a_rejected_request() {
     assert_eq!(with("hundred").await.unwrap().status(), StatusCode::INTERNAL_SERVER_ERROR);
     assert_eq!(with("").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // What is given back in the background is given back at once.
+    // The release in the background takes no time.
     sleep(Duration::from_millis(1)).await;
     assert_eq!(with("thousand").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!(runs.load(Ordering::SeqCst), 2);
@@ -2729,8 +2736,8 @@ async fn checkpoint_survives_a_rejected_request() {
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "charged");
 }
 
-/// The story of a payment that was shipped with the receipt of another one: its next attempt was given a checkpoint of a handler that had been sent something else, and
-/// had put it down before it read that.
+/// Regression: a payment was shipped with the receipt of another one. A handler with a different body stored a checkpoint before it read
+/// that body, and the next attempt received the checkpoint.
 #[tokio::test(start_paused = true)]
 async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     for (keep, on_unknown) in [
@@ -2765,7 +2772,7 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
                 }
                 operation.checkpoint("charged", run.to_string()).await.unwrap();
                 if run == 1 {
-                    // Given back with `ResponsePolicy::All`, too.
+                    // Released with `ResponsePolicy::All` too.
                     let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
                 }
@@ -2777,7 +2784,7 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
         let other = ask(&app, request("k", of(&["thou", "san"]))).await;
         assert_eq!(problem(other).await, (422, "key-reused".into()));
         guard.wait_idle().await;
-        // One that breaks off before anybody can tell.
+        // This body breaks off before the layer can tell that it differs.
         let (sender, body) = stream();
         sender.send(data("thou")).unwrap();
         sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
@@ -2789,7 +2796,7 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     }
 }
 
-/// The same where the answer of that handler had begun before it read the rest: whoever sent the right body was told that the outcome was unknown.
+/// As above, but the handler responds before it reads the rest. Regression: the client with the right body got "outcome unknown".
 #[tokio::test(start_paused = true)]
 async fn response_to_another_body_releases_the_key() {
     let runs = Arc::new(AtomicUsize::new(0));
@@ -2822,7 +2829,8 @@ async fn response_to_another_body_releases_the_key() {
     assert_eq!(runs.load(Ordering::SeqCst), 3);
 }
 
-/// The story of a payment that was refused for a day: a handler had refused another body as soon as it saw the beginning of it, and its answer was kept for the right one.
+/// Regression: a payment was rejected for a day. A handler rejected another body after its first bytes, and that response was recorded for
+/// the right body.
 #[tokio::test(start_paused = true)]
 async fn early_rejection_of_another_body_is_not_recorded() {
     for (streams, comes) in [(false, true), (false, false), (true, true), (true, false)] {
@@ -2875,10 +2883,10 @@ async fn early_rejection_of_another_body_is_not_recorded() {
     }
 }
 
-/// The story of the same where nothing was compared: the answer had the body of the request in it, and was kept for as long as that took.
+/// Regression: as above, but the response holds the request body until it ends, so the layer never compared the body.
 #[tokio::test(start_paused = true)]
 async fn early_response_to_another_body_is_not_recorded() {
-    /// The first frame of a request, and no more of it.
+    /// The first frame of a request body, then the end or an error.
     struct First {
         body: FingerprintedBody<Stream>,
         is_over: bool,
@@ -2937,7 +2945,8 @@ async fn early_response_to_another_body_is_not_recorded() {
     }
 }
 
-/// Nor is what a handler has made of the beginning of another body, which broke off before anybody could tell: whoever sent the right one was told that this was done.
+/// Regression: a handler succeeded with the beginning of another body, which broke off before the layer could tell. The client with the
+/// right body then got that response as a replay.
 #[tokio::test(start_paused = true)]
 async fn success_of_an_aborted_other_body_is_not_recorded() {
     for (keep, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
@@ -2965,7 +2974,7 @@ async fn success_of_an_aborted_other_body_is_not_recorded() {
                 read.unwrap();
                 operation.checkpoint("charged", "").await.unwrap();
                 if run == 1 {
-                    // Given back with `ResponsePolicy::All`, too.
+                    // Released with `ResponsePolicy::All` too.
                     let response = Response::builder().extension(NotExecuted);
                     return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
                 }
@@ -2990,9 +2999,9 @@ async fn success_of_an_aborted_other_body_is_not_recorded() {
     }
 }
 
-/// Where nobody was before, or has read more of it.
+/// If no earlier attempt has read more of the body.
 #[tokio::test(start_paused = true)]
-async fn a_success_made_of_a_part_of_a_request_is_kept() {
+async fn success_with_a_partial_body_is_recorded() {
     for failed_before in [false, true] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -3027,9 +3036,9 @@ async fn a_success_made_of_a_part_of_a_request_is_kept() {
     }
 }
 
-/// What is done is not done again since a part of the body that nobody needed was missing.
+/// A finished operation is not repeated because an unneeded part of the body is missing.
 #[tokio::test(start_paused = true)]
-async fn an_early_answer_of_the_next_attempt_is_kept() {
+async fn early_response_of_the_next_attempt_is_recorded() {
     for (code, comes) in [(StatusCode::OK, true), (StatusCode::OK, false), (StatusCode::PAYMENT_REQUIRED, true)] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -3059,7 +3068,7 @@ async fn an_early_answer_of_the_next_attempt_is_kept() {
             assert_eq!(ask(&app, request("k", body)).await.status(), code);
             drop(sender);
         }
-        // Nothing else is known of the body.
+        // The record still has the fingerprint of the first attempt.
         assert_eq!(problem(ask(&app, request("k", of(&["hundred", "!"]))).await).await, (422, "key-reused".into()));
         let again = ask(&app, pay("k")).await;
         assert_eq!((again.status(), is_replay(&again)), (code, true), "{comes}");
@@ -3067,10 +3076,10 @@ async fn an_early_answer_of_the_next_attempt_is_kept() {
     }
 }
 
-/// The story of requests that were told that they might have had effects, and left operations of unknown outcome, though nothing had been begun: the store was
-/// slower than the lease is long.
+/// Regression: the rejection said that the request might have had effects, and the operation had an unknown outcome, although no handler
+/// had started. The store was slower than the lease.
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_is_granted_too_late_begins_nothing() {
+async fn claim_granted_too_late_starts_no_handler() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -3084,12 +3093,12 @@ async fn a_claim_that_is_granted_too_late_begins_nothing() {
     assert_eq!(problem(late).await, (503, "about:blank".into()));
     guard.wait_idle().await;
     faults.heal();
-    // What was never begun is no attempt of unknown outcome: another request may have its key.
+    // The late claim is not an attempt of unknown outcome, so another request may use its key.
     assert_eq!(text(ask(&app, at("/pay?twice")).await).await, "2");
     assert_eq!(handler.runs(), 1);
 }
 
-/// The story of a service with room for one that a connection kept to itself, since its last request had been refused.
+/// Regression: a service with a single permit stayed blocked by an idle connection whose last request had been rejected.
 #[tokio::test(start_paused = true)]
 async fn rejected_request_frees_its_handler_permit() {
     let one_at_a_time =
@@ -3105,18 +3114,18 @@ async fn rejected_request_frees_its_handler_permit() {
         let refused = service.ready().await.unwrap().call(pay("k").map(|_| Full::from(body)));
         assert_eq!(refused.await.unwrap().status(), status);
     }
-    // On another connection, while this one stays.
-    assert!(service.clone().ready().now_or_never().is_some(), "there is room for one");
+    // Another connection gets the permit while this one stays open.
+    assert!(service.clone().ready().now_or_never().is_some(), "the permit is free");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_is_recorded_though_the_client_goes_while_it_is() {
+async fn recording_survives_a_disconnect() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let guard = layer(store).on_disconnect(OnDisconnect::Cancel).deadline(Duration::from_secs(5));
     let app = handler.behind(guard.clone(), move |request, run| {
-        // From now on: the record takes its time.
+        // From here on store calls are slow, so recording takes a second.
         faults.delay(Duration::from_secs(1));
         echo(request, run)
     });
@@ -3127,9 +3136,9 @@ async fn an_answer_is_recorded_though_the_client_goes_while_it_is() {
     assert_eq!(handler.runs(), 1);
 }
 
-/// A panic of whatever goes on beside a handler says nothing of what that has done.
+/// A panic elsewhere in the task of a handler says nothing about the effects of the handler.
 #[tokio::test(start_paused = true)]
-async fn a_panic_next_to_a_handler_gives_nothing_back() {
+async fn panic_beside_a_handler_does_not_release_the_key() {
     let handler = Handler::new();
     let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel).lease(Duration::from_secs(10));
     let app = handler.behind(guard, |_, _| pending());
@@ -3140,7 +3149,7 @@ async fn a_panic_next_to_a_handler_gives_nothing_back() {
                 _ = ask(&app, pay("k")) => {}
                 () = async {
                     sleep(Duration::from_secs(1)).await;
-                    panic!("of somebody else");
+                    panic!("panic beside the handler");
                 } => {}
             }
         }
@@ -3153,7 +3162,7 @@ async fn a_panic_next_to_a_handler_gives_nothing_back() {
     assert_eq!(handler.runs(), 1);
 }
 
-/// An error of gRPC has the HTTP status 200, and is no answer to what the client has not sent yet.
+/// A gRPC error has the HTTP status 200. It must not be recorded for a request that the client has not sent in full.
 #[tokio::test(start_paused = true)]
 async fn grpc_client_is_served_after_an_aborted_stream() {
     let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
@@ -3175,7 +3184,7 @@ async fn grpc_client_is_served_after_an_aborted_stream() {
     }
 }
 
-/// Sends the same request twice to a router of axum; answers both statuses, and whether the second one is a replay.
+/// Sends the same request twice to an axum router. Returns both statuses, and whether the second response is a replay.
 async fn twice<S, B>(app: S, request: impl Fn() -> Request<axum::body::Body>) -> (u16, u16, bool)
 where
     S: tower::Service<Request<axum::body::Body>, Response = Response<B>, Error = Infallible> + Clone,
@@ -3188,9 +3197,9 @@ where
     (status, second.status().as_u16(), second.headers().contains_key("idempotent-replayed"))
 }
 
-/// In a rolling deploy a replica without the route has answered, and the next one has it.
+/// During a rolling deployment, a replica without the route responds first, and the next replica has the route.
 #[tokio::test]
-async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
+async fn missing_route_is_not_recorded_but_handler_404_is() {
     use axum::Router;
     use axum::body::Body;
     use axum::routing::{any, any_service, get, post};
@@ -3200,7 +3209,7 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
     let routes =
         move || Router::new().route("/a", post(not_found)).route("/b/{id}", post(no_body)).route("/c", get(""));
     let own = |router: Router| router.layer(guard());
-    // The path, the status, and whether it is recorded.
+    // Path, status, and whether the response is recorded.
     type Requests = [(&'static str, u16, bool); 4];
     let routers: Vec<(&str, Router, Requests)> = vec![
         ("layer", own(routes()), [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)]),
@@ -3222,7 +3231,7 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
         (
             "nest_service",
             own(Router::new().nest_service("/in", routes())),
-            // What has not read the body may be a router, as far as can be seen from here.
+            // As far as the layer can tell, a service that leaves the body unread may be a router.
             [("/in/a", 404, true), ("/in/b/7", 404, false), ("/in/c", 405, false), ("/in/none", 404, false)],
         ),
         (
@@ -3248,7 +3257,7 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
             assert_eq!(asked, (status, status, is_recorded), "{name}: {path}");
         }
     }
-    // Around the router nothing is known of routes.
+    // A layer around the router knows nothing about its routes.
     let around = guard().layer(routes());
     for (path, is_recorded) in [("/a", true), ("/b/7", false), ("/none", false)] {
         assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, is_recorded), "{path}");
@@ -3259,9 +3268,9 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
     }
 }
 
-/// What says "not now" is not the answer to an operation, whatever its status.
+/// Such a response means "try again later". It is not the result of the operation.
 #[tokio::test]
-async fn a_client_error_with_retry_after_is_not_recorded() {
+async fn client_error_with_retry_after_is_not_recorded() {
     use StatusCode as S;
     for (answered, retry_after, is_recorded) in [
         (S::CONFLICT, None, true),
@@ -3288,7 +3297,7 @@ async fn a_client_error_with_retry_after_is_not_recorded() {
     }
 }
 
-/// A response as it comes over a connection: without its extensions.
+/// A response as it arrives over a connection: without its extensions.
 fn received<B>(response: Response<B>) -> Answer
 where
     B: Body<Data = Bytes, Error: Into<tollgate::BoxError>> + Send + Sync + 'static,
@@ -3298,9 +3307,9 @@ where
     Response::from_parts(parts, body.map_err(io::Error::other).boxed())
 }
 
-/// The client of a gateway could never get the answer of the service behind it, which was still at work when the gateway asked.
+/// Regression: the upstream was still executing when the gateway sent its request, so the client of the gateway never got the response.
 #[tokio::test(start_paused = true)]
-async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
+async fn gateway_records_no_rejection_of_its_upstream() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let handler = Handler::new();
         let service = handler.behind(layer(MemoryBackend::new()).max_answer(20), |request, run| async move {
@@ -3314,7 +3323,7 @@ async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
                 let behind = behind.clone();
                 async move {
                     let (mut parts, body) = request.into_parts();
-                    // As it is sent over a connection.
+                    // A connection does not carry extensions.
                     parts.extensions = http::Extensions::new();
                     let body = body.collect().await.unwrap().to_bytes();
                     let asked = Request::from_parts(parts, of(&[std::str::from_utf8(&body).unwrap()]));
@@ -3331,7 +3340,7 @@ async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
         let answer = ask(&gateway, pay("k")).await;
         assert!(is_replay(&answer));
         assert_eq!(text(answer).await, "1");
-        // That of a tombstone has no `Retry-After`.
+        // The rejection for a tombstone has no `Retry-After`.
         let large = || {
             let mut request = pay("l");
             *request.uri_mut() = "/large".parse().unwrap();
@@ -3346,7 +3355,7 @@ async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
     }
 }
 
-/// The same with gRPC, whose code for it is one of those that handlers answer with.
+/// As above with gRPC, where handlers respond with the code of this rejection too.
 #[tokio::test]
 async fn grpc_gateway_records_no_rejection_of_its_upstream() {
     let asked = Arc::new(AtomicUsize::new(0));
@@ -3367,9 +3376,9 @@ async fn grpc_gateway_records_no_rejection_of_its_upstream() {
     assert_eq!(asked.load(Ordering::SeqCst), 2);
 }
 
-/// A repeat over a slow line was told that its body is broken, though the first request had been served.
+/// Regression: a retry over a slow connection was rejected because of its body, although the first request had completed.
 #[tokio::test(start_paused = true)]
-async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
+async fn duplicate_may_be_slow_while_it_makes_progress() {
     let pause = Duration::from_secs(9);
     let app = Handler::new().behind(layer(MemoryBackend::new()).max_runtime(10 * pause), echo);
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
@@ -3389,7 +3398,7 @@ async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
     let (answer, _) = send_slowly(&["h", "u", "n", "d", "r", "e", "d"]).await;
     assert!(is_replay(&answer));
     assert_eq!(text(answer).await, "1: hundred");
-    // What has nothing in it is no progress, and as a whole it may take as long as the handler.
+    // An empty frame is no progress. As a whole, the body may take as long as the handler.
     let (answer, _) = send_slowly(&["h", "", "", ""]).await;
     assert_eq!(problem(answer).await, (408, "about:blank".into()));
     let app = Handler::new().behind(layer(MemoryBackend::new()).max_runtime(3 * pause), echo);
@@ -3409,9 +3418,9 @@ async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
     feeding.await.unwrap();
 }
 
-/// As the repeat of a bidirectional call is, whose client waits for the first part of the answer.
+/// A retry of a bidirectional call stalls, because its client waits for the first message of the response.
 #[tokio::test(start_paused = true)]
-async fn with_grpc_a_repeat_that_stands_still_may_be_sent_again() {
+async fn stalled_grpc_duplicate_may_be_sent_again() {
     let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
         request.into_body().collect().await.unwrap();
@@ -3432,16 +3441,16 @@ async fn with_grpc_a_repeat_that_stands_still_may_be_sent_again() {
     assert_eq!(again.headers()["idempotent-replayed"], "true");
 }
 
-/// The same as [`pay`], of another caller.
+/// Like [`pay`], from another caller.
 fn pay_as(caller: &'static str, key: &str) -> Request<Stream> {
     let mut request = pay(key);
     request.headers_mut().insert("authorization", HeaderValue::from_static(caller));
     request
 }
 
-/// One caller's keys filled the store, and all others got 503 for a day.
+/// Regression: the keys of one caller filled the store, and all other callers got 503 for a day.
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_fills_the_store_refuses_no_other() {
+async fn caller_that_fills_the_store_blocks_no_other() {
     let app = Handler::new().behind(layer(MemoryBackend::with_capacity(100)), echo);
     for key in 0..100 {
         assert_eq!(ask(&app, pay_as("mallory", &key.to_string())).await.status(), 200);
@@ -3458,7 +3467,7 @@ async fn a_caller_that_fills_the_store_refuses_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_has_no_more_records_than_one_may_have() {
+async fn max_records_per_scope_limits_each_caller() {
     let guard = layer(MemoryBackend::new()).max_records_per_scope(2).on_store_error(OnStoreError::Allow);
     let handler = Handler::new();
     let app = handler.behind(guard, echo);
@@ -3468,7 +3477,7 @@ async fn a_caller_has_no_more_records_than_one_may_have() {
     let refused = ask(&app, pay("l")).await;
     assert_eq!(refused.headers()["retry-after"], "60");
     assert_eq!(problem(refused).await, (429, "scope-full".into()));
-    // A key that has a record is answered as ever, and so are other callers.
+    // A key with a record is still replayed, and other callers are served.
     assert!(is_replay(&ask(&app, at("/pay")).await));
     assert_eq!(ask(&app, pay_as("bob", "l")).await.status(), 200);
     sleep(Duration::from_secs(86_500)).await;
@@ -3476,9 +3485,9 @@ async fn a_caller_has_no_more_records_than_one_may_have() {
     assert_eq!(handler.runs(), 4);
 }
 
-/// One caller's slow requests took all places of the process.
+/// Regression: slow requests of one caller used all handler permits of the process.
 #[tokio::test(start_paused = true)]
-async fn a_caller_runs_no_more_handlers_than_one_may() {
+async fn caller_cannot_use_all_handler_permits() {
     let guard = layer(MemoryBackend::new()).max_running(4);
     let app = Handler::new().behind(guard.clone(), slow);
     let ask_as = |caller, key: &'static str| tokio::spawn(ask(&app, pay_as(caller, key)));
@@ -3492,7 +3501,7 @@ async fn a_caller_runs_no_more_handlers_than_one_may() {
         assert_eq!(served.await.unwrap().status(), 200);
     }
     assert_eq!(ask_as("mallory", "c").await.unwrap().status(), 200);
-    // Handlers whose client has gone are counted as well.
+    // Handlers of disconnected clients count as well.
     for key in ["d", "e"] {
         let gone = ask_as("mallory", key);
         sleep(Duration::from_millis(10)).await;

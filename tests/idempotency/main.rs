@@ -1,6 +1,6 @@
-//! Idempotency: contracts, the HTTP layer, operations and administration.
+//! Idempotency: contracts, the HTTP layer, other operations, and administration.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,4 +1,4 @@
-//! Operations that are no requests: done once, by whatever becomes of whoever does them.
+//! Operations that are not HTTP requests: each runs once, whatever happens to the process that runs it.
 
 use crate::support;
 
@@ -22,7 +22,7 @@ use tollgate::lock::{Reach, RunError, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
 
-// On Redis this is real time, and a busy machine is to have no part in it.
+// Long, because on Redis this is real time, and a busy machine must not fail the tests.
 const LEASE: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(5);
 
@@ -36,7 +36,7 @@ fn operations(store: impl IdempotencyStore + Send + Sync + 'static) -> Idempoten
     Idempotent::new(store, "payouts").lease(LEASE).deadline(DEADLINE)
 }
 
-/// Pays, and says how often it was asked to.
+/// Pays, and returns the number of earlier payments.
 async fn pay(operations: &Idempotent, paid: &AtomicU32) -> Ran {
     operations
         .run(operation(), "100 EUR", async |_| {
@@ -53,8 +53,8 @@ async fn attempts(operations: &Idempotent) -> Ran {
         .await
 }
 
-async fn what_is_done_is_not_done_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
-    // As if each were a process.
+async fn completed_operation_is_replayed<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    // Two instances stand for two processes.
     let (here, there, paid) = (operations(store.clone()), operations(store), AtomicU32::new(0));
     let first = pay(&here, &paid).await.unwrap();
     assert_eq!((first.answer(), first.is_replay()), (b"paid 0".as_slice(), false));
@@ -71,10 +71,10 @@ async fn what_is_done_is_not_done_again<S: IdempotencyStore + Clone + Send + Syn
     assert_eq!(paid.load(Ordering::Relaxed), 1);
 }
 
-/// The story of two kinds of messages with the same numbers, the second of which got the answers of the first.
-async fn operations_of_another_name_are_others<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+/// Regression: two kinds of messages used the same numbers, and the second kind got the results of the first.
+async fn names_separate_operations<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let paid = AtomicU32::new(0);
-    // A comma in a name parts no scope from it.
+    // A comma in a name does not separate the name from the scope.
     for (name, scope, expected) in [
         ("payouts", "alice", "paid 0"),
         ("refunds", "alice", "paid 1"),
@@ -92,7 +92,7 @@ async fn operations_of_another_name_are_others<S: IdempotencyStore + Clone + Sen
     }
 }
 
-async fn what_takes_longer_than_a_lease_is_in_flight_until_it_is_done<S>(store: S)
+async fn slow_operation_stays_in_flight_past_its_lease<S>(store: S)
 where
     S: IdempotencyStore + Clone + Send + Sync + 'static,
 {
@@ -123,7 +123,7 @@ where
     .await;
 }
 
-async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+async fn failed_operation_is_attempted_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let operations = operations(store);
     let failed = operations.run(operation(), "100 EUR", async |_| Err::<&str, _>(BoxError::from("no money"))).await;
     assert!(matches!(&failed, Err(OperationError::Failed(error)) if error.to_string() == "no money"), "{failed:?}");
@@ -135,7 +135,7 @@ async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Syn
     assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
 }
 
-/// An error that shows another one as its own, as `anyhow` and `#[error(transparent)]` do: its source is that of the other.
+/// An error that displays another error as its own and has that error's source, as `anyhow` and `#[error(transparent)]` do.
 #[derive(Debug)]
 struct Transparent<E>(E);
 
@@ -151,8 +151,8 @@ impl<E: Error> Error for Transparent<E> {
     }
 }
 
-/// The story of a payment that was made twice: the bank had not answered in time, which was an error like any other.
-async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+/// Regression: a payment was made twice. The bank did not reply in time, and that error was treated like any other.
+async fn unknown_outcome_is_not_attempted_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let no_answer = || io::Error::other(Failed::outcome_unknown("no answer"));
     let nothing = || io::Error::other(Failed::nothing_done("no connection"));
     let other = || io::Error::other("no money");
@@ -200,10 +200,11 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
     assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
 }
 
-/// The story of a payment that was made twice: the lock was lost and had dropped what ran under it where it stood, which was an error like any other.
+/// Regression: a payment was made twice. The loss of a lock had dropped the work under it half way, and that error was treated like any
+/// other.
 #[tokio::test(start_paused = true)]
-async fn what_lost_its_lock_half_way_is_not_begun_again() {
-    let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::ZERO).max_hold(Duration::from_secs(1));
+async fn lock_lost_during_the_work_is_an_unknown_outcome() {
+    let locks = Locks::new(MemoryBackend::new()).wait(Duration::ZERO).max_hold(Duration::from_secs(1));
     let cut = async || locks.run("account", async |_| pending::<()>().await).await.unwrap_err();
     let found_out = async || {
         let lease = locks.lock("account").await.unwrap();
@@ -219,10 +220,10 @@ async fn what_lost_its_lock_half_way_is_not_begun_again() {
         ("several", several.run(async |_| pending::<()>().await).await.unwrap_err().into(), true),
         ("a segment", segment.run(async |_| pending::<()>().await).await.unwrap_err().into(), true),
         ("checked", found_out().await.into(), true),
-        ("deep", io::Error::other(cut().await).into(), true),
-        ("shown", Transparent(Transparent(cut().await)).into(), true),
-        ("checked, shown", Transparent(found_out().await).into(), true),
-        ("known better", Failed::nothing_done(cut().await).into(), false),
+        ("nested", io::Error::other(cut().await).into(), true),
+        ("transparent", Transparent(Transparent(cut().await)).into(), true),
+        ("checked, transparent", Transparent(found_out().await).into(), true),
+        ("overridden", Failed::nothing_done(cut().await).into(), false),
         ("never held", busy.into(), false),
     ];
     let operations = operations(MemoryBackend::new());
@@ -254,9 +255,10 @@ async fn what_lost_its_lock_half_way_is_not_begun_again() {
     assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{again:?}");
 }
 
-/// The first of several locks was lost while a later one was waited for, and that was told as if work under it had been cut off.
+/// Regression: the first of several locks was lost during the wait for a later one. The error said that work under the locks had been
+/// dropped.
 #[tokio::test(start_paused = true)]
-async fn what_never_had_all_of_its_locks_is_begun_again() {
+async fn work_that_never_held_all_its_locks_is_retried() {
     let backend = MemoryBackend::new();
     let locks = Locks::new(backend.clone(), "default").fair().max_hold(Duration::from_secs(2));
     let held = Locks::new(backend, "default").fair().lock("bob").await.unwrap();
@@ -272,14 +274,14 @@ async fn what_never_had_all_of_its_locks_is_begun_again() {
     let refused = pay().await;
     let Err(OperationError::Failed(error)) = &refused else { panic!("{refused:?}") };
     assert!(error.downcast_ref::<RunError<&str>>().is_some_and(RunError::is_busy), "{error:?}");
-    // As soon as it is lost.
+    // The wait ends as soon as the first lock is lost.
     let waited = begun.elapsed();
     assert!(waited >= Duration::from_secs(2) && waited < Duration::from_millis(2_100), "{waited:?}");
     assert!(!pay().await.unwrap().is_replay());
 }
 
-/// A message that is delivered again while the first one is at work.
-async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+/// A message that is redelivered while its first delivery is being processed.
+async fn waiter_gets_the_result<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let there = operations(store.clone()).wait(LEASE * 20);
     for (key, answer, expected) in [("a", Ok("slow"), ("slow", true)), ("b", Err("no money"), ("fast", false))] {
         let (here, operation) = (operations(store.clone()), Operation::new("alice", key));
@@ -318,11 +320,11 @@ async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync
     hanging.abort();
 }
 
-async fn what_takes_too_long_is_dropped<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+async fn work_past_max_runtime_is_dropped<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let operations = operations(store).max_runtime(LEASE * 2);
     let begun = Instant::now();
     let work = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
-    let cancelled = timeout(LEASE * 10, work).await.expect("it ends");
+    let cancelled = timeout(LEASE * 10, work).await.expect("max_runtime ends the work");
     assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
     assert!(begun.elapsed() >= LEASE * 2, "{:?}", begun.elapsed());
     sleep(LEASE * 2).await;
@@ -330,7 +332,7 @@ async fn what_takes_too_long_is_dropped<S: IdempotencyStore + Clone + Send + Syn
     assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
 }
 
-async fn what_was_dropped_is_of_unknown_outcome<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+async fn dropped_operation_has_an_unknown_outcome<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let strict = operations(store.clone());
     let (has_charged, mut charged) = mpsc::channel(1);
     let dropped = strict.run(operation(), "100 EUR", async |attempt: IdempotencyHandle| {
@@ -354,10 +356,10 @@ async fn what_was_dropped_is_of_unknown_outcome<S: IdempotencyStore + Clone + Se
     assert!(attempts(&strict).await.unwrap().is_replay());
 }
 
-async fn an_answer_that_is_too_large_is_not_kept<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+async fn too_large_result_is_not_recorded<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let operations = operations(store).max_answer(6);
     let large = operations.run(operation(), "100 EUR", async |_| Ok::<_, BoxError>("seven b")).await.unwrap();
-    assert_eq!(large.answer(), b"seven b", "whoever has done it is told");
+    assert_eq!(large.answer(), b"seven b", "the process that ran the work gets the result");
     assert!(matches!(attempts(&operations).await, Err(OperationError::NotKept)));
     let fits = operations.run(Operation::new("alice", "b"), "", async |_| Ok::<_, BoxError>("six by")).await;
     assert!(
@@ -390,15 +392,15 @@ macro_rules! on_both {
 }
 
 on_both! {
-    what_is_done_is_not_done_again
-    operations_of_another_name_are_others
-    what_takes_longer_than_a_lease_is_in_flight_until_it_is_done
-    what_has_failed_is_begun_again
-    what_may_have_been_done_is_not_begun_again
-    whoever_waits_gets_the_answer
-    what_takes_too_long_is_dropped
-    what_was_dropped_is_of_unknown_outcome
-    an_answer_that_is_too_large_is_not_kept
+    completed_operation_is_replayed
+    names_separate_operations
+    slow_operation_stays_in_flight_past_its_lease
+    failed_operation_is_attempted_again
+    unknown_outcome_is_not_attempted_again
+    waiter_gets_the_result
+    work_past_max_runtime_is_dropped
+    dropped_operation_has_an_unknown_outcome
+    too_large_result_is_not_recorded
 }
 
 #[tokio::test(start_paused = true)]
@@ -427,7 +429,7 @@ async fn store_outage_starts_nothing_and_loses_no_result() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_somebody_else_may_have_begun_is_dropped() {
+async fn work_is_dropped_before_another_process_takes_over() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let operations = operations(store).deadline(Duration::from_millis(100)).on_unknown(OnUnknown::Retry);
@@ -440,14 +442,14 @@ async fn what_somebody_else_may_have_begun_is_dropped() {
     };
     let begun = Instant::now();
     let cancelled = operations.run(operation(), "100 EUR", work);
-    let cancelled = timeout(LEASE * 2, cancelled).await.expect("the lease ends it");
+    let cancelled = timeout(LEASE * 2, cancelled).await.expect("the end of the lease ends the work");
     assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
     assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
-    assert_eq!(Arc::strong_count(&kept), 1, "the work is gone");
+    assert_eq!(Arc::strong_count(&kept), 1, "the work is dropped");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_is_granted_too_late_begins_nothing() {
+async fn claim_granted_too_late_starts_no_work() {
     let store = FaultStore::new(MemoryBackend::new());
     let (faults, paid) = (store.faults(), AtomicU32::new(0));
     let operations = operations(store).lease(Duration::from_millis(50)).on_unknown(OnUnknown::Retry);
@@ -460,7 +462,7 @@ async fn a_claim_that_is_granted_too_late_begins_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_said_by_hand_is_replayed() {
+async fn result_set_by_an_operator_is_replayed() {
     let backend = MemoryBackend::new();
     let operations = operations(backend.clone());
     let dropped = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
@@ -473,7 +475,7 @@ async fn what_is_said_by_hand_is_replayed() {
     let done = attempts(&operations).await.unwrap();
     assert_eq!((done.answer(), done.is_replay()), (b"paid".as_slice(), true));
 
-    // Somebody has taken it for a request, and finds that out.
+    // An operator completes the operation with an HTTP response by mistake. The error shows it.
     let complete = async |answer: Answer| {
         let done = admin.inspect(&known).await.unwrap().unwrap();
         assert!(admin.complete(&done, answer).await.unwrap());
@@ -486,9 +488,9 @@ async fn what_is_said_by_hand_is_replayed() {
     assert_eq!(complete(Answer::of_operation("")).await.unwrap().answer(), b"");
 }
 
-/// What the work has failed with is found by its type, and no text is there twice.
+/// The source chain has the error of the work with its type, and no text appears twice.
 #[test]
-fn what_has_failed_is_in_the_chain_of_its_causes() {
+fn error_of_the_work_is_in_the_source_chain() {
     let failed = OperationError::Failed(Failed::outcome_unknown(io::Error::from(io::ErrorKind::TimedOut)).into());
     let (mut chain, mut texts) = (Vec::new(), Vec::new());
     let mut next = Some(&failed as &(dyn Error + 'static));
@@ -505,15 +507,15 @@ fn what_has_failed_is_in_the_chain_of_its_causes() {
 }
 
 #[test]
-fn memory_is_not_taken_for_a_distributed_store() {
+fn require_rejects_memory_for_the_reach_of_redis() {
     let refused = operations(MemoryBackend::new()).require(Reach::Redis);
     assert!(matches!(refused, Err(ConfigError::ScopeTooSmall { .. })), "{refused:?}");
     assert!(operations(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 
-/// The story of a deadline that was found out on Redis only, where each call is late.
+/// Regression: a zero duration was detected only on Redis, where every call exceeds it.
 #[tokio::test]
-async fn a_time_of_zero_is_found_on_any_backend() {
+async fn zero_duration_is_rejected_on_any_backend() {
     let zero = Duration::ZERO;
     let operations = operations(MemoryBackend::new());
     for (operations, named) in

@@ -1,4 +1,4 @@
-//! The layer for idempotency on a real server: what it asks, and what is left when clients and processes misbehave.
+//! The idempotency layer on a real Redis server: its commands, and its behavior when clients, processes and servers fail.
 
 use crate::support;
 
@@ -27,7 +27,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// How often the handler has run, for each caller and key, and what it said.
+/// The responses of the handler, for each caller and key.
 type Runs = Arc<Mutex<HashMap<(String, String), Vec<String>>>>;
 type App = BoxCloneService<Request<Full<Bytes>>, (u16, bool, Bytes), Infallible>;
 
@@ -36,7 +36,7 @@ async fn guard(server: &RedisServer) -> IdempotencyLayer<HeaderKey> {
     IdempotencyLayer::new(backend).scope(header("authorization")).lease(Duration::from_secs(2))
 }
 
-/// A replica: a handler behind `guard` that takes some milliseconds and says something else each time.
+/// A replica: a handler behind `guard` that takes some milliseconds and responds differently each time.
 fn replica(guard: IdempotencyLayer<HeaderKey>, runs: &Runs) -> App {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let runs = Arc::clone(runs);
@@ -57,7 +57,7 @@ fn replica(guard: IdempotencyLayer<HeaderKey>, runs: &Runs) -> App {
     told(service)
 }
 
-/// Status, whether it is a replay, and body.
+/// Returns status, whether the response is a replay, and body.
 fn told<S>(service: S) -> App
 where
     S: Service<Request<Full<Bytes>>, Response = Response<IdempotentBody<Full<Bytes>>>, Error = Infallible>,
@@ -76,7 +76,7 @@ fn pay(caller: &str, key: &str, body: &'static str) -> Request<Full<Bytes>> {
     request.body(body.into()).unwrap()
 }
 
-/// Numbers that nobody would guess (SplitMix64).
+/// A deterministic random number generator (SplitMix64).
 struct Dice(u64);
 
 impl Dice {
@@ -89,7 +89,8 @@ impl Dice {
     }
 }
 
-/// A checkpoint is not put down before it is known that the body is the right one, so whoever sends that is not handed one of another body.
+/// A handler may store a checkpoint only once its body is known to be the right one. A client with the right body never gets a checkpoint
+/// of another body.
 #[tokio::test]
 async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     let server = RedisServer::start();
@@ -121,10 +122,10 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_first_request_costs_two_commands_and_a_replay_one() {
+async fn first_request_costs_two_commands_and_a_replay_one() {
     let server = RedisServer::start();
     let app = replica(guard(&server).await.deadline(Duration::from_secs(5)), &Runs::default());
-    // The scripts are known to the server after this.
+    // After this request the server has the scripts cached.
     app.clone().oneshot(pay("alice", "first", "hundred")).await.unwrap();
     let calls = || {
         let stats = server.text("INFO commandstats");
@@ -141,7 +142,7 @@ async fn a_first_request_costs_two_commands_and_a_replay_one() {
 }
 
 #[tokio::test]
-async fn a_replay_has_the_trailers_of_the_answer() {
+async fn replay_has_the_trailers_of_the_response() {
     let server = RedisServer::start();
     let guard = guard(&server).await.deadline(Duration::from_secs(5));
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
@@ -157,9 +158,9 @@ async fn a_replay_has_the_trailers_of_the_answer() {
     }
 }
 
-/// What was done is recorded, and what was not is given back, also where there is no memory left.
+/// Even if the server has no free memory, a finished operation is recorded and a failed one is released.
 #[tokio::test]
-async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
+async fn full_server_keeps_the_outcome_of_operations() {
     let server = Arc::new(RedisServer::start());
     let runs = Arc::new(AtomicU64::new(0));
     let (full, count) = (Arc::clone(&server), Arc::clone(&runs));
@@ -188,14 +189,14 @@ async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
     }
 }
 
-/// Another process is told by the store, and does not ask again and again.
+/// The store notifies the waiter, which does not poll.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_waits_in_another_process_is_told() {
+async fn waiter_in_another_process_is_notified() {
     let server = RedisServer::start();
     let runs = Runs::default();
     let has_begun = Arc::new(Notify::new());
     let [one, other] = [(); 2].map(|()| async {
-        // Renewals are left out of account.
+        // A long lease, so that the test counts no renewals.
         let guard = guard(&server).await.lease(Duration::from_secs(60)).deadline(Duration::from_secs(5));
         let has_begun = Arc::clone(&has_begun);
         guard.wait(Duration::from_secs(20)).layer(service_fn(
@@ -210,7 +211,7 @@ async fn whoever_waits_in_another_process_is_told() {
         ))
     });
     let (one, other) = (one.await, other.await);
-    // The scripts are known to the server after this.
+    // After this request the server has the scripts cached.
     let guard = guard(&server).await.deadline(Duration::from_secs(5));
     replica(guard, &runs).oneshot(pay("alice", "first", "hundred")).await.unwrap();
     let calls = || {
@@ -218,11 +219,11 @@ async fn whoever_waits_in_another_process_is_told() {
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
         stats.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum::<u64>()
     };
-    // Whoever is told late for want of a processor is in one of a few tries; somebody who looks once a second is some 700 ms late in
-    // all of them.
+    // On a busy machine, the notification may be late in one of a few tries. A waiter that polls once a second is about 700 ms late in
+    // every try.
     let (mut late, mut made) = (Vec::new(), 0);
     while late.last().is_none_or(|late| *late >= Duration::from_millis(500)) {
-        assert!(late.len() < 3, "it took {late:?} to be told");
+        assert!(late.len() < 3, "the notification took {late:?}");
         let key = format!("k{}", late.len());
         let before = calls();
         let request = one.clone().oneshot(pay("alice", &key, "hundred"));
@@ -236,18 +237,19 @@ async fn whoever_waits_in_another_process_is_told() {
         late.push(first.await.unwrap().elapsed());
         made = calls() - before;
     }
-    // Begun, completed; and asked at first, once it listened, after a second, and when it was told.
+    // The first request claims and completes. The waiter claims when it arrives, once it listens, after a second, and after its
+    // notification.
     assert!(made <= 6, "{made} calls");
 }
 
-/// A handler at work, and two processes that ask for its operation.
+/// A handler that is running, and two processes that receive requests for its operation.
 struct Payment {
     guards: [IdempotencyLayer<HeaderKey>; 2],
     apps: [App; 2],
     begun: mpsc::UnboundedReceiver<Run>,
 }
 
-/// An attempt, which ends when it is told to.
+/// An attempt, which ends on a signal of the test.
 struct Run {
     attempt: u32,
     fence: u64,
@@ -279,7 +281,7 @@ impl Payment {
         Self { guards: [first, second], apps: [one, other], begun }
     }
 
-    /// Asks one of the processes until it answers something else than that the store fails, or that somebody has begun.
+    /// Sends the request to one process until the response is neither a store error nor "in flight".
     fn ask(&self, process: usize) -> JoinHandle<(bool, Bytes)> {
         let app = self.apps[process].clone();
         let asking = async move {
@@ -291,15 +293,15 @@ impl Payment {
                 }
             }
         };
-        tokio::spawn(async { timeout(LONG, asking).await.expect("it is answered") })
+        tokio::spawn(async { timeout(LONG, asking).await.expect("the request completes") })
     }
 
     async fn begun(&mut self) -> Run {
-        timeout(LONG, self.begun.recv()).await.expect("a handler begins").unwrap()
+        timeout(LONG, self.begun.recv()).await.expect("a handler starts").unwrap()
     }
 }
 
-/// When the lease of the only operation ends, in us by the clock of Redis.
+/// The end of the lease of the only operation, in µs by the clock of Redis.
 fn lease_ends(server: &RedisServer) -> u64 {
     let key = server.query::<Vec<String>>("KEYS *:record").remove(0);
     let record: Vec<u8> = server.query(&format!("GET {key}"));
@@ -308,15 +310,15 @@ fn lease_ends(server: &RedisServer) -> u64 {
     u64::from_le_bytes(ends)
 }
 
-/// A failover that loses nothing. Whoever has begun goes on with the primary that takes over, and whoever waits does.
+/// A failover without data loss. The running handler and the waiters continue with the new primary.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_handler_that_outlives_its_primary_is_the_only_one() {
+async fn failover_does_not_start_a_second_handler() {
     let mut deployment = block_in_place(SentinelDeployment::start);
     let mut payment = Payment::new(&deployment.url()).await;
     let first = payment.ask(0);
     let run = payment.begun().await;
     let early = payment.ask(1);
-    // What replicas do not have yet is lost with a primary.
+    // Data that the replicas lack is lost with the primary.
     let new = block_in_place(|| {
         deployment.wait_until_whole();
         let old = deployment.kill_primary();
@@ -327,7 +329,7 @@ async fn a_handler_that_outlives_its_primary_is_the_only_one() {
     block_in_place(|| {
         let known = lease_ends(new);
         wait_until("the lease is renewed", || lease_ends(new) > known);
-        wait_until("somebody waits", || !new.query::<Vec<String>>("PUBSUB CHANNELS tollgate:*").is_empty());
+        wait_until("a waiter listens", || !new.query::<Vec<String>>("PUBSUB CHANNELS tollgate:*").is_empty());
     });
     run.ends.send(()).unwrap();
     let text = Bytes::from(format!("paid by {}", run.fence));
@@ -335,12 +337,12 @@ async fn a_handler_that_outlives_its_primary_is_the_only_one() {
     for asked in [early, late, payment.ask(0)] {
         assert_eq!(asked.await.unwrap(), (true, text.clone()));
     }
-    assert!(payment.begun.try_recv().is_err(), "it is not done again");
+    assert!(payment.begun.try_recv().is_err(), "the operation was executed again");
 }
 
-/// What the first attempt comes to is its caller's, and nothing of it is kept: neither while the second one is at work nor afterwards.
+/// The result of the first attempt goes to its own caller. It is not recorded, neither during the second attempt nor afterwards.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_record_that_is_gone_is_a_request_that_is_served_anew() {
+async fn lost_record_allows_a_new_first_attempt() {
     for is_done_before in [false, true] {
         let mut server = block_in_place(RedisServer::start);
         let mut payment = Payment::new(&server.url()).await;
@@ -363,17 +365,17 @@ async fn a_record_that_is_gone_is_a_request_that_is_served_anew() {
         for (process, asked, run) in both {
             run.ends.send(()).unwrap();
             assert_eq!(asked.await.unwrap(), (false, said(run.fence)));
-            timeout(LONG, payment.guards[process].wait_idle()).await.expect("there is nothing left to tell");
+            timeout(LONG, payment.guards[process].wait_idle()).await.expect("the layer has no calls left");
         }
         assert_eq!(payment.ask(0).await.unwrap(), (true, kept));
-        assert!(payment.begun.try_recv().is_err(), "it is not done a third time");
+        assert!(payment.begun.try_recv().is_err(), "the operation was executed a third time");
     }
 }
 
-/// Four replicas, of which one dies with its handlers at work, a server that loses its connections and is killed, and clients
-/// that try again, hang up, and change their minds.
+/// One of four replicas dies while its handlers run. The server loses its connections and is killed. Clients retry, disconnect and send
+/// other bodies.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_operation_is_done_at_most_once_whatever_breaks() {
+async fn operations_execute_at_most_once_under_faults() {
     const KEYS: u64 = 150;
     const CLIENTS: u64 = 24;
     let mut server = RedisServer::start_with(DURABLE);
@@ -383,7 +385,7 @@ async fn every_operation_is_done_at_most_once_whatever_breaks() {
         guards.push(guard(&server).await);
     }
     let mut replicas: Vec<App> = guards.iter().map(|guard| replica(guard.clone(), &runs)).collect();
-    // One whose runtime ends in the middle of everything.
+    // The runtime of this replica shuts down during the test.
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let its_guard = block_in_place(|| doomed.block_on(guard(&server)));
     let (app, handle) = (replica(its_guard, &runs), doomed.handle().clone());
@@ -404,8 +406,8 @@ async fn every_operation_is_done_at_most_once_whatever_breaks() {
                 let key = format!("key-{}", dice.below(KEYS));
                 let body = if dice.below(8) == 0 { "thousand" } else { "hundred" };
                 let app = replicas[dice.below(4) as usize].clone();
-                let patience = Duration::from_millis(if dice.below(4) == 0 { dice.below(20) } else { 2_000 });
-                if let Ok(answer) = timeout(patience, app.oneshot(pay(&caller, &key, body))).await {
+                let client_timeout = Duration::from_millis(if dice.below(4) == 0 { dice.below(20) } else { 2_000 });
+                if let Ok(answer) = timeout(client_timeout, app.oneshot(pay(&caller, &key, body))).await {
                     let (status, _, text) = answer.unwrap();
                     answers.push(((caller, key), body, status, text));
                 }
@@ -428,30 +430,30 @@ async fn every_operation_is_done_at_most_once_whatever_breaks() {
         guard.wait_idle().await;
     }
     let runs = runs.lock().unwrap();
-    assert!(runs.len() > KEYS as usize, "{} operations are too few to say anything", runs.len());
+    assert!(runs.len() > KEYS as usize, "{} operations are too few for a result", runs.len());
     for (operation, said) in &*runs {
-        assert_eq!(said.len(), 1, "{operation:?} was done {} times", said.len());
+        assert_eq!(said.len(), 1, "{operation:?} was executed {} times", said.len());
     }
     let mut served = 0;
     for (operation, body, status, text) in answers {
         if status == 200 {
             assert_eq!(text, runs[&operation][0].as_bytes());
-            assert!(text.starts_with(body.as_bytes()), "the answer to another request: {text:?}");
+            assert!(text.starts_with(body.as_bytes()), "the response to another request: {text:?}");
             served += 1;
         } else {
             assert!([0, 409, 422, 503].contains(&status), "{status}");
         }
     }
-    assert!(served > KEYS, "{served} answers are too few to say anything");
+    assert!(served > KEYS, "{served} responses are too few for a result");
     for key in server.query::<Vec<String>>("KEYS *") {
         let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut server.connection()).unwrap();
         assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
     }
 }
 
-/// On one server the count of a caller's records is exact, ends with the records, and stays small.
+/// On one server the record count of a caller is exact, drops when records expire, and takes little memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_records_of_a_caller_are_counted_until_they_end() {
+async fn records_of_a_caller_are_counted_until_they_expire() {
     const MOST: u64 = 20;
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
@@ -459,14 +461,14 @@ async fn the_records_of_a_caller_are_counted_until_they_end() {
     let begin = async |scope: &str, number: u32, retention| {
         let mut claim = Claim::new(Token::random().unwrap(), Digest::default(), lease, retention);
         claim.bound = Some(RecordBound { scope: scope.into(), most: MOST });
-        // A route of its own each time: what is bounded is the caller.
+        // Each operation has a route of its own, because the bound applies to the caller.
         let operation = Operation::new((scope, "POST", number), number);
         (backend.begin(&operation, &claim).await.unwrap(), operation, claim)
     };
     let is_granted = |begun: &Begun| matches!(begun, Begun::Granted { .. });
     let count = "tollgate:2:{idempotency}:alice:records";
     let day = Duration::from_secs(86_400);
-    // Those of a day, and one that ends soon.
+    // Most records last a day, and one expires soon.
     for number in 1..MOST as u32 {
         assert!(is_granted(&begin("alice", number, day).await.0), "{number}");
     }
@@ -479,12 +481,12 @@ async fn the_records_of_a_caller_are_counted_until_they_end() {
     assert_eq!(server.query::<u64>(&format!("ZCARD {count}")), MOST);
     let ttl_ms = server.query::<u64>(&format!("PTTL {count}"));
     assert!((172_000_000..=172_800_020).contains(&ttl_ms), "{ttl_ms}");
-    // The record has ended, so there is room for another one.
+    // The record has expired, so there is room for another one.
     sleep(Duration::from_millis(3_100)).await;
     assert!(is_granted(&begin("alice", 21, day).await.0));
     assert!(matches!(begin("alice", 22, day).await.0, Begun::ScopeFull { .. }));
     assert_eq!(server.query::<u64>(&format!("ZCARD {count}")), MOST);
-    // What is given back is remembered for ten minutes.
+    // A released operation is remembered for ten minutes.
     let (begun, operation, claim) = begin("carol", 0, day).await;
     assert!(is_granted(&begun));
     assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());

@@ -1,4 +1,4 @@
-//! A Cluster of three primaries with a replica each.
+//! A Redis Cluster of three primaries with one replica each.
 
 use std::time::Instant;
 
@@ -9,27 +9,27 @@ use super::server::{RedisServer, line, query, wait_until};
 
 const PRIMARIES: usize = 3;
 const NODES: usize = 2 * PRIMARIES;
-/// How many slots there are.
+/// The number of slots of a cluster.
 pub const SLOTS: u16 = 16_384;
 
-/// Nodes that notice after a second when one of them is gone.
+/// Nodes that detect the failure of another node after a second.
 #[derive(Debug)]
 pub struct Cluster {
-    /// The first three are the primaries in the beginning, and each of the others the replica of the one three before it.
+    /// The first three are the initial primaries. Each of the others is the replica of the node three positions before it.
     pub nodes: Vec<RedisServer>,
     ids: Vec<String>,
 }
 
-/// What one node says about a node.
+/// A node as another node sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
     pub index: usize,
     /// The index of its primary, if it is a replica.
     pub primary: Option<usize>,
-    /// First and last of each range, for a primary.
+    /// The first and last slot of each range, for a primary.
     pub slots: Vec<(u16, u16)>,
     flags: String,
-    /// Whose is the latest is right where two say that they have a slot.
+    /// If two nodes claim a slot, the higher epoch is right.
     epoch: u64,
 }
 
@@ -40,12 +40,12 @@ impl View {
 }
 
 impl Cluster {
-    /// Starts everything, and waits until each node serves and each replica follows.
+    /// Starts all nodes, and waits until each node serves and each replica follows.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
 
-    /// The same with further arguments for the nodes.
+    /// Like [`start`](Self::start), with further arguments for the nodes.
     pub fn start_with(args: &[&str]) -> Self {
         let mut all = vec!["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"];
         all.extend(["--cluster-node-timeout", "1000"]);
@@ -55,14 +55,14 @@ impl Cluster {
         let nodes = together(NODES, |_| RedisServer::start_with(&all));
         let ids: Vec<String> = nodes.iter().map(|node| node.query("CLUSTER MYID")).collect();
         for (index, node) in nodes.iter().enumerate().take(PRIMARIES) {
-            // Numbers of their own, so that there is nothing to settle when they meet.
+            // Distinct epochs, so that there are no conflicts when the nodes meet.
             node.query::<()>(&format!("CLUSTER SET-CONFIG-EPOCH {}", index + 1));
             let share = |index: usize| index * usize::from(SLOTS) / PRIMARIES;
             // Redis 6.2 has no ADDSLOTSRANGE.
             let slots: Vec<_> = (share(index)..share(index + 1)).map(|slot| slot.to_string()).collect();
             node.query::<()>(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")));
         }
-        // Everybody meets everybody: gossip takes longer.
+        // Every node meets every other node, since gossip takes longer.
         for (index, node) in nodes.iter().enumerate() {
             for other in &nodes[index + 1..] {
                 node.query::<()>(&format!("CLUSTER MEET 127.0.0.1 {}", other.port()));
@@ -84,7 +84,7 @@ impl Cluster {
         format!("redis+cluster://{}/", nodes.join(","))
     }
 
-    /// What `node` says about all nodes that it has met.
+    /// All nodes that `node` has met, as it sees them.
     pub fn views(&self, node: &RedisServer) -> Vec<View> {
         self.read(&node.text("CLUSTER NODES"))
     }
@@ -111,20 +111,20 @@ impl Cluster {
         })
     }
 
-    /// The index of the primary that has the slot, by what each says of itself: what it says of others may be from before the slot
-    /// was moved. Waits for one that does.
+    /// The index of the primary that has the slot, by each node's view of itself. Its view of others may predate a move of the slot. Waits
+    /// until a primary claims the slot.
     pub fn owner(&self, slot: u16) -> usize {
         let mut owner = None;
-        wait_until(&format!("a primary says that it has slot {slot}"), || {
+        wait_until(&format!("a primary has slot {slot}"), || {
             let answering = (0..self.nodes.len()).filter(|&index| self.nodes[index].is_answering());
             let claims = answering.filter_map(|index| self.view_of_itself(index)).filter(|view| view.has(slot));
             owner = claims.max_by_key(|view| view.epoch).map(|view| view.index);
             owner.is_some()
         });
-        owner.expect("it was waited for")
+        owner.expect("a primary has the slot")
     }
 
-    /// The indices of those that have slots, to the first node that answers.
+    /// The indices of the nodes with slots, as the first node that answers sees them.
     pub fn primaries(&self) -> Vec<usize> {
         let views = self.living().map(|node| self.views(node)).find(|views| !views.is_empty()).unwrap_or_default();
         views.into_iter().filter(|view| !view.slots.is_empty()).map(|view| view.index).collect()
@@ -136,12 +136,12 @@ impl Cluster {
         views.into_iter().find(|view| view.primary == Some(primary)).expect("each primary has a replica").index
     }
 
-    /// Has the replica of the primary take over, without losing anything.
+    /// Makes the replica of the primary take over, without loss of data.
     pub fn fail_over(&self, primary: usize) {
         self.nodes[self.replica_of(primary)].query::<()>("CLUSTER FAILOVER");
     }
 
-    /// Waits until a node says that a slot has another owner than `old`, and says when it did and which one.
+    /// Waits until a node sees another owner of the slot than `old`. Returns the time and the index of the new owner.
     pub fn wait_for_another_owner(&self, slot: u16, old: usize) -> (Instant, usize) {
         let mut connections: Vec<_> = self.living().map(RedisServer::connection).collect();
         let mut owner = old;
@@ -156,13 +156,13 @@ impl Cluster {
         (Instant::now(), owner)
     }
 
-    /// Waits until all nodes serve all slots and agree who has which, and each primary has a replica that follows.
+    /// Waits until all nodes serve all slots and agree on their owners, and each primary has a replica that follows.
     pub fn wait_until_whole(&self) {
         wait_until("the cluster is whole", || {
             let sorted = |node| {
                 let mut views = self.views(node);
                 for view in &mut views {
-                    // Each calls itself `myself`, and an epoch may become another one without any change of slots.
+                    // Each node marks itself as `myself`, and an epoch may change without a change of slots.
                     view.flags = view.flags.replace("myself,", "");
                     view.epoch = 0;
                 }
@@ -184,7 +184,7 @@ impl Cluster {
         });
     }
 
-    /// Begins to move a slot to another primary, and answers which one it is at.
+    /// Begins to move a slot to another primary, and returns the index of its owner.
     pub fn open(&self, slot: u16, to: usize) -> usize {
         let from = self.owner(slot);
         assert_ne!(from, to, "slot {slot} is there already");
@@ -195,8 +195,8 @@ impl Cluster {
         from
     }
 
-    /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
-    /// the keys that have gone already, and MOVED in the end.
+    /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does. Clients get ASK for keys that have moved
+    /// already, and MOVED in the end.
     pub fn migrate(&self, slot: u16, to: usize) {
         let from = self.open(slot, to);
         self.move_keys(slot, from, to);
@@ -223,12 +223,12 @@ impl Cluster {
     pub fn close(&self, slot: u16, from: usize, to: usize) {
         let mut source = self.nodes[from].connection();
         let mut target = self.nodes[to].connection();
-        // The target first: for a moment both have the slot, instead of nobody.
+        // The target first: for a moment both nodes have the slot, instead of none.
         must(&mut target, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
         must(&mut source, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
     }
 
-    /// Ends a node as a crash would and starts it again at another address, and waits until all nodes know that.
+    /// Kills a node, starts it again at another address, and waits until all nodes know that address.
     pub fn readdress(&mut self, index: usize) {
         self.nodes[index].kill();
         self.nodes[index].restart_elsewhere();
@@ -238,7 +238,7 @@ impl Cluster {
         });
     }
 
-    /// The slots of a primary in which there are keys.
+    /// The slots of a primary that have keys.
     pub fn slots_with_keys(&self, primary: usize) -> Vec<u16> {
         let node = &self.nodes[primary];
         let slots = self.view_of_itself(primary).map(|view| view.slots).unwrap_or_default();
@@ -251,7 +251,7 @@ impl Cluster {
         slots.into_iter().zip(counts).filter(|(_, count)| *count > 0).map(|(slot, _)| slot).collect()
     }
 
-    /// What a node says of itself.
+    /// A node as it sees itself.
     fn view_of_itself(&self, index: usize) -> Option<View> {
         self.views(&self.nodes[index]).into_iter().find(|view| view.index == index)
     }

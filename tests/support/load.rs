@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-/// One call: when it began, how long it took, and what came of it.
+/// One call: its start, duration and outcome.
 #[derive(Debug)]
 pub struct Call<T> {
     pub begun: Instant,
@@ -22,7 +22,7 @@ impl<T> Call<T> {
     }
 }
 
-/// Callers that ask one call after the other until they are told to stop.
+/// Callers that make one call after the other until [`stop`](Load::stop).
 #[derive(Debug)]
 pub struct Load<T> {
     stop: Arc<AtomicBool>,
@@ -31,7 +31,7 @@ pub struct Load<T> {
 }
 
 impl<T: Send + 'static> Load<T> {
-    /// Each of `callers` asks, and `pause` says from the outcome how long it waits before it asks again.
+    /// Starts `callers` callers. From the outcome of a call, `pause` determines the delay before the next call.
     pub fn start<F>(callers: u32, pause: fn(&T) -> Duration, ask: impl Fn(u32) -> F + Clone + Send + 'static) -> Self
     where
         F: Future<Output = T> + Send,
@@ -59,19 +59,19 @@ impl<T: Send + 'static> Load<T> {
         Self { stop, ended, callers: set }
     }
 
-    /// Waits for this time, and until so many calls have begun and ended from now on.
+    /// Waits for `time`, and until `calls` further calls have started and ended.
     pub async fn goes_on(&self, time: Duration, calls: usize) {
-        // Those that are under way have begun before.
+        // Calls in flight have started before, so they do not count.
         let enough = self.ended.load(Ordering::Relaxed) + self.callers.len() + calls;
         let begun = Instant::now();
         sleep(time).await;
         while self.ended.load(Ordering::Relaxed) < enough {
-            assert!(begun.elapsed() < Duration::from_secs(30), "too few calls come to their end");
+            assert!(begun.elapsed() < Duration::from_secs(30), "too few calls complete");
             sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// All calls, once the last of them is over.
+    /// Stops the callers, and returns all calls when the last one has ended.
     pub async fn stop(self) -> Vec<Call<T>> {
         self.stop.store(true, Ordering::Relaxed);
         self.callers.join_all().await.into_iter().flatten().collect()

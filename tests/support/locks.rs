@@ -1,4 +1,4 @@
-//! What happened under a lock, written down, and what must be true of it.
+//! Records the holds of a lock, and checks mutual exclusion and fencing.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tollgate::Lease;
 
-/// What is under a lock, in Redis: reads and writes of whoever has a smaller fence than it has seen are refused.
+/// A resource in Redis that is guarded by a lock. It refuses reads and writes with a smaller fence than it has seen.
 pub const GUARDED: &str = r"
 local seen = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
 if tonumber(ARGV[1]) < seen then
@@ -21,7 +21,7 @@ if ARGV[2] ~= '' then
 end
 return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
 
-/// One stay under a lock: from when the lease was there until it was known to be given back or lost.
+/// One hold of a lock, from its grant to the last instant at which the lease was known to be valid.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseGuard {
     pub fence: u64,
@@ -29,17 +29,17 @@ pub struct LeaseGuard {
     pub until: Instant,
 }
 
-/// The stays of all who took part.
+/// The holds of all participants.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Mutex<Vec<LeaseGuard>>>);
 
 impl History {
-    /// Stays under the lock for a while, or until the lease is lost; true if it was not.
+    /// Holds the lock for `time`, or until the lease is lost. Returns whether the lease lasted.
     pub async fn stay(&self, lease: &Lease, time: Duration) -> bool {
         let from = Instant::now();
         let mut until = None;
         let is_whole = loop {
-            // Whoever is told that the lock is theirs after this instant may have relied on it then.
+            // Taken before the check: if the check succeeds, the holder may have relied on the lock at this instant.
             let now = Instant::now();
             if lease.check().is_err() {
                 break false;
@@ -50,31 +50,31 @@ impl History {
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         };
-        // Whoever stood still as soon as it had the lock was never told that it has it.
+        // If the process stood still right after the grant, the holder never learned that it had the lock.
         if let Some(until) = until {
-            self.0.lock().expect("nobody panics").push(LeaseGuard { fence: lease.fence(), from, until });
+            self.0.lock().expect("not poisoned").push(LeaseGuard { fence: lease.fence(), from, until });
         }
         is_whole
     }
 
     pub fn len(&self) -> usize {
-        self.0.lock().expect("nobody panics").len()
+        self.0.lock().expect("not poisoned").len()
     }
 
-    /// Nobody was there with somebody else, and whoever came later had a larger fence.
+    /// Checks that no two holds overlap, and that later holds have larger fences.
     pub fn check(&self) {
-        let mut stays = self.0.lock().expect("nobody panics").clone();
+        let mut stays = self.0.lock().expect("not poisoned").clone();
         stays.sort_by_key(|stay| stay.fence);
         for pair in stays.windows(2) {
             let [one, next] = pair else { continue };
-            assert!(one.fence < next.fence, "one fence twice: {one:?} {next:?}");
+            assert!(one.fence < next.fence, "the same fence twice: {one:?} {next:?}");
             assert!(one.from < next.from, "a larger fence came first: {one:?} {next:?}");
-            assert!(one.until <= next.from, "two at a time: {one:?} {next:?}");
+            assert!(one.until <= next.from, "two holders at a time: {one:?} {next:?}");
         }
     }
 }
 
-/// Polls a future so many times and drops it then, unless it is done before.
+/// Polls a future up to `polls` times, and drops it then.
 pub struct DropAt<F> {
     future: Option<Pin<Box<F>>>,
     polls_left: u32,

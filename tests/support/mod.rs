@@ -1,4 +1,4 @@
-//! What several tests and benches need. Each uses a part of it.
+//! Helpers for several tests and benches, each of which uses a part of them.
 
 #![allow(dead_code, unreachable_pub, unused_macros)]
 

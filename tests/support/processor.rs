@@ -1,5 +1,5 @@
-//! How long this program and its servers were ready to run and had no processor, since neighbours on this machine had it. What
-//! a decision waited for that is not its own doing.
+//! Measures how long this program and its servers were ready to run but had no processor, because other processes used it. Such a wait
+//! delays a decision without being its fault.
 
 use std::collections::HashMap;
 use std::fs;
@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How often the system is asked.
+/// How often the meter samples.
 const TICK: Duration = Duration::from_millis(20);
-/// Servers come and go; they are looked for every so many ticks.
+/// Servers come and go, so the meter searches for them every so many ticks.
 const SEARCH: u32 = 20;
 
-/// Time without a processor.
+/// A period without a processor.
 #[derive(Clone, Copy, Debug)]
 struct Wait {
     from: Instant,
@@ -22,12 +22,12 @@ struct Wait {
     length: Duration,
 }
 
-/// All of it, as far as the system tells, which Linux does.
+/// All periods without a processor, as far as the system reports them, which Linux does.
 #[derive(Debug, Default)]
 pub struct Waits(Vec<Wait>);
 
 impl Waits {
-    /// What of the time between two instants was spent waiting, at the most.
+    /// An upper bound of the time without a processor between two instants.
     pub fn between(&self, begun: Instant, ended: Instant) -> Duration {
         let overlap = |wait: &Wait| {
             let (from, to) = (wait.from.max(begun), wait.to.min(ended));
@@ -41,7 +41,7 @@ impl Waits {
     }
 }
 
-/// A thread that notes them.
+/// A thread that records the periods without a processor.
 #[derive(Debug)]
 pub struct ProcessorMeter {
     stop: Arc<AtomicBool>,
@@ -64,15 +64,15 @@ impl ProcessorMeter {
                 if tick % SEARCH == 0 {
                     servers = children();
                 }
-                // A decision is made by one thread of ours and one server.
+                // One thread of this program and one server make a decision.
                 let own = longest(&mut before, &folders(Path::new("/proc/self/task")));
                 let length = own + longest(&mut before, &servers);
                 let now = Instant::now();
-                // When the whole machine stands still nobody waits for a processor, but sleep is longer.
+                // If the whole machine stands still, no thread waits for a processor, but `sleep` takes longer.
                 let length = length.max((now - asked).saturating_sub(2 * TICK));
                 if !length.is_zero() && tick > 0 {
                     let from = asked.checked_sub(length).unwrap_or(asked);
-                    noted.lock().expect("nobody panics").push(Wait { from, to: now, length });
+                    noted.lock().expect("not poisoned").push(Wait { from, to: now, length });
                 }
                 asked = now;
                 thread::sleep(TICK);
@@ -83,7 +83,7 @@ impl ProcessorMeter {
 
     pub fn stop(mut self) -> Waits {
         self.end();
-        Waits(std::mem::take(&mut *self.waits.lock().expect("nobody panics")))
+        Waits(std::mem::take(&mut *self.waits.lock().expect("not poisoned")))
     }
 
     fn end(&mut self) {
@@ -100,11 +100,11 @@ impl Drop for ProcessorMeter {
     }
 }
 
-/// The longest that one of them has waited since it was asked before.
+/// The longest wait of any of these tasks since the previous sample.
 fn longest(before: &mut HashMap<PathBuf, u64>, of: &[PathBuf]) -> Duration {
     let mut longest = 0;
     for folder in of {
-        // Nanoseconds on a processor, and waiting for one.
+        // Nanoseconds on a processor, and nanoseconds of waiting for one.
         let Ok(text) = fs::read_to_string(folder.join("schedstat")) else { continue };
         let Some(waited) = text.split(' ').nth(1).and_then(|waited| waited.parse().ok()) else { continue };
         let known = before.insert(folder.clone(), waited).unwrap_or(waited);
@@ -113,7 +113,7 @@ fn longest(before: &mut HashMap<PathBuf, u64>, of: &[PathBuf]) -> Duration {
     Duration::from_nanos(longest)
 }
 
-/// The processes that this one has started.
+/// The child processes of this process.
 fn children() -> Vec<PathBuf> {
     let own = std::process::id().to_string();
     let mut processes = folders(Path::new("/proc"));

@@ -1,4 +1,4 @@
-//! A network that misbehaves: a TCP proxy whose faults are switched while connections are open.
+//! A faulty network: a TCP proxy whose faults are switched while connections are open.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,42 +17,42 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::server::{free_port, wait_until};
 
-/// How long a door that cannot be opened stays closed until it is tried again.
+/// How long the proxy waits before it tries to listen again.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What becomes of the bytes that go in one direction.
+/// What happens to the bytes of one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Traffic {
     #[default]
     Forward,
-    /// They arrive later by this much.
+    /// Bytes arrive later by this much.
     Delay(Duration),
-    /// They wait, and arrive when this is over: what TCP makes of a network that is down for a while.
+    /// Bytes wait, and arrive when this fault ends. This is how TCP sees a network that is down for a while.
     Hold,
-    /// They vanish. A connection that has lost some never carries any again in this direction: TCP leaves no gaps.
+    /// Bytes vanish. A connection that has lost bytes never carries any again in this direction, because TCP leaves no gaps.
     Swallow,
-    /// There are no more: the sender is told that the receiver reads on, the receiver that the sender has ended.
+    /// The stream ends: the receiver sees its end, and the sender sees a receiver that still reads.
     End,
 }
 
-/// What becomes of those who connect.
+/// What happens to new connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Door {
     #[default]
     Open,
-    /// They are connected, and nobody ever answers: half open.
+    /// The connection is accepted, and no reply ever comes: half open.
     Silent,
-    /// They are told that nobody listens.
+    /// The connection is refused.
     Closed,
 }
 
-/// Leads connections to a port of this machine. Stops with its value; its tasks are in a runtime of its own, so they are none
-/// of those that a test counts.
+/// A proxy to a port of this machine. It stops when it is dropped. Its tasks have a runtime of their own, so tests that count tasks do not
+/// count them.
 #[derive(Debug)]
 pub struct Proxy {
     port: u16,
     state: Arc<State>,
-    // An `Option`, since a runtime must not be dropped where tasks run; `Drop` takes it.
+    // An `Option`, because a runtime must not be dropped inside a task; `Drop` takes it.
     runtime: Option<Runtime>,
 }
 
@@ -69,7 +69,7 @@ struct State {
     alive: Mutex<Arc<()>>,
 }
 
-/// How often connections were ended, and how the last time.
+/// How many times all connections were ended, and how they ended the last time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ended {
     times: u64,
@@ -77,7 +77,7 @@ struct Ended {
 }
 
 impl Proxy {
-    /// A proxy in front of `target`, a port, that does nothing wrong yet.
+    /// Starts a proxy to the port `target`, without faults.
     pub fn start(target: u16) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime can be made");
@@ -110,55 +110,55 @@ impl Proxy {
         format!("redis://127.0.0.1:{}/", self.port)
     }
 
-    /// Leads those who connect from now on to another port, as an address that is moved does.
+    /// Leads new connections to another port, as a moved address does.
     pub fn lead_to(&self, target: u16) {
         self.state.target.store(target, Ordering::Relaxed);
     }
 
-    /// What becomes of what clients send.
+    /// Sets what happens to the bytes from clients.
     pub fn to_server(&self, traffic: Traffic) {
         self.state.to_server.send_replace(traffic);
     }
 
-    /// What becomes of what the server answers.
+    /// Sets what happens to the bytes from the server.
     pub fn to_client(&self, traffic: Traffic) {
         self.state.to_client.send_replace(traffic);
     }
 
-    /// What becomes of those who connect from now on. A closed door takes a moment to shut.
+    /// Sets what happens to new connections. It takes a moment until a closed port refuses them.
     pub fn door(&self, door: Door) {
         self.state.door.send_replace(door);
     }
 
-    /// Ends all connections as a program does that has no more to say (FIN), and returns when they have ended.
+    /// Ends all connections as a program does that closes them (FIN), and returns when they have ended.
     pub fn cut(&self) {
         self.end(false);
     }
 
-    /// Ends all connections as a machine does that has forgotten them (RST), and returns when they have ended.
+    /// Ends all connections as a machine does that has lost their state (RST), and returns when they have ended.
     pub fn reset(&self) {
         self.end(true);
     }
 
     fn end(&self, reset: bool) {
-        let alive = std::mem::take(&mut *self.state.alive.lock().expect("nobody panics"));
+        let alive = std::mem::take(&mut *self.state.alive.lock().expect("not poisoned"));
         self.state.end.send_modify(|ended| *ended = Ended { times: ended.times + 1, reset });
         wait_until("the connections have ended", || Arc::strong_count(&alive) == 1);
     }
 
-    /// Everything is as it was in the beginning, for connections that are still sound.
+    /// Removes all faults. Connections that have lost bytes stay broken.
     pub fn heal(&self) {
         self.to_server(Traffic::Forward);
         self.to_client(Traffic::Forward);
         self.door(Door::Open);
     }
 
-    /// How many connections are open.
+    /// The number of open connections.
     pub fn connections(&self) -> usize {
         self.state.connections.load(Ordering::Relaxed)
     }
 
-    /// How many connections were ever opened.
+    /// The number of connections that were ever accepted.
     pub fn accepted(&self) -> u64 {
         self.state.accepted.load(Ordering::Relaxed)
     }
@@ -174,7 +174,7 @@ impl Drop for Proxy {
 
 fn listen(port: u16) -> io::Result<TcpListener> {
     let socket = TcpSocket::new_v4()?;
-    // The port was ours a moment ago when a door is opened again.
+    // The proxy may have used the port until a moment ago.
     socket.set_reuseaddr(true)?;
     socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
     socket.listen(1024)
@@ -191,10 +191,10 @@ async fn serve(listener: TcpListener, port: u16, state: Arc<State>) {
             Door::Closed => (listener, is_stuck) = (None, false),
             Door::Open | Door::Silent if listener.is_none() => match listen(port) {
                 Ok(again) => (listener, is_stuck) = (Some(again), false),
-                // Somebody has taken the port meanwhile. Said once, as it is tried until it is given back.
+                // Another process has taken the port meanwhile. Logged once, since the proxy retries until the port is free.
                 Err(error) => {
                     if !is_stuck {
-                        eprintln!("a proxy cannot open its door on port {port} again: {error}");
+                        eprintln!("a proxy cannot listen on port {port} again: {error}");
                     }
                     is_stuck = true;
                 }
@@ -213,7 +213,7 @@ async fn serve(listener: TcpListener, port: u16, state: Arc<State>) {
             Some(_) = connections.join_next() => {}
             Ok((client, _)) = accepted => {
                 let state = Arc::clone(&state);
-                let (alive, end) = (Arc::clone(&*state.alive.lock().expect("nobody panics")), state.end.subscribe());
+                let (alive, end) = (Arc::clone(&*state.alive.lock().expect("not poisoned")), state.end.subscribe());
                 connections.spawn(async move {
                     state.accepted.fetch_add(1, Ordering::Relaxed);
                     state.connections.fetch_add(1, Ordering::Relaxed);
@@ -232,7 +232,7 @@ async fn connection(mut client: TcpStream, door: Door, state: &State, mut end: w
         let (client, server) = (&mut client, &mut server);
         let carried = async move {
             if door == Door::Silent {
-                // Reads, so that it is noticed when the client gives up.
+                // Reads, to notice when the client gives up.
                 let mut nothing = [0; 1024];
                 while client.read(&mut nothing).await.is_ok_and(|read| read > 0) {}
                 return;
@@ -243,7 +243,7 @@ async fn connection(mut client: TcpStream, door: Door, state: &State, mut end: w
             let _ = (client.set_nodelay(true), server.set_nodelay(true));
             let (from_client, to_client) = client.split();
             let (from_server, to_server) = server.split();
-            // A side that has ended hears what the other still has to say.
+            // A side that has ended its stream still receives the rest of the other stream.
             tokio::join!(
                 carry(from_client, to_server, state.to_server.subscribe()),
                 carry(from_server, to_client, state.to_client.subscribe()),
@@ -255,15 +255,15 @@ async fn connection(mut client: TcpStream, door: Door, state: &State, mut end: w
         }
     }
     if end.borrow().reset {
-        // Closing says RST instead of FIN then.
+        // With this setting, closing sends RST instead of FIN.
         let _ = client.set_zero_linger();
         let _ = server.map(|server| server.set_zero_linger());
     }
 }
 
-/// Carries bytes in one direction until there are no more.
+/// Forwards the bytes of one direction until the stream ends.
 async fn carry(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, mut traffic: watch::Receiver<Traffic>) {
-    // What is on its way, and when it arrives. Bounded: when it is full nothing more is read.
+    // The bytes in transit, with their arrival times. If there are too many, the proxy stops reading.
     let mut under_way: VecDeque<(Instant, Vec<u8>)> = VecDeque::new();
     let mut buffer = vec![0; 16 * 1024];
     let (mut reads, mut lost, mut over) = (true, false, false);
@@ -283,7 +283,7 @@ async fn carry(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, mut traffic: watch
         let next = under_way.front().map(|(at, _)| *at);
         let held = now == Traffic::Hold;
         tokio::select! {
-            // First of all: bytes that are sent after a fault was switched on are subject to it.
+            // Before anything else: bytes that are sent after a fault was switched on are subject to it.
             biased;
             _ = traffic.changed() => {}
             read = from.read(&mut buffer), if reads && !held && under_way.len() < 4_096 => match read {
@@ -296,7 +296,7 @@ async fn carry(mut from: ReadHalf<'_>, mut to: WriteHalf<'_>, mut traffic: watch
                 _ => reads = false,
             },
             () = async { sleep_until(next.unwrap_or_else(Instant::now)).await }, if next.is_some() && !held => {
-                let (_, bytes) = under_way.pop_front().expect("there is a first one");
+                let (_, bytes) = under_way.pop_front().expect("the queue is not empty");
                 if !lost && to.write_all(&bytes).await.is_err() {
                     break;
                 }

@@ -1,4 +1,4 @@
-//! A primary, two replicas, and three Sentinels that watch over them.
+//! A primary, two replicas, and three Sentinels that monitor them.
 
 use std::fs;
 use std::thread;
@@ -8,27 +8,27 @@ use redis::Connection;
 
 use super::server::{RedisServer, free_port, query, version, wait_until, words};
 
-/// The name that the Sentinels know the servers by.
+/// The service name of the servers.
 pub const SERVICE: &str = "orders";
 
 const SERVERS: usize = 3;
 const SENTINELS: usize = 3;
 
-/// Two of three Sentinels agree that a primary is down when it has not answered for a second, or two with Redis 6.2.
+/// Two of three Sentinels agree that a primary is down if it has not answered for a second, or for two seconds with Redis 6.2.
 #[derive(Debug)]
 pub struct SentinelDeployment {
-    /// The first is the primary in the beginning.
+    /// The first server is the initial primary.
     pub servers: Vec<RedisServer>,
     pub sentinels: Vec<RedisServer>,
 }
 
 impl SentinelDeployment {
-    /// Starts everything, and waits until the replicas follow and the Sentinels know each other.
+    /// Starts all servers, and waits until the replicas follow and the Sentinels know each other.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
 
-    /// The same with further arguments for the servers.
+    /// Like [`start`](Self::start), with further arguments for the servers.
     pub fn start_with(args: &[&str]) -> Self {
         // Replicas begin to follow at once, and are pinged every second.
         let mut all = vec!["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"];
@@ -50,29 +50,29 @@ impl SentinelDeployment {
         format!("redis+sentinel://{}/{SERVICE}/0", sentinels.join(","))
     }
 
-    /// The server that is the primary, to the Sentinels that can be asked.
+    /// The primary, according to the first Sentinel that answers.
     pub fn primary(&self) -> &RedisServer {
         &self.servers[self.primary_index()]
     }
 
     pub fn primary_index(&self) -> usize {
         let port = self.sentinels.iter().find_map(announced).expect("a Sentinel answers");
-        self.servers.iter().position(|server| server.port() == port).expect("the primary is one of ours")
+        self.servers.iter().position(|server| server.port() == port).expect("the primary is one of the servers")
     }
 
-    /// Ends the primary as a crash would, and says which of the servers it was.
+    /// Kills the primary as a crash would, and returns its index.
     pub fn kill_primary(&mut self) -> usize {
         let index = self.primary_index();
         self.servers[index].kill();
         index
     }
 
-    /// Has the Sentinels make another server the primary although nothing is wrong with this one.
+    /// Makes the Sentinels promote another server although the primary is healthy.
     pub fn fail_over(&self) {
         self.sentinels[0].query::<()>(&format!("SENTINEL FAILOVER {SERVICE}"));
     }
 
-    /// Waits until a Sentinel announces another primary than that on port `old`, and says when it did and which server it is.
+    /// Waits until a Sentinel announces a primary on another port than `old`. Returns the time and the index of the server.
     pub fn wait_for_another_primary(&self, old: u16) -> (Instant, usize) {
         let mut connections: Vec<Connection> = self.sentinels.iter().map(RedisServer::connection).collect();
         let mut port = old;
@@ -82,10 +82,10 @@ impl SentinelDeployment {
             port != old
         });
         let now = Instant::now();
-        (now, self.servers.iter().position(|server| server.port() == port).expect("the primary is one of ours"))
+        (now, self.servers.iter().position(|server| server.port() == port).expect("the primary is one of the servers"))
     }
 
-    /// Waits until the replicas follow the primary that all Sentinels know, and the Sentinels know everybody.
+    /// Waits until the replicas follow the primary that all Sentinels announce, and the Sentinels know all servers and each other.
     pub fn wait_until_whole(&self) {
         wait_until("the Sentinels know the replicas and each other", || {
             let primary = announced(&self.sentinels[0]);
@@ -100,7 +100,7 @@ impl SentinelDeployment {
     }
 }
 
-/// The port of the primary to this Sentinel, if it answers.
+/// The port of the primary according to this Sentinel, if it answers.
 fn announced(sentinel: &RedisServer) -> Option<u16> {
     sentinel.is_answering().then(|| ask(&mut sentinel.connection())).flatten()
 }
@@ -111,10 +111,10 @@ fn ask(sentinel: &mut Connection) -> Option<u16> {
     address.and_then(|(_, port)| port.parse().ok())
 }
 
-/// The Sentinels are told of each other, since it takes them seconds to find out.
+/// The configuration of each Sentinel names the others, since discovery takes seconds.
 fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
     let id = |number: usize| format!("{:040x}", number + 1);
-    // Redis 6.2 has fixed periods: a second between pings, two between what Sentinels tell each other.
+    // Redis 6.2 has fixed periods: one second between pings, and two seconds between the announcements of Sentinels.
     let can_hurry = version() >= (7, 0);
     let down_after = if can_hurry { 1_000 } else { 2_000 };
     for _ in 0..10 {
@@ -138,13 +138,13 @@ fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
             fs::write(folder.path().join("sentinel.conf"), config).expect("a file can be written");
             RedisServer::try_start(ports[number], words("sentinel.conf --sentinel"), folder)
         });
-        // Somebody else may have taken a port before its Sentinel did.
+        // Another process may have taken a port before its Sentinel did.
         if sentinels.iter().all(Option::is_some) {
             let sentinels: Vec<RedisServer> = sentinels.into_iter().flatten().collect();
-            // A server that says it is a primary, and is none to a Sentinel, is made a replica after four of the periods in which
-            // Sentinels tell each other what they know. That has to be longer than the second in which the Sentinel that
-            // leads a failover asks for roles, or the new primary is undone by one that has not been told yet.
-            // Several pings fit into the time after which a server is down, or one that is late would be.
+            // If a server reports that it is a primary, but a Sentinel takes it for a replica, the Sentinel demotes it after four publish
+            // periods. Four periods have to be longer than the second in which the leader of a failover asks for roles. Otherwise a
+            // Sentinel that has not heard of the failover yet undoes it.
+            // Several pings have to fit into the time after which a server counts as down. Otherwise one late ping would be enough.
             if can_hurry {
                 for sentinel in &sentinels {
                     sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 500 INFO-PERIOD 1000 PING-PERIOD 200");
@@ -156,7 +156,7 @@ fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
     panic!("the Sentinels do not start");
 }
 
-/// Makes several of something at the same time.
+/// Makes `number` values concurrently.
 pub(super) fn together<T: Send>(number: usize, make: impl Fn(usize) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let made: Vec<_> = (0..number)
@@ -167,6 +167,6 @@ pub(super) fn together<T: Send>(number: usize, make: impl Fn(usize) -> T + Sync)
                 })
             })
             .collect();
-        made.into_iter().map(|made| made.join().expect("it can be made")).collect()
+        made.into_iter().map(|made| made.join().expect("the thread does not panic")).collect()
     })
 }

@@ -1,7 +1,7 @@
-//! Redis servers of our own: on free ports, in temporary folders, stopped with the value that stands for them.
+//! Redis servers for tests, on free ports and in temporary folders. A server stops when its value is dropped.
 //!
-//! `redis-test` has a harness too, but it needs `redis-server` and `redis-cli` on the path whatever binary is to be tested,
-//! waits by sleeping, and cannot start a server again on the same port.
+//! `redis-test` has a harness too. It needs `redis-server` and `redis-cli` on the path whatever binary is under test, waits by sleeping,
+//! and cannot restart a server on the same port.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 use redis::{Connection, FromRedisValue, RedisResult};
 use tempfile::TempDir;
 
-/// Arguments of a server that has every write on disk before it answers: [`RedisServer::kill`] costs it nothing.
+/// Arguments of a server that writes to disk before it replies, so that [`RedisServer::kill`] loses no data.
 pub const DURABLE: &[&str] = &["--appendonly", "yes", "--appendfsync", "always"];
 
-/// How long the harness itself waits for anything.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// The timeout of everything that the harness waits for.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A server process. Killed, and its folder removed, when dropped.
 #[derive(Debug)]
@@ -44,15 +44,15 @@ impl RedisServer {
         Self::start_with_each(|| args.iter().map(|&arg| arg.to_owned()).collect())
     }
 
-    /// The same with arguments that are made anew for each try, for those that name a port too.
+    /// Like [`start_with`](Self::start_with), with arguments that are made for each try, since they may name a port.
     pub fn start_with_each(mut args: impl FnMut() -> Vec<String>) -> Self {
-        // Somebody else may take the port before the server does; then another one is tried.
+        // Another process may take the port before the server does. The next try has another port.
         for _ in 0..10 {
             let port = free_port();
             let folder = tempfile::tempdir().expect("a temporary folder can be made");
             let mut all = words(&format!("--port {port} --bind 127.0.0.1 --appendonly no --unixsocket redis.sock"));
             all.extend(["--save".to_owned(), String::new()]);
-            // Redis 6.2 lets everybody debug it, and does not know the setting.
+            // Redis 6.2 allows DEBUG to all clients, and does not know the setting.
             if version() >= (7, 0) {
                 all.extend(words("--enable-debug-command local"));
             }
@@ -78,17 +78,17 @@ impl RedisServer {
         format!("redis://127.0.0.1:{}/", self.port)
     }
 
-    /// Where the server listens, too.
+    /// The Unix socket, on which the server listens too.
     pub fn unix_socket(&self) -> PathBuf {
         self.folder.path().join("redis.sock")
     }
 
-    /// A plain connection of its own, to look at what the server holds.
+    /// A new plain connection, to inspect the data of the server.
     pub fn connection(&self) -> Connection {
-        connect(self.port, PATIENCE).expect("the server accepts connections")
+        connect(self.port, TIMEOUT).expect("the server accepts connections")
     }
 
-    /// Sends a command, its words parted by spaces, on a connection of its own.
+    /// Sends a command, with its words separated by spaces, on a new connection.
     pub fn query<T: FromRedisValue>(&self, command: &str) -> T {
         query(&mut self.connection(), command).unwrap_or_else(|error| panic!("{command}: {error}"))
     }
@@ -98,7 +98,7 @@ impl RedisServer {
         let mut connection = self.connection();
         for key in self.query::<Vec<String>>("KEYS *") {
             let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("the server answers");
-            // -2 is a key that has expired since it was listed.
+            // -2: the key has expired since it was listed.
             assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
         }
     }
@@ -108,9 +108,9 @@ impl RedisServer {
         is_answering(self.port)
     }
 
-    /// What the server says to a command, as a text; an empty one if it says nothing or that something is wrong.
+    /// The reply of the server to a command, as text. Empty if there is an error or no reply.
     pub fn text(&self, command: &str) -> String {
-        connect(self.port, PATIENCE).and_then(|mut connection| query(&mut connection, command)).unwrap_or_default()
+        connect(self.port, TIMEOUT).and_then(|mut connection| query(&mut connection, command)).unwrap_or_default()
     }
 
     /// One line of INFO.
@@ -118,11 +118,11 @@ impl RedisServer {
         line(&self.text("INFO"), field)
     }
 
-    /// Whether `replicas` replicas have all that was written until now. One whose link is up may still be waiting for the first
-    /// of it.
+    /// Whether `replicas` replicas have everything that was written so far. A replica whose link is up may still be waiting for its first
+    /// data.
     pub fn is_followed_by(&self, replicas: usize) -> bool {
         let offset = |line: &str| line.split(',').find_map(|word| word.strip_prefix("offset=")?.parse::<u64>().ok());
-        // A replica that has never said what it has is at 0.
+        // A replica that has never acknowledged anything is at 0.
         let written = self.info("master_repl_offset").and_then(|offset| offset.parse().ok()).unwrap_or(u64::MAX).max(1);
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
@@ -137,19 +137,19 @@ impl RedisServer {
         false
     }
 
-    /// Ends the process as a crash would: nothing is said to anybody.
+    /// Kills the process as a crash would, without a shutdown.
     pub fn kill(&mut self) {
         self.process.kill().expect("the server can be killed");
         self.process.wait().expect("the server can be waited for");
     }
 
-    /// Starts the process again on the same port, after [`kill`](Self::kill), and waits until it answers. What it has on disk
-    /// is there again, which is nothing unless it was started with [`DURABLE`].
+    /// Starts the process again on the same port after [`kill`](Self::kill), and waits until it answers. It has the data on its disk again:
+    /// none, unless it was started with [`DURABLE`].
     pub fn restart(&mut self) {
         self.process = spawn(self.port, &self.args, self.folder.path()).expect("the server starts again on its port");
     }
 
-    /// The same on another port.
+    /// Like [`restart`](Self::restart), on another port.
     pub fn restart_elsewhere(&mut self) {
         for _ in 0..10 {
             let (old, new) = (self.port.to_string(), free_port());
@@ -157,7 +157,7 @@ impl RedisServer {
                 *arg = new.to_string();
             }
             self.port = new;
-            // Somebody else may have taken the port before the server does.
+            // Another process may have taken the port before the server does.
             if let Some(process) = spawn(new, &self.args, self.folder.path()) {
                 self.process = process;
                 return;
@@ -166,37 +166,38 @@ impl RedisServer {
         panic!("{} does not start on another port", binary());
     }
 
-    /// The same as [`restart`](Self::restart), but there is so much for it to read that it takes a minute or two, and that is not waited for: until it is over, the server says
-    /// that it is loading. It does not read what it had.
+    /// Like [`restart`](Self::restart), but the server loads data for a minute or two, and this method does not wait for the end. Until
+    /// then the server replies LOADING. It does not load its former data.
     pub fn restart_slowly(&mut self) {
         let mut args = self.args.clone();
         args.extend(words("--appendonly yes --key-load-delay 1"));
-        // Of an append-only file every server looks up after a thousand commands; of a snapshot Redis 6.2 does so after two megabytes.
+        // During the load of an append-only file, every server serves clients after a thousand commands. During the load of a snapshot,
+        // Redis 6.2 does so after two megabytes.
         let commands = "*1\r\n$4\r\nPING\r\n".repeat(2_000_000);
         fs::write(self.folder.path().join("appendonly.aof"), commands).expect("a file can be written");
         self.process = run(&args, self.folder.path());
         wait_until("the server is loading", || {
-            let answer = connect(self.port, PATIENCE).and_then(|mut connection| query::<()>(&mut connection, "PING"));
+            let answer = connect(self.port, TIMEOUT).and_then(|mut connection| query::<()>(&mut connection, "PING"));
             answer.is_err_and(|error| error.code() == Some("LOADING"))
         });
     }
 
-    /// Stops the process in its tracks (SIGSTOP): connections stay open and nothing answers.
+    /// Suspends the process (SIGSTOP): connections stay open and nothing answers.
     pub fn pause(&self) {
         self.signal("STOP");
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Resumes the process (SIGCONT).
     pub fn resume(&self) {
         self.signal("CONT");
     }
 
-    /// Ends the connections of all clients, which may come again.
+    /// Ends the connections of all clients, which may reconnect.
     pub fn kill_clients(&self) -> u64 {
         self.query("CLIENT KILL TYPE normal SKIPME yes")
     }
 
-    /// Lets all clients wait for their answers, those that connect meanwhile too.
+    /// Delays the replies to all clients, including clients that connect meanwhile.
     pub fn pause_clients(&self, time: Duration) {
         self.query::<()>(&format!("CLIENT PAUSE {}", time.as_millis()));
     }
@@ -206,17 +207,17 @@ impl RedisServer {
         self.query::<()>("SCRIPT FLUSH");
     }
 
-    /// Keeps the server busy with nothing, and returns when that is over.
+    /// Blocks the server for this time, and returns afterwards.
     pub fn debug_sleep(&self, time: Duration) {
         self.query::<()>(&format!("DEBUG SLEEP {}", time.as_secs_f64()));
     }
 
-    /// Sets how much memory the server may use; 0 is any.
+    /// Limits the memory of the server. 0 means no limit.
     pub fn limit_memory(&self, bytes: u64) {
         self.query::<()>(&format!("CONFIG SET maxmemory {bytes}"));
     }
 
-    /// How many connections clients have here, without those of this harness, of Sentinels and of other servers.
+    /// The number of client connections, without the connections of this harness, of Sentinels and of other servers.
     pub fn clients(&self) -> usize {
         let mut connection = self.connection();
         let own: u64 = query(&mut connection, "CLIENT ID").expect("a client has an id");
@@ -224,7 +225,7 @@ impl RedisServer {
         let own = format!("id={own} ");
         let is_client = |line: &&str| {
             let flags = line.split(' ').find_map(|word| word.strip_prefix("flags=")).unwrap_or_default();
-            // Neither a replica nor a primary, nor a node that has moved keys here and keeps its connection for more.
+            // Neither a replica nor a primary, nor a node that has moved keys here and keeps its connection.
             let is_server = flags.contains(['S', 'M']) || line.contains(" cmd=restore");
             !is_server && !line.contains(" name=sentinel-") && !line.starts_with(&own)
         };
@@ -240,13 +241,13 @@ impl RedisServer {
 
 impl Drop for RedisServer {
     fn drop(&mut self) {
-        // It may have been killed already; there is nobody to tell either way.
+        // The server may have been killed already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Sends a command, its words parted by spaces.
+/// Sends a command, with its words separated by spaces.
 pub fn query<T: FromRedisValue>(connection: &mut Connection, command: &str) -> RedisResult<T> {
     let mut words = command.split(' ');
     redis::cmd(words.next().unwrap_or_default()).arg(words.collect::<Vec<_>>()).query(connection)
@@ -261,16 +262,16 @@ pub(super) fn words(text: &str) -> Vec<String> {
     text.split(' ').map(str::to_owned).collect()
 }
 
-/// Asks again and again until it is so.
-pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+/// Polls until the condition holds.
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+    while !condition() {
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
         sleep(Duration::from_millis(5));
     }
 }
 
-/// The server to test: `TOLLGATE_REDIS_SERVER`, or the `redis-server` that is installed.
+/// The server under test: `TOLLGATE_REDIS_SERVER`, or the installed `redis-server`.
 pub fn binary() -> String {
     env::var("TOLLGATE_REDIS_SERVER").unwrap_or_else(|_| "redis-server".to_owned())
 }
@@ -281,7 +282,7 @@ pub fn version() -> (u32, u32) {
         let output = Command::new(binary()).arg("--version").output().unwrap_or_else(|error| cannot_run(&error));
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let numbers = text.split_once("v=").map(|(_, version)| version.split('.').map_while(|part| part.parse().ok()));
-        let mut numbers = numbers.unwrap_or_else(|| panic!("{} does not say its version: {text}", binary()));
+        let mut numbers = numbers.unwrap_or_else(|| panic!("{} prints no version: {text}", binary()));
         (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default())
     });
     *VERSION
@@ -291,14 +292,14 @@ fn cannot_run(error: &std::io::Error) -> ! {
     panic!("{} cannot be run ({error}): `scripts/test` installs Redis, or set TOLLGATE_REDIS_SERVER", binary())
 }
 
-/// A port that nobody listens on, nor on the one 10,000 above, where nodes of a cluster talk to each other. Handed out once, so that
+/// A free port. The port 10,000 above, where nodes of a cluster talk to each other, is free too. Each port is handed out once, so that
 /// there is time to listen on it.
 ///
-/// Not one of those that the system gives to outgoing connections: a server that is to come back on its port would find it
-/// taken now and then.
+/// Never a port that the system gives to outgoing connections. Otherwise a server that restarts on its port would find it taken now and
+/// then.
 pub fn free_port() -> u16 {
     static HANDED_OUT: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
-    let mut handed_out = HANDED_OUT.lock().expect("nobody panics");
+    let mut handed_out = HANDED_OUT.lock().expect("not poisoned");
     let is_free = |port| !handed_out.contains(&port) && TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
     let port = (0..1_000)
         .map(|_| 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16)
@@ -322,13 +323,13 @@ fn run(args: &[String], folder: &Path) -> Child {
         .unwrap_or_else(|error| cannot_run(&error))
 }
 
-/// A server process that answers PING, or `None` if it ended before it did.
+/// A server process that answers PING, or `None` if the process ends before that.
 fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
     let mut process = run(args, folder);
     let password = args.iter().skip_while(|arg| *arg != "--requirepass").nth(1).map(String::as_str);
     let start = Instant::now();
-    while start.elapsed() < PATIENCE {
-        if process.try_wait().expect("the process can be asked").is_some() {
+    while start.elapsed() < TIMEOUT {
+        if process.try_wait().expect("the process has a status").is_some() {
             return None;
         }
         if is_answered_by(&process, port, password) {
@@ -338,13 +339,13 @@ fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
     }
     let _ = process.kill();
     let _ = process.wait();
-    panic!("{} was started and did not answer within {PATIENCE:?}", binary());
+    panic!("{} was started and did not answer within {TIMEOUT:?}", binary());
 }
 
-/// Whether it is this process that answers. Another server may have the port, which the process finds out in a moment.
+/// Whether this process is the one answering. Another server may have the port, and then this process ends in a moment.
 fn is_answered_by(process: &Child, port: u16, password: Option<&str>) -> bool {
     let info = connect_as(password, port, Duration::from_millis(200)).and_then(|mut connection| {
-        // Refused while data is read from disk.
+        // Redis refuses PING while it loads data from disk.
         query::<()>(&mut connection, "PING")?;
         query::<String>(&mut connection, "INFO server")
     });
@@ -354,19 +355,19 @@ fn is_answered_by(process: &Child, port: u16, password: Option<&str>) -> bool {
 fn is_answering(port: u16) -> bool {
     let answer =
         connect(port, Duration::from_millis(200)).and_then(|mut connection| query::<()>(&mut connection, "PING"));
-    // A server that wants a password is up as well; one that reads its data from disk is not.
+    // A server that requires a password is up as well. A server that loads data from disk is not.
     answer.map_or_else(|error| !error.is_io_error() && error.code() != Some("LOADING"), |()| true)
 }
 
-/// A connection on which nothing takes longer than `patience`.
-fn connect(port: u16, patience: Duration) -> RedisResult<Connection> {
-    connect_as(None, port, patience)
+/// A connection with this timeout for connecting and for each reply.
+fn connect(port: u16, timeout: Duration) -> RedisResult<Connection> {
+    connect_as(None, port, timeout)
 }
 
-fn connect_as(password: Option<&str>, port: u16, patience: Duration) -> RedisResult<Connection> {
+fn connect_as(password: Option<&str>, port: u16, timeout: Duration) -> RedisResult<Connection> {
     let userinfo = password.map(|password| format!(":{password}@")).unwrap_or_default();
     let client = redis::Client::open(format!("redis://{userinfo}127.0.0.1:{port}/"))?;
-    let connection = client.get_connection_with_timeout(patience)?;
-    connection.set_read_timeout(Some(patience))?;
+    let connection = client.get_connection_with_timeout(timeout)?;
+    connection.set_read_timeout(Some(timeout))?;
     Ok(connection)
 }

@@ -1,4 +1,4 @@
-//! What is too slow to start to be started for each test.
+//! Deployments that take too long to start for each test.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -7,24 +7,24 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tollgate::{RedisBackend, RedisOptions};
 
-/// A [patient] backend with keys of its own.
+/// A [patient] backend with a key prefix of its own.
 pub async fn connect(url: &str) -> RedisBackend {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let prefix = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-    patient_options(url).prefix(prefix).connect().await.expect("the deployment lets us in")
+    patient_options(url).prefix(prefix).connect().await.expect("the deployment accepts connections")
 }
 
-/// A backend for which it is no failure what a busy machine takes. Not for servers that are to be given up in time.
+/// A backend that tolerates the delays of a busy machine. Not for servers that have to time out quickly.
 pub async fn patient(url: impl AsRef<str>) -> RedisBackend {
-    patient_options(url.as_ref()).connect().await.expect("the deployment lets us in")
+    patient_options(url.as_ref()).connect().await.expect("the deployment accepts connections")
 }
 
 fn patient_options(url: &str) -> RedisOptions {
-    let patience = Duration::from_secs(10);
-    RedisOptions::from_url(url).expect("a URL").connect_timeout(patience).response_timeout(patience)
+    let timeout = Duration::from_secs(10);
+    RedisOptions::from_url(url).expect("a URL").connect_timeout(timeout).response_timeout(timeout)
 }
 
-/// A deployment for all tests that run at the same time, since it takes seconds to start. Stops with the last of them.
+/// A deployment for all tests that run at the same time, since it takes seconds to start. It stops with the last test.
 pub struct Shared<T>(Mutex<Weak<T>>);
 
 impl<T> Shared<T> {

@@ -1,6 +1,6 @@
-//! Stores that do most of what another one does: the methods that ask it and say what it says.
+//! Macros for stores that delegate most methods to an inner store.
 
-/// Methods of a `DelayQueueStore` in an `impl`: `delegate_queue!(inner: get, cancel)` asks `self.inner`.
+/// Delegates methods of a `DelayQueueStore` in an `impl`: `delegate_queue!(inner: get, cancel)` calls `self.inner`.
 macro_rules! delegate_queue {
     ($inner:tt: $($method:ident),+) => {
         $(delegate_queue!(@$method $inner);)+
@@ -66,7 +66,7 @@ macro_rules! delegate_queue {
     };
 }
 
-/// Methods of a `LockStore` in an `impl`: `delegate_lock!(inner: renew, release)` asks `self.inner`.
+/// Delegates methods of a `LockStore` in an `impl`: `delegate_lock!(inner: renew, release)` calls `self.inner`.
 macro_rules! delegate_lock {
     ($inner:tt: $($method:ident),+) => {
         $(delegate_lock!(@$method $inner);)+

@@ -1,4 +1,4 @@
-//! Certificates that are made for one test, and servers that show them.
+//! Certificates for tests, and servers that use them.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::sentinel::SERVICE;
 use super::server::{RedisServer, binary, free_port, wait_until, words};
 
-/// An authority, and what it has signed: a certificate for a server and one for a client. PEM files in a folder that goes
+/// An authority, with a certificate that it has signed for a server and one for a client. The PEM files are in a folder that is removed
 /// with the value.
 #[derive(Debug)]
 pub struct Certificates {
@@ -18,7 +18,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// For a server that is known by the names and addresses given, for instance `["localhost", "127.0.0.1"]`.
+    /// For a server with these names and addresses, for instance `["localhost", "127.0.0.1"]`.
     pub fn for_names(names: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder can be made");
         let mut authority = CertificateParams::default();
@@ -40,7 +40,7 @@ impl Certificates {
         Self { folder }
     }
 
-    /// A server that shows the certificate of the authority itself, as `openssl req -x509` makes it.
+    /// A server certificate that is its own authority, as `openssl req -x509` makes it.
     pub fn self_signed(names: &[&str]) -> Self {
         let made = Self::for_names(names);
         let mut params = CertificateParams::new(names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>())
@@ -68,7 +68,7 @@ impl Certificates {
         self.folder.path().join("client.key")
     }
 
-    /// Arguments of a server that speaks TLS on `port`, and wants to see a certificate of its clients if `mutual`.
+    /// Arguments of a server that speaks TLS on `port`, and requires client certificates if `mutual`.
     pub fn args(&self, port: u16, mutual: bool) -> Vec<String> {
         let file = |name: &str| self.folder.path().join(name).to_string_lossy().into_owned();
         [
@@ -84,7 +84,7 @@ impl Certificates {
     }
 }
 
-/// A server that speaks TLS on a port of its own. The plain port is for the harness.
+/// A server with a TLS port. The plain port is for the harness.
 #[derive(Debug)]
 pub struct TlsServer {
     pub server: RedisServer,
@@ -93,7 +93,7 @@ pub struct TlsServer {
 }
 
 impl TlsServer {
-    /// A server for 127.0.0.1 and `localhost`; a `mutual` one refuses clients without a certificate.
+    /// A server for 127.0.0.1 and `localhost`. If `mutual`, it refuses clients without a certificate.
     pub fn start(mutual: bool) -> Self {
         Self::start_with(Certificates::for_names(&["localhost", "127.0.0.1"]), mutual)
     }
@@ -102,12 +102,12 @@ impl TlsServer {
         Self::start_as(certificates, mutual, &[])
     }
 
-    /// The only node of a cluster.
+    /// A cluster of one node.
     pub fn start_cluster() -> Self {
         Self::start_cluster_with(Certificates::for_names(&["localhost", "127.0.0.1"]), &[])
     }
 
-    /// The same with further arguments.
+    /// Like [`start_cluster`](Self::start_cluster), with further arguments.
     pub fn start_cluster_with(certificates: Certificates, more: &[&str]) -> Self {
         let mut args = vec!["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--tls-cluster", "yes"];
         args.extend(more);
@@ -130,7 +130,7 @@ impl TlsServer {
         Self { server, certificates, tls_port }
     }
 
-    /// A Sentinel that watches this server and speaks nothing but TLS, and its port. It wants a password, which is `watch`.
+    /// A Sentinel that speaks only TLS with this server, and the TLS port of the Sentinel. Its password is `watch`.
     pub fn sentinel(&self) -> (RedisServer, u16) {
         for _ in 0..10 {
             let (port, tls_port) = (free_port(), free_port());
@@ -148,7 +148,7 @@ impl TlsServer {
             {
                 let mut connection = redis::Client::open(format!("redis://:watch@127.0.0.1:{port}/"))
                     .and_then(|client| client.get_connection())
-                    .expect("the Sentinel lets us in");
+                    .expect("the Sentinel accepts the password");
                 wait_until("the Sentinel sees the server", || {
                     let known: String = redis::cmd("INFO").arg("sentinel").query(&mut connection).unwrap_or_default();
                     known.contains("status=ok,address=127.0.0.1")
@@ -169,9 +169,10 @@ impl TlsServer {
     }
 }
 
-/// Whether the server to test can speak TLS at all: some are built without.
+/// Whether the server under test supports TLS. Some are built without it.
 fn is_supported() -> bool {
-    // It ends since it has no certificate, or before it has missed one: since 7.2 a server without TLS knows its settings all the same.
+    // The process ends because it has no certificate, or earlier if it is built without TLS. Since 7.2, a server without TLS accepts the
+    // settings all the same.
     let output = Command::new(binary()).args(["--port", "0", "--tls-port", "1"]).output();
     let output = output.expect("the server can be run");
     [output.stdout, output.stderr].iter().any(|text| String::from_utf8_lossy(text).contains("No tls-cert-file"))

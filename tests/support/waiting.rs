@@ -1,4 +1,4 @@
-//! What a process waits for that another one tells it of: a lock, an operation and jobs of a queue. How late it hears of them.
+//! A process that waits for notifications of a lock, an operation and the jobs of a queue. Measures how late they arrive.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -12,17 +12,17 @@ use tollgate::lock::{self, LockKey, LockStore, Notifications, Token};
 use tollgate::{BoxError, RedisBackend};
 use tower::service_fn;
 
-/// How late a message may be in half of the tries.
+/// How late a notification may be in half of the tries.
 pub const LATE: Duration = Duration::from_millis(50);
-/// How soon after a fault that has to be so.
+/// How soon after a fault notifications have to be on time again.
 pub const SOON: Duration = Duration::from_secs(2);
-/// How long a message is waited for.
+/// The longest wait for a notification.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 const TTL: Duration = Duration::from_secs(60);
-/// How often each of them is told of something.
+/// The number of notifications of each kind.
 const TRIES: usize = 5;
 
-/// A process that waits, and one that tells it.
+/// A process that waits, and a process that causes its notifications.
 #[derive(Debug)]
 pub struct Waiting {
     teller: RedisBackend,
@@ -34,7 +34,7 @@ pub struct Waiting {
     worker: Worker,
 }
 
-/// A worker that says when it begins a job.
+/// A worker that reports when it starts a job.
 #[derive(Debug)]
 pub struct Worker {
     task: JoinHandle<Result<(), WorkerError>>,
@@ -45,7 +45,7 @@ impl Worker {
     pub fn start(queue: DelayQueue<u32>) -> Self {
         let (tell, begun) = mpsc::unbounded_channel();
         let service = service_fn(move |_: Job<u32>| {
-            // Nobody may be left to hear it.
+            // The receiver may be gone.
             let _ = tell.send(Instant::now());
             std::future::ready(Ok::<_, BoxError>(()))
         });
@@ -53,13 +53,13 @@ impl Worker {
         Self { task: tokio::spawn(DelayQueueWorker::new(queue, service).run()), begun }
     }
 
-    /// How late it begins a job that is pushed when it is idle.
+    /// How late the idle worker starts a job after its push.
     pub async fn lateness(&mut self, queue: &DelayQueue<u32>) -> Duration {
         sleep(LATE).await;
         until_ok(async || queue.push(0).await.map(drop)).await;
         let pushed = Instant::now();
         let begun = timeout(PATIENCE, self.begun.recv()).await;
-        begun.map_or(PATIENCE, |begun| begun.expect("the worker is there").saturating_duration_since(pushed))
+        begun.map_or(PATIENCE, |begun| begun.expect("the worker runs").saturating_duration_since(pushed))
     }
 }
 
@@ -70,7 +70,7 @@ impl Drop for Worker {
 }
 
 impl Waiting {
-    /// The names in braces of the keys of all that is waited for, chosen so that the servers to be tried have them.
+    /// Chooses the hash tags of all keys with `is_chosen`, so that the servers under test have the keys.
     pub async fn start(teller: RedisBackend, hears: RedisBackend, is_chosen: impl Fn(&str) -> bool) -> Self {
         let named = |prefix: &str| {
             let mut names = (0..).map(|number: u32| number.to_string());
@@ -87,12 +87,12 @@ impl Waiting {
         Self { teller, lock, locks, operation, operations, queue, worker }
     }
 
-    /// The name in braces of the keys of the queue.
+    /// The hash tag of the keys of the queue.
     pub fn tag(&self) -> String {
         format!("delay_queue:{}", self.queue.name())
     }
 
-    /// How late each of them hears of something that happens now, half of the times or more.
+    /// The median lateness of each kind of notification.
     pub async fn lateness(&mut self) -> [(&'static str, Duration); 3] {
         let mut all = [("lock", Vec::new()), ("operation", Vec::new()), ("job", Vec::new())];
         for _ in 0..TRIES {
@@ -137,7 +137,7 @@ async fn until_ok<T, E: Debug>(call: impl AsyncFn() -> Result<T, E>) {
     }
 }
 
-/// Forgets what there was to hear before.
+/// Discards earlier notifications.
 async fn quiet(wakeups: &mut Notifications) {
     while timeout(Duration::from_millis(5), wakeups.next()).await.is_ok() {}
 }

@@ -1,8 +1,8 @@
-//! Which units were admitted in which window, told by the clock of the server, which is that of this machine.
+//! Counts which units were admitted in which window, by the clock of the server, which is the clock of this machine.
 //!
-//! What is known for certain: a window and its end, from the receipt of each charge and the time left that came with it, exact to
-//! the microsecond; and of each admission two instants between which it was decided. So a unit is *late* if the first of the two
-//! is past the end of the window that it was charged in, and a window is *overfull* if more than the quota lie in it with both.
+//! The receipt of each charge and the time left at that moment give the end of its window, exact to the microsecond. Each admission was
+//! decided between two known instants. A unit is *late* if the first of the two instants is past the end of the window in which it was
+//! charged. A window is *overfull* if more than the quota lie in it with both instants.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,12 +13,12 @@ use std::time::{Duration, SystemTime};
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
 use tollgate::{Key, Policy, StoreError};
 
-/// Something that happened, in microseconds of the clock.
+/// An event, with times in microseconds of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The server charged something at this instant, in a window that ends at that one.
+    /// The server charged a unit at `at`, in a window that ends at `window_ends`.
     Charge { at: u64, window_ends: u64 },
-    /// A unit that was charged at `charged` was admitted between two instants.
+    /// A unit that was charged at `charged` was admitted between `after` and `before`.
     Admission { charged: u64, after: u64, before: u64 },
 }
 
@@ -45,7 +45,7 @@ impl FromStr for Event {
     }
 }
 
-/// What came of it all.
+/// The totals of all windows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Windows {
     pub opened: u64,
@@ -60,7 +60,7 @@ impl Windows {
     pub fn of(events: &[Event], quota: u64, window: Duration) -> Self {
         let mut windows = Self::default();
         let window = window.as_micros() as u64;
-        // By their ends: the units charged in it, and those admitted in it for certain.
+        // By the end of each window: the units charged in it, and the units that were certainly admitted in it.
         let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
         for event in events {
             if let Event::Charge { window_ends, .. } = event {
@@ -86,7 +86,7 @@ impl Windows {
         windows
     }
 
-    /// The share of all that could have been admitted.
+    /// The admitted share of the units that could have been admitted.
     pub fn used(&self, quota: u64) -> f64 {
         self.admitted as f64 / (self.opened * quota) as f64
     }
@@ -97,7 +97,7 @@ pub fn now_us() -> u64 {
     now.expect("the clock is past 1970").as_micros() as u64
 }
 
-/// A store that writes down its charges. Answers policies of one limit.
+/// A store that records its charges. It supports policies with one limit.
 #[derive(Clone, Debug)]
 pub struct Recorder<S> {
     store: S,
@@ -110,7 +110,7 @@ impl<S> Recorder<S> {
     }
 
     pub fn take(&self) -> Vec<Event> {
-        std::mem::take(&mut *self.charges.lock().expect("nobody panics"))
+        std::mem::take(&mut *self.charges.lock().expect("not poisoned"))
     }
 }
 
@@ -121,7 +121,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Recorder<S> {
             let at = receipt.as_micros();
             let left = decision.limits().first().map(LimitStatus::reset_after).unwrap_or_default();
             let charge = Event::Charge { at, window_ends: at + left.as_micros() as u64 };
-            self.charges.lock().expect("nobody panics").push(charge);
+            self.charges.lock().expect("not poisoned").push(charge);
         }
         Ok(decision)
     }

@@ -1,4 +1,4 @@
-//! This program, started again as a worker.
+//! Starts this program again as a worker process.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
@@ -8,7 +8,7 @@ use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Has this process fail when anything in it panics, in whichever thread or task, whoever catches that.
+/// Makes this process fail if anything in it panics, in any thread or task, even if the panic is caught.
 pub fn end_at_panics() {
     let says = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
@@ -17,7 +17,7 @@ pub fn end_at_panics() {
     }));
 }
 
-/// A process. Killed when dropped: a test that failed leaves none behind.
+/// A worker process. It is killed when dropped, so a failed test leaves none behind.
 #[derive(Debug)]
 pub struct Worker {
     process: Child,
@@ -27,8 +27,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts it with `told` in the variable by which it knows that it is a worker. What it prints comes to `lines`, but for what `read`
-    /// makes nothing of.
+    /// Starts the process with `told` in the variable that marks it as a worker. The lines that it prints go to `lines`, except those for
+    /// which `read` returns `None`.
     pub fn start<T: Send + 'static>(
         variable: &str,
         told: &str,
@@ -41,7 +41,7 @@ impl Worker {
             .stdout(Stdio::piped())
             .spawn()
             .expect("this program starts again");
-        let out = BufReader::new(process.stdout.take().expect("it was asked for"));
+        let out = BufReader::new(process.stdout.take().expect("stdout is piped"));
         let reader = thread::spawn(move || {
             for line in out.lines().map_while(Result::ok).filter_map(read) {
                 if lines.send(line).is_err() {
@@ -53,7 +53,7 @@ impl Worker {
         Self { process, orders, reader: Some(reader), is_killed: false }
     }
 
-    /// Stops it in its tracks (SIGSTOP).
+    /// Suspends the process (SIGSTOP).
     pub fn pause(&self) {
         self.signal("STOP");
     }
@@ -79,25 +79,25 @@ impl Worker {
         self.is_killed
     }
 
-    /// Writes a line to its standard input.
+    /// Writes a line to the standard input of the process.
     pub fn order(&mut self, line: &str) {
-        let orders = self.orders.as_mut().expect("it was not told to stop");
+        let orders = self.orders.as_mut().expect("the worker was not stopped");
         writeln!(orders, "{line}").expect("the worker listens");
     }
 
-    /// Ends its standard input, by which it knows that it is to stop.
+    /// Closes the standard input of the process, which tells it to stop.
     pub fn stop(&mut self) {
         self.orders = None;
     }
 
-    /// Waits for the end, and until all lines of it were sent; says whether it came in time and was a good one, or that of a worker that
-    /// was killed.
-    pub fn has_ended_well(&mut self, patience: Duration) -> bool {
+    /// Waits until the process has ended and all its lines were sent. Returns whether it ended in time, and either successfully or by a
+    /// kill.
+    pub fn has_ended_well(&mut self, timeout: Duration) -> bool {
         let begun = Instant::now();
         let status = loop {
             match self.process.try_wait().expect("the worker can be waited for") {
                 Some(status) => break status,
-                None if begun.elapsed() > patience => return false,
+                None if begun.elapsed() > timeout => return false,
                 None => thread::sleep(Duration::from_millis(10)),
             }
         };

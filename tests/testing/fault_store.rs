@@ -1,4 +1,4 @@
-//! The tools for tests are tested as well: faults that a store is told to have, and clients that have nothing left.
+//! Tests of the tools for tests: stores with injected faults, exhausted clients and jobs.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
 use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
 
-/// The contract holds behind a store of faults that has none.
-mod behind_a_store_of_faults {
+/// The contract holds behind a `FaultStore` without faults.
+mod behind_a_fault_store {
     use super::*;
 
     tollgate::rate_limit_contract!(
@@ -23,7 +23,7 @@ mod behind_a_store_of_faults {
     );
 }
 
-/// As it comes: on a clock that runs.
+/// With the default test attribute: the clock runs.
 mod around_each_claim {
     use super::*;
 
@@ -35,9 +35,9 @@ mod around_each_claim {
     });
 }
 
-/// What those who run services ask meets faults as well.
+/// Administrative calls are subject to faults as well.
 #[tokio::test(start_paused = true)]
-async fn an_administrator_meets_the_faults_of_a_store() {
+async fn admin_calls_are_subject_to_faults() {
     use tollgate::idempotency::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -69,7 +69,7 @@ async fn an_administrator_meets_the_faults_of_a_store() {
     faults.lose_answers();
     assert!(operations.complete(&status, answer()).await.unwrap_err().is_timeout());
     faults.heal();
-    assert!(operations.complete(&status, answer()).await.unwrap(), "asking again is harmless");
+    assert!(operations.complete(&status, answer()).await.unwrap(), "a repeated call is harmless");
 }
 
 fn policy() -> Policy {
@@ -83,20 +83,20 @@ fn store() -> (Limiter<FaultStore<MemoryBackend>>, Faults) {
 }
 
 #[tokio::test]
-async fn every_kind_of_failure_is_told_and_charges_nothing() {
+async fn every_kind_of_failure_is_reported_and_charges_nothing() {
     let (limiter, faults) = store();
-    type IsTold = fn(&StoreError) -> bool;
-    let kinds: [(Failure, IsTold); 5] = [
+    type IsReported = fn(&StoreError) -> bool;
+    let kinds: [(Failure, IsReported); 5] = [
         (Failure::Unavailable, StoreError::is_unavailable),
         (Failure::Timeout, StoreError::is_timeout),
         (Failure::Unauthorized, StoreError::is_unauthorized),
         (Failure::OutOfMemory, StoreError::is_out_of_memory),
         (Failure::ForeignData, StoreError::is_foreign_data),
     ];
-    for (failure, is_told) in kinds {
+    for (failure, is_reported) in kinds {
         faults.fail(failure);
         let error = limiter.check("alice").await.unwrap_err();
-        assert!(is_told(&error), "{error:?}");
+        assert!(is_reported(&error), "{error:?}");
     }
     faults.fail(Failure::Other);
     assert!(!limiter.check("alice").await.unwrap_err().is_unavailable());
@@ -125,7 +125,7 @@ async fn every_verb_fails_and_is_counted() {
     assert_eq!(store.get_ref().peek(&policy, &key, 1).await.unwrap().remaining(), Some(999));
 }
 
-/// Two of them went past every fault, and counted for nothing.
+/// Regression: two of these methods bypassed every fault, and were not counted.
 #[tokio::test]
 async fn every_verb_of_locks_fails_and_is_counted() {
     use tollgate::lock::LockStore;
@@ -155,8 +155,8 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     faults.hang();
     assert!(store.name(&lock, &token, "billing").now_or_never().is_none());
     assert!(store.ask_holders(&lock).now_or_never().is_none());
-    let holders = LockAdmin::new(store.get_ref().clone(), "default").inspect("a").await.unwrap().holders;
-    assert!(holders.len() == 1 && holders[0].name.is_none(), "nothing was passed on: {holders:?}");
+    let holders = LockAdmin::new(store.get_ref().clone()).inspect("a").await.unwrap().holders;
+    assert!(holders.len() == 1 && holders[0].name.is_none(), "no call reached the store: {holders:?}");
 }
 
 #[tokio::test]
@@ -218,7 +218,7 @@ async fn every_verb_of_queues_fails_and_is_counted() {
 }
 
 #[tokio::test]
-async fn only_so_many_calls_fail() {
+async fn fail_next_affects_only_the_next_calls() {
     let (limiter, faults) = store();
     faults.fail_next(2, Failure::Unavailable);
     let mut failed = Vec::new();
@@ -229,7 +229,7 @@ async fn only_so_many_calls_fail() {
 }
 
 #[tokio::test]
-async fn a_share_of_the_calls_fails_and_always_the_same_ones() {
+async fn fail_percent_is_deterministic_for_a_seed() {
     let run = async |seed: u64, percent: u8| {
         let (limiter, faults) = store();
         faults.seed(seed);
@@ -249,7 +249,7 @@ async fn a_share_of_the_calls_fails_and_always_the_same_ones() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_hang_until_they_are_given_up() {
+async fn hanging_calls_end_only_at_the_deadline() {
     let (limiter, faults) = store();
     faults.hang();
     let start = Instant::now();
@@ -269,7 +269,7 @@ async fn calls_hang_until_they_are_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_delay_comes_before_everything_else() {
+async fn delay_precedes_all_other_faults() {
     let (limiter, faults) = store();
     faults.delay(Duration::from_millis(30));
     let start = Instant::now();
@@ -283,7 +283,7 @@ async fn a_delay_comes_before_everything_else() {
 }
 
 #[tokio::test]
-async fn an_answer_at_once_does_not_get_past_a_fault() {
+async fn immediate_decision_does_not_bypass_a_fault() {
     let store = FaultStore::new(MemoryBackend::new());
     let (faults, policy, key) = (store.faults(), policy(), Key::from("alice"));
     let set: [fn(&Faults); 5] = [
@@ -304,7 +304,7 @@ async fn an_answer_at_once_does_not_get_past_a_fault() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_is_exhausted_has_nothing_left() {
+async fn exhausted_client_has_no_quota_left() {
     let minute = Quota::per_minute(7);
     let huge = Quota::per_day(u32::MAX);
     let limits = [
@@ -327,14 +327,14 @@ async fn whoever_is_exhausted_has_nothing_left() {
             assert_eq!(decision.remaining().unwrap_or(0), 0, "{:?}", limiter.policy());
             assert!(!limiter.check("alice").await.unwrap().is_allowed(), "{:?}", limiter.policy());
         }
-        // And again, where there is nothing to do.
+        // Once more, with nothing left to use up.
         let _ = exhaust(&limiter, "alice").await;
     }
 }
 
 #[tokio::test]
 #[should_panic(expected = "what `alice` has left cannot be used up while it is blocked")]
-async fn whoever_is_blocked_cannot_be_exhausted() {
+async fn blocked_client_cannot_be_exhausted() {
     let limiter = Limiter::new(MemoryBackend::new(), policy());
     limiter.block("alice", Duration::from_secs(60)).await.unwrap();
     let _ = exhaust(&limiter, "alice").await;
@@ -342,21 +342,21 @@ async fn whoever_is_blocked_cannot_be_exhausted() {
 
 #[tokio::test]
 #[should_panic(expected = "since the store fails")]
-async fn nobody_is_exhausted_on_a_store_that_fails() {
+async fn exhaust_panics_if_the_store_fails() {
     let (limiter, faults) = store();
     faults.fail(Failure::Unavailable);
     let _ = exhaust(&limiter, "alice").await;
 }
 
 #[tokio::test]
-async fn an_outcome_is_kept_by_the_store_of_faults() {
+async fn fault_store_preserves_the_outcome() {
     let (limiter, _) = store();
     let _ = exhaust(&limiter, "alice").await;
     assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Limited);
 }
 
 #[tokio::test]
-async fn a_job_for_tests_is_what_it_was_told_to_be() {
+async fn test_job_has_its_configured_properties() {
     let first = TestJob::new("mail").build();
     assert_eq!((first.attempt(), first.is_last_attempt(), first.last_failure()), (1, false, None));
     assert!(!first.cancellation().is_cancelled());
@@ -373,9 +373,9 @@ async fn a_job_for_tests_is_what_it_was_told_to_be() {
     job.cancellation().cancelled().await;
 }
 
-/// The story of a service that ran something beside a job until that had ended: in a test it had ended before it began.
+/// Regression: a service runs a task beside a job until the job ends. In a test, the job had ended before the task started.
 #[tokio::test]
-async fn a_job_for_tests_lasts_until_it_is_dropped() {
+async fn test_job_lasts_until_it_is_dropped() {
     let job = TestJob::new(1).build();
     let mut cancellation = job.cancellation();
     assert_eq!(cancellation.ended().now_or_never(), None);

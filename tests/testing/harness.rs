@@ -1,4 +1,4 @@
-//! The harness itself: servers, deployments, certificates and the proxy do what other tests rely on.
+//! Tests of the harness: servers, deployments, certificates and the proxy behave as other tests expect.
 
 use crate::support;
 
@@ -17,7 +17,7 @@ use support::tls::TlsServer;
 const SOON: Duration = Duration::from_millis(200);
 
 #[test]
-fn only_a_durable_server_remembers() {
+fn only_a_durable_server_keeps_its_data() {
     for (args, remembered) in [(DURABLE, Some(1)), (&[], None)] {
         let mut server = RedisServer::start_with(args);
         server.query::<()>("SET key 1");
@@ -28,13 +28,13 @@ fn only_a_durable_server_remembers() {
     }
 }
 
-/// Two servers may be started on one port at the same time, and both find that there is an answer.
+/// If two servers start on one port at the same time, both get a reply on that port.
 #[test]
-fn a_server_that_has_the_port_already_is_nobody_elses() {
+fn server_on_a_taken_port_does_not_count_as_started() {
     let first = RedisServer::start();
     let args = || format!("--port {} --bind 127.0.0.1", first.port()).split(' ').map(str::to_owned).collect();
     assert!(RedisServer::try_start(first.port(), args(), tempfile::tempdir().unwrap()).is_none());
-    // Further arguments may name a port too, which is another one the next time.
+    // Further arguments may name a port too, which changes with the next try.
     let mut tries = 0;
     let second = RedisServer::start_with_each(|| {
         tries += 1;
@@ -45,7 +45,7 @@ fn a_server_that_has_the_port_already_is_nobody_elses() {
 }
 
 #[test]
-fn a_server_that_wants_a_password_is_known_all_the_same() {
+fn server_with_a_password_counts_as_answering() {
     let server = RedisServer::start_with(&["--requirepass", "secret"]);
     assert!(server.is_answering());
     query::<()>(&mut server.connection(), "GET key").unwrap_err();
@@ -58,17 +58,17 @@ fn ports_are_handed_out_once() {
             (0..4).map(|_| scope.spawn(|| (0..100).map(|_| free_port()).collect::<Vec<_>>())).collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
     });
-    // Nodes of a cluster listen there, too.
+    // Nodes of a cluster listen on this port, too.
     let all: BTreeSet<_> = ports.iter().flat_map(|port| [*port, port + 10_000]).collect();
     assert_eq!(all.len(), 2 * ports.len());
 }
 
 #[test]
-fn a_server_has_bad_days_when_told_to() {
+fn faults_of_a_server_take_effect() {
     let server = RedisServer::start();
     let mut client = server.connection();
-    // The connections by which it was found to answer may take it a moment to close.
-    wait_until("our client is the only one", || server.clients() == 1);
+    // The connections that found the server up may take a moment to close.
+    wait_until("the test has the only client", || server.clients() == 1);
     assert_eq!(server.kill_clients(), 1);
     query::<()>(&mut client, "PING").unwrap_err();
 
@@ -90,7 +90,7 @@ fn a_server_has_bad_days_when_told_to() {
     server.pause();
     assert!(!server.is_answering());
     server.resume();
-    wait_until("it answers again", || server.is_answering());
+    wait_until("the server answers again", || server.is_answering());
 
     let socket = redis::Client::open(format!("redis+unix://{}", server.unix_socket().display())).unwrap();
     query::<()>(&mut socket.get_connection().unwrap(), "PING").unwrap();
@@ -115,12 +115,12 @@ fn sentinels_announce_another_primary() {
 }
 
 #[test]
-fn a_cluster_moves_slots_and_primaries() {
-    // The slot of `{a}`, which is the third primary's.
+fn cluster_moves_slots_and_primaries() {
+    // The slot of `{a}`, which belongs to the third primary.
     const SLOT: u16 = 15_495;
     let mut cluster = Cluster::start();
     assert_eq!(cluster.owner(SLOT), 2);
-    // At once, although the first node may not have heard of it.
+    // At once, although the first node may not know of the move yet.
     for to in [1, 2] {
         cluster.migrate(SLOT, to);
         assert_eq!(cluster.owner(SLOT), to);
@@ -156,7 +156,7 @@ fn servers_show_certificates() {
     }
 }
 
-/// A server that sends back what it gets, one byte at a time, behind a proxy.
+/// A proxy in front of a listener.
 fn echo() -> (Proxy, TcpListener) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let proxy = Proxy::start(listener.local_addr().unwrap().port());
@@ -173,7 +173,7 @@ fn pair(proxy: &Proxy, listener: &TcpListener) -> (TcpStream, TcpStream) {
     (client, server)
 }
 
-/// The time it takes from one end to the other, or why it does not arrive.
+/// The time that a byte takes from one end to the other, or the reason why it does not arrive.
 fn carry(mut from: &TcpStream, mut to: &TcpStream) -> Result<Duration, io::ErrorKind> {
     let begun = Instant::now();
     from.write_all(b"x").map_err(|error| error.kind())?;
@@ -182,7 +182,7 @@ fn carry(mut from: &TcpStream, mut to: &TcpStream) -> Result<Duration, io::Error
 }
 
 #[test]
-fn a_proxy_delays_holds_and_swallows_one_direction() {
+fn proxy_delays_holds_and_swallows_one_direction() {
     let (proxy, listener) = echo();
     let (client, server) = pair(&proxy, &listener);
     carry(&client, &server).unwrap();
@@ -196,7 +196,7 @@ fn a_proxy_delays_holds_and_swallows_one_direction() {
     assert_eq!(carry(&client, &server), Err(io::ErrorKind::WouldBlock));
     carry(&server, &client).unwrap();
     proxy.heal();
-    // It was late, not lost.
+    // The byte was late, not lost.
     (&server).read_exact(&mut [0]).unwrap();
 
     proxy.to_client(Traffic::Swallow);
@@ -209,7 +209,7 @@ fn a_proxy_delays_holds_and_swallows_one_direction() {
 }
 
 #[test]
-fn a_proxy_ends_connections_in_every_way() {
+fn proxy_ends_connections_in_every_way() {
     let (proxy, listener) = echo();
     let (client, server) = pair(&proxy, &listener);
     proxy.cut();
@@ -230,7 +230,7 @@ fn a_proxy_ends_connections_in_every_way() {
 }
 
 #[test]
-fn a_proxy_lets_nobody_in_or_lets_them_wait() {
+fn proxy_refuses_new_connections_or_lets_them_wait() {
     let (proxy, listener) = echo();
     proxy.door(Door::Silent);
     let client = TcpStream::connect(("127.0.0.1", proxy.port())).unwrap();
@@ -238,15 +238,15 @@ fn a_proxy_lets_nobody_in_or_lets_them_wait() {
     assert_eq!((&client).read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
 
     proxy.door(Door::Closed);
-    wait_until("nobody gets in", || TcpStream::connect(("127.0.0.1", proxy.port())).is_err());
+    wait_until("connections are refused", || TcpStream::connect(("127.0.0.1", proxy.port())).is_err());
     proxy.door(Door::Open);
-    wait_until("the door is open", || TcpStream::connect(("127.0.0.1", proxy.port())).is_ok());
-    // That one was only a try.
+    wait_until("connections are accepted", || TcpStream::connect(("127.0.0.1", proxy.port())).is_ok());
+    // That connection was only a try.
     drop(listener.accept().unwrap());
     let (client, server) = pair(&proxy, &listener);
     carry(&client, &server).unwrap();
 
-    // Somebody else may listen on the port when the door is opened again, for a moment.
+    // Another process may listen on the port for a moment when the door is opened again.
     proxy.door(Door::Closed);
     let mut other = None;
     wait_until("the port is taken", || {
@@ -256,7 +256,7 @@ fn a_proxy_lets_nobody_in_or_lets_them_wait() {
     proxy.door(Door::Open);
     thread::sleep(SOON);
     drop(other);
-    wait_until("the door is open", || TcpStream::connect(("127.0.0.1", proxy.port())).is_ok());
+    wait_until("connections are accepted", || TcpStream::connect(("127.0.0.1", proxy.port())).is_ok());
     drop(listener.accept().unwrap());
 
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
