@@ -85,7 +85,7 @@ fn main() {
 
 async fn locks(server: &RedisServer) -> Locks {
     let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
-    Locks::new(backend).namespace("bench").deadline(Duration::from_secs(10)).wait(Duration::from_secs(60))
+    Locks::new(backend, "bench").deadline(Duration::from_secs(10)).wait(Duration::from_secs(60))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

@@ -290,6 +290,19 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, while_there("e")).await, Admission::New);
 }
 
+/// A unique key whose time has ended while its job ran does not block the next job, also if the running job is cancelled.
+pub async fn expired_unique_key_of_a_cancelled_run_blocks_no_job<S: DelayQueueStore>(store: S) {
+    let a = JobId::from("a");
+    assert_eq!(add(&store, with_key("a", UniqueFor::Time(Duration::from_millis(20)))).await, Admission::New);
+    let jobs = take(&store, &["a"]).await;
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(add(&store, with_key("b", UniqueFor::WaitingOrRunning)).await, Admission::New);
+    let next = take(&store, &["b"]).await;
+    assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &next[0], AckKind::Done).await, Finished::Done);
+}
+
 /// The unique key of an occurrence is held until its time is over, even if the job is cancelled or purged.
 pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(store: S) {
     let occurrence = |id| with_key(id, UniqueFor::Occurrence(LONG * 60));

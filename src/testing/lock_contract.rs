@@ -75,7 +75,7 @@ pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S
 }
 
 /// Other keys and other namespaces are other locks.
-pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
+pub async fn keys_and_names_are_separate_locks<S: LockStore>(store: S) {
     for lock in [LockKey::new("a", "b"), LockKey::new("b", "a"), LockKey::new("a:b", ""), LockKey::new("", "a:b")] {
         take(&store, &lock, &claim(LONG)).await;
         busy(&store, &lock).await;
@@ -1045,7 +1045,7 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     drop(next.await.unwrap().unwrap());
     assert!(begun.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", begun.elapsed());
     // The number of waiters in a process is limited.
-    let few = RwLocks::new(store.clone()).max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
+    let few = RwLocks::new(store.clone(), "rw_locks").max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
     let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));
     store.has_line_of(2).await;
     assert!(matches!(few.write("a").await, Err(LockError::QueueFull(_))));

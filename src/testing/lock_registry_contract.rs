@@ -191,7 +191,7 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap().next, None);
     // A namespace that looks like a pattern matches only itself.
-    let admin = LockAdmin::new(store).namespace("o?ders");
+    let admin = LockAdmin::new(store, "o?ders");
     let mut found = 0;
     let mut next = Some(Cursor::default());
     while let Some(from) = next {

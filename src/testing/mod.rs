@@ -367,6 +367,7 @@ macro_rules! delay_queue_contract {
                 a_batch_is_answered_in_order
                 a_unique_key_keeps_others_out
                 removed_job_releases_its_unique_key
+                expired_unique_key_of_a_cancelled_run_blocks_no_job
                 key_of_an_occurrence_outlives_its_cancellation
                 a_replayed_job_keeps_others_out_again
                 jobs_come_by_priority_then_due_then_id

@@ -1475,7 +1475,7 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
         assert_eq!(ask("a").await, (200, false));
 
         // Another request holds the lock.
-        let elsewhere = LockLayer::new(backend).layer(service_fn(async |_: Request<()>| {
+        let elsewhere = LockLayer::new(backend, "requests").key(GlobalKey).layer(service_fn(async |_: Request<()>| {
             std::future::pending::<Result<Response<Full<Bytes>>, Infallible>>().await
         }));
         let held = tokio::spawn(elsewhere.oneshot(Request::post("/").body(()).unwrap()));

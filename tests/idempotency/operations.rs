@@ -204,7 +204,7 @@ async fn unknown_outcome_is_not_attempted_again<S: IdempotencyStore + Clone + Se
 /// other.
 #[tokio::test(start_paused = true)]
 async fn lock_lost_during_the_work_is_an_unknown_outcome() {
-    let locks = Locks::new(MemoryBackend::new()).wait(Duration::ZERO).max_hold(Duration::from_secs(1));
+    let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::ZERO).max_hold(Duration::from_secs(1));
     let cut = async || locks.run("account", async |_| pending::<()>().await).await.unwrap_err();
     let found_out = async || {
         let lease = locks.lock("account").await.unwrap();

@@ -1505,7 +1505,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     assert_eq!(log.lines(), ["WARN lock lost"]);
 
     // If the connection fails, the outcome of the release is uncertain.
-    let locks = Locks::new(locks_store.clone());
+    let locks = Locks::new(locks_store.clone(), "default");
     let lease = locks.lock("a").await.unwrap();
     admin.force_unlock("a").await.unwrap();
     log.take();
@@ -1514,8 +1514,8 @@ async fn a_loss_found_at_release_is_logged_once() {
     assert!(log.lines().is_empty());
 
     // A layer does not read the outcome of its releases.
-    let seizing = admin.clone().namespace("requests");
-    let layer = LockLayer::new(locks_store).responder(ErrorResponder);
+    let seizing = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
+    let layer = LockLayer::new(locks_store, "requests").key(GlobalKey).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
         seizing.force_unlock(Key::GLOBAL).await.unwrap();
         Ok::<_, BoxError>(())

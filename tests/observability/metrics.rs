@@ -160,9 +160,9 @@ fn lock_requests_are_counted_by_outcome() {
 fn several_locks_count_as_one_request() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let locks = Locks::new(backend.clone()).namespace("orders").fair();
+    let locks = Locks::new(backend.clone(), "orders").fair();
     // Acquired outside the recorder, so it does not count.
-    let lease = runtime.block_on(Locks::new(backend).namespace("orders").lock("b").into_future()).unwrap();
+    let lease = runtime.block_on(Locks::new(backend, "orders").lock("b").into_future()).unwrap();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let both = || locks.lock_all(["a", "b"]).max_hold(Duration::from_secs(1));
@@ -192,9 +192,9 @@ fn several_locks_count_as_one_request() {
 fn any_segment_counts_as_one_request() {
     let (recorder, snapshotter, runtime) = recording();
     let backend = MemoryBackend::new();
-    let stock = Segmented::new(&Locks::new(backend.clone()).namespace("stock"), "sku:1", 3);
+    let stock = Segmented::new(&Locks::new(backend.clone(), "stock"), "sku:1", 3);
     // Acquired outside the recorder, so they do not count.
-    let theirs = Segmented::new(&Locks::new(backend).namespace("stock"), "sku:1", 3);
+    let theirs = Segmented::new(&Locks::new(backend, "stock"), "sku:1", 3);
     let held: Vec<_> = (0..3).map(|index| runtime.block_on(theirs.one(index).into_future()).unwrap()).collect();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
@@ -1039,7 +1039,7 @@ async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Respons
 
 #[test]
 fn store_errors_are_counted_with_their_fallback() {
-    let layer = |then: OnStoreError| {
+    let layer = |then: RateLimitFallback| {
         let policy = Policy::new("api", Quota::per_hour(6).fixed_window());
         RateLimitLayer::new(Down, policy).on_store_error(then).circuit_breaker(CircuitBreaker::new().failures(3))
     };

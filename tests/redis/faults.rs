@@ -459,8 +459,8 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     let backend = backend(&server).await;
     let inner = service_fn(async |request: u32| Ok::<_, BoxError>(request));
     let layer = RateLimitLayer::new(backend, policy()).responder(ErrorResponder).deadline(DEADLINE);
-    let open = layer.clone().on_store_error(OnStoreError::Allow).layer(inner);
-    let closed = layer.on_store_error(OnStoreError::Deny).layer(inner);
+    let open = layer.clone().on_store_error(RateLimitFallback::Allow).layer(inner);
+    let closed = layer.on_store_error(RateLimitFallback::Deny).layer(inner);
     // On a busy machine a call may miss the deadline, but not every call does.
     let is_served = async || {
         let begun = Instant::now();

@@ -155,7 +155,7 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     faults.hang();
     assert!(store.name(&lock, &token, "billing").now_or_never().is_none());
     assert!(store.ask_holders(&lock).now_or_never().is_none());
-    let holders = LockAdmin::new(store.get_ref().clone()).inspect("a").await.unwrap().holders;
+    let holders = LockAdmin::new(store.get_ref().clone(), "default").inspect("a").await.unwrap().holders;
     assert!(holders.len() == 1 && holders[0].name.is_none(), "no call reached the store: {holders:?}");
 }
 

@@ -133,7 +133,7 @@ async fn layer_anew(count: u32) {
 
 async fn lock(count: u32) {
     let (_server, backend) = redis().await;
-    let locks = Locks::new(backend).deadline(DEADLINE);
+    let locks = Locks::new(backend, "default").deadline(DEADLINE);
     for _ in 0..count {
         let lease = locks.lock("order:1").await.expect("the lock is granted");
         lease.release().await.expect("the lock is released");

@@ -271,7 +271,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.cancel(id, keeps_unique)))
+        Ok(self.inner.queues.with(queue, |queue, now| queue.cancel(id, keeps_unique, now)))
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
@@ -310,7 +310,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.purge(limit, keeps_unique)))
+        Ok(self.inner.queues.with(queue, |queue, now| queue.purge(limit, keeps_unique, now)))
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
@@ -322,7 +322,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| ids.iter().map(|id| queue.forget(id)).collect()))
+        Ok(self.inner.queues.with(queue, |queue, now| ids.iter().map(|id| queue.forget(id, now)).collect()))
     }
 
     fn scope(&self) -> Reach {

@@ -289,17 +289,17 @@ impl Queue {
     }
 
     /// Releases the unique key of a job that has ended, except a key that is held for a time.
-    fn release_at_end(&mut self, id: &JobId) {
-        self.release(id, true);
+    fn release_at_end(&mut self, id: &JobId, now: CallTime) {
+        self.release(id, true, now);
     }
 
     /// Releases the unique key of a job. A key that is held for a time stays if the caller wants that, or if cancellation does not end the
-    /// hold. Returns the key if the job held it.
-    fn release(&mut self, id: &JobId, keeps_time: bool) -> Option<Key> {
+    /// hold. Returns the key if the job held it; a hold whose time has ended is none.
+    fn release(&mut self, id: &JobId, keeps_time: bool, now: CallTime) -> Option<Key> {
         let Unique { key, span } = self.jobs.get(id)?.job.unique?;
         let keeps_time = keeps_time || matches!(span, UniqueFor::Occurrence(_));
         let is_released = |holder: &Holder| holder.id == *id && !(keeps_time && holder.until.is_some());
-        let is_released = self.unique.get(&key).is_some_and(is_released);
+        let is_released = self.holder(&key, now.ms).is_some_and(is_released);
         is_released.then(|| self.remove_unique(&key)).map(|()| key)
     }
 
@@ -360,7 +360,7 @@ impl Queue {
     }
 
     fn mark_dead(&mut self, id: &JobId, now: CallTime) {
-        self.release_at_end(id);
+        self.release_at_end(id, now);
         if let Some(record) = self.jobs.get_mut(id) {
             record.state = JobState::Dead { since: now.ms };
             self.dead_bytes += record.size();
@@ -383,7 +383,7 @@ impl Queue {
         self.unlink(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
         if ending.forgets() {
-            self.release(id, *ending == AckKind::Done);
+            self.release(id, *ending == AckKind::Done, now);
             self.remove(id);
             return Finished::Done;
         }
@@ -529,7 +529,7 @@ impl Queue {
                 let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
                 if is_free {
-                    self.release_at_end(&id);
+                    self.release_at_end(&id, now);
                 }
             }
         }
@@ -554,13 +554,13 @@ impl Queue {
         if is_cancelled { Extended::Cancelled } else { Extended::Held }
     }
 
-    pub(super) fn cancel(&mut self, id: &JobId, keeps_unique: bool) -> Cancelled {
+    pub(super) fn cancel(&mut self, id: &JobId, keeps_unique: bool, now: CallTime) -> Cancelled {
         match self.jobs.get(id).map(|record| record.state) {
             None if self.cancelled.contains_key(id) => Cancelled::Told,
             None => Cancelled::Missing,
             Some(JobState::Dead { .. }) => Cancelled::Dead,
             Some(JobState::Running { .. }) => {
-                let key = self.release(id, keeps_unique);
+                let key = self.release(id, keeps_unique, now);
                 self.cancelled_keys.extend(key.map(|key| (key, *id)));
                 if let Some(record) = self.jobs.remove(id) {
                     self.bytes -= record.size();
@@ -569,7 +569,7 @@ impl Queue {
                 Cancelled::Told
             }
             Some(JobState::Waiting) => {
-                self.release(id, keeps_unique);
+                self.release(id, keeps_unique, now);
                 self.remove(id);
                 Cancelled::Removed
             }
@@ -621,11 +621,11 @@ impl Queue {
         ids.filter_map(of).map(Record::view).collect()
     }
 
-    pub(super) fn purge(&mut self, limit: usize, keeps_unique: bool) -> usize {
+    pub(super) fn purge(&mut self, limit: usize, keeps_unique: bool, now: CallTime) -> usize {
         let ids = self.due.iter().chain([&self.snoozed]).flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
         let ids: Vec<_> = ids.collect();
         for id in &ids {
-            self.release(id, keeps_unique);
+            self.release(id, keeps_unique, now);
             self.remove(id);
         }
         ids.len()
@@ -652,10 +652,10 @@ impl Queue {
         true
     }
 
-    pub(super) fn forget(&mut self, id: &JobId) -> bool {
+    pub(super) fn forget(&mut self, id: &JobId, now: CallTime) -> bool {
         let is_dead = self.is_dead(id);
         if is_dead {
-            self.release(id, false);
+            self.release(id, false, now);
             self.remove(id);
         }
         is_dead

@@ -238,8 +238,9 @@ impl Model {
         let (key, span) = self.find(id)?.unique?;
         let (key, keeps) = (usize::from(key), keeps || matches!(span, UniqueFor::Occurrence(_)));
         let (holder, until) = self.unique[key]?;
+        let is_held = until.is_none_or(|until| until > self.now());
         let is_released = holder == id && !(keeps && until.is_some());
-        is_released.then(|| self.unique[key] = None).map(|()| key)
+        is_released.then(|| self.unique[key] = None).filter(|()| is_held).map(|()| key)
     }
 
     fn release_unique(&mut self, key: u8) -> bool {
@@ -577,9 +578,9 @@ fn seen(job: &StoredJob, start: SystemTime) -> String {
     )
 }
 
-fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
+fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     let queue = QueueKey::new(format!("trace-{turn}"));
-    let (worker, max_jobs) = (WorkerId::random().unwrap(), MAX_JOBS[turn % 2]);
+    let worker = WorkerId::random().unwrap();
     let starts = [pair.memory.started_at(), UNIX_EPOCH + Duration::from_micros(START_US)];
     let mut model = Model::default();
     let mut tickets: Vec<Tickets> = Vec::new();
@@ -767,11 +768,11 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
 fn memory_and_redis_agree_with_model_of_jobs() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
-    let outcome = TestRunner::new(config).run(&job_traces(), |trace| {
+    let config = config(60);
+    let outcome = TestRunner::new(config).run(&(0..2_usize, job_traces()), |(room, trace)| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.len());
-        run_job_trace(&trace, &mut Pair::new(&server), turns.get())
+        run_job_trace(&trace, MAX_JOBS[room], &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
     assert!(steps.get() >= STEPS / 2, "only {} steps were compared", steps.get());

@@ -302,11 +302,17 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
     Ok(())
 }
 
+/// `PROPTEST_CASES` sets another number of traces: `PROPTEST_CASES=5000 cargo test --lib differential`.
+fn config(cases: u32) -> Config {
+    let cases = std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().unwrap());
+    Config { cases, failure_persistence: None, ..Config::default() }
+}
+
 #[test]
 fn memory_and_redis_decide_alike() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let config = config(50);
     let outcome = TestRunner::new(config).run(&traces(), |trace| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.steps.len());

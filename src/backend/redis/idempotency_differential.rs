@@ -382,7 +382,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
 fn memory_and_redis_agree_with_model_of_operations() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let config = config(50);
     let outcome = TestRunner::new(config).run(&attempts(), |trace| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.len());

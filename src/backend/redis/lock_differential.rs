@@ -227,7 +227,7 @@ impl Pair {
 fn memory_and_redis_grant_alike() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let config = config(50);
     let outcome = TestRunner::new(config).run(&lock_traces(), |trace| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.len());
@@ -401,7 +401,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
 fn memory_and_redis_keep_the_same_queue() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let config = config(50);
     let outcome = TestRunner::new(config).run(&line_traces(), |trace| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.len());

@@ -106,7 +106,7 @@ fn with_workers<T>(workers: usize, work: impl Future<Output = T>) -> T {
 /// The rounds of both libraries under each load: a number of tasks, and whether each task has its own lock.
 async fn compare<const LOADS: usize>(server: &RedisServer, loads: [(u32, bool); LOADS]) -> [[Vec<Load>; 2]; LOADS] {
     let backend = RedisBackend::connect(server.url()).await.expect("Redis accepts the connection");
-    let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+    let locks = Locks::new(backend, "default").ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
     let contenders = [Contender::Ours(locks), Contender::Rslock(LockManager::new(vec![server.url()]))];
     let names = ["ours", "rslock"];
     let mut rounds = [const { [Vec::new(), Vec::new()] }; LOADS];
