@@ -74,12 +74,12 @@ impl<T, Res> AnnotateResponse<Job<T>, Res> for JobResponder {
         job.extensions_mut().remove::<RateLimitHandle>();
     }
 
-    fn announces(&self) -> bool {
+    fn annotates(&self) -> bool {
         false
     }
 
     /// Adds nothing, since the worker discards the response of a job.
-    fn announce(&self, _: &LimitInfo<'_>, _: &mut Res) {}
+    fn annotate(&self, _: &LimitInfo<'_>, _: &mut Res) {}
 }
 
 impl<T, Res> BindLease<Job<T>, Res> for JobResponder {

@@ -101,7 +101,7 @@ where
         }
     }
 
-    fn occupy(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
+    fn bind(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
         LockedBody::bind(response, guard, Some(lost_trailers));
     }
 }

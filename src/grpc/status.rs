@@ -173,11 +173,11 @@ impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for GrpcRespond
         }
     }
 
-    fn announces(&self) -> bool {
+    fn annotates(&self) -> bool {
         self.fields.annotates()
     }
 
-    fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
+    fn annotate(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, info.decision) {
             insert_decision(decision, response.extensions_mut());
         }

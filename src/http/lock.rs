@@ -13,7 +13,7 @@ use super::problem::{Kind, Problem};
 use super::responder::{REJECTED, STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
-use crate::responder::{BusyStatus, HttpResponder, NotExecuted, OutcomeUnknown, Responder};
+use crate::responder::{BusyStatus, HttpResponder, NotExecuted, OutcomeUnknown};
 
 /// The maximum `Retry-After` of a busy lock, however long the lease may last: most leases are released much sooner.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(5);
@@ -30,36 +30,20 @@ pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
     is_number.then(|| fence.parse().ok())?
 }
 
-impl<B, E> Responder<fencing::Rejection, Response<B>, E> for HttpResponder {
-    type Response = Response<ResponseBody<B>>;
-    type Error = E;
-
-    fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
-        Ok(match rejection {
+impl HttpResponder {
+    pub(super) fn fence_rejection(&self, rejection: &fencing::Rejection) -> Response<Bytes> {
+        match rejection {
             fencing::Rejection::Stale(_) => {
                 self.refusal(StatusCode::PRECONDITION_FAILED, "another client holds the lock of this request now")
             }
             fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
                 self.refusal(StatusCode::BAD_REQUEST, "the request names no lock or fence")
             }
-        })
+        }
     }
 
-    fn response(&self, response: Response<B>) -> Self::Response {
-        ResponseBody::of(response)
-    }
-
-    fn error(&self, error: E) -> E {
-        error
-    }
-}
-
-impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
-    type Response = Response<LockedBody<B>>;
-    type Error = E;
-
-    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
-        let response = match rejection {
+    pub(super) fn lock_rejection(&self, rejection: &Rejection) -> Response<Bytes> {
+        match rejection {
             Rejection::MissingKey(missing) => self.refusal(StatusCode::BAD_REQUEST, &missing.to_string()),
             Rejection::Lock(LockError::Busy(busy)) => {
                 let status = match self.busy {
@@ -94,21 +78,10 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
                 tracing::error!(%error, "cannot acquire the lock of a request");
                 self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served")
             }
-        };
-        Ok(response.map(LockedBody::new))
+        }
     }
 
-    fn response(&self, response: Response<B>) -> Self::Response {
-        response.map(|body| LockedBody::new(ResponseBody::inner(body)))
-    }
-
-    fn error(&self, error: E) -> E {
-        error
-    }
-}
-
-impl HttpResponder {
-    fn retry_later<B>(&self, kind: Kind, detail: &str) -> Response<ResponseBody<B>> {
+    fn retry_later(&self, kind: Kind, detail: &str) -> Response<Bytes> {
         let status = StatusCode::SERVICE_UNAVAILABLE;
         self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
     }
@@ -134,7 +107,7 @@ where
         }
     }
 
-    fn occupy(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
+    fn bind(&self, guard: LeaseGuard, response: &mut Response<LockedBody<B>>) {
         LockedBody::bind(response, guard, None);
     }
 }
@@ -212,7 +185,7 @@ impl AbortMarker {
     }
 }
 
-/// For the rejections of your own [`Responder`].
+/// For the rejections of your own [`Responder`](crate::responder::Responder).
 impl<B> From<Bytes> for LockedBody<B> {
     fn from(text: Bytes) -> Self {
         Self::new(text.into())

@@ -115,7 +115,8 @@
 //! * Let clients read the response even if writing has failed.
 //! * Or let a proxy in front read the whole request first, as nginx does by default (`proxy_request_buffering on`).
 //!
-//! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. A handler that calls a
+//! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. Its
+//! [`map_rejection`](crate::HttpResponder::map_rejection) takes a closure for your own status, fields and body. A handler that calls a
 //! [`Limiter`](crate::Limiter) creates the same response with [`HttpResponder::answer_to`](crate::HttpResponder::answer_to).
 //!
 //! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
@@ -339,6 +340,7 @@ mod idempotency;
 mod key;
 mod lock;
 mod problem;
+mod rejection;
 mod responder;
 pub(crate) mod same_body;
 mod upstream;
@@ -359,6 +361,7 @@ pub use self::idempotency::{
 };
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 pub use self::lock::{LOCK_FENCE, LockedBody, lock_fence};
+pub use self::rejection::{HttpRejection, MapRejection};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]

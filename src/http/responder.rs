@@ -4,6 +4,8 @@ use std::time::Duration;
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
 use ::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 
+use bytes::Bytes;
+
 use super::body::{Never, ResponseBody};
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
@@ -26,12 +28,9 @@ pub(crate) const IS_REJECTED: HeaderValue = HeaderValue::from_static("true");
 /// The text of a store failure. The client must not see the details.
 pub(crate) const STORE_TEXT: &str = "temporarily unavailable";
 
-impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
-    type Response = Response<ResponseBody<B>>;
-    type Error = E;
-
-    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
-        Ok(match rejection {
+impl HttpResponder {
+    pub(super) fn rate_limit_rejection(&self, rejection: &Rejection) -> Response<Bytes> {
+        match rejection {
             Rejection::Limited(limited) => {
                 let kind = match limited.decision().outcome() {
                     Outcome::Blocked => Kind::AbnormalUsageDetected,
@@ -49,16 +48,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
                 let problem = Problem { kind, status, detail: STORE_TEXT, violated: Vec::new() };
                 self.answer(Some(self.told(STORE_RETRY)), problem)
             }
-        })
-    }
-
-    #[inline]
-    fn response(&self, response: Response<B>) -> Self::Response {
-        ResponseBody::of(response)
-    }
-
-    fn error(&self, error: E) -> E {
-        error
+        }
     }
 }
 
@@ -81,12 +71,12 @@ impl<ReqBody, B> AnnotateResponse<Request<ReqBody>, Response<B>> for HttpRespond
     }
 
     #[inline]
-    fn announces(&self) -> bool {
+    fn annotates(&self) -> bool {
         self.fields.annotates()
     }
 
     #[inline]
-    fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
+    fn annotate(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, info.decision) {
             insert_decision(decision, response.extensions_mut());
         }
@@ -112,12 +102,12 @@ where
 {
     let Ok(mut response) = responder.reject(Rejection::Limited(limited.clone()));
     response.extensions_mut().remove::<NotExecuted>();
-    if responder.announces() {
+    if responder.annotates() {
         // Only the key of the first policy is known.
         let mut key = Some(key);
         for denial in limited.denials() {
             let info = LimitInfo { policy: &denial.policy, key: key.take(), decision: Some(&denial.decision) };
-            responder.announce(&info, &mut response);
+            responder.annotate(&info, &mut response);
         }
     }
     response
@@ -140,7 +130,7 @@ impl HttpResponder {
     /// Writes the rate-limit header fields, for your own [`Responder`].
     ///
     /// Existing fields are kept, and lists are extended. For a response that may have the fields of an [upstream](Self::upstream_fields), call
-    /// [`announce`](crate::rate_limit::AnnotateResponse::announce) instead.
+    /// [`annotate`](crate::rate_limit::AnnotateResponse::annotate) instead.
     pub fn write_headers(&self, info: &LimitInfo<'_>, headers: &mut HeaderMap) {
         write_fields(&self.fields, info, headers);
     }
@@ -150,16 +140,16 @@ impl HttpResponder {
         ceil_seconds(wait).saturating_add(fastrand::u32(..=self.retry_jitter).into())
     }
 
-    pub(super) fn refusal<B>(&self, status: StatusCode, detail: &str) -> Response<ResponseBody<B>> {
+    pub(super) fn refusal(&self, status: StatusCode, detail: &str) -> Response<Bytes> {
         self.answer(None, Problem { kind: Kind::Blank, status, detail, violated: Vec::new() })
     }
 
-    pub(super) fn answer<B>(&self, retry_after: Option<u64>, problem: Problem<'_>) -> Response<ResponseBody<B>> {
+    pub(super) fn answer(&self, retry_after: Option<u64>, problem: Problem<'_>) -> Response<Bytes> {
         let (content_type, body) = match self.body {
             RejectionBody::Problem => ("application/problem+json", problem.to_json()),
             RejectionBody::PlainText => ("text/plain; charset=utf-8", format!("{}\n", problem.detail)),
         };
-        let mut response = Response::new(ResponseBody::rejection(body));
+        let mut response = Response::new(Bytes::from(body));
         *response.status_mut() = problem.status;
         response.extensions_mut().insert(NotExecuted);
         let headers = response.headers_mut();

@@ -89,12 +89,12 @@ where
     }
 
     #[inline]
-    fn announces(&self) -> bool {
-        self.0.announces()
+    fn annotates(&self) -> bool {
+        self.0.annotates()
     }
 
     #[inline]
-    fn announce(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
-        self.0.announce(info, response);
+    fn annotate(&self, info: &LimitInfo<'_>, response: &mut Response<B>) {
+        self.0.annotate(info, response);
     }
 }

@@ -71,7 +71,7 @@ fn present(key: Option<Key>) -> Option<Key> {
 /// `None` means that the request has no key. So does a tuple with a missing or empty part.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be used as a key",
-    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one. Convert a `&str` from the request to a `String` or a `Key`"
+    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one. For text borrowed from the request, use `str_key`"
 )]
 pub trait IntoKey {
     /// The key, if there is one.
@@ -129,6 +129,51 @@ where
 {
     fn extract_key(&self, request: &Req) -> Option<Key> {
         self(request).into_key()
+    }
+}
+
+/// Calls the extractor in the box, for a type that has a name: in a struct, or chosen at run time.
+impl<Req> ExtractKey<Req> for Box<dyn ExtractKey<Req> + Send + Sync> {
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        (**self).extract_key(request)
+    }
+}
+
+impl<Req> ExtractKey<Req> for Arc<dyn ExtractKey<Req> + Send + Sync> {
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        (**self).extract_key(request)
+    }
+}
+
+/// Lets a closure return text that it borrows from the request.
+///
+/// The compiler does not infer that for a closure by itself.
+///
+/// ```
+/// use tollgate::{ExtractKey, Key, str_key};
+///
+/// struct Call { tenant: Option<String> }
+///
+/// let key = str_key(|call: &Call| call.tenant.as_deref());
+/// assert_eq!(key.extract_key(&Call { tenant: Some("acme".into()) }), Some(Key::from("acme")));
+/// ```
+pub const fn str_key<Req, F>(closure: F) -> StrKey<F>
+where
+    F: Fn(&Req) -> Option<&str>,
+{
+    StrKey(closure)
+}
+
+/// An extractor of borrowed text: see [`str_key`].
+#[derive(Clone, Copy, Debug)]
+pub struct StrKey<F>(F);
+
+impl<Req, F> ExtractKey<Req> for StrKey<F>
+where
+    F: Fn(&Req) -> Option<&str>,
+{
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        self.0(request).map(Key::from)
     }
 }
 

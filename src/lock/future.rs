@@ -98,7 +98,7 @@ where
                         Ok(response) => {
                             let mut response = answer.response(response);
                             if let Some(stay) = stay {
-                                answer.occupy(stay, &mut response);
+                                answer.bind(stay, &mut response);
                             }
                             Ok(response)
                         }

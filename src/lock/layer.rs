@@ -105,7 +105,7 @@ pub enum ReleaseAt {
     /// When the response body has ended, failed or been dropped. A slow client holds the lock meanwhile, up to
     /// [`max_hold`](LockLayer::max_hold). Without such a body the lock is released earlier, as with
     /// [`ErrorResponder`](crate::responder::ErrorResponder). A responder of your own keeps it only by
-    /// [`BindLease`](super::BindLease::occupy).
+    /// [`BindLease`](super::BindLease::bind).
     #[default]
     BodyEnd,
     /// When the handler has returned its response. The body is then sent without the lock.

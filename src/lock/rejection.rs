@@ -18,6 +18,16 @@ pub enum Rejection {
     Full(Full),
 }
 
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lock(error) => fmt::Display::fmt(error, f),
+            Self::MissingKey(error) => fmt::Display::fmt(error, f),
+            Self::Full(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
 impl From<Rejection> for BoxError {
     /// The error inside: [`LockError`], [`MissingKey`] or [`Full`], for downcasting.
     fn from(rejection: Rejection) -> Self {
@@ -60,12 +70,12 @@ impl Error for Full {}
 /// Implemented for the same types as [`Responder`](crate::responder::Responder), which makes the response.
 ///
 /// The default methods change what the lock protects: every request takes the lock, handlers find no [`LeaseHandle`], and the
-/// lock is released before the response body has ended. Over HTTP, a responder of your own forwards them to
-/// [`HttpResponder`](crate::responder::HttpResponder), as in the [examples](crate::responder#examples).
+/// lock is released before the response body has ended. Over HTTP, do not implement this trait for another body or status: use
+/// [`HttpResponder::map_rejection`](crate::HttpResponder::map_rejection).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot decide which requests `{Req}` need a lock, and how long responses `{Res}` keep it",
     note = "the default responds with an HTTP response (feature `http`); for other services call `.responder(ErrorResponder)`",
-    note = "your own responder has to implement `BindLease` and `Responder`; over HTTP, forward all methods of `BindLease` to `HttpResponder`, or the lock is released before the response body has ended"
+    note = "your own responder has to implement `BindLease` and `Responder`; over HTTP, `HttpResponder::map_rejection` takes a closure"
 )]
 pub trait BindLease<Req, Res> {
     /// Whether the request changes nothing, so that it needs no lock. By default, no request is safe.
@@ -85,7 +95,7 @@ pub trait BindLease<Req, Res> {
     }
 
     /// Keeps the lock with `response` until its end. By default, the response ends at once.
-    fn occupy(&self, stay: LeaseGuard, response: &mut Res) {
+    fn bind(&self, stay: LeaseGuard, response: &mut Res) {
         let _ = response;
         drop(stay);
     }

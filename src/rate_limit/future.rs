@@ -127,7 +127,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        !R::ASKED && !self.responder.attaches() && !self.responder.announces()
+        !R::ASKED && !self.responder.attaches() && !self.responder.annotates()
     }
 
     /// Keeps the descriptors of an admitted request if they are needed later, in a handle if there has to be one.
@@ -147,7 +147,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     {
         let attaches = self.responder.attaches();
         if !attaches && !R::ASKED {
-            return if self.responder.announces() {
+            return if self.responder.annotates() {
                 ChargeRef::Descriptors(Box::new(descriptors()))
             } else {
                 ChargeRef::Untracked
@@ -245,15 +245,15 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             }
         };
         if let Poll::Ready(Ok(response)) = &mut polled
-            && self.responder.announces()
+            && self.responder.annotates()
         {
             let (policy, descriptors) = (&self.core.policy, charge.descriptors());
             for info in descriptors.iter().filter_map(|descriptor| descriptor.limit_info(policy)) {
-                self.responder.announce(&info, response);
+                self.responder.annotate(&info, response);
             }
             if descriptors.is_empty() && policy.is_enforced_without_key() {
                 // No key was counted, but the client can see the limits.
-                self.responder.announce(&LimitInfo::new(policy), response);
+                self.responder.annotate(&LimitInfo::new(policy), response);
             }
         }
         polled

@@ -1,3 +1,5 @@
+use std::fmt;
+
 use super::decision::{Decision, Denied, MissingKey, RateLimited};
 use super::handle::RateLimitHandle;
 use super::policy::Policy;
@@ -18,6 +20,17 @@ pub enum Rejection {
     Store(StoreError),
 }
 
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Limited(error) => fmt::Display::fmt(error, f),
+            Self::MissingKey(error) => fmt::Display::fmt(error, f),
+            Self::Denied(error) => fmt::Display::fmt(error, f),
+            Self::Store(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
 impl From<Rejection> for BoxError {
     /// Returns the inner error: [`RateLimited`], [`MissingKey`], [`Denied`] or [`StoreError`]. Downcast to find out which.
     fn from(rejection: Rejection) -> Self {
@@ -36,7 +49,7 @@ impl From<Rejection> for BoxError {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot add rate limits to responses `{Res}` to `{Req}`",
     note = "the default responder needs HTTP responses (feature `http`); for other services call `.responder(ErrorResponder)`",
-    note = "your own responder has to implement `AnnotateResponse` and `Responder`; over HTTP, `HttpResponder::write_headers` writes the header fields"
+    note = "your own responder has to implement `AnnotateResponse` and `Responder`; over HTTP, `HttpResponder::map_rejection` takes a closure"
 )]
 pub trait AnnotateResponse<Req, Res> {
     /// Whether requests get a [handle](RateLimitHandle), which costs one or two allocations. Defaults to `false`.
@@ -55,14 +68,14 @@ pub trait AnnotateResponse<Req, Res> {
         let _ = request;
     }
 
-    /// Whether [`announce`](Self::announce) has to be called. Defaults to `true`. If `false`, nothing is kept for it while a request is
+    /// Whether [`annotate`](Self::annotate) has to be called. Defaults to `true`. If `false`, nothing is kept for it while a request is
     /// handled.
-    fn announces(&self) -> bool {
+    fn annotates(&self) -> bool {
         true
     }
 
     /// Adds the state of a policy to `response`. Called once for each enforced policy of the request.
-    fn announce(&self, info: &LimitInfo<'_>, response: &mut Res);
+    fn annotate(&self, info: &LimitInfo<'_>, response: &mut Res);
 }
 
 /// The state of a request under one policy.
@@ -92,10 +105,10 @@ impl<'a> LimitInfo<'a> {
 }
 
 impl<Req, Res> AnnotateResponse<Req, Res> for crate::responder::ErrorResponder {
-    fn announces(&self) -> bool {
+    fn annotates(&self) -> bool {
         false
     }
 
     /// Adds nothing: a plain service has no headers.
-    fn announce(&self, _: &LimitInfo<'_>, _: &mut Res) {}
+    fn annotate(&self, _: &LimitInfo<'_>, _: &mut Res) {}
 }

@@ -49,140 +49,35 @@
 //! # }
 //! ```
 //!
-//! For any other response, implement [`Responder`] and, for a rate limit, [`AnnotateResponse`](crate::rate_limit::AnnotateResponse). For a
-//! lock, implement [`BindLease`](crate::lock::BindLease). For example, with your own body, in an axum router:
+//! For your own status, header fields or body, pass a closure to [`HttpResponder::map_rejection`]. Here a lock and a rate limit share one
+//! JSON body:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
-//! use axum::response::{IntoResponse, Response};
-//! use http::{StatusCode, header::RETRY_AFTER};
-//! use tollgate::rate_limit::{AnnotateResponse, Policy, Rejection, LimitInfo};
-//! use tollgate::responder::{HttpResponder, Responder};
-//!
-//! #[derive(Clone)]
-//! struct AsJson;
-//!
-//! impl<E> Responder<Rejection, Response, E> for AsJson {
-//!     type Response = Response;
-//!     type Error = E;
-//!
-//!     fn reject(&self, rejection: Rejection) -> Result<Response, E> {
-//!         Ok(match rejection {
-//!             Rejection::Limited(limited) => {
-//!                 let wait = limited.retry_after_secs().unwrap_or(3_600);
-//!                 let body = r#"{"error":"slow down"}"#;
-//!                 (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, wait.to_string())], body).into_response()
-//!             }
-//!             Rejection::MissingKey(_) => StatusCode::BAD_REQUEST.into_response(),
-//!             Rejection::Denied(_) => StatusCode::FORBIDDEN.into_response(),
-//!             _ => StatusCode::SERVICE_UNAVAILABLE.into_response(), // the store fails
-//!         })
-//!     }
-//!
-//!     fn response(&self, response: Response) -> Response {
-//!         response
-//!     }
-//!
-//!     fn error(&self, error: E) -> E {
-//!         error
-//!     }
-//! }
-//!
-//! impl<Req> AnnotateResponse<http::Request<Req>, Response> for AsJson {
-//!     fn announce(&self, info: &LimitInfo<'_>, response: &mut Response) {
-//!         AnnotateResponse::<http::Request<Req>, _>::announce(&HttpResponder::new(), info, response); // the `RateLimit` fields
-//!     }
-//! }
-//!
-//! # use tollgate::{MemoryBackend, Quota, RateLimitLayer};
-//! # let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
-//! let layer = RateLimitLayer::new(MemoryBackend::new(), policy).responder(AsJson);
-//! # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
-//! # }
-//! ```
-//!
-//! [`BindLease`](crate::lock::BindLease) decides which requests need the lock, and how long a response holds it. A missing method would change
-//! what the lock protects, so this responder delegates all of them to [`HttpResponder`]:
-//!
-//! ```
-//! # #[cfg(feature = "http")] {
-//! use axum::{body::Body, extract::Request, response::Response};
+//! use axum::{Router, routing::post};
 //! use bytes::Bytes;
-//! use http::StatusCode;
-//! use tollgate::http::LockedBody;
-//! use tollgate::lock::{LeaseHandle, LockError, BindLease, Rejection, LeaseGuard};
-//! use tollgate::responder::{HttpResponder, NotExecuted, Responder};
+//! use http::Response;
+//! use tollgate::{GlobalKey, HttpResponder, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tollgate::{lock, rate_limit};
 //!
-//! #[derive(Clone)]
-//! struct BusyAsJson(HttpResponder);
-//!
-//! /// Holds the lock until its body ends.
-//! type Locked = Response<LockedBody<Body>>;
-//!
-//! impl<E> Responder<Rejection, Response, E> for BusyAsJson {
-//!     type Response = Locked;
-//!     type Error = E;
-//!
-//!     fn reject(&self, rejection: Rejection) -> Result<Locked, E> {
-//!         if !matches!(rejection, Rejection::Lock(LockError::Busy(_))) {
-//!             return self.0.reject(rejection);
-//!         }
-//!         let mut response = Response::new(Bytes::from_static(br#"{"error":"in use"}"#).into());
-//!         *response.status_mut() = StatusCode::CONFLICT;
-//!         response.extensions_mut().insert(NotExecuted);
-//!         Ok(response)
-//!     }
-//!
-//!     fn response(&self, response: Response) -> Locked {
-//!         Responder::<Rejection, _, E>::response(&self.0, response)
-//!     }
-//!
-//!     fn error(&self, error: E) -> E {
-//!         error
-//!     }
+//! fn json(response: Response<Bytes>) -> Response<Bytes> {
+//!     let body = format!(r#"{{"error":{}}}"#, response.status().as_u16());
+//!     response.map(|_| body.into())
 //! }
 //!
-//! impl BindLease<Request, Locked> for BusyAsJson {
-//!     fn is_safe(&self, request: &Request) -> bool {
-//!         BindLease::<_, Locked>::is_safe(&self.0, request)
-//!     }
-//!
-//!     fn attach(&self, lease: LeaseHandle, request: &mut Request) {
-//!         BindLease::<_, Locked>::attach(&self.0, lease, request);
-//!     }
-//!
-//!     fn pass(&self, request: &mut Request) {
-//!         BindLease::<_, Locked>::pass(&self.0, request);
-//!     }
-//!
-//!     fn occupy(&self, guard: LeaseGuard, response: &mut Locked) {
-//!         BindLease::<Request, _>::occupy(&self.0, guard, response);
-//!     }
-//! }
-//!
-//! # use axum::{Extension, Router, routing::get};
-//! # use tollgate::{BoxError, GlobalKey, LockLayer, MemoryBackend};
-//! # use tower::ServiceExt;
-//! # async fn pay(Extension(lease): Extension<LeaseHandle>) -> String {
-//! #     lease.fence().to_string()
-//! # }
-//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
-//! let lock = LockLayer::new(MemoryBackend::new(), "payments").key(GlobalKey).responder(BusyAsJson(HttpResponder::new()));
-//! let app: Router = Router::new().route("/", get(async || "unpaid").post(pay)).layer(lock);
-//!
-//! let post = || Request::post("/").body(Body::empty());
-//! let paid = app.clone().oneshot(post()?).await?;
-//! assert_eq!(paid.status(), StatusCode::OK);
-//! // Until the body is read, other payments are rejected, and safe requests pass.
-//! assert_eq!(app.clone().oneshot(post()?).await?.status(), StatusCode::CONFLICT);
-//! assert_eq!(app.clone().oneshot(Request::get("/").body(Body::empty())?).await?.status(), StatusCode::OK);
-//! drop(paid);
-//! assert_eq!(app.oneshot(post()?).await?.status(), StatusCode::OK);
-//! # Ok(())
-//! # }
-//! # main().unwrap();
+//! let backend = MemoryBackend::new();
+//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//! let limit = RateLimitLayer::new(backend.clone(), policy)
+//!     .responder(HttpResponder::new().map_rejection(|_: &rate_limit::Rejection, response| json(response)));
+//! let lock = LockLayer::new(backend, "payments")
+//!     .key(GlobalKey)
+//!     .responder(HttpResponder::new().map_rejection(|_: &lock::Rejection, response| json(response)));
+//! let app: Router = Router::new().route("/", post(async || "paid")).layer(lock).layer(limit);
 //! # }
 //! ```
+//!
+//! A service that is not an HTTP service and needs a response instead of an error implements [`Responder`]. A rate limit also needs
+//! [`AnnotateResponse`](crate::rate_limit::AnnotateResponse), and a lock [`BindLease`](crate::lock::BindLease).
 
 use std::fmt;
 #[cfg(feature = "http")]

@@ -4,4 +4,6 @@
 
 mod client_ip;
 mod headers;
+mod responders;
 mod servers;
+mod type_inference;

@@ -1,18 +1,14 @@
 use ::http::{Response, StatusCode};
+use bytes::Bytes;
 
-use super::body::IdempotentBody;
-use crate::http::body::ResponseBody;
 use crate::http::problem::{Kind, Problem};
 use crate::http::responder::{STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
-use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder};
+use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown};
 
-impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
-    type Response = Response<IdempotentBody<B>>;
-    type Error = E;
-
-    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
-        let (kind, status, wait) = match &rejection {
+impl HttpResponder {
+    pub(in crate::http) fn idempotency_rejection(&self, rejection: &Rejection) -> Response<Bytes> {
+        let (kind, status, wait) = match rejection {
             Rejection::MissingKey => (Kind::MissingIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::InvalidKey(_) => (Kind::InvalidIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::MissingScope | Rejection::Unreadable => (Kind::Blank, StatusCode::BAD_REQUEST, None),
@@ -30,12 +26,11 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
             // An error in the program or its configuration.
             Rejection::Config(error) => {
                 tracing::error!(%error, "cannot make a request idempotent");
-                let response = self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
-                return Ok(response.map(IdempotentBody::other));
+                return self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
             }
             Rejection::Full | Rejection::Store(_) => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY)),
         };
-        let detail = match &rejection {
+        let detail = match rejection {
             Rejection::Store(_) => STORE_TEXT.to_owned(),
             Rejection::NotKept { status } => format!("{rejection}: it had status {status}"),
             _ => rejection.to_string(),
@@ -46,14 +41,6 @@ impl<B, E> Responder<Rejection, Response<B>, E> for HttpResponder {
             response.extensions_mut().remove::<NotExecuted>();
             response.extensions_mut().insert(OutcomeUnknown);
         }
-        Ok(response.map(IdempotentBody::other))
-    }
-
-    fn response(&self, response: Response<B>) -> Self::Response {
-        response.map(|body| IdempotentBody::other(ResponseBody::inner(body)))
-    }
-
-    fn error(&self, error: E) -> E {
-        error
+        response
     }
 }

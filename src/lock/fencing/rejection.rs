@@ -16,6 +16,16 @@ pub enum Rejection {
     MissingFence(MissingFence),
 }
 
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stale(error) => fmt::Display::fmt(error, f),
+            Self::Missing(error) => fmt::Display::fmt(error, f),
+            Self::MissingFence(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
 impl From<Rejection> for BoxError {
     /// The error inside: [`StaleFence`], [`MissingKey`] or [`MissingFence`], for downcasting.
     fn from(rejection: Rejection) -> Self {
