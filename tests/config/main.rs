@@ -1,5 +1,5 @@
 //! Rules in files.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 
 mod rules;

@@ -1,4 +1,4 @@
-//! Rules in a file: what they mean, what is refused, and how they change while requests are served.
+//! Rules in files: their meaning, refused files, enforcement, and reloads while requests are served.
 
 use std::convert::Infallible;
 use std::fs;
@@ -23,10 +23,10 @@ use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{Key, MemoryBackend, Policy, Quota, StoreError};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
-// What a file means.
+// The meaning of files.
 
 #[test]
-fn the_three_formats_say_the_same() {
+fn all_formats_are_equivalent() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     let [toml, yaml, json] =
         ["toml", "yaml", "json"].map(|format| Rules::from_path(folder.join("rules").with_extension(format)).unwrap());
@@ -67,7 +67,7 @@ fn path_with_more_parameters_than_the_router_names_is_refused() {
 }
 
 #[test]
-fn the_most_specific_path_that_covers_the_method_wins() {
+fn most_specific_path_for_the_method_wins() {
     let rules = rules_of(&[
         ("/{*rest}", None, "all"),
         ("/", None, "root"),
@@ -87,10 +87,10 @@ fn the_most_specific_path_that_covers_the_method_wins() {
         ("DELETE", "/users/me", "me_delete"),
         ("DELETE", "/users/7", "user"),
         ("POST", "/login", "login"),
-        // A rule for one method takes nothing away from the others.
+        // A rule for one method does not affect the other methods.
         ("GET", "/login", "all"),
         ("PROPFIND", "/login", "all"),
-        // A server answers HEAD by GET.
+        // Servers answer HEAD with the handler for GET.
         ("HEAD", "/docs/x", "doc"),
         ("HEAD", "/files/x", "file_head"),
         ("HEAD", "/users/me", "me"),
@@ -107,9 +107,10 @@ fn the_most_specific_path_that_covers_the_method_wins() {
     }
 }
 
-/// Routers decode what they hand to handlers, so one escaped letter got around the more specific rule. And what is not ASCII is never sent as it is.
+/// Routers decode the paths that they pass to handlers. Regression: one escaped letter bypassed the more specific rule. Characters outside
+/// of ASCII are always sent escaped.
 #[tokio::test]
-async fn a_path_matches_however_it_is_spelled() {
+async fn path_matches_in_any_encoding() {
     let rules = rules_of(&[
         ("/export/pdf", None, "pdf"),
         ("/export/{kind}", None, "any"),
@@ -119,7 +120,7 @@ async fn a_path_matches_however_it_is_spelled() {
     ]);
     let cases: [(&str, &[&str]); 14] = [
         ("/export/pdf", &["pdf"]),
-        // A router that does not decode takes it to the other handler.
+        // A router that does not decode paths calls the other handler, so both rules apply.
         ("/export/%70df", &["pdf", "any"]),
         ("/%65xport/pd%66", &["pdf"]),
         ("/export/%50df", &["any"]),
@@ -155,9 +156,9 @@ async fn a_path_matches_however_it_is_spelled() {
     }
 }
 
-/// The router of axum matches paths as they are spelled, so one escaped letter chose the handler of the one rule and the quota of the other.
+/// The axum router matches undecoded paths. Regression: one escaped letter combined the handler of one rule with the quota of another.
 #[tokio::test]
-async fn no_spelling_chooses_a_laxer_rule() {
+async fn no_encoding_selects_a_laxer_rule() {
     let rules = Rules::from_toml(
         r#"
         [policies.all]
@@ -216,7 +217,7 @@ async fn no_spelling_chooses_a_laxer_rule() {
     assert_eq!(ask(&app_of_health, "/api/%68ealth").await, (200, "id".into()));
     assert_eq!(ask(&app_of_health, "/api/%68ealth").await.0, 429);
 
-    // Charged once, and what the dearer one costs.
+    // Charged once, at the higher cost.
     let app_of_export = app();
     assert_eq!(ask(&app_of_export, "/api/%65xport").await, (200, "id".into()));
     assert_eq!(ask(&app_of_export, "/api/%65xport").await.0, 429);
@@ -225,13 +226,13 @@ async fn no_spelling_chooses_a_laxer_rule() {
     for _ in 0..2 {
         assert_eq!(ask(&app_of_users, "/users/%6de").await, (200, "name".into()));
     }
-    assert_eq!(ask(&app_of_users, "/users/7").await.0, 429, "the quota of the others is used up");
+    assert_eq!(ask(&app_of_users, "/users/7").await.0, 429, "the quota for other users is used up");
     assert_eq!(ask(&app_of_users, "/users/%6de").await.0, 429);
     assert_eq!(ask(&app_of_users, "/users/me").await, (200, "me".into()));
 
-    // As strict as the stricter of the two.
-    let nobody = Request::get("/users/%6de").body(Body::empty()).unwrap();
-    assert_eq!(app().oneshot(nobody).await.unwrap().status(), StatusCode::BAD_REQUEST);
+    // The stricter settings of the two rules apply.
+    let without_peer = Request::get("/users/%6de").body(Body::empty()).unwrap();
+    assert_eq!(app().oneshot(without_peer).await.unwrap().status(), StatusCode::BAD_REQUEST);
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
     let service = RulesLayer::new(store, rules.clone()).layer(hello());
@@ -242,9 +243,9 @@ async fn no_spelling_chooses_a_laxer_rule() {
     }
 }
 
-// What is refused.
+// Refused files.
 
-/// What is wrong with a file of TOML, the field, and the line.
+/// A TOML file, the text of its error, the field, and the line.
 type Bad = (&'static str, &'static str, &'static str, usize);
 
 const LIMIT: &str = r#"{ quota = 1, per = "1s", algorithm = "fixed_window" }"#;
@@ -360,7 +361,7 @@ const BAD: &[Bad] = &[
 ];
 
 #[test]
-fn what_is_wrong_is_named_with_its_place() {
+fn errors_name_the_field_and_line() {
     let many: Vec<String> =
         (1..=17).map(|s| format!(r#"{{ quota = 1, per = "{s}s", algorithm = "fixed_window" }}"#)).collect();
     for (text, what, field, line) in BAD {
@@ -377,11 +378,11 @@ fn what_is_wrong_is_named_with_its_place() {
     }
 }
 
-/// What came of a text, what is wrong with it, and the line and column.
+/// The result for a text, the text of its error, and the line and column.
 type Wrong = (Result<Rules, RulesError>, &'static str, (usize, usize));
 
 #[test]
-fn the_place_is_known_in_every_format() {
+fn error_position_is_known_in_every_format() {
     let yaml = "policies:\n  a:\n    limits:\n      - { quota: 1, per: 1s, algorithm: fixed_window }\n      \
                 - { quota: 1, per: 1h,\n          algorithm: fixed_window, burst: 5 }\nrules: [{ path: /, unlimited: true }]";
     let json = "{\"policies\":{\"a\":{\"limits\":[{\"quota\":1,\"per\":\"1s\",\"algorithm\":\"fixed_window\"},\n \
@@ -408,7 +409,7 @@ fn the_place_is_known_in_every_format() {
         (Rules::from_yaml("a: &a [*a]\n"), "alias", (1, 8)),
         (Rules::from_yaml("? [1]\n: 2\n"), "a field name must be text", (1, 3)),
         (Rules::from_yaml("rules: *nothing\n"), "unknown anchor", (1, 8)),
-        // What is left when the only method was taken out would be a rule for all of them.
+        // If the only method is removed and its field stays, the rule would apply to all methods.
         (Rules::from_yaml("rules:\n  - path: /\n    methods:\n    unlimited: true\n"), "missing value", (3, 12)),
         (
             Rules::from_json("{\"rules\": [{\"path\": \"/\", \"methods\": null, \"unlimited\": true}]}"),
@@ -426,7 +427,7 @@ fn the_place_is_known_in_every_format() {
 }
 
 #[test]
-fn a_file_that_is_none_is_refused() {
+fn unreadable_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let error = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
@@ -456,7 +457,7 @@ fn a_file_that_is_none_is_refused() {
     portable::<RulesError>();
 }
 
-/// What was read was dropped level by level, and a stack that overflows ends the process.
+/// Regression: the parsed tables were dropped recursively, and a stack overflow aborts the process.
 #[test]
 fn deep_tables_of_dotted_keys_are_refused_before_allocation() {
     let small_stack = std::thread::Builder::new().stack_size(256 * 1_024);
@@ -480,7 +481,7 @@ fn deep_tables_of_dotted_keys_are_refused_before_allocation() {
 }
 
 #[test]
-fn files_that_are_made_to_be_slow_are_refused_in_time() {
+fn slow_files_are_refused_in_time() {
     let start = Instant::now();
     let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
     for level in 1..20 {
@@ -511,7 +512,7 @@ fn files_that_are_made_to_be_slow_are_refused_in_time() {
     assert!(Rules::from_toml(&methods).unwrap_err().message().contains("more than 32 different methods"));
     let paths: String = (0..18_000).map(|i| format!("[[rules]]\npath=\"/{{a}}/{i}\"\nunlimited=true\n")).collect();
     assert_eq!(Rules::from_toml(&paths).unwrap().len(), 18_000);
-    // Seconds, on a machine with nothing else to do. Any of them would take far longer than this if its cost grew with the square.
+    // This takes seconds on an idle machine. If the time for any file grew quadratically, it would take far longer than the limit.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
@@ -536,7 +537,7 @@ proptest! {
     }
 
     #[test]
-    fn a_good_file_that_was_damaged_is_read_or_refused(at in 0..2_000_usize, len in 0..20_usize, put in "[\\[\\]{}:,\"'&*\n -]{0,4}") {
+    fn damaged_file_is_read_or_refused(at in 0..2_000_usize, len in 0..20_usize, put in "[\\[\\]{}:,\"'&*\n -]{0,4}") {
         let files = [
             (include_str!("rules.toml"), Rules::from_toml as fn(&str) -> Result<Rules, RulesError>),
             (include_str!("rules.yaml"), Rules::from_yaml),
@@ -561,7 +562,7 @@ proptest! {
     }
 }
 
-// What is enforced.
+// Enforcement.
 
 #[tokio::test(start_paused = true)]
 async fn each_rule_limits_the_requests_that_it_matches() {
@@ -588,20 +589,24 @@ async fn each_rule_limits_the_requests_that_it_matches() {
     assert_eq!(ask("/api/a", "k1").await, answer(200, r#""api";r=5;t=60"#));
     assert_eq!(ask("/api/b", "k1").await, answer(200, r#""api";r=0;t=60"#));
     assert_eq!(ask("/api/a", "k1").await.0, 429);
-    assert_eq!(ask("/api/a", "").await, answer(200, r#""api";r=5;t=60"#), "by the address, where there is no header");
+    assert_eq!(
+        ask("/api/a", "").await,
+        answer(200, r#""api";r=5;t=60"#),
+        "counted under the address without the header"
+    );
     assert_eq!(ask("/both", "k1").await.0, 429, "rules of the same policy count together");
     for _ in 0..3 {
         assert_eq!(ask("/both", "k2").await.0, 200);
     }
-    assert_eq!(ask("/both", "k3").await.0, 429, "all share the second policy");
-    assert_eq!(ask("/both", "").await.0, 400, "a request without key is turned away unless told otherwise");
+    assert_eq!(ask("/both", "k3").await.0, 429, "all keys share the second policy");
+    assert_eq!(ask("/both", "").await.0, 400, "a request without a key is rejected by default");
     for path in ["/api/health", "/elsewhere", "/"] {
         assert_eq!(ask(path, "k1").await, answer(200, ""), "{path}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_rule_has_a_say_in_what_happens_when_the_store_fails() {
+async fn each_rule_has_its_on_store_error() {
     let rules = Rules::from_toml(
         r#"
         policies.a.limits = [{ quota = 2, per = "1m", algorithm = "fixed_window" }]
@@ -623,15 +628,15 @@ async fn each_rule_has_a_say_in_what_happens_when_the_store_fails() {
     }
     assert_eq!(status(&service, "/keyless").await, 200);
     assert_eq!(status(&service, "/local").await, 200);
-    assert_eq!(status(&service, "/also").await, 429, "rules count together also while the store fails");
+    assert_eq!(status(&service, "/also").await, 429, "rules with the same policy share the local count");
     layer.handle().reload(simple("sliding_window", 1));
     layer.handle().reload(rules);
     assert_eq!(status(&service, "/local").await, 200);
-    assert_eq!(status(&service, "/local").await, 429, "and a reload forgets nothing of it");
+    assert_eq!(status(&service, "/local").await, 429, "a reload keeps the local count");
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_rule_has_its_deadline_and_all_of_them_one_circuit() {
+async fn rules_have_their_own_deadlines_and_share_a_circuit() {
     let rules = Rules::from_toml(
         r#"
         policies.a.limits = [{ quota = 5, per = "1m", algorithm = "fixed_window" }]
@@ -652,13 +657,13 @@ async fn each_rule_has_its_deadline_and_all_of_them_one_circuit() {
     store.faults().hang();
     assert_eq!(ask("/quick").await, (503, 20));
     assert_eq!(ask("/usual").await, (503, 100));
-    // Both have failed, so nobody waits any more, whatever is done about it.
+    // Two calls have failed, so the circuit is open: no rule waits, with any `on_store_error`.
     let asked = store.faults().calls(Verb::Check);
     for (path, answer) in [("/quick", 503), ("/usual", 503), ("/open", 200)] {
         assert_eq!(ask(path).await, (answer, 0), "{path}");
     }
     assert_eq!(store.faults().calls(Verb::Check), asked);
-    // The probe of one rule is that of all.
+    // The probe of one rule closes the circuit for all rules.
     store.faults().heal();
     store.faults().delay(Duration::from_millis(1));
     tokio::time::advance(Duration::from_secs(5)).await;
@@ -682,7 +687,7 @@ async fn client_ip_key_is_the_client_behind_trusted_proxies() {
     let xff = file(r#"client_ip = { trusted = ["10.0.0.0/8"], ipv6_prefix = 48 }"#);
     let forwarded = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "forwarded" }"#);
     let single = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "x-real-ip" }"#);
-    let nobody = file("");
+    let no_proxy = file("");
     let hops = file("client_ip = { trusted_hops = 2 }");
     let cloudfront = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "cloudfront-viewer-address" }"#);
     let strict = file(r#"client_ip = { trusted = ["10.0.0.0/8"], on_unreadable = "reject" }"#);
@@ -695,27 +700,27 @@ async fn client_ip_key_is_the_client_behind_trusted_proxies() {
         (&cloudfront, "10.0.0.1:1", "cloudfront-viewer-address", "2001:db8:b::1:443", 429),
         (&strict, "10.0.0.1:1", "x-forwarded-for", "unknown", 400),
         (&strict, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
-        // Clients of a proxy count apart, and what they claim is not believed.
+        // Clients behind a proxy are counted separately, and their own claims are ignored.
         (&xff, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
         (&xff, "10.0.0.2:1", "x-forwarded-for", "198.51.100.7, 203.0.113.7", 429),
         (&xff, "10.0.0.1:1", "x-forwarded-for", "203.0.113.8", 200),
-        // Who is no proxy is the client.
+        // A peer that is not a trusted proxy is the client.
         (&xff, "192.0.2.1:1", "x-forwarded-for", "203.0.113.9", 200),
         (&xff, "192.0.2.1:2", "x-forwarded-for", "203.0.113.10", 429),
-        // By network.
+        // IPv6 clients are counted by network.
         (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:0:1::1", 200),
         (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:0:2::1", 429),
         (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:1:2::1", 200),
-        // The header that is named, and no other.
+        // Only the configured header is read.
         (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.7", 200),
         (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.7;proto=https", 429),
         (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.8", 200),
         (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.7", 200),
         (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.8", 200),
         (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.8", 429),
-        // And nobody who is not named.
-        (&nobody, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
-        (&nobody, "10.0.0.1:1", "x-forwarded-for", "203.0.113.8", 429),
+        // Without `client_ip`, no proxy is trusted.
+        (&no_proxy, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
+        (&no_proxy, "10.0.0.1:1", "x-forwarded-for", "203.0.113.8", 429),
     ];
     for (service, peer, header, value, status) in cases {
         let request = Request::get("/").extension(PeerAddr(peer.parse().unwrap())).header(header, value);
@@ -724,7 +729,7 @@ async fn client_ip_key_is_the_client_behind_trusted_proxies() {
     }
 }
 
-/// In the header as it is, each spelling of the scheme and each password had a quota.
+/// If the whole header were the key, each spelling of the scheme and each password would have its own quota.
 #[tokio::test(start_paused = true)]
 async fn credentials_are_keys_of_rules() {
     let file = |key: &str| {
@@ -758,9 +763,9 @@ async fn credentials_are_keys_of_rules() {
     }
 }
 
-/// A pattern of another system was text, and the limit was off.
+/// Regression: a path pattern in the syntax of another system was matched as plain text, so its limit never applied.
 #[tokio::test(start_paused = true)]
-async fn signs_of_patterns_are_matched_where_they_are_escaped() {
+async fn escaped_pattern_characters_match_literally() {
     let rules = rules_of(&[
         ("/calc/%2A", None, "times"),
         ("/%3Aid", None, "colon"),
@@ -776,7 +781,7 @@ async fn signs_of_patterns_are_matched_where_they_are_escaped() {
         ("/:id", "colon"),
         ("/%3Aid", "colon"),
         ("/s/%5B%5D%5C%5E%7C%24", "signs"),
-        // Some clients send these as they are.
+        // Some clients send these characters unescaped.
         (r"/s/[]\^|$", "signs"),
         ("/orders:cancel", "cancel"),
         ("/orders%3Acancel", "cancel"),
@@ -786,10 +791,10 @@ async fn signs_of_patterns_are_matched_where_they_are_escaped() {
     assert!(names("/calc/7").is_empty() && names("/7").is_empty());
 }
 
-/// The program stood still until another one wrote into the FIFO.
+/// Regression: the program blocked until another process wrote into the FIFO.
 #[cfg(unix)]
 #[tokio::test]
-async fn what_is_no_regular_file_is_refused() {
+async fn irregular_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let fifo = folder.path().join("rules.toml");
     let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
@@ -816,11 +821,14 @@ async fn what_is_no_regular_file_is_refused() {
     let file = folder.path().join("file");
     std::fs::write(&file, "policies.a.limits = []\nrules = []").unwrap();
     std::os::unix::fs::symlink(&file, &link).unwrap();
-    assert!(!Rules::from_path(&link).unwrap_err().message().contains("a regular file"), "a link to one is one");
+    assert!(
+        !Rules::from_path(&link).unwrap_err().message().contains("a regular file"),
+        "a link to a regular file is accepted"
+    );
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rule_may_charge_by_the_answer() {
+async fn rule_can_charge_by_the_response() {
     let rules = |charge: &str| {
         Rules::from_toml(&format!(
             r#"
@@ -835,7 +843,7 @@ async fn a_rule_may_charge_by_the_answer() {
         ))
         .unwrap()
     };
-    // What a service answers in whose path there is what to answer.
+    // A service whose path selects the response.
     let service = service_fn(async |request: Request<()>| {
         let grpc = |response: http::response::Builder| response.header("content-type", "application/grpc+proto");
         let (response, trailer) = match request.uri().path() {
@@ -883,7 +891,7 @@ async fn a_rule_may_charge_by_the_answer() {
                 } else {
                     passed += 1;
                 }
-                // Corrections are made behind the back of the request.
+                // Corrections are sent in the background.
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
             assert_eq!(passed, if charged { 2 } else { 5 }, "{charge} {path}");
@@ -892,7 +900,7 @@ async fn a_rule_may_charge_by_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rule_may_let_requests_wait_for_room() {
+async fn rule_can_let_requests_wait() {
     let rules = Rules::from_toml(
         r#"
         policies.a.limits = [{ quota = 1, per = "10s", algorithm = "fixed_window" }]
@@ -906,7 +914,7 @@ async fn a_rule_may_let_requests_wait_for_room() {
     let begun = tokio::time::Instant::now();
     assert_eq!(status(&service, "/patient").await, 200);
     assert_eq!(status(&service, "/at-once").await, 429);
-    // Room for the first two comes in time, and they are served in their order.
+    // The first two waiters get room in time, and are served in order.
     let waiting = [(); 3].map(|()| {
         let service = service.clone();
         async move { (status(&service, "/patient").await, begun.elapsed().as_secs()) }
@@ -918,7 +926,7 @@ async fn a_rule_may_let_requests_wait_for_room() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn rejections_may_become_something_else() {
+async fn rejections_use_the_configured_responder() {
     let layer = RulesLayer::new(MemoryBackend::new(), simple("fixed_window", 0)).responder(GrpcResponder::default());
     let handle = layer.handle();
     let service = layer.layer(hello());
@@ -927,11 +935,11 @@ async fn rejections_may_become_something_else() {
     assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
     handle.reload(simple("fixed_window", 1));
     let response = service.oneshot(request()).await.unwrap();
-    assert_eq!(response.headers().get("grpc-status"), None, "the handle of the layer is that of its services");
+    assert_eq!(response.headers().get("grpc-status"), None, "the handle of the layer reloads its services");
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+async fn ready_instance_is_called() {
     for path in ["/limited", "/unmatched"] {
         let rules = Rules::from_toml(
             r#"
@@ -945,17 +953,17 @@ async fn the_instance_that_was_ready_is_the_one_that_is_called() {
         for _ in 0..3 {
             service.ready().await.unwrap().call(Request::get(path).body(()).unwrap()).await.unwrap();
         }
-        assert_eq!(clones.load(Ordering::Relaxed), 3, "one clone for each next time");
+        assert_eq!(clones.load(Ordering::Relaxed), 3, "one clone for each call");
     }
 }
 
-// What changes.
+// Reloads.
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
+async fn reloads_under_load_drop_nothing_and_keep_counts() {
     let folder = tempfile::tempdir().unwrap();
     let rules = |turn: usize| {
-        // `steady` stays as it is while everything around it changes.
+        // `steady` stays the same while the other policy and rule change.
         format!(
             r#"
             policies.steady.limits = [{{ quota = 100, per = "1h", algorithm = "fixed_window" }}]
@@ -1026,7 +1034,7 @@ async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_of_all_corrections_can_be_waited_for() {
+async fn wait_idle_awaits_pending_corrections() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(Duration::from_millis(50));
     let layer = RulesLayer::new(store.clone(), simple("fixed_window", 9));
@@ -1037,7 +1045,7 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
     let policy = Policy::new("a", Quota::per_hour(9).fixed_window());
     let left = async || store.get_ref().peek(&policy, &Key::GLOBAL, 1).await.unwrap().remaining();
     assert_eq!(status(&service, "/x").await, 200);
-    // Of rules that hold no more as well.
+    // `wait_idle` also covers rules that are no longer in force.
     layer.handle().reload(simple("fixed_window", 8));
     assert_eq!(left().await, Some(8));
     layer.wait_idle().await;
@@ -1045,7 +1053,7 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
 }
 
 #[tokio::test]
-async fn a_request_in_flight_is_judged_by_the_rules_it_came_under() {
+async fn request_in_flight_keeps_the_rules_of_its_arrival() {
     let gate = Arc::new(tokio::sync::Notify::new());
     let layer = RulesLayer::new(Gated(MemoryBackend::new(), Arc::clone(&gate)), simple("fixed_window", 1));
     let handle = layer.handle();
@@ -1057,12 +1065,12 @@ async fn a_request_in_flight_is_judged_by_the_rules_it_came_under() {
     assert!(!first.is_finished(), "the store has not answered");
     handle.reload(simple("fixed_window", 0));
     gate.notify_waiters();
-    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK, "one was allowed when it came");
-    assert_eq!(status(&service, "/x").await, 429, "and none since");
+    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK, "the rules at its arrival allow one request");
+    assert_eq!(status(&service, "/x").await, 429, "the new rules allow none");
 }
 
 #[tokio::test]
-async fn a_watched_file_is_followed_while_it_makes_sense() {
+async fn watched_file_is_followed_while_it_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rules.yaml");
     let write = |quota: &str| {
@@ -1078,7 +1086,7 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
     let rules = |text: &str| Rules::from_yaml(text).unwrap();
 
     let (one, two) = (write("1"), write("2"));
-    // Loaded before the file was changed, so the first look has to find out.
+    // The file changed after these rules were loaded, so the first check has to find the change.
     let handle = rules(&one).handle();
     let watch = handle.watch_every(Duration::from_millis(5), &file);
     until(|| handle.rules() == rules(&two)).await;
@@ -1092,7 +1100,7 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
 
     fs::remove_file(&file).unwrap();
     until(|| handle.last_error().is_some_and(|error| std::error::Error::source(&error).is_some())).await;
-    assert_eq!(handle.rules(), rules(&two), "and neither does one that is gone");
+    assert_eq!(handle.rules(), rules(&two), "a missing file changes nothing");
 
     let three = write("3");
     until(|| handle.rules() == rules(&three)).await;
@@ -1101,10 +1109,10 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
     drop(watch);
     write("4");
     tokio::time::sleep(Duration::from_millis(150)).await;
-    assert_eq!(handle.rules(), rules(&three), "nobody follows any more");
+    assert_eq!(handle.rules(), rules(&three), "the file is no longer watched");
 }
 
-/// The burst beside it was refused, and the old quota stayed.
+/// Regression: the burst next to a quota of 0 was refused, and the old quota stayed in force.
 #[tokio::test]
 async fn zero_quota_closes_a_burst_in_a_watched_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -1133,13 +1141,13 @@ async fn zero_quota_closes_a_burst_in_a_watched_file() {
     assert!(!answer.headers().contains_key("retry-after"), "no wait helps");
 }
 
-/// Whoever looked more often took the first half for the file.
+/// Regression: a watcher with a short interval loaded the first half of the file.
 #[tokio::test]
-async fn a_file_that_is_still_being_written_is_not_read() {
+async fn partially_written_file_is_not_loaded() {
     let [before, first, second] =
         ["/before", "/first", "/second"].map(|path| format!("[[rules]]\npath = {path:?}\nunlimited = true\n"));
     let both = Rules::from_toml(&format!("{first}{second}")).unwrap();
-    // A machine that is busy may take longer between the two halves than a change has to last.
+    // On a busy machine, the time between the two writes may exceed the time for which a change has to last.
     for _ in 0..20 {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("rules.toml");
@@ -1159,7 +1167,7 @@ async fn a_file_that_is_still_being_written_is_not_read() {
 }
 
 #[tokio::test]
-async fn the_watcher_ends_with_its_guard() {
+async fn watcher_ends_with_its_guard() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rules.toml");
     fs::write(&file, "").unwrap();
@@ -1185,7 +1193,7 @@ fn simple(algorithm: &str, quota: u32) -> Rules {
     .unwrap()
 }
 
-/// Rules of a path, a method and a policy each.
+/// Rules with a path, a method and a policy each.
 fn rules_of(rules: &[(&str, Option<&str>, &str)]) -> Rules {
     let mut text = String::new();
     for (path, method, policy) in rules {
@@ -1196,7 +1204,7 @@ fn rules_of(rules: &[(&str, Option<&str>, &str)]) -> Rules {
     Rules::from_toml(&text).unwrap()
 }
 
-/// The policies that count a request for this path.
+/// Returns the names of the policies that count a request for this path.
 fn names<'a>(rules: &'a Rules, path: &str) -> Vec<&'a str> {
     rules.policies_for(&Method::GET, path).into_iter().map(Policy::name).collect()
 }
@@ -1217,7 +1225,7 @@ where
 async fn until(condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !condition() {
-        assert!(Instant::now() < deadline, "it does not happen");
+        assert!(Instant::now() < deadline, "the condition was not met within 20 s");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -1247,7 +1255,7 @@ impl RateLimitStore for Failing {
     }
 }
 
-/// Waits before it decides.
+/// Waits for a notification before it decides.
 #[derive(Clone)]
 struct Gated(MemoryBackend, Arc<tokio::sync::Notify>);
 
@@ -1274,7 +1282,7 @@ impl RateLimitStore for Gated {
     }
 }
 
-/// Fails a call of an instance that was not asked whether it is ready.
+/// Panics if an instance is called before it was polled ready.
 struct Strict {
     ready: bool,
     clones: Arc<AtomicU64>,
@@ -1298,14 +1306,14 @@ impl Service<Request<()>> for Strict {
     }
 
     fn call(&mut self, _: Request<()>) -> Self::Future {
-        assert!(self.ready, "this instance was not asked");
+        assert!(self.ready, "this instance was not polled ready");
         self.ready = false;
         std::future::ready(Ok(Response::new(String::new())))
     }
 }
 
 #[test]
-fn a_handle_can_be_made_before_or_after_its_layer() {
+fn handle_can_be_created_before_or_after_its_layer() {
     let handle: RulesHandle = simple("fixed_window", 1).into();
     let layer = RulesLayer::new(MemoryBackend::new(), &handle);
     layer.handle().reload(simple("fixed_window", 2));

@@ -1,4 +1,4 @@
-//! The faults.
+//! The faults of rate limits.
 
 use std::collections::HashMap;
 use std::thread::sleep;
@@ -12,14 +12,14 @@ use super::load::Admitted;
 use super::support::proxy::{Door, Proxy, Traffic};
 use super::support::server::{RedisServer, wait_until};
 
-/// Something that goes wrong.
+/// A fault of a deployment that serves rate limits.
 #[derive(Debug)]
 pub struct Fault {
     pub name: &'static str,
     pub on: Topology,
     /// Whether it is part of the short run.
     pub short: bool,
-    /// How soon everything has to work again.
+    /// How soon all calls have to succeed again.
     pub recovery: Duration,
     pub fails: Fails,
     pub loses: Loses,
@@ -30,12 +30,12 @@ pub struct Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fails {
     Nothing,
-    /// What is under way when connections are cut, so many times: of each caller one call for each connection. Beyond that only
-    /// what the open circuit turns away.
+    /// Calls in flight when connections are cut, this many times: at most one call per caller and connection each time. Besides these, only
+    /// calls that the open circuit rejects.
     InFlight(u32),
-    /// Some do: if none does the fault was none.
+    /// Some calls fail. If none does, the fault had no effect.
     Some,
-    /// Some may, while the new primary is not known yet.
+    /// Some calls may fail until the new primary is known.
     Perhaps,
 }
 
@@ -43,28 +43,28 @@ pub enum Fails {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loses {
     Nothing,
-    /// Those that no replica had.
+    /// Counts that no replica had.
     Unreplicated,
-    /// Those that were not on disk.
+    /// Counts that were not on disk.
     Unsaved,
 }
 
-/// What a fault says when it is over.
+/// The result of a fault.
 #[derive(Debug)]
 pub struct Strike {
     pub begun: Instant,
-    /// From when on the store could serve again.
+    /// When the store could serve again.
     pub back: Instant,
-    /// What the store forgot, if that could be counted at that moment.
+    /// The units that the store lost, if they could be counted at that moment.
     pub lost: Option<Lost>,
 }
 
-/// What a store has forgotten, when it did: units by subject.
+/// The units at the moment of a loss, by key.
 #[derive(Debug)]
 pub struct Lost {
-    /// Those that had been admitted.
+    /// Units that had been admitted.
     pub admitted: HashMap<String, u64>,
-    /// Those that are still stored.
+    /// Units that are still stored.
     pub kept: HashMap<String, u64>,
 }
 
@@ -84,8 +84,8 @@ impl Fault {
         self
     }
 
-    /// For networks that swallow what is sent: an attempt to connect that began just before they healed has to time out first,
-    /// which takes a second.
+    /// For networks that swallow data: a connection attempt that began just before the network healed has to time out first, which takes a
+    /// second.
     const fn after_a_timeout(mut self) -> Self {
         self.recovery = Duration::from_secs(2);
         self
@@ -98,7 +98,7 @@ pub const fn ms(milliseconds: u64) -> Duration {
     Duration::from_millis(milliseconds)
 }
 
-/// All of them.
+/// All faults of rate limits.
 pub const FAULTS: &[Fault] = &[
     fault("none", Standalone, Fails::Nothing, Nothing, |_, _| during(|| sleep(SECOND))).short(),
     fault("stopped for 300 ms (SIGSTOP)", Standalone, Fails::Some, Nothing, |d, _| stopped(d.server(), ms(300)))
@@ -206,7 +206,7 @@ pub const FAULTS: &[Fault] = &[
     fault("primary killed, replicas 300 ms behind", Sentinel, Fails::Some, Unreplicated, |d, admitted| {
         let sentinel = d.sentinel();
         let old = sentinel.primary_index();
-        // A slow line between the primary and those that follow it.
+        // A slow connection between the primary and its replicas.
         let line = Proxy::start(sentinel.servers[old].port());
         for replica in others(&sentinel.servers, &[old]) {
             replica.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", line.port()));
@@ -231,7 +231,7 @@ pub const FAULTS: &[Fault] = &[
     })
     .short(),
     Fault {
-        // Without the announcement the Sentinels are asked every 0.4 s.
+        // Without the announcement, the backend would follow at its next query of the Sentinels, which it sends every 0.4 s.
         recovery: ms(250),
         ..fault("failover that is announced (SENTINEL FAILOVER)", Sentinel, Perhaps, Unreplicated, |d, _| {
             let sentinel = d.sentinel();
@@ -300,7 +300,7 @@ pub const FAULTS: &[Fault] = &[
             let begun = Instant::now();
             while begun.elapsed() < 2 * SECOND {
                 for from in 0..3 {
-                    // Those in use among them; each goes round and round.
+                    // Slots in use are among them. Each slot moves around the cluster.
                     for slot in cluster.slots_with_keys(from).into_iter().rev().take(20) {
                         cluster.migrate(slot, (from + 1) % 3);
                     }
@@ -338,7 +338,7 @@ pub const FAULTS: &[Fault] = &[
     }),
 ];
 
-/// Something that is over when it returns.
+/// Runs a fault that is over when `trouble` returns.
 pub fn during(trouble: impl FnOnce()) -> Strike {
     let begun = Instant::now();
     trouble();
@@ -361,7 +361,7 @@ fn restarted(server: &mut RedisServer) -> Strike {
     })
 }
 
-/// The same with a server that keeps nothing: all that was admitted until then is lost.
+/// Restarts a server that stores nothing on disk, so all units admitted until then are lost.
 fn emptied(server: &mut RedisServer, admitted: &Admitted) -> Strike {
     let begun = Instant::now();
     let admitted = until_stopped(server, admitted);
@@ -395,24 +395,24 @@ pub fn trouble<T>(proxy: &Proxy, time: Duration, begin: impl FnOnce(&Proxy) -> T
     })
 }
 
-/// All but these.
+/// Returns all servers except these.
 fn others<'a>(servers: &'a [RedisServer], but: &[usize]) -> Vec<&'a RedisServer> {
     servers.iter().enumerate().filter(|(index, _)| !but.contains(index)).map(|(_, server)| server).collect()
 }
 
-/// Stops a server that is to be killed, and says what had been admitted by then.
+/// Stops a server before it is killed, and returns the units that had been admitted by then.
 fn until_stopped(server: &RedisServer, admitted: &Admitted) -> HashMap<String, u64> {
     server.pause();
-    // What it said arrives, here and at its replicas.
+    // Its last replies arrive, here and at its replicas.
     sleep(ms(100));
-    admitted.lock().expect("nobody panics").clone()
+    admitted.lock().expect("the mutex is not poisoned").clone()
 }
 
-/// Stops a primary that is to be killed, and says what it admitted and what of that its replicas have. What the `rest` of a cluster has is
-/// not lost either.
+/// Stops a primary before it is killed. Returns the units that it admitted, and how many of them its replicas have. Units on the `rest` of
+/// a cluster are not lost either.
 fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisServer], admitted: &Admitted) -> Lost {
     let admitted = until_stopped(primary, admitted);
-    // The one that has most of it is promoted.
+    // The replica with the most units is promoted.
     let stored = replicas.iter().map(|replica| stored_on(replica)).max_by_key(|stored| stored.values().sum::<u64>());
     let mut stored = stored.unwrap_or_default();
     for (subject, used) in rest.iter().flat_map(|server| stored_on(server)) {
@@ -422,7 +422,7 @@ fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisSe
     Lost { admitted, kept: stored }
 }
 
-/// The units that were admitted and are not stored.
+/// Returns the units that were admitted and are not stored.
 pub fn missing(admitted: &HashMap<String, u64>, stored: &HashMap<String, u64>) -> u64 {
     let used = |subject| stored.get(subject).copied().unwrap_or_default();
     admitted.iter().map(|(subject, units)| units.saturating_sub(used(subject))).sum()

@@ -1,4 +1,4 @@
-//! What a fault happens to.
+//! The deployments on which faults occur.
 
 use std::collections::HashMap;
 
@@ -8,15 +8,15 @@ use super::support::proxy::Proxy;
 use super::support::sentinel::SentinelDeployment;
 use super::support::server::{DURABLE, RedisServer, query};
 
-/// What a backend has to each server that decides, unless told otherwise.
+/// The default number of connections of a backend to each server that decides.
 pub const CONNECTIONS: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Topology {
     Standalone,
-    /// With an append-only file that is on disk before an answer is given.
+    /// With an append-only file that is on disk before a reply is sent.
     Durable,
-    /// Behind a network that misbehaves.
+    /// Behind a faulty network.
     Network,
     Sentinel,
     Cluster,
@@ -94,7 +94,7 @@ impl Deployment {
         }
     }
 
-    /// The servers whose counts are those that hold.
+    /// Returns the servers whose counts are authoritative.
     pub fn primaries(&self) -> Vec<&RedisServer> {
         match self {
             Self::Standalone(server) | Self::Network(server, _) => vec![server],
@@ -103,7 +103,7 @@ impl Deployment {
         }
     }
 
-    /// How many connections clients have, to servers and Sentinels that are up.
+    /// Returns the number of client connections to servers and Sentinels that are up.
     pub fn clients(&self) -> usize {
         let servers: Vec<&RedisServer> = match self {
             Self::Standalone(server) | Self::Network(server, _) => vec![server],
@@ -113,22 +113,22 @@ impl Deployment {
         servers.into_iter().filter(|server| server.is_answering()).map(RedisServer::clients).sum()
     }
 
-    /// How many of them there may be: so many for each server that decides, and one to each Sentinel.
+    /// Returns how many client connections are allowed: [`CONNECTIONS`] to each server that decides, and one to each Sentinel.
     pub fn most_clients(&self) -> usize {
         let watchers = if let Self::Sentinel(sentinel) = self { sentinel.sentinels.len() } else { 0 };
         self.primaries().len() * CONNECTIONS + watchers
     }
 
-    /// The units that are stored as used, by subject.
+    /// Returns the stored used units, by key.
     pub fn stored(&self) -> HashMap<String, u64> {
         self.primaries().into_iter().flat_map(stored_on).collect()
     }
 }
 
-/// What this server has stored.
+/// Returns the used units that this server has stored, by key.
 pub fn stored_on(server: &RedisServer) -> HashMap<String, u64> {
     let mut connection = server.connection();
-    // A replica in a cluster sends readers to its primary otherwise; elsewhere this is nothing, or an error.
+    // In a cluster, a replica redirects reads to its primary without this. Elsewhere it has no effect, or fails.
     let _: Result<(), _> = query(&mut connection, "READONLY");
     let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).expect("keys are listed");
     let mut pipe = redis::pipe();
@@ -138,9 +138,9 @@ pub fn stored_on(server: &RedisServer) -> HashMap<String, u64> {
     let values: Vec<Option<Vec<u8>>> = pipe.query(&mut connection).expect("values are read");
     let stored = keys.iter().zip(values).filter_map(|(key, value)| {
         let subject = key.split_once(&format!("{{rate_limit:{NAME}:"))?.1.split_once('}')?.0;
-        // A fixed window ends with the units that were used.
+        // The value of a fixed window ends with the used units.
         let used = value?.last_chunk().map(|&used| f64::from_le_bytes(used) as u64);
-        Some((subject.to_owned(), used.expect("a count is longer")))
+        Some((subject.to_owned(), used.expect("a count has at least 8 bytes")))
     });
     stored.collect()
 }

@@ -1,4 +1,4 @@
-//! Whether a process hears in time of locks, operations and jobs after a fault, and what is to be said about it.
+//! Whether a process receives the notifications of locks, operations and jobs in time after a fault, and the checks of the result.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -7,16 +7,17 @@ use super::deployment::Topology::{Cluster, Sentinel};
 use super::deployment::{Deployment, Topology};
 use super::support::waiting::{LATE, SOON, Waiting};
 
-/// Something that goes wrong where a process listens.
+/// A fault of a server that sends notifications.
 #[derive(Debug)]
 pub struct ListeningFault {
     pub name: &'static str,
     pub on: Topology,
     /// Whether it is part of the short run.
     pub short: bool,
-    /// Whether the process is told of the server that the fault is about, and of no other one.
+    /// Whether the URL of the process names only the server that the fault hits.
     knows_one: bool,
-    /// What happens to the server that tells of everything; on a cluster to the node of this number. Answers when messages could come again.
+    /// Causes the fault on the server that sends all notifications; on a cluster, on the node with this index. Returns when notifications
+    /// could arrive again.
     strike: fn(&mut Deployment, usize) -> Instant,
 }
 
@@ -24,7 +25,7 @@ const fn fault(name: &'static str, on: Topology, strike: fn(&mut Deployment, usi
     ListeningFault { name, on, short: false, knows_one: false, strike }
 }
 
-/// All of them.
+/// All faults of notifications.
 pub const LISTENING_FAULTS: &[ListeningFault] = &[
     ListeningFault { short: true, ..fault("a primary killed (SIGKILL)", Cluster, primary_killed) },
     ListeningFault { knows_one: true, ..fault("the only host of the URL killed (SIGKILL)", Cluster, primary_killed) },
@@ -72,7 +73,7 @@ fn primary_killed(deployment: &mut Deployment, node: usize) -> Instant {
     cluster.wait_for_another_owner(slot, node).0
 }
 
-/// What a run of a fault came to.
+/// The result of a run of a fault.
 #[derive(Debug)]
 pub struct ListeningRow {
     fault: &'static ListeningFault,
@@ -109,7 +110,7 @@ impl fmt::Display for ListeningRow {
     }
 }
 
-/// Runs a fault once, on a deployment of its own.
+/// Runs a fault once, on its own deployment.
 pub fn run(fault: &'static ListeningFault) -> ListeningRow {
     let mut deployment = Deployment::start(fault.on);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -127,7 +128,8 @@ pub fn run(fault: &'static ListeningFault) -> ListeningRow {
         }
         deployment => deployment.url(),
     };
-    let connect = async |url| tollgate::RedisBackend::connect(url).await.expect("the deployment lets us in");
+    let connect =
+        async |url| tollgate::RedisBackend::connect(url).await.expect("the deployment accepts the connection");
     let mut waiting = runtime
         .block_on(async { Waiting::start(connect(deployment.url()).await, connect(url).await, is_chosen).await });
     let before = runtime.block_on(waiting.lateness());
@@ -138,8 +140,8 @@ pub fn run(fault: &'static ListeningFault) -> ListeningRow {
     });
     let late = |when, lateness: &[(&str, Duration)]| {
         let late = lateness.iter().filter(|(_, late)| *late >= LATE);
-        late.map(|(what, late)| format!("{when} a process was told of a {what} after {late:?}")).collect::<Vec<_>>()
+        late.map(|(what, late)| format!("{when}, the notification of a {what} took {late:?}")).collect::<Vec<_>>()
     };
-    let complaints = [late("before it", &before), late("after it", &after)].concat();
+    let complaints = [late("before the fault", &before), late("after the fault", &after)].concat();
     ListeningRow { fault, before: before.to_vec(), after: after.to_vec(), complaints }
 }

@@ -1,4 +1,4 @@
-//! The load: callers of services behind the layer, and what is known for certain about each of their calls.
+//! The load: callers of services behind the layer, and a record of each call.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,33 +16,33 @@ use super::support::load::{self, Load};
 
 /// The name of the policy.
 pub const NAME: &str = "faults";
-/// Of each subject. A day does not end while this runs, but for one run in thousands: a window begins with the first request.
+/// The quota of each key. A window begins with the first request and lasts a day, so practically none ends during a run.
 pub const QUOTA: u64 = 100;
-/// How often a subject is asked for until the next one has its turn: a fifth is denied.
+/// The decided calls for a key before the next key is used: a fifth of them is denied.
 const TURNS: u64 = QUOTA * 5 / 4;
 pub const CALLERS: u32 = 24;
-/// Each is asked for by two callers at a time.
+/// The keys in use at the same time. Each has two callers.
 const LANES: usize = CALLERS as usize / 2;
 const PAUSE: Duration = Duration::from_millis(5);
-/// What callers do without the store.
+/// What callers do about store errors.
 const POLICIES: [RateLimitFallback; 3] = [RateLimitFallback::Deny, RateLimitFallback::Allow, RateLimitFallback::Local];
 
 pub type Call = load::Call<Outcome>;
 
-/// What the store said to one call.
+/// The result of the store for one call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Seen {
-    /// It was not asked: the circuit was open.
+    /// There was no store call: the circuit was open.
     #[default]
     NotAsked,
-    /// Nothing before the deadline.
+    /// There was no reply before the deadline.
     GivenUp,
     Admitted,
     Denied,
     Failed,
 }
 
-/// What the caller was answered.
+/// The response that the caller got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     Served,
@@ -59,7 +59,7 @@ pub struct Outcome {
     pub answer: Answer,
     /// Whether the inner service ran.
     pub ran: bool,
-    /// What the store failed with, or the service if it did so in its own way.
+    /// The error of the store, or an unexpected error of the service.
     pub error: Option<String>,
 }
 
@@ -69,19 +69,19 @@ impl Outcome {
         matches!(self.seen, Seen::Admitted | Seen::Denied)
     }
 
-    /// What the store said, in words.
+    /// Describes the result of the store.
     pub fn failure(&self) -> String {
         format!("{:?} {}", self.seen, self.error.as_deref().unwrap_or_default())
     }
 
-    /// Whether the policy for store errors was applied, and to nothing but a store error.
+    /// Whether the policy for store errors was applied to store errors only.
     pub fn is_right(&self) -> bool {
         let answer = match (self.seen, self.policy) {
             (Seen::Admitted, _) => self.answer == Answer::Served,
             (Seen::Denied, _) => self.answer == Answer::Limited,
             (_, RateLimitFallback::Deny) => self.answer == Answer::StoreError,
             (_, RateLimitFallback::Allow) => self.answer == Answer::Served,
-            // What this process counts by itself is checked per subject.
+            // The local counts of this process are checked for each key.
             _ => matches!(self.answer, Answer::Served | Answer::Limited),
         };
         answer && self.ran == (self.answer == Answer::Served)
@@ -103,10 +103,10 @@ fn note(change: impl FnOnce(&mut Trace)) {
     TRACE.with(|trace| change(&mut trace.borrow_mut()));
 }
 
-/// Units that the store admitted, by subject. Known at any time.
+/// Units that the store admitted, by key. Known at any time.
 pub type Admitted = Arc<Mutex<HashMap<String, u64>>>;
 
-/// Callers, what they call, and what they have been told.
+/// The services of the callers, and the units that the store admitted to them.
 #[derive(Clone, Debug)]
 pub struct Callers {
     services: [BoxCloneSyncService<String, (), BoxError>; 3],
@@ -133,7 +133,7 @@ impl Callers {
         Self { services, turns: Arc::new(std::array::from_fn(|_| AtomicU64::new(0))), admitted }
     }
 
-    /// Has everybody call until it is stopped.
+    /// Starts all callers, which call until the load is stopped.
     pub fn start(&self) -> Load<Outcome> {
         let callers = self.clone();
         Load::start(
@@ -148,7 +148,7 @@ impl Callers {
 
     async fn call(&self, caller: usize) -> Outcome {
         let (lane, kind) = (caller / 2 % LANES, caller % POLICIES.len());
-        // Calls that fail use up no turn: whoever was half way before a failover is so after it.
+        // Failed calls do not advance the lane, so a key that is half used up before a failover is half used up after it.
         let subject = format!("{lane}-{}", self.turns[lane].load(Ordering::Relaxed) / TURNS);
         let (answer, trace) = TRACE
             .scope(RefCell::default(), async {
@@ -174,7 +174,7 @@ impl Callers {
     }
 }
 
-/// A store that writes down what it says.
+/// A store that records its decisions.
 #[derive(Clone, Debug)]
 struct Witness {
     store: AnyBackend,
@@ -194,7 +194,7 @@ impl RateLimitStore for Witness {
             trace.error = decision.as_ref().err().map(|error| format!("{error:?}"));
         });
         if decision.as_ref().is_ok_and(Decision::is_allowed) {
-            let mut admitted = self.admitted.lock().expect("nobody panics");
+            let mut admitted = self.admitted.lock().expect("the mutex is not poisoned");
             *admitted.entry(key.as_str().to_owned()).or_default() += 1;
         }
         decision

@@ -1,4 +1,4 @@
-//! What goes wrong for those who hold locks, and for those who wait for them.
+//! The faults of processes that hold locks or wait for them.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use super::support::cluster::Cluster as Nodes;
 use super::support::proxy::{Door, Traffic};
 use super::support::server::wait_until;
 
-/// How many processes want the locks.
+/// The number of processes that want the locks.
 pub const WORKERS: usize = 4;
 
-/// Something that goes wrong under locks.
+/// A fault while processes hold locks.
 #[derive(Debug)]
 pub struct LockFault {
     pub name: &'static str,
@@ -25,21 +25,21 @@ pub struct LockFault {
     pub mode: Mode,
     /// Whether it is part of the short run.
     pub short: bool,
-    /// Whether the store may forget who holds what, and how long clients may take to follow to the server that has then: two may hold one lock
-    /// until then and for as long as a lease lasts, and the fence has to tell them apart.
+    /// Set if the store may lose locks: how long clients may take to follow to the server that is authoritative afterwards. Until then, and
+    /// for as long as a lease lasts, two processes may hold one lock. Their fences have to differ.
     pub forgets: Option<Duration>,
     pub loses: Loses,
     pub strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
 }
 
-/// Which leases are lost for those who hold them.
+/// Which leases the holders lose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loses {
-    /// None: they are renewed for as long as they are held.
+    /// None: leases are renewed for as long as they are held.
     Nothing,
-    /// Some may be.
+    /// Some may be lost.
     Perhaps,
-    /// So many: if it is fewer the fault was none. And what is written after that is refused.
+    /// At least this many: if fewer are lost, the fault had no effect. Writes after a lost lease are refused.
     AtLeast(usize),
 }
 
@@ -52,7 +52,7 @@ const fn fault(
 }
 
 impl LockFault {
-    /// How long after all was well again two may still hold one lock, and what a busy machine may add to it.
+    /// Returns how long after the store is back two processes may still hold one lock, with a margin for a busy machine.
     pub fn overlap(&self) -> Option<Duration> {
         self.forgets.map(|follow| follow + TTL + ms(500))
     }
@@ -78,15 +78,15 @@ impl LockFault {
     }
 }
 
-/// All of them.
+/// All faults of locks.
 pub const LOCK_FAULTS: &[LockFault] = &[
     fault("none", Standalone, |_, _| during(|| sleep(SECOND))).loses(Loses::Nothing),
-    // All but the first, who goes on before the lease ends.
+    // The first holder continues before its lease ends. All others lose their leases.
     fault(STOPPED_HOLDERS, Standalone, holders_stopped).loses(Loses::AtLeast(4)).short(),
     fault(KILLED_HOLDERS, Standalone, holders_killed).loses(Loses::Nothing).short(),
     fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
         during(|| {
-            // Two at a time.
+            // Two workers are blocked at a time.
             for turn in 0..WORKERS + 2 {
                 if turn >= 2 {
                     workers[turn - 2].go_on();
@@ -107,14 +107,14 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             sleep(SECOND);
         })
     }),
-    // It is the same server.
+    // Clients need no time to follow, since it is the same server.
     fault(EMPTIED, Standalone, server_restarted).forgets(Duration::ZERO).short(),
     fault("killed, restarted with its leases (SIGKILL)", Durable, server_restarted),
     fault(KILLED_CLIENTS, Standalone, clients_killed),
     fault("the listening connections killed 10 times (CLIENT KILL)", Standalone, |d, _| {
         let mut killed = 0;
         let strike = cut(10, || killed += d.server().query::<u64>("CLIENT KILL TYPE pubsub"));
-        assert!(killed >= 10, "no more than {killed} connections were killed");
+        assert!(killed >= 10, "only {killed} connections were killed");
         strike
     })
     .loses(Loses::Nothing),
@@ -173,7 +173,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     .forgets(SECOND),
     fault("primaries killed (SIGKILL)", Cluster, |d, _| {
         let cluster = d.cluster();
-        // The one that has the first lock.
+        // The node that has the first lock.
         let slot = slot(cluster, "a");
         let old = cluster.owner(slot);
         let begun = Instant::now();
@@ -235,12 +235,12 @@ fn holders_stopped(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     stop_one_by_one(workers, &[1, 2, 3, 4, 6])
 }
 
-/// The last one is stopped for so long that its own place in the line is lost, if it was the next, and somebody else has the lock.
+/// The last holder is stopped for so long that its own queue position expires, if it was next, and another process gets the lock.
 fn holders_stopped_in_line(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     stop_one_by_one(workers, &[1, 2, 4, 18])
 }
 
-/// Each for so many half leases.
+/// Stops the workers in turn, each for this many half leases.
 fn stop_one_by_one(workers: &mut [LockWorker], halves: &[u32]) -> Strike {
     during(|| {
         for (turn, &halves) in halves.iter().enumerate() {
@@ -265,7 +265,7 @@ fn holders_killed(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     })
 }
 
-/// All is well when the places of those who were killed are lost.
+/// The deployment is healthy again when the queue positions of the killed processes have expired.
 fn holders_killed_in_line(deployment: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     during(|| {
         holders_killed(deployment, workers);
@@ -287,7 +287,7 @@ fn server_restarted(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike
 fn clients_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
     let mut killed = 0;
     let strike = cut(10, || killed += deployment.server().kill_clients());
-    assert!(killed >= 10, "no more than {killed} connections were killed");
+    assert!(killed >= 10, "only {killed} connections were killed");
     strike
 }
 
@@ -308,7 +308,8 @@ fn slots_moved(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
             for slot in KEYS.map(|key| slot(cluster, key)) {
                 let to = (cluster.owner(slot) + 1) % 3;
                 cluster.migrate(slot, to);
-                // To all of them: the next owner takes an epoch above those that it knows, and is undone by one who knows a higher one.
+                // All nodes have to know the move: the next owner takes an epoch above all epochs known to it. A node that knows a higher
+                // epoch would undo the move.
                 wait_until("the move is known", || {
                     let mut views = cluster.nodes.iter().map(|node| cluster.views(node));
                     views.all(|views| views.iter().any(|view| view.index == to && view.has(slot)))
@@ -318,11 +319,11 @@ fn slots_moved(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
     })
 }
 
-/// The slot of a lock.
+/// Returns the slot of a lock.
 fn slot(cluster: &Nodes, key: &str) -> u16 {
     cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{lock:default:{key}}}"))
 }
 
-/// How soon everybody has to get locks again: the lease of whoever had one has to end, those who wait for no message look once a second, and an attempt to
-/// connect that began just before a network healed has to time out first.
+/// How soon all locks have to be granted again. The lease of the holder has to end, and waiters without a notification check once a second.
+/// A connection attempt that began just before a network healed has to time out.
 pub const RECOVERY: Duration = Duration::from_millis(500 + 1_000 + 1_000 + 500);

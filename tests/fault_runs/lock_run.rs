@@ -1,4 +1,4 @@
-//! One fault under locks, and what is to be said about it.
+//! One fault of locks, and the checks of its result.
 
 use std::fmt;
 use std::sync::mpsc;
@@ -12,27 +12,27 @@ use super::support::processor::ProcessorMeter;
 use super::support::server::{RedisServer, query};
 use super::support::windows::now_us;
 
-/// The load before a fault, and after everybody is well again.
+/// The load before a fault, and after all locks are granted again.
 const BEFORE: Duration = Duration::from_millis(500);
 const AFTER: Duration = Duration::from_millis(500);
-/// A lease that was lost about when somebody had waited for a processor for so long may have been lost for that: it is renewed after a third
-/// of what it lasts, and some of the waiting is not seen.
+/// If any process waited this long for a processor around the time at which a lease was lost, the loss may have that reason. A lease is
+/// renewed after a third of its duration, and some of the waiting is not measured.
 const STARVED: Duration = Duration::from_millis(100);
-/// How many stays under a lock there have to be before a fault, and when nobody may hold a lock any more that the store has forgotten.
+/// The minimum number of stays under each lock before a fault, and after the last lease that the store lost has ended.
 const ENOUGH: usize = WORKERS * 5;
-/// The load when nobody may hold a lock any more that the store has forgotten.
+/// The load after the last lease that the store lost has ended.
 const AFTERWARDS: Duration = Duration::from_secs(2);
-/// How long workers may take to give back everything, and servers to forget them.
+/// How long workers may take to release everything, and servers to remove it.
 const SETTLED: Duration = Duration::from_secs(5);
 
-/// What a run of a fault came to.
+/// The result of a run of a fault.
 #[derive(Debug)]
 pub struct LockRow {
     fault: &'static LockFault,
     stays: usize,
     lost: usize,
     refused: u64,
-    /// Stays under a lock that somebody else had by what the store had forgotten, and fences that came out of order by that.
+    /// Overlapping stays and fences out of order that locks lost by the store explain.
     explained: usize,
     pub unexplained: usize,
     pub recovery: Duration,
@@ -94,10 +94,10 @@ impl fmt::Display for LockRow {
     }
 }
 
-/// Runs a fault once, on a deployment of its own.
+/// Runs a fault once, on its own deployment.
 pub fn run(fault: &'static LockFault) -> LockRow {
     let mut deployment = Deployment::start(fault.on);
-    // What the locks protect lies where nothing goes wrong.
+    // The data that the locks protect is on a server without faults.
     let witness = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let (url, witness_url) = (deployment.url(), witness.url());
@@ -107,7 +107,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let meter = ProcessorMeter::start();
 
     let mut stays = Vec::new();
-    // Until all of them are at work.
+    // Wait until all locks are in use.
     let begun = Instant::now();
     let is_at_work = |stays: &[HoldRecord]| (0..KEYS.len()).all(|key| since(stays, key, 0).count() >= ENOUGH);
     while !is_at_work(&stays) && begun.elapsed() < SETTLED {
@@ -116,7 +116,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     sleep(BEFORE);
     let (zero, zero_us) = (Instant::now(), now_us());
     if fault.loses == Loses::Nothing {
-        // Somebody lives on renewals meanwhile.
+        // One worker depends on renewals during the fault.
         workers[WORKERS - 1].stay();
     }
     let strike = (fault.strike)(&mut deployment, &mut workers);
@@ -131,7 +131,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     if let Some(overlap) = fault.overlap() {
         let settled = strike.back + overlap;
         sleep(settled.saturating_duration_since(Instant::now()));
-        // Somebody lives on renewals once more.
+        // One worker depends on renewals again.
         workers[WORKERS - 1].stay();
         let is_enough = |stays: &[HoldRecord]| {
             (0..KEYS.len()).all(|key| since(stays, key, us(settled)).count() >= ENOUGH)
@@ -146,7 +146,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     workers.iter_mut().for_each(|worker| worker.process.stop());
     let ends_well = |worker: &mut LockWorker| worker.process.has_ended_well(SETTLED);
     let bad = workers.iter_mut().map(ends_well).filter(|is_good| !is_good).count();
-    row.must(bad == 0, || format!("{bad} workers have not given back everything and ended"));
+    row.must(bad == 0, || format!("{bad} workers did not release everything and end"));
     let (mut tasks_left, mut sockets_left) = (0, 0);
     let mut ends = 0;
     for line in lines.try_iter() {
@@ -161,7 +161,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     }
     let killed = workers.iter().filter(|worker| worker.process.is_killed()).count();
     row.must(ends + killed == WORKERS, || {
-        format!("{ends} workers of {} have said that they are done", WORKERS - killed)
+        format!("{ends} of {} workers reported that they are done", WORKERS - killed)
     });
     row.must(tasks_left == 0, || format!("{tasks_left} tasks outlive the backend"));
     row.must(sockets_left == 0, || format!("{sockets_left} sockets outlive the backend"));
@@ -175,7 +175,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
         let (after, before) = (us.saturating_sub(zero_us), zero_us.saturating_sub(us));
         zero + Duration::from_micros(after) - Duration::from_micros(before)
     };
-    // From when it was renewed last, if it was, to when that has to have been done again.
+    // From the last renewal, if there was one, to the latest time for the next one.
     let around = |stay: &HoldRecord| (at(stay.until.max(stay.from)) - TTL, at(stay.until.max(stay.from)) + TTL);
     losses(&mut row, &stays, |stay| waits.between(around(stay).0, around(stay).1) > STARVED);
     let left = leftovers(&deployment, killed);
@@ -184,7 +184,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     row
 }
 
-/// The stays under a lock that began at an instant or later.
+/// Returns the stays under a lock that began at `from` or later.
 fn since(stays: &[HoldRecord], key: usize, from: u64) -> impl Iterator<Item = &HoldRecord> {
     stays.iter().filter(move |stay| stay.key == key && stay.from >= from && stay.until > 0)
 }
@@ -192,75 +192,73 @@ fn since(stays: &[HoldRecord], key: usize, from: u64) -> impl Iterator<Item = &H
 fn stay(line: Line) -> HoldRecord {
     match line {
         Line::HoldRecord(stay) => stay,
-        Line::End { .. } => panic!("a worker has ended before it was told to"),
+        Line::End { .. } => panic!("a worker ended before it was stopped"),
     }
 }
 
-/// What the stays say, with the instants of the fault by the clock of the workers.
+/// Checks the stays. The instants of the fault are on the clock of the workers.
 fn judge(row: &mut LockRow, stays: &[HoldRecord], begun: u64, back: u64, well: u64) {
     row.stays = stays.len();
-    // Whom the store may have forgotten is there no longer than that.
+    // The leases that the store may have lost end within this time.
     let forgotten = row.fault.overlap().map(|overlap| begun..=back + overlap.as_micros() as u64);
     for (key, name) in KEYS.iter().enumerate() {
         let mut stays: Vec<&HoldRecord> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
         stays.sort_unstable_by_key(|stay| stay.fence);
         for pair in stays.windows(2) {
             row.must(pair[0].fence < pair[1].fence, || {
-                format!("the fence {} of {name} was given out twice", pair[0].fence)
+                format!("the fence {} of {name} was issued twice", pair[0].fence)
             });
         }
         for Overlap { at, complaint } in overlaps(&stays, row.fault.mode.permits()) {
-            // Who was granted a lock by a server that knew nothing of it, while that could be, or was handed one that another server had granted to
-            // somebody else. Whoever of them came later did so in that time.
+            // A server that had lost the lock may have granted it again. A client may have handed over a lease while another server had
+            // granted the lock to a different process. In both cases, the later of the two stays began in this time.
             let is_explained = forgotten.as_ref().is_some_and(|time| time.contains(&at));
             *if is_explained { &mut row.explained } else { &mut row.unexplained } += 1;
             row.must(is_explained, || complaint);
         }
         let next = stays.iter().map(|stay| stay.from).filter(|from| *from >= back).min();
         let recovery = next.map_or(Duration::MAX, |next| Duration::from_micros(next - back));
-        row.must(recovery <= RECOVERY, || format!("nobody had {name} for {recovery:?} after all was well again"));
+        row.must(recovery <= RECOVERY, || format!("{name} was not held for {recovery:?} after the store was back"));
         row.recovery = row.recovery.max(recovery);
-        row.must(stays.iter().any(|stay| stay.until > well), || format!("nobody had {name} in the end"));
+        row.must(stays.iter().any(|stay| stay.until > well), || format!("{name} was not held in the end"));
         if let Some(forgotten) = &forgotten {
             let judged = stays.iter().filter(|stay| stay.from > *forgotten.end()).count();
-            row.must(judged >= ENOUGH, || {
-                format!("only {judged} stays under {name} when nobody was forgotten any more")
-            });
+            row.must(judged >= ENOUGH, || format!("only {judged} stays under {name} after the last lost lease ended"));
         }
         let before = stays.iter().filter(|stay| stay.from < begun).count();
         row.must(before >= ENOUGH, || format!("only {before} stays under {name} before the fault"));
     }
 }
 
-/// Somebody who came to others with whom there is no room, or out of order.
+/// A stay that exceeds the permits of a lock, or is out of order.
 struct Overlap {
-    /// When the later of them came.
+    /// When the later stay began.
     at: u64,
     complaint: String,
 }
 
-/// Those of stays under one lock, which are in the order of their fences.
+/// Returns the overlaps of stays under one lock, which are sorted by fence.
 fn overlaps(stays: &[&HoldRecord], permits: usize) -> Vec<Overlap> {
     let mut overlaps = Vec::new();
-    // The latest that somebody came, and was known to be there: of those who read, and of those who do not.
+    // The latest start of a stay, and the latest instant at which it was known to be held: for readers, and for others.
     let (mut readers, mut others) = ((0, 0), (0, 0));
     for stay in stays {
         if permits > 1 {
-            // Whoever has the larger fence of two who are there together may have heard of it first.
+            // Of two concurrent holders, the holder with the larger fence may have received its reply first.
             let is_there = |other: &&&HoldRecord| other.from <= stay.from && other.until > stay.from;
             let there = stays.iter().filter(is_there).count() - usize::from(stay.until > stay.from);
             if there >= permits {
-                overlaps.push(Overlap { at: stay.from, complaint: format!("{stay:?} came to {there} others") });
+                overlaps.push(Overlap { at: stay.from, complaint: format!("{stay:?} began beside {there} others") });
             }
             continue;
         }
         let (last_from, last_until) =
             if stay.is_shared { others } else { (readers.0.max(others.0), readers.1.max(others.1)) };
-        // Who has a larger fence came later, and when nobody was there any more who believed to hold the lock.
+        // A stay with a larger fence must begin later, and when no earlier holder believes to hold the lock.
         if stay.from <= last_from || stay.from < last_until {
             let (order, overlap) = (last_from.saturating_sub(stay.from), last_until.saturating_sub(stay.from));
             let complaint =
-                format!("{stay:?} came {order} us before a smaller fence, {overlap} us before somebody else was gone");
+                format!("{stay:?} began {order} us before a smaller fence, {overlap} us before another holder ended");
             overlaps.push(Overlap { at: stay.from.max(last_from), complaint });
         }
         let last = if stay.is_shared { &mut readers } else { &mut others };
@@ -269,7 +267,7 @@ fn overlaps(stays: &[&HoldRecord], permits: usize) -> Vec<Overlap> {
     overlaps
 }
 
-/// As many leases were lost as may be: of those who waited for a processor nobody knows.
+/// Checks that as many leases were lost as expected. Losses of processes that waited for a processor prove nothing.
 fn losses(row: &mut LockRow, stays: &[HoldRecord], is_starved: impl Fn(&HoldRecord) -> bool) {
     let lost: Vec<&HoldRecord> = stays.iter().filter(|stay| stay.is_lost).collect();
     row.lost = lost.len();
@@ -278,36 +276,37 @@ fn losses(row: &mut LockRow, stays: &[HoldRecord], is_starved: impl Fn(&HoldReco
         Loses::Nothing => {
             let longest = stays.iter().map(|stay| stay.until.saturating_sub(stay.from)).max().unwrap_or_default();
             row.must(all > 0 || longest > TTL.as_micros() as u64, || {
-                format!("nobody stayed for longer than a lease lasts, but for {longest} us")
+                format!("no stay was longer than a lease; the longest took {longest} us")
             });
             let first = lost.into_iter().find(|stay| !is_starved(stay));
             row.must(first.is_none(), || format!("{all} leases were lost, first {first:?}"));
         }
         Loses::Perhaps => {}
         Loses::AtLeast(least) => {
-            // Whoever was granted a lock too late never had it.
+            // A lock that was granted too late was never held.
             let held = lost.iter().filter(|stay| stay.until > 0).count();
-            row.must(held >= least, || format!("no more than {held} leases were lost where {least} have to be"));
-            row.must(refused > 0 || row.fault.mode.permits() > 1, || "nobody was refused who came too late".to_owned());
+            row.must(held >= least, || format!("only {held} leases were lost where at least {least} have to be"));
+            row.must(refused > 0 || row.fault.mode.permits() > 1, || "no late write was refused".to_owned());
         }
     }
 }
 
-/// Nothing that was changed under a lock was lost, whoever came too late.
+/// Checks that no change under a lock was lost, in spite of late writers.
 fn changes(row: &mut LockRow, witness: &RedisServer) {
     let mut connection = witness.connection();
     for key in KEYS {
         let [value, writes, refused] = ["value", "writes", "refused"].map(|field| {
-            let number: Option<u64> = query(&mut connection, &format!("HGET {key} {field}")).expect("it is a number");
+            let number: Option<u64> =
+                query(&mut connection, &format!("HGET {key} {field}")).expect("the field is a number");
             number.unwrap_or_default()
         });
-        row.must(value == writes && writes > 0, || format!("of {writes} changes under {key} {value} are there"));
+        row.must(value == writes && writes > 0, || format!("{value} of {writes} changes under {key} are stored"));
         row.refused += refused;
     }
 }
 
-/// Holders, and places in line, that are still there when nobody is any more. Connections have ended with the processes that had them: those
-/// say how many are left, of those over which they listened as well.
+/// Returns the leases and queue positions that are left after all processes have ended. Connections ended with their processes, which
+/// report how many were left, including those for notifications.
 fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
     let begun = Instant::now();
     loop {
@@ -317,12 +316,13 @@ fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
             let keys: Vec<String> = query(&mut connection, "KEYS *").expect("keys are listed");
             for key in keys {
                 if key.ends_with(":line") || key.ends_with(":places") {
-                    places.push(format!("somebody in {key}"));
+                    places.push(format!("a waiter in {key}"));
                     continue;
                 }
-                let value: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).expect("it is a value");
+                let value: Option<Vec<u8>> =
+                    redis::cmd("GET").arg(&key).query(&mut connection).expect("the value is read");
                 let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("a key has a time to live");
-                // Leases are behind 8 bytes, 34 bytes each; one that was given back may end at 0.
+                // The leases have 34 bytes each and follow 8 other bytes. A released lease may end at 0.
                 let is_held = |value: Vec<u8>| {
                     value.get(8..).unwrap_or_default().chunks(34).any(|lease| !lease.starts_with(&[0; 7]))
                 };
@@ -330,14 +330,14 @@ fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
                     left.push(format!("a holder of {key}"));
                 }
                 if ttl == -1 {
-                    left.push(format!("{key} for ever"));
+                    left.push(format!("{key} without an expiry"));
                 }
             }
         }
-        // Whoever gives up waiting leaves the line: nobody's place but that of one who was killed ends by itself.
+        // A cancelled waiter leaves the queue. Only the position of a killed process expires by itself.
         let is_in_line = !places.is_empty() && killed == 0;
         left.append(&mut places);
-        // The leases of those who were killed end by themselves; what is stored of them goes with the next holder.
+        // The leases of killed processes expire by themselves. The next holder removes what is stored of them.
         if left.is_empty() || is_in_line || begun.elapsed() > SETTLED + TTL {
             return left;
         }

@@ -1,8 +1,7 @@
-//! A process that takes locks, and changes under them what refuses a smaller fence than it has seen. It may be told to stand still under a
-//! lock, and be stopped or killed there.
+//! A process that takes locks. Under a lock, it changes data that refuses a smaller fence than it has seen. The harness may block, stop or
+//! kill the process under a lock.
 //!
-//! Prints a line for each of its stays under a lock, and a last one when it has given back everything. The times are those of one clock for all
-//! processes.
+//! Prints a line for each of its stays under a lock, and a last line when everything is released. All processes use the same clock.
 
 use std::env;
 use std::io::{self, Write};
@@ -25,21 +24,21 @@ use super::support::locks::{DropAt, GUARDED};
 use super::support::windows::now_us;
 use super::support::worker::{Worker, end_at_panics};
 
-/// How long a lease lasts. It is renewed after a third of that.
+/// The duration of a lease. It is renewed after a third of this time.
 pub const TTL: Duration = Duration::from_millis(500);
 pub const KEYS: [&str; 2] = ["a", "b"];
-/// Of a semaphore.
+/// The permits of the semaphore.
 const PERMITS: u32 = 2;
-/// In each process, half of them for each key.
+/// The tasks of each process, half of them for each key.
 const TASKS: u64 = 4;
-/// How long a worker may take until it has a lock, and stands still under it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// What the harness says to a worker, and what the worker answers to the first.
+/// How long a worker may take until it blocks under a lock.
+const BLOCK_TIMEOUT: Duration = Duration::from_secs(10);
+/// The orders to a worker, and its reply to the first.
 const HOLD: &str = "hold";
 const GO_ON: &str = "go on";
 const STAY: &str = "stay";
 const HELD: &str = "held";
-/// Tells the program that it is a worker: the mode, the URL of the deployment, and that of the server that is changed under the locks.
+/// Marks a worker process. Contains the mode, the URL of the deployment, and the URL of the server with the protected data.
 const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
 
 /// How the locks are taken.
@@ -47,9 +46,9 @@ const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
 pub enum Mode {
     Plain,
     Fair,
-    /// Half of the stays read together, half of them write alone.
+    /// Half of the stays read together, half of them write exclusively.
     ReadWrite,
-    /// Two at a time.
+    /// Two holders at a time.
     Semaphore,
     /// All keys together.
     All,
@@ -68,30 +67,30 @@ impl Mode {
         }
     }
 
-    /// How many who do not read may have a lock at the same time.
+    /// Returns how many holders other than readers a lock may have at the same time.
     pub fn permits(self) -> usize {
         if self == Self::Semaphore { PERMITS as usize } else { 1 }
     }
 }
 
-/// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
+/// One stay under a lock. In microseconds: when the lease was received, and when it was last known to be held.
 #[derive(Clone, Copy, Debug)]
 pub struct HoldRecord {
     pub key: usize,
     pub fence: u64,
     pub from: u64,
     pub until: u64,
-    /// Whether the lease was lost before it could be given back.
+    /// Whether the lease was lost before its release.
     pub is_lost: bool,
     /// Whether it was shared with other readers.
     pub is_shared: bool,
 }
 
-/// What a worker has to say.
+/// A line that a worker prints.
 #[derive(Clone, Copy, Debug)]
 pub enum Line {
     HoldRecord(HoldRecord),
-    /// Everything was given back, and so many tasks and sockets were left.
+    /// Everything was released, and this many tasks and sockets were left.
     End {
         tasks: u64,
         sockets: u64,
@@ -112,13 +111,15 @@ impl Line {
     }
 }
 
-/// Does the work if this process is a worker.
+/// Runs the worker if this process is one, and returns whether it is.
 pub fn work_if_asked() -> bool {
     let Ok(told) = env::var(WORKER) else { return false };
     end_at_panics();
-    let [mode, url, witness] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("told too little: {told}") };
+    let [mode, url, witness] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else {
+        panic!("incomplete worker settings: {told}")
+    };
     let mode = Mode::KNOWN.into_iter().find(|known| format!("{known:?}") == mode).expect("the mode is known");
-    // One thread, so that it can be blocked as a whole.
+    // A single thread, so that the whole worker can be blocked.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
     let sockets = open_sockets();
     runtime.block_on(work(mode, url, witness));
@@ -132,7 +133,7 @@ pub fn work_if_asked() -> bool {
     true
 }
 
-/// What the harness has said.
+/// The orders from the harness.
 #[derive(Debug, Default)]
 struct Orders {
     stop: AtomicBool,
@@ -148,20 +149,20 @@ impl Orders {
             HOLD => self.hold.store(true, Ordering::Relaxed),
             STAY => self.stay.store(true, Ordering::Relaxed),
             GO_ON => {
-                *self.may_go_on.lock().expect("nobody panics") = true;
+                *self.may_go_on.lock().expect("the mutex is not poisoned") = true;
                 self.goes_on.notify_all();
             }
-            order => panic!("nobody knows how to {order}"),
+            order => panic!("unknown order: {order}"),
         }
     }
 
-    /// Stands still with the whole runtime, so that no timer fires and nothing is renewed, until it is told to go on.
-    fn stand_still(&self) {
+    /// Blocks the whole runtime until the order to go on, so that no timer fires and no lease is renewed.
+    fn block_runtime(&self) {
         let mut out = io::stdout().lock();
-        writeln!(out, "{HELD}").and_then(|()| out.flush()).expect("somebody listens");
-        let may_go_on = self.may_go_on.lock().expect("nobody panics");
+        writeln!(out, "{HELD}").and_then(|()| out.flush()).expect("the harness reads the output");
+        let may_go_on = self.may_go_on.lock().expect("the mutex is not poisoned");
         let may_go_on = self.goes_on.wait_while(may_go_on, |may_go_on| !*may_go_on);
-        *may_go_on.expect("nobody panics") = false;
+        *may_go_on.expect("the mutex is not poisoned") = false;
     }
 }
 
@@ -174,10 +175,10 @@ async fn work(mode: Mode, url: &str, witness: &str) {
         }
         heard.stop.store(true, Ordering::Relaxed);
     });
-    let backend = tollgate::connect(url).await.expect("the deployment lets us in");
+    let backend = tollgate::connect(url).await.expect("the deployment accepts the connection");
     let locks = Source::new(mode, backend);
     let client = redis::Client::open(witness).expect("the URL is well-formed");
-    let guarded = client.get_multiplexed_async_connection().await.expect("the witness lets us in");
+    let guarded = client.get_multiplexed_async_connection().await.expect("the witness accepts the connection");
     let guarded = Guarded::new(guarded);
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
@@ -192,7 +193,7 @@ async fn work(mode: Mode, url: &str, witness: &str) {
     }
 }
 
-/// Where leases come from.
+/// The source of the leases.
 #[derive(Clone, Debug)]
 enum Source {
     Locks(Locks),
@@ -232,7 +233,7 @@ impl Source {
     }
 }
 
-/// What somebody has for a stay.
+/// The leases of one stay.
 #[derive(Debug)]
 enum Held {
     One(Lease),
@@ -255,7 +256,7 @@ impl Held {
     }
 
     async fn release(self) {
-        // What counts is what the store has.
+        // The result does not matter, since the store is checked.
         match self {
             Self::One(lease) => drop(lease.release().await),
             Self::All(leases) => drop(leases.release().await),
@@ -263,7 +264,7 @@ impl Held {
     }
 }
 
-/// What a lock protects: read and changed by whoever has no smaller fence than it has seen.
+/// The data that a lock protects. A client with a smaller fence than the data has seen can neither read nor change it.
 #[derive(Clone, Debug)]
 struct Guarded {
     connection: MultiplexedConnection,
@@ -276,7 +277,7 @@ impl Guarded {
         Self { connection, change: Arc::new(Script::new(GUARDED)), look: Arc::new(Script::new(SEEN)) }
     }
 
-    /// What is there, or -1 if it cannot be told.
+    /// Returns the value, or -1 if it could not be read.
     async fn read(&mut self, lease: &Lease, reads: bool) -> i64 {
         let script = if reads { &self.look } else { &self.change };
         let key = lease.lock().key().as_str();
@@ -287,12 +288,12 @@ impl Guarded {
         let key = lease.lock().key().as_str();
         let mut write = self.change.key(key);
         write.arg(lease.fence()).arg(value);
-        // What counts is what the witness has.
+        // The result does not matter, since the data on the witness is checked.
         let _ = write.invoke_async::<i64>(&mut self.connection).await;
     }
 }
 
-/// Readers come in any order, so none is refused; but a writer with a smaller fence is after it.
+/// No reader is refused, since readers come in any order. A reader raises the fence, so a later write with a smaller fence is refused.
 const SEEN: &str = r"
 if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], 'fence') or 0) then
   redis.call('HSET', KEYS[1], 'fence', ARGV[1])
@@ -306,14 +307,14 @@ async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Order
         turn += 1;
         let reads = mode == Mode::ReadWrite && (turn / 4).is_multiple_of(2);
         let Ok(held) = locks.take(key, reads).await else {
-            // It was shut down, or waited in vain.
+            // The locks were shut down, or the wait timed out.
             sleep(Duration::from_millis(5)).await;
             continue;
         };
         let from = now_us();
         let mut until = 0;
         let mut check = |held: &Held| {
-            // Whoever is told that the lock is theirs after this instant may have relied on it then.
+            // If the check succeeds, a caller may have relied on the lock at this instant.
             let now = now_us();
             let is_held = held.is_held();
             if is_held {
@@ -326,19 +327,20 @@ async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Order
             for lease in held.leases() {
                 values.push(guarded.read(lease, reads).await);
             }
-            // Some stay for longer than a lease lasts, and live on renewals.
+            // Some stays are longer than a lease, and depend on renewals.
             let is_long = turn.is_multiple_of(64) || orders.stay.swap(false, Ordering::Relaxed);
             let stays = if is_long { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
             let ends = Instant::now() + stays;
             while check(&held) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
             }
-            let stood_still = check(&held) && !reads && orders.hold.swap(false, Ordering::Relaxed);
-            if stood_still {
-                orders.stand_still();
+            let was_blocked = check(&held) && !reads && orders.hold.swap(false, Ordering::Relaxed);
+            if was_blocked {
+                orders.block_runtime();
             }
-            // And one that does not look again before it writes: all that is left is the fence. With several at a time that says nothing.
-            if (check(&held) || stood_still) && !reads && mode.permits() == 1 {
+            // A stay that was blocked writes without another check of its lease, so only the fence protects the data. With several permits,
+            // the data proves nothing.
+            if (check(&held) || was_blocked) && !reads && mode.permits() == 1 {
                 for (lease, value) in held.leases().iter().zip(values).filter(|(_, value)| *value >= 0) {
                     guarded.write(lease, value + 1).await;
                 }
@@ -347,28 +349,29 @@ async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Order
         }
         for lease in held.leases() {
             let is_lost = lease.check().is_err();
-            // Whoever was stopped as soon as it had the lock was never told that it has it.
+            // A worker that was stopped right after the grant never learned of it.
             if until > 0 || is_lost {
-                let key = KEYS.iter().position(|key| *key == lease.lock().key().as_str()).expect("it is one of ours");
+                let key =
+                    KEYS.iter().position(|key| *key == lease.lock().subject().as_str()).expect("the key is in `KEYS`");
                 let (is_lost, reads) = (u8::from(is_lost), u8::from(reads));
                 let mut out = io::stdout().lock();
                 writeln!(out, "{key} {} {from} {until} {is_lost} {reads}", lease.fence())
                     .and_then(|()| out.flush())
-                    .expect("somebody listens");
+                    .expect("the harness reads the output");
             }
         }
         match turn % 3 {
             0 => drop(held),
             1 => held.release().await,
-            // Dropped on the way.
+            // Dropped during the release.
             _ => drop(DropAt::new(1, held.release()).await),
         }
-        // Others have a chance as well.
+        // Gives other waiters a chance.
         sleep(Duration::from_millis(1)).await;
     }
 }
 
-/// A worker, and what it answers.
+/// A worker process, and its replies.
 #[derive(Debug)]
 pub struct LockWorker {
     pub process: Worker,
@@ -376,12 +379,12 @@ pub struct LockWorker {
 }
 
 impl LockWorker {
-    /// Starts it. It is told to stop to give back everything and end.
+    /// Starts the worker. When it is stopped, it releases everything and ends.
     pub fn start(mode: Mode, url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
         let (sender, held) = mpsc::channel();
         let process = Worker::start(WORKER, &format!("{mode:?} {url} {witness}"), lines, move |line| {
             if line == HELD {
-                // Nobody waits for what comes too late.
+                // The receiver is gone if the reply is too late.
                 let _ = sender.send(());
             }
             Line::read(&line)
@@ -389,18 +392,18 @@ impl LockWorker {
         Self { process, held }
     }
 
-    /// Has it stand still under the next lock that it has, and waits until it does.
+    /// Blocks the worker under its next lock, and waits until it is blocked.
     pub fn hold(&mut self) {
         self.process.order(HOLD);
-        self.held.recv_timeout(PATIENCE).expect("the worker stands still under a lock");
+        self.held.recv_timeout(BLOCK_TIMEOUT).expect("the worker blocks under a lock");
     }
 
-    /// Lets it go on after that. It writes then without another look at its lease.
+    /// Unblocks the worker, which then writes without another check of its lease.
     pub fn go_on(&mut self) {
         self.process.order(GO_ON);
     }
 
-    /// Has it stay under its next lock for longer than a lease lasts.
+    /// Makes the next stay of the worker longer than a lease.
     pub fn stay(&mut self) {
         self.process.order(STAY);
     }

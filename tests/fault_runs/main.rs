@@ -1,23 +1,26 @@
-//! Every fault on every deployment, under a steady load of rate-limit decisions: what fails, for how long, what is admitted in
-//! excess, and what is left behind. Faults for processes that hold locks: whether two ever believe to hold one. Faults for processes that wait to be told
-//! of something: how late they hear of it. And the same requests again and again, to servers that are killed and stopped, on a Redis that is too: what is done twice, and what
-//! is answered to whom.
+//! Runs every fault on every deployment under a steady load, and checks the results.
+//!
+//! * Rate limits: which calls fail, for how long, how many units exceed the quota, and which tasks and connections are left.
+//! * Locks: whether two processes ever believe to hold the same lock.
+//! * Notifications: how late a waiting process receives them after a fault.
+//! * Idempotency: repeated requests to servers that are killed and stopped, on a Redis that is killed and restarted. Which operations run
+//!   twice, and which client gets which answer.
 //!
 //! ```sh
-//! scripts/faults            # all faults, twice each, the others once; about a quarter of an hour
-//! scripts/faults --short    # the most telling ones, once each; three and a half minutes
-//! scripts/faults flushed    # those whose name contains the word
-//! scripts/faults operations # the same requests again and again
-//! scripts/faults locks      # those of locks; `fair`, `read/write`, `"semaphore of 2"` and `"both at once"` for some of them; `limits` for
-//!                           # those of rate limits; all with `--short`
+//! scripts/faults            # all faults, those of the first table twice; about a quarter of an hour
+//! scripts/faults --short    # a selection, once each; three and a half minutes
+//! scripts/faults flushed    # faults whose name contains the word
+//! scripts/faults operations # repeated requests
+//! scripts/faults locks      # faults of locks; `fair`, `read/write`, `"semaphore of 2"` and `"both at once"` select some of them;
+//!                           # `limits` selects faults of rate limits; all with `--short`
 //! ```
 //!
-//! Prints tables with a line for each fault and ends with
-//! `faults=... failed=... worst_recovery_ms=... over_admitted=... leaked=... overlaps=... worst_lock_recovery_ms=...`. Exits with 1 if anything
-//! is not as it should be, and says what. `docs/faults.md` explains the columns. What `scripts/faults` says that became of the jobs of a delay
-//! queue counts as one more fault.
+//! Prints tables with a line for each fault, and ends with
+//! `faults=... failed=... worst_recovery_ms=... over_admitted=... leaked=... overlaps=... worst_lock_recovery_ms=...`. If a check fails,
+//! prints the reason and exits with 1. `docs/faults.md` explains the columns. The result of the delay queue's jobs, which `scripts/faults`
+//! passes on, counts as one more fault.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 #![allow(unreachable_pub)]
 
 mod catalogue;
@@ -45,16 +48,16 @@ use lock_run::LockRow;
 use run::{Row, run};
 use support::worker::end_at_panics;
 
-/// Tells whether the jobs of a delay queue, which are a program of their own, came through: `ok`, or anything else if they did not.
+/// The result of the delay queue's jobs, which are a program of their own: `ok`, or any other value if they failed.
 const JOBS: &str = "TOLLGATE_FAULTS_JOBS";
 
-/// How often anything panicked, in whichever thread.
+/// The number of panics, in all threads.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 fn main() -> ExitCode {
-    if let Ok(told) = env::var(operations::WORKER) {
+    if let Ok(config) = env::var(operations::WORKER) {
         end_at_panics();
-        operations::serve(&told);
+        operations::serve(&config);
         return ExitCode::SUCCESS;
     }
     if lock_worker::work_if_asked() {
@@ -69,10 +72,10 @@ fn main() -> ExitCode {
     };
     let rounds = if short || !names.is_empty() { 1 } else { 2 };
 
-    let says = panic::take_hook();
+    let default_hook = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         PANICS.fetch_add(1, Ordering::Relaxed);
-        says(info);
+        default_hook(info);
     }));
 
     let begun = Instant::now();
@@ -96,7 +99,7 @@ fn main() -> ExitCode {
     let mut lock_rows: Vec<LockRow> = Vec::new();
     println!("\n{}", LockRow::HEAD);
     for fault in LOCK_FAULTS.iter().filter(|fault| is_wanted(&["locks", fault.mode.name()], fault.name, fault.short)) {
-        // Once: each has hundreds of stays under a lock to judge.
+        // Once only: each run checks hundreds of stays under a lock.
         let row = match attempt(|| lock_run::run(fault)) {
             Ok((mut row, panics)) => {
                 panics.into_iter().for_each(|panics| row.complain(panics));
@@ -156,10 +159,10 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(failed > 0 || faults == 0))
 }
 
-/// One run. What the harness waits for in vain fails one line of the table, and not the rest of them.
+/// Runs one fault. If the run panics, only its line of the table fails.
 fn attempt<R>(run: impl FnOnce() -> R) -> Result<(R, Option<String>), String> {
     let before = PANICS.load(Ordering::Relaxed);
-    let round = panic::catch_unwind(AssertUnwindSafe(run)).map_err(|_| "the run could not be finished".to_owned())?;
+    let round = panic::catch_unwind(AssertUnwindSafe(run)).map_err(|_| "the run panicked".to_owned())?;
     let panics = PANICS.load(Ordering::Relaxed) - before;
     Ok((round, (panics > 0).then(|| format!("{panics} panics"))))
 }

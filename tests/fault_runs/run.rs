@@ -1,4 +1,4 @@
-//! One fault on one deployment, and what is to be said about it.
+//! One fault on one deployment, and the checks of its result.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,20 +14,20 @@ use super::deployment::{CONNECTIONS, Deployment};
 use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
 use super::support::processor::{ProcessorMeter, Waits};
 
-/// How long a decision may take, and what a busy machine may add to it.
+/// The deadline of a decision, and what a busy machine may add to it.
 const LIMIT: Duration = Duration::from_millis(100 + 50);
 /// The load before a fault.
 const BEFORE: Duration = Duration::from_millis(500);
-/// The load after it, when all has to be well.
+/// The load after the recovery, when no call may fail.
 const AFTER: Duration = Duration::from_millis(500);
-/// A call that has waited for a processor for so long may fail for that: it is not evidence against anybody.
+/// A call that waited this long for a processor may fail for that reason, so its failure is ignored.
 const STARVED: Duration = Duration::from_millis(30);
-/// How long the circuit stays open because of calls that failed: their deadline, and the time until the next one is tried.
+/// How long the circuit stays open after failed calls: their deadline, the time until the next probe, and a margin.
 const CIRCUIT: Duration = Duration::from_millis(100 + 100 + 50);
-/// How long connections may take to be closed.
+/// How long connections may take to close.
 const SETTLED: Duration = Duration::from_secs(3);
 
-/// What one or several runs of a fault came to.
+/// The results of one or several runs of a fault.
 #[derive(Debug)]
 pub struct Row {
     fault: &'static Fault,
@@ -39,9 +39,9 @@ pub struct Row {
     pub recovery: Duration,
     /// Units that were admitted beyond the quota.
     excess: u64,
-    /// Units that were admitted and then forgotten by the store.
+    /// Units that were admitted and later lost by the store.
     lost: u64,
-    /// Units beyond the quota that nothing explains.
+    /// Units beyond the quota that lost counts do not explain.
     pub over_admitted: u64,
     /// Connections and tasks, before the fault and after it.
     connections: (usize, usize),
@@ -123,17 +123,17 @@ impl fmt::Display for Row {
     }
 }
 
-/// Runs a fault once, on a deployment of its own.
+/// Runs a fault once, on its own deployment.
 pub fn run(fault: &'static Fault) -> Row {
     let mut deployment = Deployment::start(fault.on);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime can be made");
     let sockets = open_sockets();
-    let backend = runtime.block_on(tollgate::connect(deployment.url())).expect("the deployment lets us in");
+    let backend = runtime.block_on(tollgate::connect(deployment.url())).expect("the deployment accepts the connection");
     let callers = Callers::new(backend);
 
     let meter = ProcessorMeter::start();
-    // Connections that are opened when they are first needed are open after this.
+    // Connections that are opened on first use are open after this load.
     let mut calls = for_a_while(&runtime, &callers, BEFORE);
     let tasks = runtime.metrics().num_alive_tasks();
     let clients = deployment.clients();
@@ -146,18 +146,18 @@ pub fn run(fault: &'static Fault) -> Row {
     calls.extend(runtime.block_on(load.stop()));
 
     let waits = meter.stop();
-    let admitted = callers.admitted.lock().expect("nobody panics").clone();
+    let admitted = callers.admitted.lock().expect("the mutex is not poisoned").clone();
     let mut row = judge(fault, &strike, &calls, &waits, &admitted, &deployment.stored());
-    // Some connections are opened when they are first needed. Each has a task, and there is none beside those.
+    // Some connections are opened on first use. Each has a task, and no other tasks may be added.
     let most = clients.max(deployment.most_clients());
     let more_clients = more_than(most, || deployment.clients());
     let still = deployment.clients();
     let more_tasks = more_than((tasks + still).saturating_sub(clients), || runtime.metrics().num_alive_tasks());
     (row.connections, row.tasks) = ((clients, still), (tasks, runtime.metrics().num_alive_tasks()));
-    row.must(more_clients == 0, || format!("{more_clients} connections more than the {most} that there may be"));
+    row.must(more_clients == 0, || format!("{more_clients} connections more than the {most} allowed"));
     row.must(more_tasks == 0, || format!("{more_tasks} tasks more than before"));
 
-    // With the last of the backend everything goes.
+    // When the last clone of the backend is dropped, all tasks and sockets end.
     drop(callers);
     let tasks_left = more_than(0, || runtime.metrics().num_alive_tasks());
     let sockets_left = more_than(sockets, open_sockets);
@@ -186,10 +186,10 @@ fn judge(
     row.calls = calls.len();
     row.admitted = calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).count();
     row.failed = failed().count();
-    // What it did not wait for is its own.
+    // The time for which the call did not wait for a processor is its own.
     let waited = |call: &Call| waits.between(call.begun, call.ended());
     let starved = |call: &Call| {
-        // The circuit is open because of calls before this one.
+        // The circuit is open because of earlier calls.
         let before = if call.outcome.seen == Seen::NotAsked { CIRCUIT } else { Duration::ZERO };
         waits.between(call.begun.checked_sub(before).unwrap_or(call.begun), call.ended()) > STARVED
     };
@@ -205,11 +205,11 @@ fn judge(
     row.must(recovery <= fault.recovery, || {
         let asked = failed().filter(|call| call.outcome.seen != Seen::NotAsked).max_by_key(|call| call.ended());
         let why = asked.map(|call| call.outcome.failure()).unwrap_or_default();
-        format!("calls failed for {recovery:?} after the store was back, the last that was asked with {why}")
+        format!("calls failed for {recovery:?} after the store was back; the last store call failed with {why}")
     });
     let well = strike.back + fault.recovery;
     let judged = calls.iter().filter(|call| call.begun > well).count();
-    row.must(judged > 200, || format!("only {judged} calls to judge the recovery by"));
+    row.must(judged > 200, || format!("only {judged} calls after the recovery"));
 
     // Failures.
     let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
@@ -221,13 +221,13 @@ fn judge(
             let all = failed().filter(|call| !starved(call)).count();
             row.must(all == 0, || format!("{all} calls failed, first {}", first()));
         }
-        Fails::Some => row.must(all > 0, || "nothing failed, so there was no fault".to_owned()),
+        Fails::Some => row.must(all > 0, || "no call failed, so the fault had no effect".to_owned()),
         Fails::Perhaps => {}
         Fails::InFlight(cuts) => {
             let asked = failed().filter(|call| call.outcome.seen != Seen::NotAsked).count();
             let most = (cuts * CALLERS) as usize * CONNECTIONS;
-            row.must(all > 0, || "nothing failed, so there was no fault".to_owned());
-            row.must(asked <= most, || format!("{asked} calls failed where {most} may, first {}", first()));
+            row.must(all > 0, || "no call failed, so the fault had no effect".to_owned());
+            row.must(asked <= most, || format!("{asked} calls failed where at most {most} may, first {}", first()));
         }
     }
     let wrong: Vec<_> = calls.iter().filter(|call| !call.outcome.is_right()).collect();
@@ -248,31 +248,31 @@ fn judge(
     row.over_admitted = over_admitted(fault, strike, calls, admitted, stored);
     let (excess, over_admitted) = (row.excess, row.over_admitted);
     row.must(over_admitted == 0, || format!("{over_admitted} of {excess} units beyond the quota are not explained"));
-    row.must(fault.loses != Loses::Nothing || forgotten == 0, || format!("{forgotten} units were forgotten"));
+    row.must(fault.loses != Loses::Nothing || forgotten == 0, || format!("{forgotten} units were lost"));
     let mut since: HashMap<String, u64> = HashMap::new();
     for call in calls.iter().filter(|call| call.begun > well && call.outcome.seen == Seen::Admitted) {
         *since.entry(call.outcome.subject.clone()).or_default() += 1;
     }
     let misplaced = missing(&since, stored);
-    row.must(misplaced == 0, || format!("{misplaced} units were admitted after the recovery by somebody else"));
-    // A call whose answer was lost may have been charged, but once.
+    row.must(misplaced == 0, || format!("{misplaced} units admitted after the recovery are not stored"));
+    // A call without a reply may have been charged, but only once.
     let mut charged: HashMap<String, u64> = admitted.clone();
     for call in failed().filter(|call| call.outcome.seen != Seen::NotAsked) {
         *charged.entry(call.outcome.subject.clone()).or_default() += 1;
     }
     let twice = missing(stored, &charged);
-    row.must(twice == 0, || format!("{twice} units were charged that nobody had asked for"));
-    // What this process admitted by itself.
+    row.must(twice == 0, || format!("{twice} units were charged without a request"));
+    // The units that this process admitted by itself.
     let mut local: HashMap<String, u64> = HashMap::new();
     for call in failed().filter(|call| call.outcome.policy == RateLimitFallback::Local) {
         *local.entry(call.outcome.subject.clone()).or_default() += u64::from(call.outcome.answer == Answer::Served);
     }
     let over_local = over(&local);
-    row.must(over_local == 0, || format!("{over_local} units beyond the quota by counts of this process"));
+    row.must(over_local == 0, || format!("the local counts admitted {over_local} units beyond the quota"));
     row
 }
 
-/// The units beyond the quota of their subject that nothing explains which the store has forgotten.
+/// Returns the units beyond the quotas of their keys that lost counts do not explain.
 fn over_admitted(
     fault: &Fault,
     strike: &Strike,
@@ -281,7 +281,7 @@ fn over_admitted(
     stored: &HashMap<String, u64>,
 ) -> u64 {
     let of = |units: &HashMap<String, u64>, subject: &str| units.get(subject).copied().unwrap_or_default();
-    // A primary that was replaced and lives on may have admitted what the new one has never heard of, but only in this time.
+    // A primary that was replaced and lives on may have admitted units that are unknown to the new one, but only in this time.
     let mut meanwhile: HashMap<String, u64> = HashMap::new();
     let well = strike.back + fault.recovery;
     let is_meanwhile = |call: &&Call| call.begun <= well && call.ended() >= strike.begun;
@@ -297,13 +297,13 @@ fn over_admitted(
             }
             None => (units.saturating_sub(of(stored, subject)).min(of(&meanwhile, subject)), 0),
         };
-        // Nothing explains what was beyond the quota before anything was forgotten.
+        // Units beyond the quota before the loss have no explanation.
         units.saturating_sub(QUOTA + explained).max(before.saturating_sub(QUOTA))
     });
     over.sum()
 }
 
-/// How many more there are than there should be, once that does not change any more.
+/// Returns how many more than `expected` there are, once there are none or the time to settle is over.
 fn more_than(expected: usize, count: impl Fn() -> usize) -> usize {
     let start = Instant::now();
     loop {
@@ -315,7 +315,7 @@ fn more_than(expected: usize, count: impl Fn() -> usize) -> usize {
     }
 }
 
-/// The sockets of this process, where that can be told.
+/// Returns the number of open sockets of this process, or 0 if the platform does not tell.
 pub fn open_sockets() -> usize {
     let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return 0 };
     let targets = descriptors.filter_map(|descriptor| fs::read_link(descriptor.ok()?.path()).ok());

@@ -1,9 +1,9 @@
-//! Processes that want one fair lock on one Redis. Some of them are killed while they wait or hold it, some are stopped for a moment,
-//! and some of their waiters give up.
+//! Processes that want one fair lock on one Redis. Some of them are killed while they wait for it or hold it, some are stopped for a
+//! moment, and some of their waiters give up.
 //!
-//! The program starts itself again as the workers. A worker prints each
-//! of its grants: the fence, when the lock was first asked for, and when the answer came that there is a place in the line.
-//! Whoever was in the line before somebody else asked has to have the smaller fence.
+//! The program starts itself again as the workers. A worker prints each of its grants: the fence, when the lock was first requested, and
+//! when the reply arrived that confirmed a queue position. A waiter with a confirmed position must get a smaller fence than any waiter
+//! whose first request comes later.
 
 use crate::support;
 
@@ -27,16 +27,16 @@ const WORKERS: usize = 4;
 const TASKS: u64 = 6;
 const TTL: Duration = Duration::from_millis(500);
 const DURATION: Duration = Duration::from_secs(12);
-/// Whoever has not asked for that long may have lost the place, and is not looked at.
+/// A waiter that has sent no request for this long may have lost its position, and is not checked.
 const ALIVE: Duration = Duration::from_millis(2_500);
-/// How long workers may take to end after that.
+/// How long workers may take to end afterwards.
 const SETTLED: Duration = Duration::from_secs(60);
-/// Tells the program that it is a worker, and the URL of its server.
+/// Marks a worker process. Contains the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_FAIR_WORKER";
 
 pub(crate) const TESTS: &[(&str, fn())] = &[("no_live_waiter_is_overtaken", no_live_waiter_is_overtaken)];
 
-/// Works if this process was started as a worker, and answers whether it was.
+/// Runs the worker if this process is one, and returns whether it is.
 pub(crate) fn is_worker() -> bool {
     let Ok(url) = env::var(WORKER) else { return false };
     end_at_panics();
@@ -45,7 +45,7 @@ pub(crate) fn is_worker() -> bool {
     true
 }
 
-/// When somebody asked, in microseconds of the clock that all processes share.
+/// The times of a waiter's requests, in microseconds on the clock that all processes share.
 #[derive(Clone, Copy, Default)]
 struct Wait {
     asked: u64,
@@ -54,7 +54,7 @@ struct Wait {
     longest_silence: u64,
 }
 
-/// The backend, and who asked when.
+/// The backend, with a record of the requests.
 struct Observed {
     inner: RedisBackend,
     waits: Arc<Mutex<Waits>>,
@@ -75,15 +75,15 @@ impl LockStore for Observed {
             let mut waits = self.waits.lock().unwrap();
             let wait = waits.by_token.entry(claim.token).or_insert(Wait { asked: now, last: now, ..Wait::default() });
             wait.longest_silence = wait.longest_silence.max(now.saturating_sub(wait.last));
-            // Until the answer says that there still is a place, none is known of. Whoever hears of a grant when the lease has ended, or
-            // never, has had a turn, and stands at the end when asking again.
+            // Until a reply confirms the position again, it is unknown. A waiter that receives a grant after the end of the lease, or
+            // never, has had its turn. Its next request joins the end of the queue.
             std::mem::take(&mut wait.in_line)
         };
         let answer = self.inner.acquire(lock, claim).await;
         let answered = now_us();
         let mut waits = self.waits.lock().unwrap();
         let wait = waits.by_token.get_mut(&claim.token).unwrap();
-        // The server may have seen it at any time since it was sent.
+        // The server may have processed the request at any time after it was sent.
         wait.longest_silence = wait.longest_silence.max(answered.saturating_sub(wait.last));
         wait.last = now;
         match answer {
@@ -111,9 +111,9 @@ async fn work(url: &str) {
             let mut turn = u64::from(std::process::id()) + task;
             while begun.elapsed() < DURATION {
                 turn += 1;
-                // Every third one has little patience, and is dropped where it stands.
-                let patience = Duration::from_millis(if turn.is_multiple_of(3) { turn % 40 } else { 60_000 });
-                let Ok(Ok(lease)) = timeout(patience, locks.lock("a").into_future()).await else { continue };
+                // Every third waiter gives up early, and is dropped at its position.
+                let time_limit = Duration::from_millis(if turn.is_multiple_of(3) { turn % 40 } else { 60_000 });
+                let Ok(Ok(lease)) = timeout(time_limit, locks.lock("a").into_future()).await else { continue };
                 let wait = waits.lock().unwrap().by_fence.remove(&lease.fence()).unwrap();
                 let Wait { asked, in_line, longest_silence, .. } = wait;
                 let mut out = std::io::stdout();
@@ -129,7 +129,7 @@ async fn work(url: &str) {
     locks.shutdown().await;
 }
 
-/// A grant, as a worker prints it.
+/// A grant that a worker printed.
 struct Grant {
     fence: u64,
     asked: u64,
@@ -146,7 +146,7 @@ fn no_live_waiter_is_overtaken() {
     drop(sender);
     thread::sleep(Duration::from_millis(1_500));
     for round in 0..4 {
-        // Short enough to keep the places.
+        // Short enough to keep the queue positions.
         let worker = &workers[round % 2];
         worker.pause();
         thread::sleep(TTL * 2);
@@ -157,7 +157,7 @@ fn no_live_waiter_is_overtaken() {
         }
     }
     for worker in &mut workers {
-        assert!(worker.has_ended_well(SETTLED), "a worker failed, or has not ended");
+        assert!(worker.has_ended_well(SETTLED), "a worker failed, or did not end");
     }
     let read = |line: String| {
         let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
@@ -167,7 +167,7 @@ fn no_live_waiter_is_overtaken() {
     let mut grants: Vec<Grant> = lines.iter().filter_map(read).collect();
     grants.sort_unstable_by_key(|grant| grant.fence);
     let mut waited = 0;
-    // The latest that anybody asked of those who were served so far.
+    // The latest first request among the waiters served so far.
     let mut latest = (0, 0);
     for grant in &grants {
         if grant.in_line > 0 && grant.silence < ALIVE.as_micros() as u64 {
@@ -177,12 +177,12 @@ fn no_live_waiter_is_overtaken() {
         }
         latest = latest.max((grant.asked, grant.fence));
     }
-    // Those who were killed hold the others up until their lease has ended, or their place is lost and somebody looks.
+    // Killed processes hold up the others until their lease ends, or until their position expires and a waiter calls the store.
     let longest = grants.windows(2).map(|pair| pair[1].at.saturating_sub(pair[0].at)).max().unwrap_or_default();
     println!("{} grants, {waited} of them waited for; {longest} us without one at the most", grants.len());
-    assert!(grants.len() > 300 && waited > 100, "too few to say anything");
+    assert!(grants.len() > 300 && waited > 100, "too few grants to check");
     let bound = TTL + Claim::PLACE + Duration::from_secs(2);
-    assert!(longest < bound.as_micros() as u64, "nobody was served for {longest} us");
+    assert!(longest < bound.as_micros() as u64, "no grant for {longest} us");
     let left: u64 = server.query("EXISTS tollgate:2:{lock:default:a}:line");
-    assert_eq!(left, 0, "somebody still stands in line");
+    assert_eq!(left, 0, "a waiter is left in the queue");
 }

@@ -1,11 +1,11 @@
-//! Processes under one lock on one Redis, some of which are stopped in their tracks for up to three leases, or killed.
+//! Processes share one lock on one Redis. Some of them are stopped for up to three leases, or killed.
 //!
-//! The program starts itself again as the workers. A worker prints each
-//! of its stays under the lock: the fence, from when, until when it was told that the lock was its own, and whether it was lost before it
-//! could be given back. No two may overlap, and a later one has a larger fence. Workers are stopped until some have lost a lock by that.
+//! The program starts itself again as the workers. A worker prints each of its stays under the lock: the fence, the start, and the last
+//! instant at which the lock was known to be held. It also prints whether the lease was lost before its release. No two stays may overlap,
+//! and a later stay has a larger fence. Workers are stopped until several stays have lost their leases.
 //!
-//! What they change under the lock lies in the same Redis and refuses a smaller fence than it has seen: no change is lost,
-//! although a worker that is stopped between its last look at the lease and its write comes too late.
+//! The data that they change under the lock is in the same Redis, and refuses a smaller fence than it has seen. A worker that is stopped
+//! between its last check of the lease and its write comes too late. Still no change is lost.
 
 use crate::support;
 
@@ -26,20 +26,20 @@ use tollgate::{Lease, Locks, RedisBackend};
 
 const WORKERS: usize = 4;
 const TTL: Duration = Duration::from_millis(500);
-/// For how long workers are stopped at the least, and at the most if too few stays were lost by then.
+/// How long workers are stopped at least, and at most if too few leases are lost by then.
 const DURATION: Duration = Duration::from_secs(8);
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How many stays have to be lost.
+const MAX_DURATION: Duration = Duration::from_secs(120);
+/// How many stays have to lose their leases.
 const LOST: usize = 3;
-/// How long workers may take to end after that.
+/// How long workers may take to end afterwards.
 const SETTLED: Duration = Duration::from_secs(60);
-/// Tells the program that it is a worker, and the URL of its server.
+/// Marks a worker process. Contains the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_LOCK_WORKER";
 
 pub(crate) const TESTS: &[(&str, fn())] =
-    &[("no_two_processes_ever_believe_to_have_the_same_lock", no_two_processes_ever_believe_to_have_the_same_lock)];
+    &[("no_two_processes_believe_to_hold_the_same_lock", no_two_processes_believe_to_hold_the_same_lock)];
 
-/// Works if this process was started as a worker, and answers whether it was.
+/// Runs the worker if this process is one, and returns whether it is.
 pub(crate) fn is_worker() -> bool {
     let Ok(url) = env::var(WORKER) else { return false };
     end_at_panics();
@@ -55,14 +55,14 @@ async fn work(url: &str) {
     let mut connection = client.get_multiplexed_async_connection().await.unwrap();
     let guarded = Script::new(GUARDED);
     let is_over = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&is_over);
+    let input_ended = Arc::clone(&is_over);
     thread::spawn(move || {
         let _ = std::io::stdin().read(&mut [0]);
-        told.store(true, Ordering::Relaxed);
+        input_ended.store(true, Ordering::Relaxed);
     });
     let mut turn = u64::from(std::process::id());
     while !is_over.load(Ordering::Relaxed) {
-        // It may have stood still while it waited.
+        // The worker may have been stopped while it waited.
         let Ok(lease) = locks.lock("a").await else { continue };
         let from = now_us();
         let mut until = 0;
@@ -82,25 +82,25 @@ async fn work(url: &str) {
             if check(&lease) && read >= 0 {
                 let mut write = guarded.key("guarded");
                 write.arg(lease.fence()).arg(read + 1);
-                // An answer that came too late changes nothing: what counts is what is in the server.
+                // A late reply changes nothing, since the data on the server is checked.
                 let _ = write.invoke_async::<i64>(&mut connection).await;
             }
             check(&lease);
         }
         let mut out = std::io::stdout();
-        // Whoever was stopped as soon as it had the lock was never told that it has it.
+        // A worker that was stopped right after the grant never learned of it.
         if until > 0 {
             writeln!(out, "{} {from} {until} {}", lease.fence(), u64::from(lease.check().is_err())).unwrap();
             out.flush().unwrap();
         }
         drop(lease);
-        // Others have a chance as well.
+        // Gives other waiters a chance.
         sleep(Duration::from_millis(1)).await;
     }
     locks.shutdown().await;
 }
 
-fn no_two_processes_ever_believe_to_have_the_same_lock() {
+fn no_two_processes_believe_to_hold_the_same_lock() {
     let server = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let mut workers: Vec<Worker> =
@@ -111,11 +111,11 @@ fn no_two_processes_ever_believe_to_have_the_same_lock() {
     let mut stays: Vec<[u64; 4]> = Vec::new();
     let lost = |stays: &[[u64; 4]]| stays.iter().filter(|[.., is_lost]| *is_lost == 1).count();
     thread::sleep(Duration::from_millis(500));
-    while begun.elapsed() < DURATION || (lost(&stays) < LOST && begun.elapsed() < PATIENCE) {
+    while begun.elapsed() < DURATION || (lost(&stays) < LOST && begun.elapsed() < MAX_DURATION) {
         let mut alive = workers.iter().filter(|worker| !worker.is_killed()).cycle();
         let worker = alive.nth(stops).unwrap();
         worker.pause();
-        // Half a lease to three of them.
+        // From half a lease to three leases.
         thread::sleep(TTL / 2 * (stops as u32 % 6 + 1));
         worker.resume();
         thread::sleep(Duration::from_millis(50));
@@ -127,26 +127,26 @@ fn no_two_processes_ever_believe_to_have_the_same_lock() {
     }
     workers.iter_mut().for_each(Worker::stop);
     for worker in &mut workers {
-        assert!(worker.has_ended_well(SETTLED), "a worker failed, or has not ended");
+        assert!(worker.has_ended_well(SETTLED), "a worker failed, or did not end");
     }
     stays.extend(lines.iter());
     stays.sort_unstable();
     for pair in stays.windows(2) {
         let ([fence, from, until, _], [next_fence, next_from, ..]) = (pair[0], pair[1]);
-        assert!(fence < next_fence, "the fence {fence} twice");
-        assert!(from < next_from, "{next_fence} came {} us before {fence}", from - next_from);
-        assert!(until <= next_from, "{fence} and {next_fence} at the same time for {} us", until - next_from);
+        assert!(fence < next_fence, "the fence {fence} was issued twice");
+        assert!(from < next_from, "{next_fence} began {} us before {fence}", from - next_from);
+        assert!(until <= next_from, "{fence} and {next_fence} overlap by {} us", until - next_from);
     }
     let mut connection = server.connection();
     let [value, writes, refused] = ["value", "writes", "refused"].map(|field| counted(&mut connection, field));
     let (all, lost) = (stays.len(), lost(&stays));
     println!("{all} stays, {lost} of them lost, {stops} stops, {writes} writes, {refused} refused by their fence");
     assert_eq!(value, writes, "a change was lost");
-    assert!(all > 200 && stops > 4, "too few to say anything");
-    assert!(lost >= LOST, "nobody was stopped for long enough while it had the lock");
+    assert!(all > 200 && stops > 4, "too few stays or stops");
+    assert!(lost >= LOST, "too few workers were stopped for long enough under the lock");
 }
 
-/// A stay, as a worker prints it; not the half of one that was killed.
+/// Parses a stay that a worker printed. Returns `None` for the partial line of a killed worker.
 fn read(line: String) -> Option<[u64; 4]> {
     let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
     numbers.try_into().ok()

@@ -1,6 +1,6 @@
-//! Several processes on one Redis. The program starts itself again as the workers, so it has a `main` of its own.
+//! Tests with several processes on one Redis. The program starts itself again as the workers, so it has its own `main`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 
 mod fair_locks;
 mod locks;
@@ -18,7 +18,7 @@ fn main() {
     {
         return;
     }
-    // As with other tests, arguments that are no options are parts of names.
+    // As in other tests, arguments that are not options are parts of test names.
     let filters: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let all = [rate_limits::TESTS, locks::TESTS, fair_locks::TESTS, segments::TESTS].concat();
     let chosen = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));

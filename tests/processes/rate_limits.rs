@@ -1,12 +1,10 @@
-//! Four processes of 64 tasks each hammer one key on one Redis: what they are granted between them is the quota, to the
-//! unit.
+//! Four processes of 64 tasks each send requests for one key on one Redis. Together they are granted exactly the quota.
 //!
-//! The program starts itself again as the workers. A worker prints
-//! what was left after each of its grants: within a window every number is handed out once, by whichever process, so a
-//! number that comes twice was granted in excess, and one that never comes was lost.
+//! The program starts itself again as the workers. A worker prints the remaining units after each of its grants. Within a window, each
+//! number is granted once, by any of the processes. A number that appears twice was granted in excess, and a missing number was lost.
 //!
-//! With leases the workers print what `support/windows.rs` makes sense of: each charge and each admission. Over a hundred
-//! windows and more nobody is admitted beyond the quota of the window it happens in; what is admitted less is printed.
+//! With leases, the workers print each charge and each admission for `support/windows.rs`. In a hundred windows or more, no window admits
+//! more than its quota. The admitted share of the quota is printed.
 
 use crate::support;
 
@@ -24,20 +22,20 @@ use tollgate::{Limiter, Policy, Quota, RedisBackend};
 const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const DURATION: Duration = Duration::from_secs(3);
-/// Tells the program that it is a worker, and the URL of its server.
+/// Marks a worker process. Contains the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_WORKER";
 const ALGORITHM: &str = "TOLLGATE_TEST_ALGORITHM";
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
-    ("four_processes_share_every_window_to_the_unit", four_processes_share_every_window_to_the_unit),
-    ("four_processes_share_a_sliding_log_to_the_unit", four_processes_share_a_sliding_log_to_the_unit),
+    ("four_processes_share_every_window_exactly", four_processes_share_every_window_exactly),
+    ("four_processes_share_a_sliding_log_exactly", four_processes_share_a_sliding_log_exactly),
     ("four_processes_with_leases_never_exceed_a_window", four_processes_with_leases_never_exceed_a_window),
 ];
 
-/// Works if this process was started as a worker, and answers whether it was.
+/// Runs the worker if this process is one, and returns whether it is.
 pub(crate) fn is_worker() -> bool {
     let Ok(url) = env::var(WORKER) else { return false };
-    match env::var(ALGORITHM).expect("a worker is told the algorithm").as_str() {
+    match env::var(ALGORITHM).expect("the algorithm of the worker is set").as_str() {
         "leases" => work_with_leases(&url),
         algorithm => work(&url, limit(algorithm)),
     }
@@ -46,18 +44,18 @@ pub(crate) fn is_worker() -> bool {
 
 fn limit(algorithm: &str) -> Limit {
     match algorithm {
-        // Some windows of it fit into the time, and each is exhausted long before its end.
+        // Several windows fit into the run, and each is used up long before its end.
         "fixed" => Quota::new(500, Duration::from_millis(400)).unwrap().fixed_window(),
-        // More than a hundred windows in the time.
+        // More than a hundred windows fit into the run.
         "leases" => Quota::new(500, Duration::from_millis(25)).unwrap().fixed_window(),
-        // One window, longer than the time.
+        // One window, longer than the run.
         _ => Quota::per_minute(5_000).sliding_log().unwrap(),
     }
 }
 
-fn four_processes_share_every_window_to_the_unit() {
+fn four_processes_share_every_window_exactly() {
     let quota = limit("fixed").quota().limit();
-    // One round will do, unless the machine has so much else to do that a window passes before it is used up.
+    // One round is enough, unless the machine is so busy that a window ends before it is used up.
     for round in 1.. {
         let server = RedisServer::start();
         let grants = hammer(&server, "fixed");
@@ -65,22 +63,22 @@ fn four_processes_share_every_window_to_the_unit() {
         let mut before = windows;
         for left in (0..quota).rev() {
             let times = grants.get(&left).copied().unwrap_or_default();
-            assert!(times <= before, "{left} left was granted {times} times in {windows} windows");
+            assert!(times <= before, "a grant with {left} left occurred {times} times in {windows} windows");
             before = times;
         }
-        // Nothing was written for who was told "no", and several who were told "yes" may have shared a write.
+        // Denials write nothing, and several grants may share a write.
         let granted: u64 = grants.values().sum();
         let writes = calls(&server, &["set", "setrange"]);
         assert!(writes <= granted, "{writes} writes for {granted} grants");
-        // Every window was used up, but perhaps the one that was cut short in the end.
+        // Every window was used up, except perhaps the last one, which the end of the run cut short.
         if windows >= 4 && before >= windows - 1 {
             break;
         }
-        assert!(round < 10, "nothing left was granted only {before} times in {windows} windows");
+        assert!(round < 10, "only {before} of {windows} windows were used up");
     }
 }
 
-fn four_processes_share_a_sliding_log_to_the_unit() {
+fn four_processes_share_a_sliding_log_exactly() {
     let server = RedisServer::start();
     let grants = hammer(&server, "log");
     let quota = limit("log").quota().limit();
@@ -88,7 +86,8 @@ fn four_processes_share_a_sliding_log_to_the_unit() {
         assert_eq!(grants.get(&left), Some(&1), "{left} left");
     }
     assert_eq!(grants.len(), quota as usize);
-    // The log, and the packed counts beside it; and each process has tried once whether it may, of APPEND too where the server cannot be asked.
+    // Each grant writes the log, and the packed counts beside it. Each process also tests its permission once, for APPEND too if the server
+    // cannot be queried.
     let tries = if version() < (7, 0) { 2 } else { 1 } * PROCESSES as u64;
     assert_eq!(calls(&server, &["append", "set"]), 2 * u64::from(quota) + tries);
 }
@@ -97,7 +96,7 @@ fn four_processes_with_leases_never_exceed_a_window() {
     let server = RedisServer::start();
     let quota = limit("leases").quota();
     let mut lines = Vec::new();
-    // One round will do, unless the machine has so much else to do that little is asked for in a window, and some pass unused.
+    // One round is enough, unless the machine is so busy that few units are requested in a window, and some windows pass unused.
     for round in 1.. {
         lines.extend(hammer_and_listen(&server, "leases"));
         let of = |word: &str| -> u64 {
@@ -112,7 +111,7 @@ fn four_processes_with_leases_never_exceed_a_window() {
         );
         assert_eq!((windows.over_admitted, windows.over_charged), (0, 0));
         assert!(windows.admitted <= u64::from(quota.limit()) * windows.opened);
-        // A good part came out of leases, or this has shown nothing.
+        // Unless a good part came from leases, the test has shown nothing.
         if windows.opened >= 100 && handed_out * 5 > windows.admitted {
             break;
         }
@@ -120,7 +119,7 @@ fn four_processes_with_leases_never_exceed_a_window() {
     }
 }
 
-/// How often each number was left after a grant, over all processes.
+/// Returns how often each number of units was left after a grant, over all processes.
 fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
     let mut grants = HashMap::new();
     for line in hammer_and_listen(server, algorithm) {
@@ -129,9 +128,9 @@ fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
     grants
 }
 
-/// What all processes print.
+/// Returns the lines that all processes print.
 fn hammer_and_listen(server: &RedisServer, algorithm: &str) -> Vec<String> {
-    let program = env::current_exe().expect("the program knows itself");
+    let program = env::current_exe().expect("the path of this program is known");
     let workers: Vec<_> = (0..PROCESSES)
         .map(|_| {
             let mut command = Command::new(&program);
@@ -139,7 +138,7 @@ fn hammer_and_listen(server: &RedisServer, algorithm: &str) -> Vec<String> {
             command.spawn().expect("a worker starts")
         })
         .collect();
-    // All at once: a worker whose output nobody reads would have to wait with it.
+    // All outputs are read at the same time, since a worker blocks if its output is not read.
     let listeners: Vec<_> =
         workers.into_iter().map(|worker| std::thread::spawn(move || worker.wait_with_output())).collect();
     let mut lines = Vec::new();
@@ -155,7 +154,7 @@ fn hammer_and_listen(server: &RedisServer, algorithm: &str) -> Vec<String> {
 fn work(url: &str, limit: Limit) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let left = runtime.block_on(async {
-        let backend = RedisBackend::connect(url).await.expect("the server lets us in");
+        let backend = RedisBackend::connect(url).await.expect("the server accepts the connection");
         let limiter = Limiter::new(backend, Policy::new("processes", limit)).deadline(Duration::from_secs(20));
         let start = Instant::now();
         let mut tasks = JoinSet::new();
@@ -180,7 +179,7 @@ fn work(url: &str, limit: Limit) {
 fn work_with_leases(url: &str) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (admissions, recorder, stats) = runtime.block_on(async {
-        let recorder = Recorder::new(RedisBackend::connect(url).await.expect("the server lets us in"));
+        let recorder = Recorder::new(RedisBackend::connect(url).await.expect("the server accepts the connection"));
         let leases = QuotaPrefetch::new(recorder.clone());
         let policy = Policy::new("leases", limit("leases"));
         let limiter = Limiter::new(leases.clone(), policy).deadline(Duration::from_secs(20));
@@ -208,7 +207,7 @@ fn work_with_leases(url: &str) {
     println!("drawn {}\nhanded_out {}\nlost {}", stats.drawn, stats.handed_out, stats.expired + stats.held);
 }
 
-/// How often scripts called these commands.
+/// Returns how often scripts called these commands.
 fn calls(server: &RedisServer, commands: &[&str]) -> u64 {
     let info: String = redis::cmd("INFO").arg("commandstats").query(&mut server.connection()).unwrap();
     let count = |command: &&str| -> u64 {

@@ -1,8 +1,7 @@
-//! A stock of 1,000 in 20 segments of 50, sold by eight processes through locks on one Redis: sold are 1,000, and never 1,001.
+//! A stock of 1,000 in 20 segments of 50, sold by eight processes through locks on one Redis: exactly 1,000 are sold.
 //!
-//! The program starts itself again as the sellers. What is left of a
-//! segment is read, thought about and written under the lock of that segment, in three steps that would sell too much by
-//! themselves.
+//! The program starts itself again as the sellers. A seller reads what is left of a segment, waits, and writes the new value under the lock
+//! of that segment. Without the lock, these three steps would sell too much.
 
 use crate::support;
 
@@ -21,13 +20,13 @@ const SELLERS: usize = 8;
 const TASKS: u32 = 4;
 const SEGMENTS: u16 = 20;
 const STOCK: u32 = 50;
-/// Tells the program that it is a seller, and the URL of its server.
+/// Marks a seller process. Contains the URL of its server.
 const SELLER: &str = "TOLLGATE_TEST_SELLER";
 
 pub(crate) const TESTS: &[(&str, fn())] =
-    &[("eight_processes_sell_what_there_is_and_no_more", eight_processes_sell_what_there_is_and_no_more)];
+    &[("eight_processes_sell_exactly_the_stock", eight_processes_sell_exactly_the_stock)];
 
-/// Works if this process was started as a worker, and answers whether it was.
+/// Runs the seller if this process is one, and returns whether it is.
 pub(crate) fn is_worker() -> bool {
     let Ok(url) = env::var(SELLER) else { return false };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -35,7 +34,7 @@ pub(crate) fn is_worker() -> bool {
     true
 }
 
-/// Sells until nothing is left anywhere; answers how much this process has sold.
+/// Sells until nothing is left in any segment. Returns how much this process has sold.
 async fn sell(url: &str) -> u32 {
     let backend = RedisBackend::connect(url).await.unwrap();
     let locks = Locks::new(backend, "default").wait(Duration::from_secs(60)).deadline(Duration::from_secs(5));
@@ -66,7 +65,7 @@ async fn sell(url: &str) -> u32 {
     tasks.join_all().await.into_iter().sum()
 }
 
-fn eight_processes_sell_what_there_is_and_no_more() {
+fn eight_processes_sell_exactly_the_stock() {
     let server = RedisServer::start();
     let mut connection = server.connection();
     for segment in 0..SEGMENTS {
@@ -88,5 +87,5 @@ fn eight_processes_sell_what_there_is_and_no_more() {
         .collect();
     println!("sold by each: {sold:?}");
     assert_eq!(sold.iter().sum::<u32>(), u32::from(SEGMENTS) * STOCK);
-    assert!(sold.iter().filter(|sold| **sold > 0).count() > 1, "only one has sold anything, so this has shown nothing");
+    assert!(sold.iter().filter(|sold| **sold > 0).count() > 1, "only one process has sold anything");
 }

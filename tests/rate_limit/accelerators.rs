@@ -1,5 +1,4 @@
-//! `DenyCache` and `QuotaPrefetch` around the memory backend, on a paused clock: the contract of the store that they go around, and
-//! what they may and may not get wrong.
+//! `DenyCache` and `QuotaPrefetch` around the memory backend, on a paused clock: the store contract, and how accurate the decisions are.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +18,7 @@ use tollgate::{
 };
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
 
-/// With the cache as it comes: all changes that the claims make go through it, so it sees them at once.
+/// With default settings. All changes by the contract's tests go through the cache, so it notices them at once.
 mod deny_cache {
     use super::*;
 
@@ -31,8 +30,7 @@ mod deny_cache {
     );
 }
 
-/// As they come. Keys that have not earned a lease are counted to the unit, and of a single process the numbers are right even
-/// for those that have.
+/// With default settings. Keys without a lease are counted exactly. With a single process, keys with a lease are too.
 mod leases {
     use super::*;
 
@@ -44,7 +42,7 @@ mod leases {
     );
 }
 
-/// One around the other.
+/// `DenyCache` around `QuotaPrefetch`.
 mod both {
     use super::*;
 
@@ -69,7 +67,7 @@ fn fixed(limit: u32) -> Policy {
     Policy::new("fixed", Quota::per_minute(limit).fixed_window())
 }
 
-/// A store that counts its calls, answers late, and fails when told to.
+/// A store that counts its calls, delays its replies, and fails on demand.
 #[derive(Clone, Debug)]
 struct Slow<S> {
     store: S,
@@ -91,7 +89,7 @@ impl<S> Slow<S> {
         Self { store, inner: Arc::default() }
     }
 
-    /// How long a call takes until the store decides, and from then on, in microseconds.
+    /// Sets the latency of a call in microseconds: `there` until the store decides, `back` until the reply arrives.
     fn takes(&self, there: u64, back: u64) {
         self.inner.there.store(there, Ordering::Relaxed);
         self.inner.back.store(back, Ordering::Relaxed);
@@ -166,7 +164,7 @@ fn slow() -> (MemoryBackend, Slow<MemoryBackend>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denial_is_answered_without_the_store_and_its_waits_shrink() {
+async fn cached_denial_needs_no_store_call_and_its_wait_shrinks() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone()).max_age(MINUTE);
     let limiter = limiter(&store, &fixed(1));
@@ -186,7 +184,7 @@ async fn a_denial_is_answered_without_the_store_and_its_waits_shrink() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn questions_that_fail_or_come_too_late_are_misses_as_well() {
+async fn failed_and_late_store_calls_count_as_misses() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone());
     let limiter = limiter(&store, &fixed(1)).deadline(Duration::from_millis(10));
@@ -196,9 +194,9 @@ async fn questions_that_fail_or_come_too_late_are_misses_as_well() {
     assert_eq!((store.stats().hits, store.stats().misses), (0, 2));
 }
 
-/// It happened that each request of a client over its limit was put to the store where it counted for others as well.
+/// Regression: if a request had several keys, it went to the store although a denial of one key was cached.
 #[tokio::test(start_paused = true)]
-async fn who_counts_for_several_is_denied_without_the_store_as_well() {
+async fn request_with_several_keys_is_denied_from_the_cache() {
     let (backend, slow) = slow();
     let store = DenyCache::new(slow.clone()).max_age(MINUTE);
     let total = Policy::new("total", Quota::per_minute(1_000).fixed_window());
@@ -221,9 +219,9 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
     assert_eq!((slow.checks(), store.stats().hits, store.stats().misses), (4, 99, 8));
     ask("bob").await.unwrap();
     let left = backend.peek(&total, &Key::GLOBAL, 1).await.unwrap().remaining();
-    assert_eq!(left, Some(996), "for nobody who was turned away");
+    assert_eq!(left, Some(996), "denied requests are not charged");
 
-    // That the cache answers does not say that the store does.
+    // A cached denial says nothing about the health of the store, so it does not close the circuit.
     slow.inner.fails.store(true, Ordering::Relaxed);
     let asked = slow.checks();
     for _ in 0..3 {
@@ -235,7 +233,7 @@ async fn who_counts_for_several_is_denied_without_the_store_as_well() {
     for _ in 0..3 {
         ask("bob").await.unwrap();
     }
-    assert_eq!(slow.checks(), asked + 3, "by a probe");
+    assert_eq!(slow.checks(), asked + 3, "expected only a probe");
 }
 
 #[tokio::test(start_paused = true)]
@@ -249,10 +247,9 @@ async fn denial_of_a_doubled_descriptor_is_not_cached_for_one() {
     assert!(store.check(&policy, &key, 1).await.unwrap().is_allowed());
 }
 
-/// What is known of an expensive request says nothing about a cheap one: caches that only look at the key turn away
-/// clients that have units left.
+/// The denial of an expensive request does not apply to a cheap one. A cache that looks only at the key would deny clients with units left.
 #[tokio::test(start_paused = true)]
-async fn a_cheap_request_is_not_denied_because_of_an_expensive_one() {
+async fn cheap_request_is_not_denied_because_of_an_expensive_one() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone());
     let limiter = limiter(&store, &fixed(10));
@@ -262,7 +259,7 @@ async fn a_cheap_request_is_not_denied_because_of_an_expensive_one() {
     assert!(limiter.check_cost("alice", 0).await.unwrap().is_allowed());
     assert!(!limiter.check_cost("alice", 2).await.unwrap().is_allowed());
     let asked = slow.checks();
-    // As much, or more, than what was denied: no need to ask.
+    // A cost equal to or above the denied cost needs no store call.
     for cost in 2..=10 {
         assert!(!limiter.check_cost("alice", cost).await.unwrap().is_allowed());
     }
@@ -271,13 +268,13 @@ async fn a_cheap_request_is_not_denied_because_of_an_expensive_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_changes_plans_is_not_held_to_the_old_one() {
+async fn denial_of_the_old_plan_does_not_apply_to_the_new_plan() {
     let store = DenyCache::new(MemoryBackend::new());
     let (free, pro) = (limiter(&store, &fixed(1)), limiter(&store, &fixed(5)));
     assert!(free.check("alice").await.unwrap().is_allowed());
     assert!(!free.check("alice").await.unwrap().is_allowed());
     assert!(pro.check("alice").await.unwrap().is_allowed());
-    // The same plan, read from the configuration once more, is the same plan.
+    // An equal policy, for example after a reload of the configuration, shares the cached denial.
     assert!(!limiter(&store, &fixed(1)).check("alice").await.unwrap().is_allowed());
     let hits = store.stats().hits;
     assert!(!limiter(&store, &fixed(1)).check("alice").await.unwrap().is_allowed());
@@ -285,7 +282,7 @@ async fn a_client_that_changes_plans_is_not_held_to_the_old_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_others_change_is_noticed_after_the_maximum_age() {
+async fn changes_by_other_processes_are_noticed_after_max_age() {
     let backend = MemoryBackend::new();
     let store = DenyCache::new(backend.clone()).max_age(Duration::from_millis(300));
     let (here, there) = (limiter(&store, &fixed(1)), limiter(&backend, &fixed(1)));
@@ -307,7 +304,7 @@ async fn what_others_change_is_noticed_after_the_maximum_age() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_goes_through_the_cache_is_noticed_at_once() {
+async fn changes_through_the_cache_take_effect_at_once() {
     let store = DenyCache::new(MemoryBackend::new()).max_age(MINUTE);
     let limiter = limiter(&store, &fixed(1));
     let receipt = limiter.check("alice").await.unwrap().receipt().unwrap();
@@ -326,9 +323,9 @@ async fn what_goes_through_the_cache_is_noticed_at_once() {
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
-/// The store denies, then resets; the denial comes back after the news of the reset.
+/// The store denies, then resets the key. The denial arrives after the reply to the reset.
 #[tokio::test(start_paused = true)]
-async fn a_denial_that_is_overtaken_by_a_reset_is_not_remembered() {
+async fn denial_overtaken_by_a_reset_is_not_cached() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone());
     let limiter = limiter(&store, &fixed(1));
@@ -345,9 +342,9 @@ async fn a_denial_that_is_overtaken_by_a_reset_is_not_remembered() {
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
-/// A charge made the cache forget what it knew of the key, and for all keys of its part what was on its way.
+/// Regression: a charge removed the cached denial of its key, and made all denials in flight in the same shard uncacheable.
 #[tokio::test(start_paused = true)]
-async fn a_denial_that_is_overtaken_by_a_charge_is_remembered() {
+async fn denial_overtaken_by_a_charge_is_cached() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone());
     let limiter = limiter(&store, &fixed(1));
@@ -376,17 +373,17 @@ async fn cached_denial_expires_in_time_on_a_slow_network() {
     let _ = limiter.check("alice").await.unwrap();
     let _ = limiter.check("alice").await.unwrap();
     let asked = slow.checks();
-    let told = limiter.check("alice").await.unwrap().retry_after().unwrap();
+    let cached = limiter.check("alice").await.unwrap().retry_after().unwrap();
     assert_eq!(slow.checks(), asked);
     let key = Key::from("alice");
-    let really = backend.peek(&policy, &key, 1).await.unwrap().retry_after().unwrap();
-    assert!(told >= really && told <= really + Duration::from_millis(50), "{told:?} instead of {really:?}");
-    sleep(really).await;
+    let stored = backend.peek(&policy, &key, 1).await.unwrap().retry_after().unwrap();
+    assert!(cached >= stored && cached <= stored + Duration::from_millis(50), "{cached:?} instead of {stored:?}");
+    sleep(stored).await;
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cache_is_bounded_and_forgets_what_ends_soonest() {
+async fn full_cache_evicts_the_denial_that_ends_first() {
     for capacity in [0, 1, 7, 100, 1_000] {
         let store = DenyCache::new(MemoryBackend::new()).capacity(capacity);
         let limiter = limiter(&store, &fixed(1));
@@ -413,7 +410,7 @@ async fn a_cache_is_bounded_and_forgets_what_ends_soonest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cached_denial_needs_no_future() {
+async fn check_now_returns_cached_denial() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow);
     let (policy, key) = (fixed(1), Key::from("alice"));
@@ -421,13 +418,13 @@ async fn a_cached_denial_needs_no_future() {
     let _ = store.check(&policy, &key, 1).await.unwrap();
     let _ = store.check(&policy, &key, 1).await.unwrap();
     assert_eq!(store.check_now(&policy, &key, 1).unwrap().outcome(), Outcome::Limited);
-    // Peeks are asked of the store, and a store that knows the answer at once is asked at once.
+    // `peek` always calls the store. `check_now` calls it too if the store can decide at once.
     assert!(!store.peek(&policy, &key, 1).await.unwrap().is_allowed());
     let memory = DenyCache::new(MemoryBackend::new());
     assert!(memory.check_now(&policy, &key, 1).unwrap().is_allowed());
 }
 
-/// What happens to a store.
+/// An operation on a store.
 #[derive(Clone, Debug)]
 enum Act {
     Check { key: u8, cost: u32 },
@@ -455,9 +452,9 @@ fn run_paused<T>(future: impl Future<Output = T>) -> T {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// As long as all changes go through it, a cache changes no decision.
+    /// If all changes go through the cache, it changes no decision.
     #[test]
-    fn a_deny_cache_decides_as_its_store_would(acts in prop::collection::vec(act(), 1..150), which in 0_usize..5) {
+    fn deny_cache_decides_as_its_store_would(acts in prop::collection::vec(act(), 1..150), which in 0_usize..5) {
         let quota = Quota::new(4, Duration::from_millis(100)).unwrap();
         let limits = [quota.fixed_window(), quota.sliding_window(), quota.token_bucket(), quota.sliding_log().unwrap()];
         let policy = match limits.get(which) {
@@ -501,7 +498,7 @@ proptest! {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_take_them_as_any_other_store() {
+async fn layer_accepts_deny_cache_around_prefetch() {
     let (_, slow) = slow();
     let store = DenyCache::new(QuotaPrefetch::new(slow.clone()));
     let policy = fixed(1_000);
@@ -513,11 +510,11 @@ async fn layers_take_them_as_any_other_store() {
         admitted += u32::from(service.ready().await.unwrap().call(()).await.is_ok());
     }
     assert_eq!(admitted, 1_000);
-    assert!(slow.checks() < 100, "{} questions for 3,000 requests", slow.checks());
+    assert!(slow.checks() < 100, "{} store calls for 3,000 requests", slow.checks());
     assert!(store.stats().hits > 1_990);
 }
 
-/// A limiter whose key has earned a lease.
+/// Returns a limiter whose key `alice` has qualified for a lease.
 async fn hot<S: RateLimitStore + Clone>(store: &S, policy: &Policy) -> Limiter<S> {
     let limiter = limiter(store, policy);
     for _ in 0..QuotaPrefetch::<()>::PROMOTE_AFTER {
@@ -527,41 +524,41 @@ async fn hot<S: RateLimitStore + Clone>(store: &S, policy: &Policy) -> Limiter<S
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hot_key_is_served_from_leases_to_the_last_unit() {
+async fn hot_key_is_served_from_leases_to_the_last_unit() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = limiter(&store, &fixed(10_000));
     for left in (0..10_000).rev() {
         let decision = limiter.check("alice").await.unwrap();
         assert!(decision.is_allowed());
-        // Of one process the numbers are right.
+        // With a single process, the remaining units are exact.
         assert_eq!((decision.remaining(), decision.limit(), decision.reset_after()), (Some(left), 10_000, MINUTE));
         assert!(decision.receipt().is_some());
     }
-    assert!(slow.checks() < 100, "{} questions for 10,000 requests", slow.checks());
+    assert!(slow.checks() < 100, "{} store calls for 10,000 requests", slow.checks());
     let stats = store.stats();
     assert_eq!((stats.drawn, stats.given_back, stats.expired, stats.held), (stats.handed_out, 0, 0, 0));
     assert!(stats.handed_out > 9_900);
-    // A denial is the store's own.
+    // Every denial comes from the store.
     let asked = slow.checks();
     for _ in 0..5 {
         assert_eq!(limiter.check("alice").await.unwrap().retry_after(), Some(MINUTE));
     }
     assert_eq!(slow.checks(), asked + 5);
-    // In the next window the key still has what it has earned.
+    // In the next window, the key still qualifies for leases.
     advance(MINUTE).await;
     for _ in 0..9_000 {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
     }
-    assert!(slow.checks() < asked + 105, "{} questions for 19,000 requests", slow.checks());
+    assert!(slow.checks() < asked + 105, "{} store calls for 19,000 requests", slow.checks());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cold_key_is_counted_to_the_unit() {
+async fn cold_key_is_counted_exactly() {
     let (backend, slow) = slow();
     let (store, policy) = (QuotaPrefetch::new(slow.clone()), fixed(1_000));
     let limiter = limiter(&store, &policy);
-    // A request every 20 ms is not worth a lease.
+    // One request every 20 ms does not qualify a key for a lease.
     for turn in 1..=100 {
         let _ = limiter.check("alice").await.unwrap();
         assert_eq!(slow.checks(), u64::from(turn));
@@ -573,7 +570,7 @@ async fn a_cold_key_is_counted_to_the_unit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_policies_are_passed_on() {
+async fn policies_without_fixed_windows_go_to_the_store() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let quota = Quota::per_minute(1_000);
@@ -590,7 +587,7 @@ async fn other_policies_are_passed_on() {
         store.reset(&policy, &Key::from("alice")).await.unwrap();
     }
     assert_eq!(store.stats(), tollgate::rate_limit::LeaseStats::default());
-    // Several fixed windows are leased together, until the first of them ends.
+    // Several fixed windows share a lease, which ends with the first of them.
     let windows = fixed(1_000).limit(Quota::per_hour(9_000).fixed_window());
     let limiter = hot(&store, &windows).await;
     let before = slow.checks();
@@ -601,12 +598,12 @@ async fn other_policies_are_passed_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_used_is_given_back() {
+async fn unused_units_are_given_back() {
     let (backend, policy) = (MemoryBackend::new(), fixed(1_000));
     let store = QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &policy).await;
     let mut admitted = 8;
-    // A lease of some size that has just been drawn.
+    // Make requests until a lease of 30 units or more has just been drawn.
     while store.stats().held < 30 {
         let _ = limiter.check("alice").await.unwrap();
         admitted += 1;
@@ -615,20 +612,20 @@ async fn what_is_not_used_is_given_back() {
     let left = |decision: Decision| u64::from(decision.remaining().unwrap());
     assert_eq!(left(limiter.peek("alice").await.unwrap()), 1_000 - admitted - held);
     advance(Duration::from_millis(500)).await;
-    // The next request finds the lease too old, gives it back, and asks for itself or draws a smaller one.
+    // The next request finds the lease expired and gives the rest back. Then it charges its own cost or draws a smaller lease.
     let _ = limiter.check("alice").await.unwrap();
     let stats = store.stats();
     assert_eq!((stats.given_back, stats.expired), (held, 0));
     assert!(stats.held < held);
     assert_eq!(left(limiter.peek("alice").await.unwrap()), 999 - admitted - stats.held);
     assert_eq!(stats.drawn, stats.handed_out + stats.given_back + stats.expired + stats.held);
-    // A lease that is never asked for again is lost with its window.
+    // The units of an idle key expire with the window.
     advance(MINUTE).await;
     assert_eq!((store.stats().held, store.stats().expired), (0, stats.held));
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
+async fn give_back_returns_all_held_units() {
     let (backend, slow) = slow();
     let (store, policy) = (QuotaPrefetch::new(slow.clone()), fixed(1_000));
     let limiter = limiter(&store, &policy);
@@ -642,7 +639,7 @@ async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
     use_20().await;
     let held = store.stats().held;
     assert!(held > 100, "{held}");
-    // Not all of them at once.
+    // The number of leases that are given back at the same time is bounded, so 100 leases take more than one round.
     slow.takes(10_000, 0);
     let begun = Instant::now();
     store.give_back(MINUTE).await;
@@ -655,7 +652,7 @@ async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
         assert_eq!(peek.remaining(), Some(980), "{client}");
     }
 
-    // What cannot be given back in time is lost, and does not keep the program from its end.
+    // Units that are not given back by the deadline are lost, so that they do not delay the end of the program.
     slow.takes(0, 0);
     use_20().await;
     let held = store.stats().held;
@@ -675,7 +672,7 @@ async fn under_admission_is_at_most_the_idle_shares() {
     let mut admitted = 0;
     let mut idle = Vec::new();
     for _ in 0..4 {
-        // Each draws as much as it ever would, and then has no use for it.
+        // Each process draws a lease of the maximum size, and then stays idle.
         let store = QuotaPrefetch::new(backend.clone());
         let limiter = hot(&store, &policy).await;
         admitted += u64::from(QuotaPrefetch::<()>::PROMOTE_AFTER);
@@ -688,7 +685,7 @@ async fn under_admission_is_at_most_the_idle_shares() {
             if held > most {
                 assert!(held <= left / 8, "{held} of {left}");
             }
-            // The lease grew no more, so it was the share.
+            // The lease holds more than a tenth of the remaining units, so it has reached its share.
             if held > most && held * 10 > left {
                 break;
             }
@@ -696,7 +693,7 @@ async fn under_admission_is_at_most_the_idle_shares() {
         }
         idle.push(store);
     }
-    // What they do not hold can be used to the last unit, be it by one who asks for each or by one with leases of its own.
+    // The other units can be used to the last one, by a process without leases and by a process with leases.
     let (one_by_one, leased) = (limiter(&backend, &policy), QuotaPrefetch::new(backend.clone()));
     let greedy = hot(&leased, &policy).await;
     admitted += u64::from(QuotaPrefetch::<()>::PROMOTE_AFTER);
@@ -710,9 +707,9 @@ async fn under_admission_is_at_most_the_idle_shares() {
     }
     let held: u64 = idle.iter().map(|store| store.stats().held).sum();
     assert_eq!(admitted + held, QUOTA);
-    assert!(held > QUOTA / 4, "there was something to lose: {held}");
+    assert!(held > QUOTA / 4, "the idle processes hold only {held}");
     assert!(held as f64 <= QUOTA as f64 * (1.0 - (7.0_f64 / 8.0).powi(4)), "{held}");
-    // And is told as what it is once the window is over.
+    // When the window is over, these units count as expired.
     advance(MINUTE).await;
     for store in idle {
         let stats = store.stats();
@@ -759,18 +756,19 @@ async fn waiters_survive_a_cancelled_refill() {
         })
         .collect();
     sleep(Duration::from_millis(40)).await;
-    assert_eq!(slow.checks(), asked + 1, "one draws for all of them");
+    assert_eq!(slow.checks(), asked + 1, "expected one draw for all callers");
     let before = store.stats();
-    // Whoever draws goes away: nobody draws as much again, since it may have been charged. The others ask for what they need.
+    // The caller that draws is dropped. No other caller draws as much again, since the draw may have been charged: each charges its own
+    // cost.
     callers.remove(0).abort();
     sleep(Duration::from_millis(100)).await;
     assert_eq!(slow.checks(), asked + 1 + 19);
     for caller in callers {
-        assert!(timeout(Duration::from_secs(10), caller).await.expect("nobody is stuck").unwrap().is_allowed());
+        assert!(timeout(Duration::from_secs(10), caller).await.expect("a caller is stuck").unwrap().is_allowed());
     }
     assert_eq!(slow.checks(), asked + 20);
     assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u32>(), 19);
-    // What it has drawn is there for all of them.
+    // The drawn units are available to all callers.
     let stats = store.stats();
     assert!(
         stats.held > 20 && stats.drawn == before.drawn + stats.held && stats.expired == before.expired,
@@ -780,9 +778,9 @@ async fn waiters_survive_a_cancelled_refill() {
     assert_eq!(slow.checks(), asked + 20);
 }
 
-/// A store that does not answer, and whoever has asked it leaves, or is not polled any more.
+/// The store does not answer, and the caller that draws is dropped or no longer polled.
 #[tokio::test(start_paused = true)]
-async fn a_draw_that_never_ends_is_given_up() {
+async fn draw_without_a_reply_is_abandoned() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &fixed(100_000)).await;
@@ -821,11 +819,11 @@ async fn a_draw_that_never_ends_is_given_up() {
     slow.takes(0, 0);
     let asked = slow.checks();
     sleep(Duration::from_millis(2)).await;
-    assert_eq!(slow.checks(), asked + 1, "it has asked for itself");
+    assert_eq!(slow.checks(), asked + 1, "the waiting caller charges its own cost");
     assert!(other.await.unwrap().is_allowed());
 }
 
-/// It happened that who came first waited for half of the time, then asked alone, and was late.
+/// Regression: the first waiter waited for half of its deadline, then charged its own cost, and was late.
 #[tokio::test(start_paused = true)]
 async fn slow_refill_serves_all_its_waiters() {
     let (_, slow) = slow();
@@ -850,9 +848,9 @@ async fn slow_refill_serves_all_its_waiters() {
     assert_eq!(slow.checks(), asked + 1);
 }
 
-/// It happened that all others waited for it until their time was over, as if the store had failed.
+/// Regression: all other callers waited for the unpolled draw until their deadlines, as if the store had failed.
 #[tokio::test(start_paused = true)]
-async fn a_draw_that_nobody_polls_holds_nobody_up() {
+async fn unpolled_draw_delays_no_other_caller() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await.deadline(Duration::from_millis(20));
@@ -879,9 +877,9 @@ async fn a_draw_that_nobody_polls_holds_nobody_up() {
     assert_eq!(slow.checks(), asked + 1);
 }
 
-/// A store stands still for longer than the callers of a hot key have time, again and again.
+/// Again and again, the store hangs for longer than the deadlines of the callers of a hot key.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_stands_still_costs_one_lease() {
+async fn hanging_store_costs_one_lease() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(500_000)).await;
@@ -905,7 +903,7 @@ async fn a_store_that_stands_still_costs_one_lease() {
     let lost = (after.drawn - before.drawn) as u32;
     assert!(charged <= 2_000 + lost, "{charged} units for 2,000 requests, {before:?} {after:?}");
     assert_eq!(after.drawn, after.handed_out + after.given_back + after.expired + after.held);
-    // And then all is as it was.
+    // Once the store recovers, leases work as before.
     slow.takes(0, 0);
     for _ in 0..5_000 {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
@@ -913,9 +911,9 @@ async fn a_store_that_stands_still_costs_one_lease() {
     assert!(store.stats().handed_out - after.handed_out > 4_000, "{:?}", store.stats());
 }
 
-/// Nothing can be handed out of a lease that is over when it arrives. Then all ask for themselves, and at the same time.
+/// A lease that has expired when it arrives cannot be handed out. All requests then charge their own costs, in parallel.
 #[tokio::test(start_paused = true)]
-async fn where_the_store_is_too_slow_for_leases_nobody_waits_for_one() {
+async fn requests_wait_for_no_lease_if_the_store_is_too_slow() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone()).max_age(Duration::from_millis(100));
     let limiter = hot(&store, &fixed(100_000)).await;
@@ -928,14 +926,14 @@ async fn where_the_store_is_too_slow_for_leases_nobody_waits_for_one() {
     }
     assert!(callers.join_all().await.into_iter().all(|allowed| allowed));
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
-    // Nobody waits until it is given back.
+    // The requests do not wait until the units are given back.
     sleep(Duration::from_millis(200)).await;
     let stats = store.stats();
     assert_eq!((stats.held, stats.expired, stats.drawn), (0, 0, stats.handed_out + stats.given_back));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_is_a_store_that_fails() {
+async fn store_errors_reach_all_callers() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await;
@@ -954,7 +952,7 @@ async fn a_store_that_fails_is_a_store_that_fails() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_and_a_reset_end_a_lease() {
+async fn block_and_reset_end_a_lease() {
     let backend = MemoryBackend::new();
     let store = QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &fixed(1_000)).await;
@@ -968,7 +966,7 @@ async fn a_block_and_a_reset_end_a_lease() {
     }
     assert!(!limiter.check("alice").await.unwrap().is_allowed());
 
-    // Somebody else's is noticed when the lease has reached its age.
+    // A block by another process is noticed when the lease reaches its maximum age.
     let limiter = hot(&QuotaPrefetch::new(backend.clone()).max_age(Duration::from_millis(500)), &fixed(5_000)).await;
     for _ in 0..100 {
         let _ = limiter.check("alice").await.unwrap();
@@ -979,9 +977,9 @@ async fn a_block_and_a_reset_end_a_lease() {
     assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Blocked);
 }
 
-/// The store charges a draw, then resets; what was drawn is charged to nobody any more when the answer comes.
+/// The store charges a draw, then resets the key. When the reply to the draw arrives, the units are no longer charged.
 #[tokio::test(start_paused = true)]
-async fn a_draw_that_is_overtaken_by_a_reset_is_lost() {
+async fn draw_overtaken_by_a_reset_is_lost() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let limiter = hot(&store, &fixed(1_000)).await;
@@ -1005,7 +1003,7 @@ async fn a_draw_that_is_overtaken_by_a_reset_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn costs_of_any_size_are_met_to_the_unit() {
+async fn prefetch_is_exact_for_costs_of_any_size() {
     for cost in [1, 2, 3, 7, 40, 600] {
         let store = QuotaPrefetch::new(MemoryBackend::new());
         let limiter = limiter(&store, &fixed(1_000));
@@ -1013,7 +1011,7 @@ async fn costs_of_any_size_are_met_to_the_unit() {
         while limiter.check_cost("alice", cost).await.unwrap().is_allowed() {
             admitted += cost;
         }
-        // What is left over is too little, or is held for smaller requests.
+        // The units left are fewer than the cost, or are held for smaller requests.
         let held = store.stats().held as u32;
         assert!(admitted + held <= 1_000 && admitted + held + cost > 1_000, "{admitted} by {cost}, {held} held");
         assert!(held < cost, "{held} held from requests of {cost}");
@@ -1029,18 +1027,18 @@ async fn costs_of_any_size_are_met_to_the_unit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_live_lease_needs_no_future() {
+async fn check_now_uses_a_live_lease() {
     let (_, slow) = slow();
     let (store, policy, key) = (QuotaPrefetch::new(slow), fixed(1_000), Key::from("alice"));
     let limiter = hot(&store, &policy).await;
-    assert!(store.check_now(&policy, &key, 1).is_none(), "a draw takes time");
+    assert!(store.check_now(&policy, &key, 1).is_none(), "a draw takes a store call");
     let _ = limiter.check("alice").await.unwrap();
     assert!(store.check_now(&policy, &key, 1).unwrap().is_allowed());
     let memory = QuotaPrefetch::new(MemoryBackend::new());
     for _ in 0..8 {
         assert!(memory.check_now(&policy, &key, 1).unwrap().is_allowed());
     }
-    assert!(memory.check_now(&policy, &key, 1).is_none(), "a draw is made by who can wait for others");
+    assert!(memory.check_now(&policy, &key, 1).is_none(), "only a caller that can wait draws");
     assert!(memory.check(&policy, &key, 1).await.unwrap().is_allowed());
     assert!(memory.check_now(&policy, &key, 1).unwrap().is_allowed());
 }
@@ -1061,9 +1059,9 @@ async fn prefetched_keys_are_bounded_and_survive_a_flood() {
     assert_eq!((store.stats().held, store.stats().expired), (held, 0));
 }
 
-/// A request finds too little left, draws, and the window ends on the way: what was left belongs to the old window.
+/// A lease is too small for a request, and the window ends during the next draw: the rest of the lease belongs to the old window.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
+async fn lease_is_not_carried_into_the_next_window() {
     let (_, slow) = slow();
     let store = QuotaPrefetch::new(slow.clone());
     let policy = Policy::new("next", Quota::new(1_000, Duration::from_millis(200)).unwrap().fixed_window());
@@ -1075,7 +1073,7 @@ async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
     slow.takes(10_000, 0);
     let decision = limiter.check_cost("alice", 4).await.unwrap();
     assert!(decision.is_allowed());
-    assert!(store.stats().held > 0, "more was drawn");
+    assert!(store.stats().held > 0, "the draw gave no lease");
     assert_eq!((store.stats().draws > 1, store.stats().expired), (true, 3));
     slow.takes(0, 0);
     let mut admitted = 4;
@@ -1085,9 +1083,9 @@ async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
     assert_eq!(admitted, 1_000);
 }
 
-/// The same where the window did not end but was forgotten, by another process.
+/// Instead of the end of the window, a reset by another process ends the lease.
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_lease_is_not_carried_over_a_reset() {
+async fn lease_is_not_carried_over_a_reset() {
     let backend = MemoryBackend::new();
     let store = QuotaPrefetch::new(backend.clone());
     let limiter = hot(&store, &fixed(1_000)).await;
@@ -1105,9 +1103,9 @@ async fn what_is_left_of_a_lease_is_not_carried_over_a_reset() {
     assert_eq!(admitted, 1_000);
 }
 
-/// A lease that may live for ever lives as long as its window.
+/// A lease without a maximum age lives as long as its window.
 #[tokio::test(start_paused = true)]
-async fn the_largest_ages_are_no_trouble() {
+async fn largest_ages_are_accepted() {
     let store = DenyCache::new(QuotaPrefetch::new(MemoryBackend::new()).max_age(Duration::MAX)).max_age(Duration::MAX);
     let policy = Policy::new("long", Quota::new(1_000, Quota::MAX_WINDOW).unwrap().fixed_window());
     let limiter = hot(&store, &policy).await;
@@ -1124,11 +1122,11 @@ async fn the_largest_ages_are_no_trouble() {
 }
 
 tokio::task_local! {
-    /// Whether the request asked the store itself.
+    /// Whether the request called the store.
     static ASKED: std::cell::Cell<bool>;
 }
 
-/// What one process does in the simulation: pauses and costs of each of its tasks.
+/// The traffic of one process in the simulation: its tasks, their largest cost and typical pause, and the latency of the store.
 #[derive(Clone, Debug)]
 struct Traffic {
     tasks: usize,
@@ -1150,7 +1148,7 @@ fn traffic() -> impl Strategy<Value = Traffic> {
     })
 }
 
-/// A source of numbers that looks random enough and can be repeated.
+/// Returns the next pseudo-random number of a repeatable sequence.
 fn next(state: &mut u64, below: u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -1158,10 +1156,10 @@ fn next(state: &mut u64, below: u64) -> u64 {
     (*state >> 20) % below.max(1)
 }
 
-/// An admission: when it was charged, when it was decided if that was not in the store, and what it cost.
+/// An admission: the instant of the charge, the instant of the decision if a lease decided, and the cost.
 type Admission = (u64, Option<u64>, u32);
 
-/// What was seen of a simulation.
+/// The events of a simulation.
 #[derive(Debug, Default)]
 struct Seen {
     /// The instant, the end of the window, the units.
@@ -1171,10 +1169,10 @@ struct Seen {
     admissions: Vec<Admission>,
 }
 
-/// Several processes with leases over one store for some windows.
+/// Runs several processes with leases over one store.
 async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u64) -> Seen {
     let backend = MemoryBackend::new();
-    // The clock of the backend begins a microsecond before it.
+    // The clock of the backend starts one microsecond before its creation.
     let epoch = Instant::now() - Duration::from_micros(1);
     let mut tasks = JoinSet::new();
     let mut stores = Vec::new();
@@ -1187,16 +1185,16 @@ async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u6
             tasks.spawn(ASKED.scope(std::cell::Cell::new(false), async move {
                 let mut admissions = Vec::new();
                 while epoch.elapsed() < time {
-                    // Now and then a burst, and now and then nothing for a while.
+                    // Some requests follow without a pause, which makes bursts. Others follow a random pause.
                     if next(&mut random, 4) > 0 {
                         sleep(Duration::from_micros(next(&mut random, 2 * traffic.pause_us))).await;
                     }
                     slow.takes(next(&mut random, traffic.there_us + 1), next(&mut random, traffic.back_us + 1));
                     let cost = 1 + next(&mut random, traffic.cost.into()) as u32;
                     ASKED.with(|asked| asked.set(false));
-                    // Now and then the caller goes away.
-                    let patience = if next(&mut random, 50) == 0 { Duration::from_millis(1) } else { MINUTE };
-                    let decision = match timeout(patience, limiter.check_cost("all", cost)).await {
+                    // A few callers give up after 1 ms.
+                    let time_limit = if next(&mut random, 50) == 0 { Duration::from_millis(1) } else { MINUTE };
+                    let decision = match timeout(time_limit, limiter.check_cost("all", cost)).await {
                         Ok(decision) => decision.unwrap(),
                         Err(_) => continue,
                     };
@@ -1232,8 +1230,8 @@ proptest! {
         let window = Duration::from_millis(window_ms);
         let policy = Policy::new("windows", Quota::new(quota, window).unwrap().fixed_window());
         let Seen { charges, given_back, admissions } = run_paused(simulate(&traffic, &policy, window * 12, seed));
-        // All charges of one window say the same end. A unit belongs to the window that it was charged in, and has to be
-        // handed out before that one ends, by the store's clock.
+        // All charges of a window have the same end. A unit belongs to the window of its charge, and must be handed out before that window
+        // ends by the store's clock.
         let window_of: BTreeMap<u64, u64> = charges.iter().map(|(at, ends, _)| (*at, *ends)).collect();
         let mut charged: BTreeMap<u64, i64> = BTreeMap::new();
         for (_, ends, units) in charges {
@@ -1252,7 +1250,7 @@ proptest! {
         }
         for (ends, units) in admitted {
             prop_assert!(units <= i64::from(quota), "{} of {} in the window that ends at {}", units, quota, ends);
-            // Whether or not the window was used up: nobody had what was not charged, or was given back.
+            // Even if the window was not used up: no request used units that were not charged, or that were given back.
             prop_assert!(units <= charged[&ends], "{} of {} charged, window {}", units, charged[&ends], ends);
         }
     }

@@ -1,4 +1,5 @@
-//! What an HTTP or gRPC request is charged in the end: by its answer, by its handler, by its trailers, and when the client has left.
+//! The final charge of an HTTP or gRPC request: set by the response status, the handler or the trailers, and kept if the client
+//! disconnects.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -36,7 +37,7 @@ fn request() -> Request<()> {
     Request::new(())
 }
 
-/// Answers with the status that the path names.
+/// Responds with the status that the path names.
 async fn status(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible> {
     let status = request.uri().path().trim_start_matches('/').parse::<u16>().unwrap();
     let mut response = Response::new(Empty::new());
@@ -45,7 +46,7 @@ async fn status(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallib
 }
 
 #[tokio::test]
-async fn statuses_are_charged_as_the_preset_says() {
+async fn preset_decides_which_statuses_are_charged() {
     for (charges_failures, path, charged) in [
         (true, "/200", false),
         (true, "/302", false),
@@ -65,7 +66,7 @@ async fn statuses_are_charged_as_the_preset_says() {
 }
 
 #[tokio::test]
-async fn a_handler_reserves_and_settles() {
+async fn handler_settles_reserved_cost() {
     let store = MemoryBackend::new();
     let handler = async |request: Request<()>| {
         let limit = request.extensions().get::<RateLimitHandle>().unwrap().clone();
@@ -84,7 +85,7 @@ fn per_hour(name: &str, limit: u32) -> Policy {
     Policy::new(name, Quota::per_hour(limit).fixed_window())
 }
 
-/// Tells in a header what a handler reads in the extensions: what is left, of how much.
+/// Reports the decision that the handler finds in the request extensions in a response header: `<remaining> of <limit>`.
 async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible> {
     let mut response = Response::new(Empty::new());
     if let Some(limit) = request.extensions().get::<RateLimitHandle>() {
@@ -95,7 +96,7 @@ async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible
     Ok(response)
 }
 
-/// What the handler has read, and what layers further out read in the response.
+/// Returns the decision that the handler reported, and the decision in the response extensions.
 async fn read<S, B>(service: S) -> (Option<String>, Option<(Option<u32>, u32)>)
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
@@ -109,7 +110,7 @@ where
 async fn extensions_hold_the_most_restrictive_decision() {
     let sizes = [(5, 9, 7), (9, 5, 7), (7, 9, 5)];
     for (layer, first, second) in sizes {
-        // A shadow, which restricts nobody, is not the one.
+        // A shadow policy restricts no request, so its decision is not stored.
         let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", layer))
             .and(per_hour("first", first), GlobalKey)
             .and(per_hour("second", second), GlobalKey)
@@ -120,7 +121,7 @@ async fn extensions_hold_the_most_restrictive_decision() {
     let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", 9));
     let layer = layer.and(per_hour("full", 1), GlobalKey).and(per_hour("closed", 0), GlobalKey);
     let (handler, response) = read(layer.layer(service_fn(tell))).await;
-    assert_eq!((handler, response), (None, Some((None, 0))), "what can never be admitted restricts most");
+    assert_eq!((handler, response), (None, Some((None, 0))), "a quota of 0 is the most restrictive");
 }
 
 #[tokio::test]
@@ -130,7 +131,7 @@ async fn handler_sees_innermost_layer_and_client_the_strictest() {
         let layers = [("outer", outer), ("inner", inner)];
         let [outer, inner] = layers.map(|(name, limit)| RateLimitLayer::new(store.clone(), per_hour(name, limit)));
         let layered = |answers: bool| {
-            // With HTTP and with gRPC alike.
+            // The test covers the HTTP responder and the gRPC responder.
             let inner = inner.clone().layer(service_fn(tell));
             if answers {
                 outer.clone().layer(inner).boxed_clone()
@@ -147,7 +148,8 @@ async fn handler_sees_innermost_layer_and_client_the_strictest() {
     }
 }
 
-/// A handler that settles what it has found charged the outer layer for a request that the inner one lets pass.
+/// If an inner layer that counts nothing left the outer layer's handle in the request, `settle` in the handler would change the outer
+/// charge.
 #[tokio::test]
 async fn handler_sees_no_charge_of_another_layer() {
     let handler = |expected: &'static [&'static str]| {
@@ -173,7 +175,7 @@ policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }
     outer.layer(rules.layer(handler(&[]))).oneshot(request()).await.unwrap();
     assert_eq!(left(&store).await, 96);
 
-    // Nor does a service of jobs.
+    // A service of jobs hides the outer handle as well.
     let job = service_fn(async |job: Job<u32>| {
         assert!(job.extensions().get::<RateLimitHandle>().is_none());
         Ok::<_, BoxError>(())
@@ -182,29 +184,29 @@ policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }
     let service = all.layer(all.clone().allow(|_: &Job<u32>| true).layer(job));
     service.oneshot(TestJob::new(7).build()).await.unwrap();
 
-    // One that is told to leave extensions alone does.
+    // With `extensions(false)`, the inner layer leaves the outer layer's handle in the request.
     let silent = listed.responder(HttpResponder::new().extensions(false));
     outer.layer(silent.layer(handler(&["tokens"]))).oneshot(request()).await.unwrap();
     assert_eq!(left(&store).await, 46);
 }
 
 #[tokio::test]
-async fn without_extensions_neither_requests_nor_responses_are_told() {
+async fn extensions_can_be_disabled() {
     let layer = RateLimitLayer::new(MemoryBackend::new(), tokens());
-    for (extensions, is_told) in [(true, true), (false, false)] {
+    for (extensions, is_set) in [(true, true), (false, false)] {
         let layer = layer.clone().responder(HttpResponder::new().extensions(extensions));
         let service = layer.clone().layer(service_fn(tell));
         let response = service.clone().oneshot(request()).await.unwrap();
-        assert!(response.headers().contains_key("ratelimit"), "fields are told all the same");
+        assert!(response.headers().contains_key("ratelimit"), "header fields do not depend on extensions");
         let (handler, response) = read(service).await;
-        assert_eq!((handler.is_some(), response.is_some()), (is_told, is_told));
-        // Nor is a request that is turned away.
+        assert_eq!((handler.is_some(), response.is_some()), (is_set, is_set));
+        // The setting applies to rejections too.
         let (_, response) = read(layer.cost(|_: &Request<()>| 100).layer(service_fn(tell))).await;
-        assert_eq!(response.is_some(), is_told);
+        assert_eq!(response.is_some(), is_set);
     }
 }
 
-/// Counts what it hands out, and settles when it ends or is dropped.
+/// Counts the chunks that it yields, and settles on the handle's last value when it ends or is dropped.
 struct Metered {
     limit: RateLimitHandle,
     chunks: u32,
@@ -225,7 +227,7 @@ impl Body for Metered {
 }
 
 #[tokio::test]
-async fn a_stream_is_charged_for_as_much_of_it_as_was_sent() {
+async fn stream_is_charged_for_the_chunks_sent() {
     for (read, charged) in [(5, 5), (2, 2)] {
         let store = MemoryBackend::new();
         let handler = async |mut request: Request<()>| {
@@ -237,16 +239,16 @@ async fn a_stream_is_charged_for_as_much_of_it_as_was_sent() {
         let mut body = service.oneshot(request()).await.unwrap().into_body();
         for _ in 0..read {
             body.frame().await.unwrap().unwrap();
-            assert_eq!(left(&store).await, 60, "nothing is settled before the end");
+            assert_eq!(left(&store).await, 60, "settled before the body ended");
         }
-        // To the end, or the client leaves in the middle.
+        // The client reads the body to the end, or disconnects in the middle.
         drop(body);
         assert_eq!(left(&store).await, 100 - charged);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_handler_said_counts_even_if_the_client_left() {
+async fn handler_charge_survives_client_disconnect() {
     let store = MemoryBackend::new();
     let handler = async |request: Request<()>| {
         request.extensions().get::<RateLimitHandle>().unwrap().charge(9);
@@ -259,7 +261,7 @@ async fn what_a_handler_said_counts_even_if_the_client_left() {
     assert_eq!(left(&store).await, 90);
 }
 
-/// A message and then trailers, if there are any.
+/// A message, followed by optional trailers.
 struct Call {
     message: Option<Bytes>,
     trailers: Option<HeaderMap>,
@@ -282,8 +284,8 @@ fn grpc_status(code: &'static str) -> HeaderMap {
 }
 
 #[tokio::test]
-async fn the_outcome_of_a_call_is_in_its_trailers() {
-    // The path says what the trailers say; in capitals it is in the headers instead.
+async fn grpc_outcome_is_read_from_trailers() {
+    // A lowercase path selects the status in the trailers. An uppercase path puts the same status in the headers.
     let handler = async |request: Request<()>| {
         let (trailers, headers) = match request.uri().path() {
             "/ok" => (Some(grpc_status("0")), HeaderMap::new()),
@@ -296,7 +298,7 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
         *response.headers_mut() = headers;
         Ok::<_, Infallible>(response)
     };
-    // ("/none" ends without a status.)
+    // `/none` ends without a status.
     for (path, ok) in [("/ok", true), ("/failed", false), ("/OK", true), ("/FAILED", false), ("/none", false)] {
         for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
             let store = MemoryBackend::new();
@@ -306,15 +308,15 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
                 .layer(service_fn(handler));
             let response = service.oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
             let in_headers = response.headers().contains_key("grpc-status");
-            assert!(in_headers || left(&store).await == 99, "{path}: it is not known yet");
+            assert!(in_headers || left(&store).await == 99, "{path}: the outcome is not known yet");
             let body = response.into_body().collect().await.unwrap();
-            assert_eq!(body.trailers().is_some(), matches!(path, "/ok" | "/failed"), "trailers are passed on");
+            assert_eq!(body.trailers().is_some(), matches!(path, "/ok" | "/failed"), "trailers reach the client");
             assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{path} {preset:?}");
         }
     }
 }
 
-/// Where the layer changes no type, whose body is then one that looks out for trailers around the one that has them.
+/// `SameBody` keeps the response body type, so the observing body wraps the body that carries the trailers.
 #[tokio::test]
 async fn grpc_outcome_is_read_from_trailers_of_unchanged_bodies() {
     for (status, left_of_it) in [("0", 100), ("13", 99)] {
@@ -328,7 +330,7 @@ async fn grpc_outcome_is_read_from_trailers_of_unchanged_bodies() {
             .charge_on(grpc::failures())
             .layer(service_fn(handler));
         let response: Response<axum::body::Body> = service.oneshot(request()).await.unwrap();
-        assert_eq!(left(&store).await, 99, "it is not known yet");
+        assert_eq!(left(&store).await, 99, "the outcome is not known yet");
         let body = response.into_body().collect().await.unwrap();
         assert_eq!(body.trailers(), Some(&grpc_status(status)));
         assert_eq!(left(&store).await, left_of_it);
@@ -346,9 +348,10 @@ impl Body for Pieces {
     }
 }
 
-/// Trailers of gRPC-Web are the last message of the body, so every call was one without a status.
+/// gRPC-Web sends the trailers as the last message of the body. A layer that ignored this message would see every call end without a
+/// status.
 #[tokio::test]
-async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
+async fn grpc_web_outcome_is_read_from_last_message() {
     let message = |flags: u8, text: &str| {
         [&[flags][..], &u32::try_from(text.len()).unwrap().to_be_bytes(), text.as_bytes()].concat()
     };
@@ -367,7 +370,7 @@ async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
                 true => messages.flat_map(|message| BASE64.encode(message).into_bytes()).collect(),
                 false => messages.flatten().collect(),
             };
-            // However it is cut.
+            // The result does not depend on where the body is cut into frames.
             for pieces in [1, 2, 3, 7, body.len()] {
                 for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
                     let store = MemoryBackend::new();
@@ -379,8 +382,12 @@ async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
                     let layer = RateLimitLayer::new(store.clone(), tokens()).responder(GrpcResponder::new());
                     let service = layer.charge_on(preset).layer(service_fn(handler));
                     let answer = service.oneshot(request()).await.unwrap();
-                    assert_eq!(left(&store).await, 99, "it is not known yet");
-                    assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), body, "it is passed on");
+                    assert_eq!(left(&store).await, 99, "the outcome is not known yet");
+                    assert_eq!(
+                        answer.into_body().collect().await.unwrap().to_bytes(),
+                        body,
+                        "the body reaches the client unchanged"
+                    );
                     let left = left(&store).await;
                     assert_eq!(left, if charged { 99 } else { 100 }, "{content_type} {end:?} {pieces} {preset:?}");
                 }
@@ -390,7 +397,7 @@ async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_given_up_before_its_trailers_is_no_success() {
+async fn grpc_call_dropped_before_trailers_is_a_failure() {
     let handler = async |_: Request<()>| {
         let message = Some(Bytes::from_static(b"message"));
         Ok::<_, Infallible>(Response::new(Call { message, trailers: Some(grpc_status("0")) }))
@@ -406,14 +413,14 @@ async fn a_call_that_is_given_up_before_its_trailers_is_no_success() {
             for _ in 0..frames {
                 body.frame().await.unwrap().unwrap();
             }
-            assert_eq!(left(&store).await, 99, "it is not known yet");
+            assert_eq!(left(&store).await, 99, "the outcome is not known yet");
             drop(body);
             assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{preset:?} after {frames} frames");
         }
     }
 }
 
-/// A message and then an error.
+/// A message, followed by an error.
 struct Broken(Option<Bytes>);
 
 impl Body for Broken {
@@ -426,7 +433,7 @@ impl Body for Broken {
 }
 
 #[tokio::test]
-async fn a_call_that_breaks_before_its_trailers_is_no_success() {
+async fn grpc_call_broken_before_trailers_is_a_failure() {
     for (preset, charged) in [(grpc::failures(), true), (grpc::successes(), false)] {
         let store = MemoryBackend::new();
         let handler =
@@ -441,7 +448,7 @@ async fn a_call_that_breaks_before_its_trailers_is_no_success() {
     }
 }
 
-/// A store whose corrections take long.
+/// A store that takes 50 ms to settle a charge.
 #[derive(Clone)]
 struct Slow(MemoryBackend);
 
@@ -484,18 +491,18 @@ async fn corrections_block_no_request_and_are_bounded() {
     assert_eq!(start.elapsed(), Duration::ZERO);
     tokio::time::sleep(Duration::from_millis(60)).await;
     let peek = store.peek(&policy, &Key::GLOBAL, 1).await.unwrap();
-    assert_eq!(peek.remaining(), Some(many - 100), "the last hundred stay charged");
+    assert_eq!(peek.remaining(), Some(many - 100), "the last 100 requests stay charged");
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_of_all_corrections_can_be_waited_for() {
+async fn wait_idle_awaits_pending_corrections() {
     let store = MemoryBackend::new();
     let layer = RateLimitLayer::new(Slow(store.clone()), tokens());
     let service = layer.clone().cost(|_: &Request<()>| 10).charge_on(tollgate::http::successes());
     let service = service.layer(service_fn(status));
     let start = tokio::time::Instant::now();
     layer.wait_idle().await;
-    assert_eq!(start.elapsed(), Duration::ZERO, "there is none");
+    assert_eq!(start.elapsed(), Duration::ZERO, "no correction is pending");
     let ask = || service.clone().oneshot(Request::get("/500").body(()).unwrap());
     ask().await.unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -503,7 +510,7 @@ async fn the_end_of_all_corrections_can_be_waited_for() {
     assert_eq!(left(&store).await, 80);
     layer.wait_idle().await;
     assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(70), 100));
-    // Nothing has ended: others follow.
+    // `wait_idle` does not close the layer: later corrections can be awaited too.
     ask().await.unwrap();
     layer.wait_idle().await;
     assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(120), 100));

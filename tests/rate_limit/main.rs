@@ -1,6 +1,6 @@
 //! Rate limits: the layer, waiting, charges, prefetched quotas and the memory backend.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 
 #[path = "../model/mod.rs"]
 mod model;

@@ -1,4 +1,4 @@
-//! The contract on the memory backend, on a paused clock, and what is particular to it.
+//! The store contract on the memory backend, on a paused clock, and tests that are specific to this backend.
 
 use std::pin::pin;
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ fn limiter(backend: &MemoryBackend, quota: Quota) -> Limiter<MemoryBackend> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_receipt_of_a_clock_that_is_ahead_is_no_panic() {
+async fn receipt_from_a_clock_ahead_does_not_panic() {
     let quota = Quota::per_hour(10);
     let limits = [quota.token_bucket(), quota.fixed_window(), quota.sliding_window(), quota.sliding_log().unwrap()];
     for limit in limits {
@@ -36,9 +36,9 @@ async fn a_receipt_of_a_clock_that_is_ahead_is_no_panic() {
     }
 }
 
-/// It happened that a `Limiter` denied by a policy that was only to be tried.
+/// Regression: a `Limiter` denied requests under a shadow policy.
 #[tokio::test(start_paused = true)]
-async fn a_policy_that_is_not_enforced_denies_nobody() {
+async fn shadow_policy_denies_no_request() {
     let quota = Quota::per_hour(1);
     let limits =
         [quota.token_bucket(), quota.sliding_log().unwrap(), quota.fixed_window(), Quota::per_hour(0).fixed_window()];
@@ -50,7 +50,7 @@ async fn a_policy_that_is_not_enforced_denies_nobody() {
             assert!(limiter.acquire("bob", Duration::from_secs(7_200)).await.unwrap().is_allowed(), "{limit:?}");
             let decision = limiter.check("carol").await.unwrap();
             assert_eq!((decision.outcome(), decision.retry_after()), (Outcome::Allowed, None), "{limit:?}");
-            // What the store says can be seen.
+            // The decision shows the state of the store.
             let fits = turn == 0 && limit.capacity() > 0;
             assert_eq!((decision.receipt().is_some(), decision.remaining()), (fits, Some(0)), "{limit:?}");
             assert_eq!(decision.limits()[0].is_violated(), turn > 0 && limit.capacity() > 0, "{limit:?}");
@@ -80,7 +80,7 @@ async fn policy_denies_its_enforced_share_of_keys() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiting_a_microsecond_less_than_told_is_not_enough() {
+async fn retry_after_less_a_microsecond_is_too_short() {
     let policy = Policy::new("edge", Quota::per_second(2).sliding_log().unwrap());
     let limiter = Limiter::new(MemoryBackend::new(), policy);
     let _ = limiter.check("alice").await.unwrap();
@@ -95,7 +95,7 @@ async fn waiting_a_microsecond_less_than_told_is_not_enough() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn memory_is_bounded_whatever_keys_come() {
+async fn memory_is_bounded_for_any_keys() {
     for capacity in [0, 1, 7, 100, 1_000] {
         let backend = MemoryBackend::with_capacity(capacity);
         let limiter = limiter(&backend, Quota::per_hour(10));
@@ -108,7 +108,7 @@ async fn memory_is_bounded_whatever_keys_come() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn long_logs_take_the_room_of_many_keys() {
+async fn long_log_takes_the_room_of_many_keys() {
     let backend = MemoryBackend::with_capacity(60);
     let policy = Policy::new("logs", Quota::per_hour(200).sliding_log().unwrap());
     let limiter = Limiter::new(backend.clone(), policy);
@@ -117,13 +117,13 @@ async fn long_logs_take_the_room_of_many_keys() {
             assert!(limiter.check(subject).await.unwrap().is_allowed());
         }
     }
-    // 200 requests weigh as much as 25 keys and more, so two such logs fit at the most.
+    // A log of 200 requests takes the room of more than 25 keys, so at most two logs fit.
     assert!((1..=2).contains(&backend.len()), "{} logs", backend.len());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_long_log_survives_its_neighbours_and_they_survive_it() {
-    // A log of this length weighs more than a fair share of the shards would allow.
+async fn long_log_and_its_neighbours_are_not_evicted() {
+    // A log of this length takes more room than an equal share of a shard.
     let policy = Policy::new("long", Quota::per_hour(10_000).sliding_log().unwrap());
     let backend = MemoryBackend::new();
     let long = Limiter::new(backend.clone(), policy);
@@ -137,9 +137,9 @@ async fn a_long_log_survives_its_neighbours_and_they_survive_it() {
     for neighbour in 2_000..4_000_u32 {
         assert!(short.check(neighbour).await.unwrap().is_allowed());
     }
-    assert!(!long.check("alice").await.unwrap().is_allowed(), "the log was forgotten");
+    assert!(!long.check("alice").await.unwrap().is_allowed(), "the log was evicted");
     for neighbour in 0..4_000_u32 {
-        assert!(!short.check(neighbour).await.unwrap().is_allowed(), "{neighbour} was forgotten");
+        assert!(!short.check(neighbour).await.unwrap().is_allowed(), "{neighbour} was evicted");
     }
 }
 
@@ -149,7 +149,7 @@ async fn growing_log_evicts_the_least_valuable_keys() {
     let (short, strict) =
         (limiter(&backend, Quota::per_hour(1_000)), Policy::new("strict", Quota::per_hour(1).fixed_window()));
     let strict = Limiter::new(backend.clone(), strict);
-    // One client in twenty has used up its quota; the others have hardly begun.
+    // One client in twenty has used up its quota. The others have used little of theirs.
     for client in 0..3_999_u32 {
         let limiter = if client % 20 == 0 { &strict } else { &short };
         assert!(limiter.check(client).await.unwrap().is_allowed());
@@ -159,15 +159,15 @@ async fn growing_log_evicts_the_least_valuable_keys() {
         assert!(log.check("alice").await.unwrap().is_allowed());
     }
     assert!(!log.check("alice").await.unwrap().is_allowed());
-    // The log takes the room of 1,251 of them, whichever shard it is in.
+    // The log takes the room of 1,251 keys, whichever shard it is in.
     assert!((2_500..3_000).contains(&backend.len()), "{} keys", backend.len());
     for client in (0..3_999_u32).step_by(20) {
-        assert!(!strict.check(client).await.unwrap().is_allowed(), "{client} was forgotten");
+        assert!(!strict.check(client).await.unwrap().is_allowed(), "{client} was evicted");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_acquires_waits_for_as_long_as_it_takes_and_never_in_vain() {
+async fn acquire_waits_as_long_as_needed_and_never_in_vain() {
     let policy = Policy::new("wait", Quota::new(10, Duration::from_secs(1)).unwrap().burst(2).unwrap().token_bucket());
     let limiter = Limiter::new(MemoryBackend::new(), policy);
     let begun = tokio::time::Instant::now();
@@ -177,7 +177,7 @@ async fn who_acquires_waits_for_as_long_as_it_takes_and_never_in_vain() {
         waiting.spawn(async move { limiter.acquire("alice", Duration::from_secs(5)).await.unwrap().is_allowed() });
     }
     assert!(waiting.join_all().await.into_iter().all(|allowed| allowed));
-    // Two at once and twenty at ten a second, however many asked at a time; a timer counts whole milliseconds.
+    // Two requests at once, then twenty at ten per second, however many wait. A timer counts whole milliseconds.
     let took = begun.elapsed();
     assert!(took >= Duration::from_secs(2) && took < Duration::from_millis(2_050), "{took:?}");
 
@@ -193,8 +193,8 @@ async fn who_acquires_waits_for_as_long_as_it_takes_and_never_in_vain() {
     assert!(begun.elapsed() >= Duration::from_secs(10));
 }
 
-/// Threads that are preempted between two steps must not mix up the order of requests: it happened that one read the clock,
-/// lost the processor, and put its older time behind newer ones. Whoever came next found the log to have run out.
+/// Threads that are preempted between two steps must not change the order of requests. Regression: a thread read the clock, was preempted,
+/// and stored its older time behind newer ones. To the next request, the log seemed expired.
 #[test]
 fn racing_threads_never_exceed_a_sliding_log() {
     const LIMIT: usize = 200;
@@ -208,11 +208,11 @@ fn racing_threads_never_exceed_a_sliding_log() {
             scope.spawn(|| {
                 let mut own = Vec::new();
                 while start.elapsed() < Duration::from_secs(1) {
-                    let asked = start.elapsed();
+                    let sent = start.elapsed();
                     let decision = now(limiter.check("alice")).unwrap();
                     if decision.is_allowed() {
-                        // Memory decided somewhere between these two.
-                        own.push((asked, start.elapsed()));
+                        // The backend decided between these two instants.
+                        own.push((sent, start.elapsed()));
                     } else {
                         assert!(decision.retry_after().unwrap() <= WINDOW, "{decision:?}");
                     }
@@ -222,20 +222,20 @@ fn racing_threads_never_exceed_a_sliding_log() {
         }
     });
     let mut admitted = admitted.into_inner().unwrap();
-    admitted.sort_by_key(|(_, told)| *told);
-    // Everything that was asked and told within less than a window was decided within one. (A microsecond is lost to
-    // rounding at each end.)
-    for (i, (_, told)) in admitted.iter().enumerate() {
-        let latest = told.saturating_sub(WINDOW - Duration::from_micros(2));
+    admitted.sort_by_key(|(_, replied)| *replied);
+    // Requests that were sent and answered within less than a window were decided within one window. Rounding loses a microsecond at each
+    // end.
+    for (i, (_, replied)) in admitted.iter().enumerate() {
+        let latest = replied.saturating_sub(WINDOW - Duration::from_micros(2));
         let within =
-            admitted[..=i].iter().rev().take_while(|(_, told)| *told > latest).filter(|(asked, _)| *asked > latest);
-        assert!(within.count() <= LIMIT, "more than {LIMIT} within {WINDOW:?} before {told:?}");
+            admitted[..=i].iter().rev().take_while(|(_, replied)| *replied > latest).filter(|(sent, _)| *sent > latest);
+        assert!(within.count() <= LIMIT, "more than {LIMIT} within {WINDOW:?} before {replied:?}");
     }
     assert!(admitted.len() > 20 * LIMIT, "only {} admitted", admitted.len());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_flood_of_new_keys_does_not_free_those_who_are_limited() {
+async fn flood_of_new_keys_evicts_no_limited_keys() {
     let backend = MemoryBackend::with_capacity(2_000);
     let limiter = limiter(&backend, Quota::per_hour(5));
     let culprits = 0..50_u32;
@@ -246,12 +246,12 @@ async fn a_flood_of_new_keys_does_not_free_those_who_are_limited() {
         let _ = limiter.check(stranger).await.unwrap();
     }
     for culprit in culprits {
-        assert!(!limiter.check(culprit).await.unwrap().is_allowed(), "{culprit} was forgotten");
+        assert!(!limiter.check(culprit).await.unwrap().is_allowed(), "{culprit} was evicted");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn keys_that_ran_out_make_way_for_new_ones() {
+async fn expired_keys_make_room_for_new_keys() {
     let backend = MemoryBackend::new();
     let limiter = limiter(&backend, Quota::per_second(5));
     for old in 0..10_000_u32 {
@@ -265,10 +265,10 @@ async fn keys_that_ran_out_make_way_for_new_ones() {
     assert!(backend.len() < 11_000, "{} keys, of which 10,000 are alive", backend.len());
 }
 
-/// With a large quota for a long time a count runs out within a moment. It was dropped for the next newcomer then and put down anew with
-/// the next request, so that most requests were those of newcomers.
+/// Regression: with a large quota over a long time, a count expires within a moment. The next new key evicted it, and its next request
+/// added it again. So most requests were those of new keys.
 #[tokio::test(start_paused = true)]
-async fn keys_that_have_only_just_run_out_stay() {
+async fn recently_expired_keys_stay() {
     let backend = MemoryBackend::new();
     let limiter = Limiter::new(backend.clone(), Policy::new("large", Quota::per_day(1_000_000_000).token_bucket()));
     for client in 0..10_000_u32 {
@@ -278,7 +278,7 @@ async fn keys_that_have_only_just_run_out_stay() {
     assert_eq!(backend.len(), 10_000);
 }
 
-/// As in tests that have a backend in a `static`, and each a clock of its own that begins now.
+/// Tests that share a backend in a `static` do this: each has its own clock, which starts when the test starts.
 #[test]
 fn clock_behind_another_runtime_refunds_nothing() {
     let backend = MemoryBackend::new();
@@ -305,7 +305,7 @@ fn clock_behind_another_runtime_refunds_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_mere_yes_to_a_newcomer_is_charged_as_a_decision_is() {
+async fn charge_now_charges_a_new_key_like_a_check() {
     let policy = Policy::new("yes", Quota::per_hour(10).token_bucket());
     for cost in 1..=10 {
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
@@ -318,16 +318,16 @@ async fn a_mere_yes_to_a_newcomer_is_charged_as_a_decision_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_check_that_is_never_polled_charges_nothing() {
+async fn unpolled_check_charges_nothing() {
     let backend = MemoryBackend::new();
     let limiter = limiter(&backend, Quota::per_hour(1));
     drop(limiter.check("alice"));
     assert!(backend.is_empty());
 }
 
-/// A fixed or sliding window was opened for whoever was let go, and kept for its whole length.
+/// Regression: a fixed or sliding window was opened for the unblocked key, and kept for its whole length.
 #[tokio::test(start_paused = true)]
-async fn lifting_a_block_that_nobody_has_keeps_nothing() {
+async fn lifting_an_absent_block_stores_nothing() {
     let backend = MemoryBackend::new();
     let quota = Quota::per_hour(1);
     for limit in [quota.fixed_window(), quota.sliding_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
@@ -337,21 +337,21 @@ async fn lifting_a_block_that_nobody_has_keeps_nothing() {
 }
 
 #[test]
-fn a_check_needs_no_runtime() {
+fn check_needs_no_runtime() {
     let limiter = limiter(&MemoryBackend::new(), Quota::per_hour(1));
     assert!(now(limiter.check("alice")).unwrap().is_allowed());
 }
 
-/// The answer of a call that does not wait.
+/// Returns the result of a call that completes at once.
 fn now<T>(call: impl Future<Output = T>) -> T {
     match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,
-        Poll::Pending => panic!("memory answers at once"),
+        Poll::Pending => panic!("a call of the memory backend is pending"),
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denial_of_several_converts_no_counts() {
+async fn denial_of_several_keys_converts_no_counts() {
     let backend = MemoryBackend::new();
     let [free, pro] = [10, 100].map(|units| {
         let policy = Policy::new("plan", Quota::per_hour(units).fixed_window());
@@ -360,14 +360,14 @@ async fn a_denial_of_several_converts_no_counts() {
     let [alice, bob] = ["alice", "bob"].map(Key::from);
     assert!(backend.check(&free, &alice, 7).await.unwrap().is_allowed());
     backend.block(&pro, &bob, Duration::from_secs(60)).await.unwrap();
-    // Alice has room under the new numbers, and bob is blocked.
+    // Alice has room under the new quota, and bob is blocked.
     let requests = [alice, bob].map(|key| Request { policy: pro.clone(), key, cost: 1 });
     let decisions = backend.check_all(&requests).await.unwrap();
     assert!(decisions[0].is_allowed() && !decisions[1].is_allowed());
     assert_eq!(backend.peek(&free, &alice, 1).await.unwrap().remaining(), Some(3));
 }
 
-/// A check looked at each policy that counts the same key, so that it took a hundred times as long with 10,000 of them.
+/// Regression: a check looked at every policy that counts the same key, so 10,000 policies made it a hundred times slower.
 #[tokio::test(start_paused = true)]
 async fn check_takes_no_longer_with_many_policies_on_one_key() {
     const POLICIES: usize = 10_000;
@@ -380,7 +380,7 @@ async fn check_takes_no_longer_with_many_policies_on_one_key() {
     }
     assert_eq!(backend.len(), POLICIES);
     let last = &policies[POLICIES - 1];
-    // The fastest of many batches: whatever else runs on the machine only adds to it.
+    // The fastest of many batches, since other load on the machine only adds time.
     let fastest = |key: &Key| {
         let batch = || {
             let begun = Instant::now();
@@ -400,7 +400,7 @@ async fn check_takes_no_longer_with_many_policies_on_one_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn policies_of_one_key_share_the_room_as_keys_do() {
+async fn policies_of_one_key_share_the_capacity() {
     let backend = MemoryBackend::with_capacity(1_000);
     for tenant in 0..20_000 {
         let policy = Policy::new(format!("tenant-{tenant}"), Quota::per_hour(2).token_bucket());

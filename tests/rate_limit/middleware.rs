@@ -1,4 +1,4 @@
-//! What the layer promises to any tower service, HTTP or not: when it is ready, whom it calls, and what it answers.
+//! The layer around any tower service, with and without HTTP: readiness, calls of the inner service, and responses.
 
 use std::error::Error;
 use std::fmt;
@@ -29,7 +29,7 @@ use tower_test::mock::{self, Handle, Mock, Spawn};
 // Readiness.
 
 #[tokio::test(start_paused = true)]
-async fn readiness_is_that_of_the_inner_service_and_no_store_is_asked() {
+async fn readiness_follows_the_inner_service_without_store_calls() {
     let store = Store::counting();
     let (mut service, mut inner): (Spawn<_>, Handle<&str, ()>) = mock::spawn_layer(layer(&store, per_hour(1)));
 
@@ -39,7 +39,7 @@ async fn readiness_is_that_of_the_inner_service_and_no_store_is_asked() {
     inner.allow(1);
     assert!(service.is_woken(), "the waker of the caller reached the inner service");
     assert!(matches!(service.poll_ready::<&str>(), Poll::Ready(Ok(()))));
-    assert!(matches!(service.poll_ready::<&str>(), Poll::Ready(Ok(()))), "asking twice changes nothing");
+    assert!(matches!(service.poll_ready::<&str>(), Poll::Ready(Ok(()))), "a second poll changes nothing");
     inner.send_error(Broken);
     match service.poll_ready::<&str>() {
         Poll::Ready(Err(error)) => assert!(error.is::<Broken>()),
@@ -49,13 +49,13 @@ async fn readiness_is_that_of_the_inner_service_and_no_store_is_asked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+async fn ready_instance_is_called() {
     for key in ["", "alice"] {
         let layer =
             layer(MemoryBackend::new(), per_hour(10)).key(move |_: &&str| key).on_missing_key(OnMissingKey::Pass);
         let mut service = layer.layer(Strict::default());
         for _ in 0..3 {
-            // The decision is immediate, so the service needs no clone.
+            // All decisions are made at once, so no clone is needed.
             let served_by = service.ready().await.unwrap().call("request").await.unwrap();
             assert_eq!(served_by, 0, "{key:?}");
         }
@@ -63,12 +63,12 @@ async fn the_instance_that_was_ready_is_the_one_that_is_called() {
     let mut service = layer(Store::counting(), per_hour(10)).layer(Strict::default());
     for instance in 0..3 {
         let served_by = service.ready().await.unwrap().call("request").await.unwrap();
-        assert_eq!(served_by, instance, "each goes along with its request while the store is asked");
+        assert_eq!(served_by, instance, "the called instance stays with its request during the store call");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clone_of_a_ready_service_has_to_become_ready_itself() {
+async fn clone_of_a_ready_service_must_become_ready_itself() {
     let mut service = layer(MemoryBackend::new(), per_hour(10)).layer(Strict::default());
     service.ready().await.unwrap();
     let mut clone = service.clone();
@@ -91,7 +91,7 @@ async fn changed_layer_leaves_clones_and_services_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_decision_does_not_hold_up_the_next_request() {
+async fn slow_decision_does_not_hold_up_the_next_request() {
     let gate = Arc::new(Notify::new());
     let mut service = layer(Store::gated(&gate), per_hour(10)).layer(Strict::default());
     let mut first = pin!(service.ready().await.unwrap().call("request"));
@@ -112,14 +112,14 @@ async fn rejected_request_returns_its_permit_at_once() {
 
     let mut future = pin!(service.ready().await.unwrap().call("request"));
     assert!(poll_once(future.as_mut()).is_pending());
-    assert_eq!(permits.available_permits(), 0, "the permit is held while the store is asked");
+    assert_eq!(permits.available_permits(), 0, "the permit is held during the store call");
     gate.notify_waiters();
     assert!(matches!(poll_once(future.as_mut()), Poll::Ready(Err(_))));
     assert_eq!(permits.available_permits(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_key_gives_its_permit_back_at_once() {
+async fn request_without_key_returns_its_permit_at_once() {
     let permits = Arc::new(Semaphore::new(1));
     let mut service = layer(MemoryBackend::new(), per_hour(1)).key(|_: &&str| None::<Key>).layer(Permits::of(&permits));
     let answer = service.ready().await.unwrap().call("request");
@@ -128,7 +128,7 @@ async fn a_request_without_key_gives_its_permit_back_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_admitted_request_keeps_its_permit_until_it_is_served() {
+async fn admitted_request_keeps_its_permit_until_served() {
     let permits = Arc::new(Semaphore::new(1));
     let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Permits::of(&permits));
     let mut future = Box::pin(service.ready().await.unwrap().call("hang"));
@@ -146,7 +146,7 @@ async fn rejected_request_never_reaches_the_inner_service() {
 
     let mut admitted = pin!(service.ready().await.unwrap().call("first"));
     assert!(poll_once(admitted.as_mut()).is_pending());
-    let Poll::Ready(Some(("first", answer))) = inner.poll_request() else { panic!("the first request was admitted") };
+    let Poll::Ready(Some(("first", answer))) = inner.poll_request() else { panic!("the first request did not arrive") };
     answer.send_response("served");
     assert_eq!(admitted.await.unwrap(), "served");
 
@@ -182,16 +182,16 @@ async fn services_of_one_layer_and_of_its_clones_share_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_is_charged_by_each_layer_that_it_passes() {
+async fn request_is_charged_by_each_layer() {
     let layer = layer(MemoryBackend::new(), per_hour(3));
     let service = ServiceBuilder::new().layer(layer.clone()).layer(layer).service(service_fn(echo));
     assert!(service.clone().oneshot("charged 1 and 2").await.is_ok());
-    // The outer layer takes the last unit, so the inner one says no.
+    // The outer layer takes the last unit, so the inner layer denies.
     assert!(service.oneshot("charged 3").await.unwrap_err().is::<RateLimited>());
 }
 
 #[tokio::test(start_paused = true)]
-async fn keys_are_counted_apart() {
+async fn keys_are_counted_separately() {
     let service = layer(MemoryBackend::new(), per_hour(1)).key(|tenant: &&'static str| *tenant).layer(service_fn(echo));
     assert!(service.clone().oneshot("acme").await.is_ok());
     assert!(service.clone().oneshot("globex").await.is_ok());
@@ -200,7 +200,7 @@ async fn keys_are_counted_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quota_comes_back_when_its_window_has_passed() {
+async fn quota_returns_when_its_window_ends() {
     let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(echo));
     assert!(service.clone().oneshot("first").await.is_ok());
     let error = service.clone().oneshot("second").await.unwrap_err();
@@ -212,7 +212,7 @@ async fn a_quota_comes_back_when_its_window_has_passed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn no_more_than_the_quota_passes_however_many_come_at_once() {
+async fn concurrent_requests_do_not_exceed_the_quota() {
     let service = layer(MemoryBackend::new(), per_hour(50)).layer(service_fn(echo));
     let tasks: Vec<_> = (0..400).map(|_| tokio::spawn(service.clone().oneshot("request"))).collect();
     let mut passed = 0;
@@ -225,7 +225,7 @@ async fn no_more_than_the_quota_passes_however_many_come_at_once() {
 // Errors.
 
 #[tokio::test(start_paused = true)]
-async fn the_error_of_the_inner_service_passes_through() {
+async fn inner_error_passes_through() {
     let service =
         layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(|_: &'static str| ready(Err::<(), Broken>(Broken))));
     let error = service.oneshot("request").await.unwrap_err();
@@ -233,7 +233,7 @@ async fn the_error_of_the_inner_service_passes_through() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_stays_charged_where_the_inner_service_fails() {
+async fn request_stays_charged_if_the_inner_service_fails() {
     let service =
         layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(|_: &'static str| ready(Err::<(), Broken>(Broken))));
     assert!(service.clone().oneshot("request").await.unwrap_err().is::<Broken>());
@@ -241,7 +241,7 @@ async fn a_request_stays_charged_where_the_inner_service_fails() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rejection_says_which_policy_and_how_long_to_wait() {
+async fn rejection_names_the_policy_and_the_wait() {
     let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(echo));
     assert!(service.clone().oneshot("first").await.is_ok());
     tokio::time::advance(Duration::from_secs(600)).await;
@@ -269,7 +269,7 @@ async fn drop_during_a_store_call_never_calls_the_inner_service() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_while_the_store_is_asked_nothing_is_left_behind() {
+async fn drop_during_a_store_call_leaves_nothing_behind() {
     let (held, asking, request) = (Arc::new(()), Arc::new(()), Arc::new(()));
     let store = Store::new({
         let asking = Arc::clone(&asking);
@@ -288,7 +288,7 @@ async fn dropped_while_the_store_is_asked_nothing_is_left_behind() {
 
     let mut future = Box::pin(service.ready().await.unwrap().call(Arc::clone(&request)));
     assert!(poll_once(future.as_mut()).is_pending());
-    assert_eq!(counts(), before.map(|count| count + 1), "the instance, the store's answer and the request wait");
+    assert_eq!(counts(), before.map(|count| count + 1), "the instance, the store call and the request are alive");
     drop(future);
     assert_eq!(counts(), before);
     drop(service);
@@ -296,19 +296,19 @@ async fn dropped_while_the_store_is_asked_nothing_is_left_behind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_while_the_inner_service_works_its_future_is_dropped() {
+async fn drop_during_the_inner_call_drops_the_inner_future() {
     let held = Arc::new(());
     let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Holding(Arc::clone(&held)));
     let mut future = Box::pin(service.ready().await.unwrap().call(Arc::new(())));
     assert!(poll_once(future.as_mut()).is_pending());
     drop(service);
-    assert_eq!(Arc::strong_count(&held), 2, "only the inner future holds on");
+    assert_eq!(Arc::strong_count(&held), 2, "only the inner future is left");
     drop(future);
     assert_eq!(Arc::strong_count(&held), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_after_admission_a_request_stays_charged() {
+async fn request_dropped_after_admission_stays_charged() {
     let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Holding(Arc::new(())));
     let mut future = Box::pin(service.ready().await.unwrap().call(Arc::new(())));
     assert!(poll_once(future.as_mut()).is_pending());
@@ -334,10 +334,10 @@ async fn local_decision_is_made_in_call() {
     assert_eq!(request, "request");
 }
 
-// A store that is late.
+// Slow stores.
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_hangs_lets_requests_pass_after_100_ms() {
+async fn hanging_store_lets_requests_pass_after_100_ms() {
     let service = layer(Store::hanging(), per_hour(1)).layer(service_fn(echo));
     let start = Instant::now();
     assert_eq!(service.oneshot("request").await.unwrap(), "request");
@@ -345,7 +345,7 @@ async fn a_store_that_hangs_lets_requests_pass_after_100_ms() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
+async fn hanging_store_is_a_timeout_if_the_layer_denies() {
     let layer = layer(Store::hanging(), per_hour(1)).on_store_error(RateLimitFallback::Deny);
     let (mut service, mut inner) = mocked(layer);
     let start = Instant::now();
@@ -356,7 +356,7 @@ async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
+async fn free_request_passes_a_failing_store_but_no_block() {
     let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));
     let layer = RateLimitLayer::new(store.clone(), policy.clone()).responder(ErrorResponder);
     let service = layer
@@ -371,7 +371,7 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     assert!(service.clone().oneshot(1).await.unwrap_err().is::<StoreError>());
     store.faults().heal();
     assert_eq!(service.clone().oneshot(1).await.unwrap(), 1);
-    assert_eq!(service.clone().oneshot(0).await.unwrap(), 0, "where nothing is left");
+    assert_eq!(service.clone().oneshot(0).await.unwrap(), 0, "although nothing is left");
     Limiter::new(store.clone(), policy).block(Key::GLOBAL, Duration::from_secs(60)).await.unwrap();
     let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(refused.decision().outcome(), Outcome::Blocked);
@@ -387,7 +387,7 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_deadline_can_be_set() {
+async fn deadline_can_be_set() {
     for millis in [1, 20, 5_000] {
         let deadline = Duration::from_millis(millis);
         for on_store_error in [RateLimitFallback::Allow, RateLimitFallback::Deny] {
@@ -401,7 +401,7 @@ async fn the_deadline_can_be_set() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_just_before_the_deadline_counts() {
+async fn decision_just_before_the_deadline_counts() {
     for (answer, passes) in [(allowed(), true), (denied(), false)] {
         let store = Store::new(move |_, _, _| {
             let answer = answer.clone();
@@ -422,7 +422,7 @@ async fn an_answer_just_before_the_deadline_counts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_deadline_does_not_limit_the_inner_service() {
+async fn deadline_does_not_limit_the_inner_service() {
     let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(async |_: &'static str| {
         sleep(Duration::from_secs(60)).await;
         Ok::<_, Broken>("at last")
@@ -430,14 +430,14 @@ async fn the_deadline_does_not_limit_the_inner_service() {
     assert_eq!(service.oneshot("request").await.unwrap(), "at last");
 }
 
-/// Why a store was not asked, if it is the setting.
+/// Returns the invalid setting that prevented the store call, if that is the cause.
 fn setting<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a ConfigError> {
     error.source().and_then(<dyn Error>::downcast_ref)
 }
 
-/// It happened that all decisions of Redis were late then, and each process admitted the quota by itself.
+/// Regression: every decision of Redis was late then, and each process admitted the whole quota.
 #[tokio::test(start_paused = true)]
-async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
+async fn zero_deadline_is_a_config_error_without_a_store_call() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     faults.delay(Duration::from_millis(1));
@@ -451,12 +451,12 @@ async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
             layer.layer(service_fn(async |request: &'static str| Ok::<_, BoxError>(request)))
         };
         let enforced = service(per_hour(5));
-        // Longer than it takes for the circuit to open.
+        // More requests than it takes to open the circuit.
         for _ in 0..10 {
             let error = enforced.clone().oneshot("alice").await.unwrap_err();
             assert_eq!(setting(&*error), Some(&expected), "{then:?}");
         }
-        // Who has no say turns nobody away for that either.
+        // A shadow policy rejects no request for an invalid setting either.
         assert_eq!(service(per_hour(5).shadow()).oneshot("alice").await.unwrap(), "alice");
     }
 
@@ -468,10 +468,10 @@ async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
     assert_eq!(faults.total_calls(), 0);
 }
 
-// Several subjects, lists, plans.
+// Several keys, filters, resolvers.
 
 #[tokio::test(start_paused = true)]
-async fn a_request_counts_for_all_its_subjects_or_for_none() {
+async fn request_is_charged_to_all_its_keys_or_to_none() {
     let backend = MemoryBackend::new();
     let [user, address, total] = [("user", 2), ("address", 3), ("total", 100)]
         .map(|(name, limit)| Policy::new(name, Quota::per_hour(limit).fixed_window()));
@@ -483,12 +483,12 @@ async fn a_request_counts_for_all_its_subjects_or_for_none() {
         .and(total.clone(), tollgate::GlobalKey)
         .layer(service_fn(async |_: (&'static str, &'static str)| Ok::<_, Broken>(())));
     let ask = |user, address| service.clone().oneshot((user, address));
-    let who = |error: BoxError| error.downcast::<RateLimited>().unwrap().policy().to_owned();
+    let denied_by = |error: BoxError| error.downcast::<RateLimited>().unwrap().policy().to_owned();
     ask("alice", "home").await.unwrap();
     ask("alice", "home").await.unwrap();
-    assert_eq!(who(ask("alice", "home").await.unwrap_err()), "user");
+    assert_eq!(denied_by(ask("alice", "home").await.unwrap_err()), "user");
     ask("bob", "home").await.unwrap();
-    assert_eq!(who(ask("bob", "home").await.unwrap_err()), "address");
+    assert_eq!(denied_by(ask("bob", "home").await.unwrap_err()), "address");
     ask("bob", "work").await.unwrap();
 
     let left = async |policy: &Policy, key: &'static str| {
@@ -503,7 +503,7 @@ async fn a_request_counts_for_all_its_subjects_or_for_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn lists_come_before_everything() {
+async fn lists_are_checked_before_the_key() {
     let layer = layer(MemoryBackend::new(), per_hour(1))
         .allow(|request: &&str| request.starts_with("health"))
         .deny(|request: &&str| request.ends_with("evil"))
@@ -515,13 +515,13 @@ async fn lists_come_before_everything() {
     assert!(service.clone().oneshot("evil").await.unwrap_err().is::<Denied>());
     assert!(
         service.clone().oneshot("health of evil").await.unwrap_err().is::<Denied>(),
-        "the list named last comes first"
+        "the list added last is checked first"
     );
     assert!(service.clone().oneshot("other").await.unwrap_err().is::<MissingKey>());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
+async fn filter_runs_if_no_list_has_decided() {
     let backend = MemoryBackend::new();
     let plan = |quota| Policy::new("plan", Quota::per_hour(quota).fixed_window());
     let asked = Arc::new(AtomicUsize::new(0));
@@ -552,7 +552,7 @@ async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
 
     assert!(ask("free").await.is_ok());
     assert_eq!(ask("free").await.unwrap_err().downcast::<RateLimited>().unwrap().policy(), "plan");
-    // What was counted stays.
+    // A change of the policy keeps the count.
     assert!(ask("paid").await.is_ok());
     assert!(ask("paid").await.is_ok());
     assert!(ask("paid").await.unwrap_err().is::<RateLimited>());
@@ -561,7 +561,7 @@ async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_policy_counts_and_turns_nobody_away() {
+async fn shadow_policy_counts_and_rejects_nothing() {
     let backend = MemoryBackend::new();
     let policy = per_hour(2).shadow();
     let service = layer(backend.clone(), policy.clone()).layer(service_fn(echo));
@@ -573,7 +573,7 @@ async fn a_shadow_policy_counts_and_turns_nobody_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_has_no_say_in_the_decision_of_others() {
+async fn shadow_policy_does_not_affect_other_policies() {
     let backend = MemoryBackend::new();
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
     let service = layer(backend.clone(), per_hour(3)).and(trial, tollgate::GlobalKey).layer(service_fn(echo));
@@ -583,7 +583,7 @@ async fn a_shadow_has_no_say_in_the_decision_of_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
+async fn failing_shadow_policy_does_not_affect_other_policies() {
     let memory = MemoryBackend::new();
     for hangs in [false, true] {
         let counts = memory.clone();
@@ -609,9 +609,9 @@ async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
     }
 }
 
-/// Its failures opened the circuit, and what is done without the store was done about the policy that is enforced.
+/// Regression: store errors of the shadow policy opened the circuit, and `RateLimitFallback` was applied to the enforced policy.
 #[tokio::test(start_paused = true)]
-async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
+async fn failing_shadow_policy_opens_no_circuit() {
     for (hangs, shadows) in [(true, 1), (false, 1), (true, 2)] {
         let memory = MemoryBackend::new();
         let asked = Arc::new(AtomicUsize::new(0));
@@ -636,24 +636,24 @@ async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
             1 => BoxCloneService::new(layer.layer(service_fn(echo))),
             _ => BoxCloneService::new(layer.and(shadow("other"), tollgate::GlobalKey).layer(service_fn(echo))),
         };
-        // One after the other, and then at once.
+        // Five sequential requests, then five concurrent ones.
         let mut requests = JoinSet::new();
         for request in 0..10 {
             requests.spawn(service.clone().oneshot("request"));
             if request < 5 {
                 let answer = requests.join_next().await.unwrap().unwrap();
-                assert!(answer.is_ok(), "{request} beside {shadows}, which hang: {hangs}");
+                assert!(answer.is_ok(), "request {request}, {shadows} shadow policies, hanging: {hangs}");
             }
         }
         while let Some(answer) = requests.join_next().await {
-            assert!(answer.unwrap().is_ok(), "at once beside {shadows}, which hang: {hangs}");
+            assert!(answer.unwrap().is_ok(), "concurrent, {shadows} shadow policies, hanging: {hangs}");
         }
         assert!(service.oneshot("request").await.unwrap_err().is::<RateLimited>());
         assert_eq!(asked.load(Relaxed), 11);
     }
 }
 
-/// Each request waited for the whole deadline, for as long as the store hung.
+/// Regression: each request waited for the whole deadline while the store hung.
 #[tokio::test(start_paused = true)]
 async fn only_probes_wait_for_a_hanging_shadow_policy() {
     let memory = MemoryBackend::new();
@@ -678,13 +678,13 @@ async fn only_probes_wait_for_a_hanging_shadow_policy() {
     let left = async |policy: Policy| memory.peek(&policy, &Key::GLOBAL, 1).await.unwrap().remaining();
 
     for _ in 0..3 {
-        assert!(took().await >= Duration::from_millis(100), "it has not failed often enough");
+        assert!(took().await >= Duration::from_millis(100), "the circuit is still closed");
     }
     for _ in 0..10 {
         assert_eq!(took().await, Duration::ZERO);
     }
     tokio::time::advance(Duration::from_secs(11)).await;
-    assert!(took().await >= Duration::from_millis(100), "this one is a probe");
+    assert!(took().await >= Duration::from_millis(100), "this request is a probe");
     assert_eq!(took().await, Duration::ZERO);
 
     hangs.store(false, Relaxed);
@@ -693,11 +693,15 @@ async fn only_probes_wait_for_a_hanging_shadow_policy() {
     for _ in 0..5 {
         assert_eq!(took().await, Duration::ZERO);
     }
-    assert_eq!((left(trial()).await, left(per_hour(100)).await), (Some(95), Some(80)), "it counts again");
+    assert_eq!(
+        (left(trial()).await, left(per_hour(100)).await),
+        (Some(95), Some(80)),
+        "the shadow policy counts again"
+    );
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_lets_requests_without_a_key_pass() {
+async fn shadow_policy_passes_requests_without_a_key() {
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window());
     for (mode, passes) in [(Mode::Shadow, true), (Mode::Percent(0), true), (Mode::Percent(100), false)] {
         let alone = layer(MemoryBackend::new(), trial.clone().mode(mode)).key(|_: &&str| None::<&str>);
@@ -708,7 +712,7 @@ async fn a_shadow_lets_requests_without_a_key_pass() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_percentage_of_the_clients_is_limited() {
+async fn percent_mode_limits_a_share_of_the_clients() {
     let policy = Policy::new("trial", Quota::per_hour(0).fixed_window()).mode(Mode::Percent(30));
     let service = RateLimitLayer::new(MemoryBackend::new(), policy)
         .responder(ErrorResponder)
@@ -740,7 +744,7 @@ fn plans(asked: &Arc<AtomicUsize>) -> PolicyResolver {
 }
 
 #[tokio::test(start_paused = true)]
-async fn clients_have_the_quota_of_their_plan() {
+async fn clients_get_the_quota_of_their_plan() {
     let asked = Arc::new(AtomicUsize::new(0));
     let service = layer(MemoryBackend::new(), per_hour(0))
         .key(|plan: &&'static str| *plan)
@@ -753,16 +757,16 @@ async fn clients_have_the_quota_of_their_plan() {
         }
         assert_eq!(passed, quota, "{plan}");
     }
-    assert_eq!(asked.load(Relaxed), 2, "an answer is kept");
+    assert_eq!(asked.load(Relaxed), 2, "answers are cached");
     tokio::time::advance(Duration::from_secs(61)).await;
     let all = ["pro"; 20].map(|plan| service.clone().oneshot(plan));
     let mut tasks = tokio::task::JoinSet::new();
     all.into_iter().for_each(|call| drop(tasks.spawn(call)));
     tasks.join_all().await;
-    assert_eq!(asked.load(Relaxed), 3, "requests for one key ask once between them");
+    assert_eq!(asked.load(Relaxed), 3, "requests for one key share a resolver call");
 }
 
-/// What a client sends: a key to count it by, and what its plan is found by.
+/// A request: the key that it counts under, and the input of its resolver call.
 #[derive(Clone, Copy)]
 struct Call {
     client: u32,
@@ -774,7 +778,7 @@ async fn accept(_: Call) -> Result<(), BoxError> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn resolver_is_asked_by_the_input_of_a_request() {
+async fn resolver_is_called_with_the_input_of_the_request() {
     let (asked, found) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let plans = PolicyResolver::of_input({
         let asked = Arc::clone(&asked);
@@ -791,7 +795,7 @@ async fn resolver_is_asked_by_the_input_of_a_request() {
         count.fetch_add(1, Relaxed);
         call.plan
     };
-    // In any order with the methods that say other things.
+    // The order of these methods does not matter.
     let service = layer(MemoryBackend::new(), per_hour(2))
         .resolver_from(input, plans)
         .key(|call: &Call| call.client)
@@ -805,8 +809,8 @@ async fn resolver_is_asked_by_the_input_of_a_request() {
         let passed = tasks.join_all().await.iter().filter(|outcome| outcome.is_ok()).count();
         assert_eq!(passed, quota, "client {client}");
     }
-    assert_eq!(asked.load(Relaxed), 2, "requests for one key ask once between them");
-    // With a fresh answer no input is looked for, and a request may have none.
+    assert_eq!(asked.load(Relaxed), 2, "requests for one key share a resolver call");
+    // If the cached answer is fresh, no input is extracted, so a request may have none.
     found.store(0, Relaxed);
     for plan in [Some("free"), None] {
         assert!(service.clone().oneshot(Call { client: 2, plan }).await.is_err());
@@ -815,7 +819,7 @@ async fn resolver_is_asked_by_the_input_of_a_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn resolver_that_is_named_last_is_the_one_that_is_asked() {
+async fn resolver_added_last_is_called() {
     let by_input = || PolicyResolver::of_input(|quota: u32| ready(Ok::<_, BoxError>(per_hour(quota))));
     let by_key = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1))));
     let layer = || layer(MemoryBackend::new(), per_hour(0));
@@ -875,16 +879,16 @@ async fn forgotten_resolver_answer_applies_a_new_plan_at_once() {
     let passes = async |customer| service.clone().oneshot(customer).await.is_ok();
     assert!(passes("alice").await && passes("bob").await);
     quota.store(2, Relaxed);
-    assert!(!passes("alice").await, "the old answer is used");
+    assert!(!passes("alice").await, "the cached answer is used");
     resolver.forget(&"alice".into());
-    assert!(passes("alice").await && !passes("alice").await, "what was used before counts");
-    assert!(!passes("bob").await, "of the others nothing is forgotten");
+    assert!(passes("alice").await && !passes("alice").await, "the units used before still count");
+    assert!(!passes("bob").await, "the answers for other keys stay cached");
     assert_eq!(asked.load(Relaxed), 3);
     resolver.forget(&"nobody".into());
 }
 
 #[tokio::test(start_paused = true)]
-async fn plans_are_for_the_key_of_the_layer_alone() {
+async fn resolver_applies_only_to_the_key_of_the_layer() {
     let asked = Arc::new(AtomicUsize::new(0));
     let total = Policy::new("total", Quota::per_hour(2).fixed_window());
     let later = Later(Arc::default());
@@ -902,11 +906,11 @@ async fn plans_are_for_the_key_of_the_layer_alone() {
     assert_eq!(error.downcast::<RateLimited>().unwrap().policy(), "total");
     assert_eq!(asked.load(Relaxed), 0);
     let handle = later.0.lock().unwrap().pop().unwrap();
-    assert_eq!(handle.decision().map(Decision::limit), Some(2), "the policy of the layer has decided nothing");
+    assert_eq!(handle.decision().map(Decision::limit), Some(2), "the policy of the layer made no decision");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
+async fn failing_or_hanging_resolver_is_a_store_error() {
     let asked = Arc::new(AtomicUsize::new(0));
     let layer = layer(MemoryBackend::new(), per_hour(1)).key(|plan: &&'static str| *plan).resolver(plans(&asked));
     let closed = layer.clone().on_store_error(RateLimitFallback::Deny).layer(service_fn(echo));
@@ -920,11 +924,11 @@ async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
 
     let local = layer.layer(service_fn(echo));
     assert!(local.clone().oneshot("nobody").await.is_ok());
-    assert!(local.oneshot("nobody").await.unwrap_err().is::<RateLimited>(), "by the policy of the layer");
+    assert!(local.oneshot("nobody").await.unwrap_err().is::<RateLimited>(), "limited by the policy of the layer");
 }
 
-/// What the layer says of those about whom its resolver says nothing holds where this process decides, and is no answer otherwise: a job was given up
-/// for good where the layer has no room for anybody.
+/// If the resolver fails, the policy of the layer applies only to local decisions. Regression: if that policy had a quota of 0, it applied
+/// in all modes, so a job was discarded for good.
 #[tokio::test(start_paused = true)]
 async fn resolver_failure_does_not_concern_the_layer_policy() {
     let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
@@ -938,7 +942,7 @@ async fn resolver_failure_does_not_concern_the_layer_policy() {
     let never = answer(RateLimitFallback::Local).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(never.decision().outcome(), Outcome::Never);
 
-    // Nor does it matter whether the layer enforces its own.
+    // It makes no difference whether the policy of the layer is enforced.
     for mode in [Mode::Shadow, Mode::Percent(0)] {
         let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
         let trial = RateLimitLayer::new(MemoryBackend::new(), per_hour(9).mode(mode)).resolver(fails);
@@ -982,7 +986,7 @@ async fn failing_resolver_opens_no_circuit_of_the_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_is_slow_takes_no_time_from_the_store() {
+async fn slow_resolver_does_not_shorten_the_store_deadline() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(Duration::from_millis(90));
     let asked = Arc::new(AtomicUsize::new(0));
@@ -1000,7 +1004,7 @@ async fn a_resolver_that_is_slow_takes_no_time_from_the_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_answer_serves_all_who_wait_for_a_new_one_that_fails() {
+async fn stale_answer_serves_all_waiters_if_the_refresh_fails() {
     let asked = Arc::new(AtomicUsize::new(0));
     let flaky = PolicyResolver::new({
         let asked = Arc::clone(&asked);
@@ -1025,7 +1029,7 @@ async fn an_old_answer_serves_all_who_wait_for_a_new_one_that_fails() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn answers_that_are_old_make_room_for_new_ones() {
+async fn stale_answers_make_room_for_new_answers() {
     let asked = Arc::new(AtomicUsize::new(0));
     let resolver = PolicyResolver::new({
         let asked = Arc::clone(&asked);
@@ -1049,7 +1053,7 @@ async fn answers_that_are_old_make_room_for_new_ones() {
             service.clone().oneshot(client).await.unwrap();
         }
     }
-    assert!(asked.load(Relaxed) < 60, "{} questions about 50 clients", asked.load(Relaxed));
+    assert!(asked.load(Relaxed) < 60, "{} resolver calls for 50 clients", asked.load(Relaxed));
 }
 
 #[tokio::test(start_paused = true)]
@@ -1075,11 +1079,11 @@ async fn hanging_resolver_delays_a_stale_answer_by_half_a_deadline() {
     assert!(service.clone().oneshot("request").await.is_ok());
     assert_eq!(start.elapsed(), Duration::from_millis(50));
     let limited = service.oneshot("request").await.unwrap_err();
-    assert!(limited.is::<RateLimited>(), "the old answer goes on for as long again");
+    assert!(limited.is::<RateLimited>(), "the stale answer is valid for another period");
     assert_eq!(start.elapsed(), Duration::from_millis(50));
 }
 
-/// Answers with so many per hour after so long, and counts how often it is asked.
+/// Answers with a quota of `limit` after `time`, and counts the calls.
 fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u32) -> PolicyResolver {
     let asked = Arc::clone(asked);
     PolicyResolver::new(move |_| {
@@ -1099,9 +1103,9 @@ async fn slow_resolver_is_called_once_and_its_answer_cached() {
         .on_store_error(RateLimitFallback::Deny);
     let service = layer.layer(service_fn(echo));
     let start = Instant::now();
-    // Twenty at a time, each of whom leaves after 100 ms. One client had enough before.
-    let impatient = tokio::time::timeout(Duration::from_millis(10), service.clone().oneshot("request"));
-    impatient.await.unwrap_err();
+    // Three rounds of twenty requests, each of which times out after 100 ms. Before them, one request is cancelled.
+    let cancelled = tokio::time::timeout(Duration::from_millis(10), service.clone().oneshot("request"));
+    cancelled.await.unwrap_err();
     for _ in 0..3 {
         let mut tasks = tokio::task::JoinSet::new();
         (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
@@ -1111,13 +1115,13 @@ async fn slow_resolver_is_called_once_and_its_answer_cached() {
     }
     assert_eq!(start.elapsed(), Duration::from_millis(310));
     service.clone().oneshot("request").await.unwrap();
-    assert_eq!(start.elapsed(), Duration::from_millis(350), "the first question is answered");
+    assert_eq!(start.elapsed(), Duration::from_millis(350), "the first call has returned");
     service.oneshot("request").await.unwrap();
     assert_eq!(asked.load(Relaxed), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_new_answer_that_is_late_is_used_when_it_comes() {
+async fn late_answer_is_used_when_it_arrives() {
     let asked = Arc::new(AtomicUsize::new(0));
     let plans = PolicyResolver::new({
         let asked = Arc::clone(&asked);
@@ -1134,10 +1138,10 @@ async fn a_new_answer_that_is_late_is_used_when_it_comes() {
     assert!(passes().await);
     tokio::time::advance(Duration::from_secs(61)).await;
     let start = Instant::now();
-    assert!(!passes().await && !passes().await, "the old answer");
+    assert!(!passes().await && !passes().await, "the stale answer");
     assert_eq!(start.elapsed(), Duration::from_millis(50));
     sleep(Duration::from_millis(20)).await;
-    assert!(passes().await && passes().await && !passes().await, "the new one");
+    assert!(passes().await && passes().await && !passes().await, "the new answer");
     assert_eq!(asked.load(Relaxed), 2);
 }
 
@@ -1159,7 +1163,7 @@ async fn stale_answer_is_refreshed_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_is_remembered_for_a_second() {
+async fn resolver_error_is_cached_for_a_second() {
     let (asked, knows) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
     let plans = PolicyResolver::new({
         let (asked, knows) = (Arc::clone(&asked), Arc::clone(&knows));
@@ -1186,13 +1190,13 @@ async fn an_error_is_remembered_for_a_second() {
             assert_eq!(error.source().unwrap().to_string(), "no such customer");
         }
     }
-    assert_eq!((start.elapsed(), asked.load(Relaxed)), (Duration::from_millis(10), 1), "once between them");
+    assert_eq!((start.elapsed(), asked.load(Relaxed)), (Duration::from_millis(10), 1), "all requests share a call");
     knows.store(true, Relaxed);
     sleep(Duration::from_millis(999)).await;
     assert!(service.clone().oneshot("request").await.is_err());
     sleep(Duration::from_millis(1)).await;
     service.clone().oneshot("request").await.unwrap();
-    assert_eq!(asked.load(Relaxed), 2, "no longer than that");
+    assert_eq!(asked.load(Relaxed), 2, "the error is cached for one second");
 
     plans.forget(&"alice".into());
     knows.store(false, Relaxed);
@@ -1204,7 +1208,7 @@ async fn an_error_is_remembered_for_a_second() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn keys_without_an_answer_take_the_place_of_no_answer() {
+async fn resolver_failures_evict_no_cached_answers() {
     let (asked, known) = (Arc::new(AtomicUsize::new(0)), 100);
     let plans = PolicyResolver::new({
         let asked = Arc::clone(&asked);
@@ -1234,12 +1238,12 @@ async fn keys_without_an_answer_take_the_place_of_no_answer() {
     for client in 0..known {
         service.clone().oneshot(client).await.unwrap();
     }
-    assert_eq!(asked.load(Relaxed), known as usize, "each of them once");
+    assert_eq!(asked.load(Relaxed), known as usize, "one call for each known key");
 }
 
-/// It happened that the answers for keys that somebody made up took the place of those for the customers.
+/// Regression: the answers for invented keys evicted the answers for customers.
 #[tokio::test(start_paused = true)]
-async fn keys_that_come_once_take_the_place_of_nobody_who_came_again() {
+async fn one_time_keys_evict_no_returning_keys() {
     let (asked, known) = (Arc::new(AtomicUsize::new(0)), 50);
     let plans = PolicyResolver::new({
         let asked = Arc::clone(&asked);
@@ -1266,14 +1270,14 @@ async fn keys_that_come_once_take_the_place_of_nobody_who_came_again() {
             service.clone().oneshot(turn * 1_000 + client).await.unwrap();
         }
         customers().await;
-        assert_eq!(asked.load(Relaxed), (turn * known) as usize, "each of them once a second");
+        assert_eq!(asked.load(Relaxed), (turn * known) as usize, "one call for each customer and second");
         sleep(Duration::from_secs(1)).await;
         customers().await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_hangs_is_given_up_in_the_end() {
+async fn hanging_resolver_call_is_abandoned() {
     let asked = Arc::new(AtomicUsize::new(0));
     let hangs = slow_plans(&asked, Duration::from_secs(3_600), 1).timeout(Duration::from_secs(2));
     let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(hangs).on_store_error(RateLimitFallback::Deny);
@@ -1304,22 +1308,22 @@ async fn resolver_calls_are_bounded_and_queued() {
     };
     let start = Instant::now();
     assert_eq!(ask(0..most + 10).await, 0);
-    assert_eq!(asked.load(Relaxed), most, "and no more");
+    assert_eq!(asked.load(Relaxed), most, "the number of running calls is bounded");
     sleep(Duration::from_millis(250) - start.elapsed()).await;
-    assert_eq!(ask(most..most + 10).await, 0, "their turn has come, but not yet their answer");
+    assert_eq!(ask(most..most + 10).await, 0, "their calls have started and not returned");
     assert_eq!(asked.load(Relaxed), most + 10);
     sleep(Duration::from_millis(250)).await;
     assert_eq!(ask(0..most + 10).await, most + 10);
-    assert_eq!(asked.load(Relaxed), most + 10, "each key once");
+    assert_eq!(asked.load(Relaxed), most + 10, "one call for each key");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_asked_before_a_change_of_plans_is_not_kept() {
+async fn answer_from_before_forget_is_not_cached() {
     let asked = Arc::new(AtomicUsize::new(0));
     let plans = PolicyResolver::new({
         let asked = Arc::clone(&asked);
         move |_| {
-            // The first question takes longer than the second.
+            // The first call takes longer than the second.
             let (limit, millis) = if asked.fetch_add(1, Relaxed) == 0 { (1, 80) } else { (2, 10) };
             async move {
                 sleep(Duration::from_millis(millis)).await;
@@ -1335,15 +1339,15 @@ async fn what_was_asked_before_a_change_of_plans_is_not_kept() {
     sleep(Duration::from_millis(10)).await;
     plans.forget(&"alice".into());
     service.clone().oneshot("alice").await.unwrap();
-    assert!(first.await.unwrap().unwrap_err().is::<RateLimited>(), "by the plan that there was when it was asked");
+    assert!(first.await.unwrap().unwrap_err().is::<RateLimited>(), "limited by the plan at the time of the call");
     service.clone().oneshot("alice").await.unwrap();
-    assert!(service.oneshot("alice").await.unwrap_err().is::<RateLimited>(), "by the plan that there is");
+    assert!(service.oneshot("alice").await.unwrap_err().is::<RateLimited>(), "limited by the current plan");
     assert_eq!(asked.load(Relaxed), 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_resolver_that_panics_does_so_once() {
-    // At once, or when it has waited for something.
+async fn panicking_resolver_is_called_once() {
+    // The resolver panics at once, or after it has waited.
     for waits in [false, true] {
         let asked = Arc::new(AtomicUsize::new(0));
         let plans = PolicyResolver::new({
@@ -1374,7 +1378,7 @@ async fn a_resolver_that_panics_does_so_once() {
 }
 
 #[test]
-fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
+fn resolver_call_is_repeated_if_its_runtime_ends_or_stalls() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let asked = Arc::new(AtomicUsize::new(0));
     let plans = slow_plans(&asked, Duration::from_millis(50), 100).timeout(Duration::from_millis(500));
@@ -1386,11 +1390,11 @@ fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
         .layer(service_fn(echo));
     let begin = |customer| {
         let runtime = runtime();
-        let impatient = async { tokio::time::timeout(Duration::ZERO, service.clone().oneshot(customer)).await };
-        runtime.block_on(impatient).unwrap_err();
+        let cancelled = async { tokio::time::timeout(Duration::ZERO, service.clone().oneshot(customer)).await };
+        runtime.block_on(cancelled).unwrap_err();
         runtime
     };
-    // It ends while somebody else waits.
+    // The runtime ends while another request waits for the call.
     let first = begin("alice");
     let other = runtime();
     other.block_on(async {
@@ -1401,7 +1405,7 @@ fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
     });
     assert_eq!(asked.load(Relaxed), 2);
 
-    // Nobody runs it any more.
+    // The runtime is alive and no longer driven.
     let _still = begin("bob");
     other.block_on(async {
         service.clone().oneshot("bob").await.unwrap_err();
@@ -1412,7 +1416,7 @@ fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
 }
 
 #[test]
-fn a_resolver_that_need_not_wait_needs_no_runtime() {
+fn immediate_resolver_needs_no_runtime() {
     let service = layer(MemoryBackend::new(), per_hour(0))
         .resolver(PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1)))))
         .layer(service_fn(echo));
@@ -1420,7 +1424,7 @@ fn a_resolver_that_need_not_wait_needs_no_runtime() {
     assert!(matches!(poll_once(pin!(service.oneshot("request"))), Poll::Ready(Err(_))));
 }
 
-// What answers are charged.
+// Charges that depend on the response.
 
 #[derive(Clone)]
 struct Login(Limiter<MemoryBackend>);
@@ -1443,7 +1447,7 @@ impl Login {
 }
 
 #[tokio::test(start_paused = true)]
-async fn answers_are_charged_as_they_turn_out() {
+async fn responses_are_charged_by_their_outcome() {
     let login = Login::new();
     let service = login.layer().charge_on(|answer: Result<&bool, &BoxError>| !matches!(answer, Ok(true))).layer(
         service_fn(async |password: &'static str| match password {
@@ -1464,7 +1468,7 @@ async fn answers_are_charged_as_they_turn_out() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_in_flight_count_whatever_they_turn_out_to_be() {
+async fn requests_in_flight_count_until_their_outcome() {
     let login = Login::new();
     let service = login.layer().charge_on(|_: Result<&(), &Broken>| false).layer(service_fn(async |_: u8| {
         sleep(Duration::from_secs(1)).await;
@@ -1478,7 +1482,7 @@ async fn requests_in_flight_count_whatever_they_turn_out_to_be() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_given_up_stays_charged() {
+async fn cancelled_request_stays_charged() {
     let login = Login::new();
     let service = login.layer().charge_on(|_: Result<&(), &Broken>| false).layer(service_fn(async |_: u8| {
         std::future::pending::<()>().await;
@@ -1489,7 +1493,7 @@ async fn a_request_that_is_given_up_stays_charged() {
     assert_eq!(login.left().await, Some(2));
 }
 
-/// Leaves the handle with whoever wants to settle later.
+/// Keeps the handles, so that a test can settle later.
 #[derive(Clone)]
 struct Later(Arc<Mutex<Vec<RateLimitHandle>>>);
 
@@ -1500,7 +1504,7 @@ impl<Res, E> ChargeOn<Res, E> for Later {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_charge_is_corrected_when_the_last_handle_is_dropped() {
+async fn charge_is_corrected_when_the_last_handle_is_dropped() {
     let login = Login::new();
     let later = Later(Arc::default());
     let service = login.layer().charge_on(later.clone()).cost(|_: &&str| 2).layer(service_fn(echo));
@@ -1512,10 +1516,10 @@ async fn a_charge_is_corrected_when_the_last_handle_is_dropped() {
     handle.charge(5);
     handle.refund(4);
     drop(handle);
-    assert_eq!(login.left().await, Some(1), "somebody still has a handle");
+    assert_eq!(login.left().await, Some(1), "another handle is alive");
     other.refund(1);
     drop(other);
-    assert_eq!(login.left().await, Some(2), "1 + 5 - 4 - 1 of 2 were used");
+    assert_eq!(login.left().await, Some(2), "1 + 5 - 4 - 1 units are charged");
 }
 
 #[tokio::test(start_paused = true)]
@@ -1533,14 +1537,14 @@ async fn refund_is_at_most_the_charge() {
     let handles = std::mem::take(&mut *later.0.lock().unwrap());
     handles[0].settle(4);
     drop(handles);
-    assert_eq!(login.left().await, Some(0), "a debt");
+    assert_eq!(login.left().await, Some(0), "a debt leaves nothing");
 }
 
 #[tokio::test]
-async fn a_handle_may_be_dropped_on_a_thread_without_a_runtime() {
+async fn handle_may_be_dropped_on_a_thread_without_a_runtime() {
     let login = Login::new();
     let later = Later(Arc::default());
-    // One that has to be waited for, with a timer.
+    // The calls of this store need a timer, so they do not complete at once.
     let store = FaultStore::new(login.0.store().clone());
     let layer = RateLimitLayer::new(store.clone(), login.0.policy().clone()).responder(ErrorResponder);
     let service = layer.charge_on(later.clone()).layer(service_fn(echo));
@@ -1554,11 +1558,11 @@ async fn a_handle_may_be_dropped_on_a_thread_without_a_runtime() {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(Duration::from_secs(10), given_back).await.expect("it is given back");
+    timeout(Duration::from_secs(10), given_back).await.expect("the unit was not given back");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
+async fn free_request_can_be_charged_afterwards() {
     let login = Login::new();
     let later = Later(Arc::default());
     let service = login.layer().charge_on(later.clone()).cost(|_: &&str| 0).layer(service_fn(echo));
@@ -1567,13 +1571,13 @@ async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
     assert_eq!(login.left().await, Some(1));
     service.oneshot("request").await.unwrap();
     later.0.lock().unwrap().pop().unwrap().refund(1);
-    assert_eq!(login.left().await, Some(1), "nothing was charged");
+    assert_eq!(login.left().await, Some(1), "an uncharged request has nothing to refund");
 }
 
-/// It was dropped, and nobody saw it: who came in the moment in which the store failed paid nothing.
+/// Regression: the charge was dropped silently, so requests during an outage cost nothing.
 #[tokio::test(start_paused = true)]
-async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
-    // What costs something is turned away with `Deny`.
+async fn request_admitted_in_an_outage_can_be_charged_later() {
+    // With `Deny`, a request that costs something is rejected.
     for (then, cost) in [(RateLimitFallback::Deny, 0), (RateLimitFallback::Allow, 0), (RateLimitFallback::Allow, 4)] {
         let (memory, later) = (MemoryBackend::new(), Later(Arc::default()));
         let store = FaultStore::new(memory.clone());
@@ -1595,7 +1599,7 @@ async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
         let several = own.clone().and(total.clone(), tollgate::GlobalKey).layer(service_fn(echo));
         admitted(several.oneshot("request").await).await.settle(cost + 2);
         assert_eq!((left(&per_hour(9)).await, left(&total).await), (4, 7), "{then:?} {cost}");
-        // Of what was never charged nothing is given back.
+        // An uncharged request has nothing to refund.
         store.faults().fail(Failure::Unavailable);
         admitted(own.layer(service_fn(echo)).oneshot("request").await).await.settle(0);
         assert_eq!(left(&per_hour(9)).await, 4, "{then:?} {cost}");
@@ -1603,7 +1607,7 @@ async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_charged_in_another_window_is_not_given_back() {
+async fn charge_of_another_window_is_not_refunded() {
     let login = Login::new();
     let later = Later(Arc::default());
     let service = login.layer().charge_on(later.clone()).layer(service_fn(echo));
@@ -1616,7 +1620,7 @@ async fn what_was_charged_in_another_window_is_not_given_back() {
     assert_eq!(login.left().await, Some(2));
 }
 
-// A store that fails.
+// Failing stores.
 
 #[tokio::test(start_paused = true)]
 async fn fallback_counts_per_process_by_default() {
@@ -1628,7 +1632,7 @@ async fn fallback_counts_per_process_by_default() {
             let answer = service.clone().oneshot("request").await;
             assert_eq!(answer.is_ok(), turn < quota, "{turn} of {quota}");
             if let Err(error) = answer {
-                assert!(error.is::<RateLimited>(), "an honest no, and not a failure: {error:?}");
+                assert!(error.is::<RateLimited>(), "a denial, not a store error: {error:?}");
             }
         }
     }
@@ -1643,28 +1647,28 @@ async fn fallback_charges_all_descriptors_or_none() {
             .and(total.clone(), tollgate::GlobalKey)
             .replicas(replicas)
             .layer(service_fn(echo));
-        let who = async |user| {
+        let denied_by = async |user| {
             let error = service.clone().oneshot(user).await.err()?.downcast::<RateLimited>().unwrap();
             Some(error.decisions().map(|(policy, _)| policy.to_owned()).collect::<Vec<_>>())
         };
         for _ in 0..per_user {
-            assert_eq!(who("alice").await, None);
+            assert_eq!(denied_by("alice").await, None);
         }
-        // Not charged to the total.
+        // The total is not charged.
         for _ in 0..3 {
-            assert_eq!(who("alice").await, Some(vec!["test".to_owned()]), "{replicas}");
+            assert_eq!(denied_by("alice").await, Some(vec!["test".to_owned()]), "{replicas}");
         }
         for _ in per_user..in_total {
-            assert_eq!(who("bob").await, None, "{replicas}");
+            assert_eq!(denied_by("bob").await, None, "{replicas}");
         }
-        // And the other way round: who comes last has all of their own quota, and can use none of it.
-        assert_eq!(who("bob").await, Some(vec!["total".to_owned()]));
-        assert_eq!(who("alice").await.map(|policies| policies.len()), Some(2));
+        // In turn, the total denies a user with quota left.
+        assert_eq!(denied_by("bob").await, Some(vec!["total".to_owned()]));
+        assert_eq!(denied_by("alice").await.map(|policies| policies.len()), Some(2));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_the_store_answers_again_it_decides_again() {
+async fn recovered_store_decides_again() {
     let broken = Arc::new(AtomicBool::new(true));
     let store = Store::new({
         let broken = Arc::clone(&broken);
@@ -1675,7 +1679,7 @@ async fn when_the_store_answers_again_it_decides_again() {
     });
     let service = layer(&store, per_hour(1)).layer(service_fn(echo));
     assert!(service.clone().oneshot("request").await.is_ok());
-    assert!(service.clone().oneshot("request").await.is_err(), "used up in this process");
+    assert!(service.clone().oneshot("request").await.is_err(), "the local quota is used up");
     broken.store(false, Relaxed);
     for _ in 0..5 {
         assert!(service.clone().oneshot("request").await.is_ok());
@@ -1683,19 +1687,19 @@ async fn when_the_store_answers_again_it_decides_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_may_be_done_without_lets_everything_pass() {
+async fn allow_mode_passes_everything_if_the_store_fails() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
     let layer =
         layer(&store, per_hour(1)).on_store_error(RateLimitFallback::Allow).circuit_breaker(CircuitBreaker::off());
     let service = layer.layer(service_fn(echo));
     for asked in 1..=10 {
         assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
-        assert_eq!(store.asked(), asked, "the store is asked again for every request");
+        assert_eq!(store.asked(), asked, "every request calls the store");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_hangs_costs_few_requests_their_deadline() {
+async fn hanging_store_delays_few_requests() {
     let broken = Arc::new(AtomicBool::new(true));
     let store = Store::new({
         let broken = Arc::clone(&broken);
@@ -1722,7 +1726,7 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
     assert!((5..=7).contains(&slow), "{slow} of 100 waited for the deadline");
     assert!(times.iter().filter(|time| !time.is_zero()).count() == slow, "the others did not wait at all");
 
-    // One probe finds out that it is over.
+    // One probe detects that the outage is over.
     broken.store(false, Relaxed);
     sleep(Duration::from_millis(100)).await;
     for _ in 0..3 {
@@ -1731,12 +1735,12 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
+async fn clones_of_clones_share_circuit_and_counts() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
     // Opens at the first failure, and stays open for longer than the test takes.
     let circuit = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
     let first = layer(&store, per_hour(40)).circuit_breaker(circuit).layer(service_fn(echo));
-    // Of the threads that take turns one serves with a clone of the clone that the one before it has made, the other with a clone of the first.
+    // The threads alternate: one serves with a clone of the previous thread's clone, the next with a clone of the first service.
     let (mut last, mut passed) = (first.clone(), 0);
     for turn in 0..60 {
         let service = if turn % 2 == 0 { last.clone() } else { first.clone() };
@@ -1746,11 +1750,11 @@ async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
         (is_ok, last) = std::thread::spawn(serve).join().unwrap();
         passed += usize::from(is_ok);
     }
-    assert_eq!((passed, store.asked()), (40, 1), "they count together, and leave the store alone together");
+    assert_eq!((passed, store.asked()), (40, 1), "clones share the local counts and the open circuit");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
+async fn request_above_the_local_share_is_not_denied_for_good() {
     let store = Store::failing(StoreError::timeout);
     let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u32);
     let service = layer.layer(service_fn(echo));
@@ -1760,7 +1764,7 @@ async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
+async fn impossible_request_is_denied_in_any_store_state() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Timeout);
     let layer = |limit| RateLimitLayer::new(store.clone(), per_hour(limit)).responder(ErrorResponder);
@@ -1781,7 +1785,7 @@ async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denial_that_is_remembered_closes_no_circuit() {
+async fn cached_denial_closes_no_circuit() {
     let plans = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1)))).time_to_live(Duration::ZERO);
     for waits in [false, true] {
         let fails = Arc::new(AtomicBool::new(false));
@@ -1804,21 +1808,24 @@ async fn a_denial_that_is_remembered_closes_no_circuit() {
             drop(service.clone().oneshot("bob").await);
         }
         let before = store.asked();
-        assert!(service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>(), "also while it is open");
+        assert!(
+            service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>(),
+            "also while the circuit is open"
+        );
         tokio::time::advance(Duration::from_millis(101)).await;
         assert!(service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>());
-        assert_eq!(store.asked(), before, "the cache knows");
+        assert_eq!(store.asked(), before, "the cache decides");
         for _ in 0..5 {
             drop(service.clone().oneshot("bob").await);
         }
-        assert_eq!(store.asked(), before + 1, "the probe");
+        assert_eq!(store.asked(), before + 1, "expected only the probe");
     }
 }
 
-/// A policy on trial took the cache out of use, and what was remembered of both closed the circuit or kept it from opening.
+/// Regression: a shadow policy disabled the cache, and cached denials of both policies closed the circuit or kept it from opening.
 #[tokio::test(start_paused = true)]
 async fn shadow_policy_ignores_cached_denials_in_an_outage() {
-    // Of the shadow it is remembered that it denies, or the store has to be asked.
+    // With a limit of 1, the denial of the shadow policy is cached. With 9, the shadow policy needs a store call.
     for limit in [1, 9] {
         let fails = Arc::new(AtomicBool::new(false));
         let store = Store::new({
@@ -1846,23 +1853,23 @@ async fn shadow_policy_ignores_cached_denials_in_an_outage() {
             is_denied("bob").await;
         }
         assert!(is_denied("alice").await);
-        // This one opens it, if the shadow did not.
+        // This request opens the circuit, if the shadow policy has not.
         is_denied("bob").await;
         let before = store.asked();
         is_denied("bob").await;
-        assert!(is_denied("alice").await, "also while it is open");
+        assert!(is_denied("alice").await, "also while the circuit is open");
         tokio::time::advance(Duration::from_millis(101)).await;
         assert!(is_denied("alice").await);
-        assert_eq!(store.asked(), before, "the cache knows");
+        assert_eq!(store.asked(), before, "the cache decides");
         for _ in 0..5 {
             is_denied("bob").await;
         }
-        assert_eq!(store.asked(), before + 1, "the probe");
+        assert_eq!(store.asked(), before + 1, "expected only the probe");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
+async fn impossible_request_does_not_use_up_the_probe() {
     let fails = Arc::new(AtomicBool::new(true));
     let store = Store::new({
         let fails = Arc::clone(&fails);
@@ -1881,11 +1888,11 @@ async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
     drop(service.clone().oneshot("too long").await.unwrap_err());
     let before = store.asked();
     service.oneshot("r").await.unwrap();
-    assert!(store.asked() > before, "the next probe is due");
+    assert!(store.asked() > before, "the probe is still due");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
+async fn deny_mode_returns_the_store_error() {
     type Case = (fn() -> StoreError, fn(&StoreError) -> bool);
     let cases: [Case; 4] = [
         (|| StoreError::unavailable("down"), StoreError::is_unavailable),
@@ -1905,7 +1912,7 @@ async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_choice_about_failures_applies_to_failed_decisions_only() {
+async fn on_store_error_applies_to_failed_decisions_only() {
     for on_store_error in [RateLimitFallback::Allow, RateLimitFallback::Deny] {
         let turn = Arc::new(AtomicUsize::new(0));
         let store = Store::new(move |_, _, _| {
@@ -1933,7 +1940,7 @@ async fn the_choice_about_failures_applies_to_failed_decisions_only() {
 // Requests without a key.
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_key_is_rejected_unless_told_otherwise() {
+async fn request_without_key_is_rejected_by_default() {
     for key in [None, Some("")] {
         let store = Store::counting();
         let (mut service, mut inner) = mocked(layer(&store, per_hour(1)).key(move |_: &&str| key));
@@ -1945,7 +1952,7 @@ async fn a_request_without_key_is_rejected_unless_told_otherwise() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_without_key_can_share_a_quota_of_their_own() {
+async fn requests_without_key_can_share_a_quota() {
     let service = layer(MemoryBackend::new(), per_hour(2))
         .key(first_of(|name: &&'static str| (*name != "nobody").then_some(*name), GlobalKey))
         .layer(service_fn(echo));
@@ -1953,8 +1960,8 @@ async fn requests_without_key_can_share_a_quota_of_their_own() {
     assert!(service.clone().oneshot("").await.is_ok(), "an empty key counts as a missing key");
     assert!(service.clone().oneshot("nobody").await.unwrap_err().is::<RateLimited>());
     assert!(service.clone().oneshot("").await.unwrap_err().is::<RateLimited>());
-    for client in ["alice", "!global"] {
-        assert!(service.clone().oneshot(client).await.is_ok(), "{client} has its own quota");
+    for name in ["alice", "!global"] {
+        assert!(service.clone().oneshot(name).await.is_ok(), "{name} has its own quota");
     }
 }
 
@@ -1971,10 +1978,10 @@ async fn requests_without_key_can_pass_uncounted() {
     }
     assert_eq!(store.asked(), 0);
     assert!(service.clone().oneshot("alice").await.is_ok());
-    assert!(service.oneshot("alice").await.is_err(), "those with a key are counted as ever");
+    assert!(service.oneshot("alice").await.is_err(), "requests with a key are counted");
 }
 
-/// All were turned away, or none counted, by what is said of the key of the layer.
+/// Regression: the setting for the key of the layer decided about added keys, so all requests were rejected or none counted.
 #[tokio::test(start_paused = true)]
 async fn missing_added_key_is_rejected_unless_optional() {
     type Call = (&'static str, Option<&'static str>);
@@ -1998,15 +2005,15 @@ async fn missing_added_key_is_rejected_unless_optional() {
                 assert!(answer.is_ok(), "{on_missing_key:?}");
                 assert_eq!(remaining("user", "alice".into()).await, Some(9), "{on_missing_key:?}");
                 assert_eq!(remaining("tenant", Key::GLOBAL).await, Some(10), "{on_missing_key:?}");
-                // The key of the layer is as it was.
+                // The setting applies to the key of the layer as before.
                 let answer = service.clone().oneshot(("", None)).await;
                 assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
                 service.oneshot(("alice", Some("acme"))).await.unwrap();
                 assert_eq!(remaining("tenant", "acme".into()).await, Some(9), "{on_missing_key:?}");
             } else {
                 assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
-                let told = [remaining("user", "alice".into()).await, remaining("tenant", Key::GLOBAL).await];
-                assert_eq!(told, left, "{on_missing_key:?}");
+                let seen = [remaining("user", "alice".into()).await, remaining("tenant", Key::GLOBAL).await];
+                assert_eq!(seen, left, "{on_missing_key:?}");
             }
         }
     }
@@ -2015,7 +2022,7 @@ async fn missing_added_key_is_rejected_unless_optional() {
 // Costs.
 
 #[tokio::test(start_paused = true)]
-async fn a_request_is_charged_its_cost_or_nothing() {
+async fn request_is_charged_its_cost_or_nothing() {
     let service = weighted(MemoryBackend::new(), per_hour(10));
     assert!(service.clone().oneshot(7).await.is_ok());
     let error = service.clone().oneshot(4).await.unwrap_err().downcast::<RateLimited>().unwrap();
@@ -2025,18 +2032,18 @@ async fn a_request_is_charged_its_cost_or_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_of_0_passes_and_charges_nothing() {
+async fn cost_of_0_passes_and_charges_nothing() {
     let service = weighted(MemoryBackend::new(), per_hour(1));
     for _ in 0..5 {
         assert!(service.clone().oneshot(0).await.is_ok());
     }
     assert!(service.clone().oneshot(1).await.is_ok(), "the whole quota was left");
     assert!(service.clone().oneshot(1).await.is_err());
-    assert!(service.oneshot(0).await.is_ok(), "even where nothing is left");
+    assert!(service.oneshot(0).await.is_ok(), "free although nothing is left");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_above_the_quota_is_denied_for_good_without_asking() {
+async fn cost_above_the_quota_is_denied_without_a_store_call() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(3));
     for cost in [4, u32::MAX] {
@@ -2051,7 +2058,7 @@ async fn a_cost_above_the_quota_is_denied_for_good_without_asking() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quota_of_0_denies_everything_without_asking() {
+async fn quota_of_0_denies_without_a_store_call() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(0));
     for cost in [0, 1, u32::MAX] {
@@ -2062,10 +2069,10 @@ async fn a_quota_of_0_denies_everything_without_asking() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denial_for_good_needs_no_working_store() {
+async fn permanent_denial_needs_no_working_store() {
     let service = weighted(Store::hanging(), per_hour(3));
     let start = Instant::now();
-    assert!(service.oneshot(4).await.unwrap_err().is::<RateLimited>(), "though failures would pass");
+    assert!(service.oneshot(4).await.unwrap_err().is::<RateLimited>(), "denied although store errors would pass");
     assert_eq!(start.elapsed(), Duration::ZERO);
 }
 
@@ -2090,7 +2097,7 @@ fn layer_is_send_with_a_key_that_is_not_clone() {
         });
     portable(&layer);
     let mut service = layer.layer(mock::pair::<&'static str, ()>().0);
-    // The mock says that it is closed; only types matter here.
+    // The mock is closed, since only the types matter here.
     portable(&service);
     sendable(&service.call("request"));
 }
@@ -2125,7 +2132,7 @@ fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
     RateLimitLayer::new(store.into_store(), policy).responder(ErrorResponder)
 }
 
-/// A service in which a request is the number of units that it costs.
+/// A service whose requests are their own costs in units.
 fn weighted(
     store: impl IntoStore<Store: RateLimitStore + Clone + Send + Sync + 'static>,
     policy: Policy,
@@ -2133,13 +2140,13 @@ fn weighted(
     layer(store, policy).cost(|units: &u32| *units).layer(service_fn(async |_: u32| Ok::<_, Broken>(())))
 }
 
-/// Puts a mock behind the layer.
+/// Wraps a mock in the layer.
 fn mocked<L: Layer<Mock<&'static str, &'static str>>>(layer: L) -> (L::Service, Handle<&'static str, &'static str>) {
     let (inner, handle) = mock::pair();
     (layer.layer(inner), handle)
 }
 
-/// The mock has no request waiting, and nobody is left who could send it one.
+/// Asserts that the mock has received no request, and that no sender is left.
 fn assert_no_more_calls<S>(service: S, inner: &mut Handle<&'static str, &'static str>) {
     drop(service);
     assert!(matches!(inner.poll_request(), Poll::Ready(None)));
@@ -2161,18 +2168,18 @@ fn poll_once<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
     future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Polls an answer to its end and once more.
+/// Polls a response future to its end, and once more.
 async fn poll_beyond_the_end<L>(layer: L)
 where
     L: Layer<Strict, Service: Service<&'static str, Error: fmt::Debug>>,
 {
     let mut service = layer.layer(Strict::default());
-    let mut future = pin!(service.ready().await.expect("it always is").call("request"));
+    let mut future = pin!(service.ready().await.expect("`Strict` is always ready").call("request"));
     assert!(poll_once(future.as_mut()).is_ready());
     let _ = poll_once(future.as_mut());
 }
 
-/// What an inner service fails with.
+/// The error of an inner service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Broken;
 
@@ -2184,7 +2191,7 @@ impl fmt::Display for Broken {
 
 impl Error for Broken {}
 
-/// Has to be asked whether it is ready before each call, and its clones too. Answers which instance it is.
+/// Panics if an instance is called before it was polled ready. Responds with the number of the called instance.
 #[derive(Default)]
 struct Strict {
     instance: usize,
@@ -2216,7 +2223,7 @@ impl Service<&'static str> for Strict {
     }
 }
 
-/// Ready with a permit only, as a concurrency limit is; serves everything but `hang` at once.
+/// Ready only with a permit, like a concurrency limit. Serves every request except `hang` at once.
 struct Permits {
     permits: Arc<Semaphore>,
     permit: Option<OwnedSemaphorePermit>,
@@ -2243,7 +2250,7 @@ impl Service<&'static str> for Permits {
         if self.permit.is_none() {
             self.permit = Arc::clone(&self.permits).try_acquire_owned().ok();
         }
-        // These tests never wait for a permit, so nobody needs to be woken.
+        // These tests never wait for a permit, so no task has to be woken.
         if self.permit.is_some() { Poll::Ready(Ok(())) } else { Poll::Pending }
     }
 
@@ -2259,7 +2266,7 @@ impl Service<&'static str> for Permits {
     }
 }
 
-/// Never answers; it and its futures hold on to a token, so that a leak can be seen.
+/// Never responds. The service and its futures hold a token, so that tests detect leaks.
 #[derive(Clone)]
 struct Holding(Arc<()>);
 
@@ -2285,7 +2292,7 @@ impl Service<Arc<()>> for Holding {
 type AnswerFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 type Check = dyn Fn(&Policy, &Key, u32) -> AnswerFuture<Decision, StoreError> + Send + Sync;
 
-/// A store that answers what a closure says, and counts how often it is asked.
+/// A store whose decisions come from a closure, and which counts its calls.
 #[derive(Clone)]
 struct Store {
     check: Arc<Check>,
@@ -2301,7 +2308,7 @@ impl Store {
         Self { check: Arc::new(move |policy, key, cost| Box::pin(check(policy, key, cost))), asked: Arc::default() }
     }
 
-    /// Decides as the memory backend does.
+    /// Decides like the memory backend.
     fn counting() -> Self {
         let memory = MemoryBackend::new();
         Self::new(move |policy, key, cost| {
@@ -2318,7 +2325,7 @@ impl Store {
         Self::new(|_, _, _| pending())
     }
 
-    /// Allows everything that waits when the gate opens.
+    /// Allows all waiting requests when the gate opens.
     fn gated(gate: &Arc<Notify>) -> Self {
         Self::gated_with(gate, || Ok(allowed()))
     }
@@ -2362,7 +2369,7 @@ impl RateLimitStore for Store {
     }
 }
 
-/// A store, or a reference to one that is looked at afterwards.
+/// A store, or a reference to a store that the test inspects afterwards.
 trait IntoStore {
     type Store;
     fn into_store(self) -> Self::Store;

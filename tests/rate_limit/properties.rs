@@ -1,5 +1,5 @@
-//! The algorithms against their definitions (`model/mod.rs`), on a paused clock: whatever is asked, in whatever order, decisions
-//! are those of the model to the microsecond, and what they promise is so.
+//! The algorithms against their definitions (`model/mod.rs`), on a paused clock. For any operations in any order, decisions match the model
+//! to the microsecond, and the documented guarantees hold.
 
 use crate::model;
 
@@ -17,7 +17,7 @@ use tollgate::{Key, MemoryBackend, Policy, Quota};
 const MICROSECOND: Duration = Duration::from_micros(1);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
-/// A policy, and what happens to one subject of it.
+/// A policy, and the operations on one of its keys.
 #[derive(Clone, Debug)]
 struct Trace {
     limits: Vec<Limit>,
@@ -26,22 +26,22 @@ struct Trace {
 
 #[derive(Clone, Debug)]
 struct Step {
-    // Before the step, in parts per million of the window of one of the limits.
+    // The pause before the step, in millionths of the window of the limit with index `of`.
     pause: u64,
     of: usize,
     verb: Verb,
 }
 
-/// Costs and changes are in parts per thousand of the smallest capacity, rounded down; 0 stands for one unit.
+/// Costs and changes are in thousandths of the smallest capacity, rounded down. 0 stands for one unit.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
     Check(u32),
     CheckNothing,
     Peek(u32),
-    // Of the charge so many before.
+    // The first field selects a charge, counted back from the last one.
     GiveBack(usize, u32),
     ChargeAnyway(u32),
-    // In parts per million of the window.
+    // In millionths of the window.
     Block(u64),
     Reset,
 }
@@ -51,7 +51,7 @@ fn algorithms() -> impl Strategy<Value = Algorithm> {
     prop_oneof![2 => Just(TokenBucket), 1 => Just(FixedWindow), 1 => Just(SlidingWindow), 1 => Just(SlidingLog)]
 }
 
-/// Limits that are counted exactly: up to 2^51 for the product of capacity and window.
+/// Limits that are counted exactly: the product of capacity and window is at most 2^51.
 fn limits() -> impl Strategy<Value = Limit> {
     let window = prop_oneof![
         Just(Quota::MIN_WINDOW),
@@ -84,12 +84,12 @@ fn limit(algorithm: Algorithm, quota: Quota) -> Limit {
     }
 }
 
-/// One limit, or several of them together.
+/// One limit, or several combined.
 fn policies() -> impl Strategy<Value = Vec<Limit>> {
     prop_oneof![1 => prop::collection::vec(limits(), 1), 1 => prop::collection::vec(limits(), 2..=4)]
 }
 
-/// Mostly as many in a window as it has units, sometimes right at its edge or beyond it.
+/// Mostly so short that a window sees as many steps as it has units, sometimes up to the edge of the window or beyond.
 fn pauses() -> impl Strategy<Value = u64> {
     prop_oneof![
         20 => Just(0_u64),
@@ -105,12 +105,12 @@ fn costs() -> impl Strategy<Value = u32> {
     prop_oneof![10 => Just(0_u32), 4 => 0..200_u32, 2 => 0..1_001_u32]
 }
 
-/// Only what a layer does by itself.
+/// Only the operation that a layer calls by default.
 fn checks() -> impl Strategy<Value = Verb> {
     costs().prop_map(Verb::Check)
 }
 
-/// Everything there is.
+/// All operations.
 fn verbs() -> impl Strategy<Value = Verb> {
     prop_oneof![
         200 => checks(),
@@ -128,7 +128,7 @@ fn traces(verbs: impl Strategy<Value = Verb>, steps: usize) -> impl Strategy<Val
     (policies(), prop::collection::vec(step, 1..steps)).prop_map(|(limits, steps)| Trace { limits, steps })
 }
 
-/// Runs a property on as many values, each on a paused clock of its own.
+/// Runs a property on `cases` values, each on its own paused clock.
 fn for_all<T: std::fmt::Debug>(
     cases: u32,
     values: impl Strategy<Value = T>,
@@ -142,13 +142,13 @@ fn for_all<T: std::fmt::Debug>(
     outcome.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// A subject on a backend of its own.
+/// One key on its own backend.
 struct Subject {
     backend: MemoryBackend,
     policy: Policy,
     key: Key,
     epoch: Instant,
-    // What was charged and not given back.
+    // The charges, with the units that are not given back yet.
     charges: Vec<(Receipt, u32)>,
 }
 
@@ -157,7 +157,7 @@ impl Subject {
         let policy = Policy::new("properties", limits[0]);
         let policy = limits[1..].iter().fold(policy, |policy, limit| policy.limit(*limit));
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
-        // The clock of the backend begins a microsecond before it.
+        // The clock of the backend starts one microsecond before its creation.
         Self { backend, policy, key, epoch: Instant::now() - Duration::from_micros(1), charges: Vec::new() }
     }
 
@@ -165,7 +165,7 @@ impl Subject {
         self.epoch.elapsed().as_micros() as u64
     }
 
-    /// The most that can be asked for at once.
+    /// The largest cost that can be admitted.
     fn capacity(&self) -> u32 {
         self.policy.limits().iter().map(Limit::capacity).min().unwrap()
     }
@@ -191,7 +191,7 @@ impl Subject {
         self.backend.peek(&self.policy, &self.key, cost).await.unwrap()
     }
 
-    /// The charge so many before, and how much of it this is to give back: no more than is left of it.
+    /// Returns the charge this many charges before the last one, and the units to give back: at most the units left of it.
     fn charge_to_give_back(&mut self, before: usize, share: u32) -> Option<(Receipt, u32)> {
         let units = self.units(share);
         let index = self.charges.len().checked_sub(before + 1)?;
@@ -240,7 +240,7 @@ impl Subject {
 }
 
 #[test]
-fn decisions_are_those_of_the_definitions() {
+fn decisions_match_the_definitions() {
     let steps = Cell::new(0);
     for_all(150, traces(verbs(), 250), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
@@ -274,12 +274,18 @@ fn decisions_are_those_of_the_definitions() {
                 }
             };
             let seen = subject.step(step).await;
-            // What nobody is told shows in what a question is answered then.
+            // An operation without a decision is checked by a peek after it.
             let (seen, expected) = match (seen, expected) {
                 (Some(seen), Some(expected)) => (seen, expected),
                 _ => (subject.peek(1).await, model.peek(now, 1)),
             };
-            prop_assert_eq!(Expected::from(&seen), expected, "seen left, defined right, step {}: {:?}", number, step);
+            prop_assert_eq!(
+                Expected::from(&seen),
+                expected,
+                "left: decision, right: definition, step {}: {:?}",
+                number,
+                step
+            );
             for (limit, status) in trace.limits.iter().zip(seen.limits()) {
                 prop_assert_eq!(status.capacity(), limit.capacity());
             }
@@ -287,18 +293,18 @@ fn decisions_are_those_of_the_definitions() {
         }
         Ok(())
     });
-    assert!(steps.get() >= 10_000, "{} steps are too few to say anything", steps.get());
+    assert!(steps.get() >= 10_000, "only {} steps were checked", steps.get());
 }
 
 #[test]
-fn a_denial_leaves_no_trace() {
+fn denial_leaves_no_trace() {
     for_all(60, traces(verbs(), 200), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
-        // What would have been if nobody had asked in vain.
+        // The same trace without the denied requests.
         let mut quiet = Subject::new(&trace.limits);
         for (number, step) in trace.steps.iter().enumerate() {
             advance(subject.share_of_window(step.of, step.pause)).await;
-            // Whoever asks for too much is denied for sure.
+            // A request above the remaining units is always denied.
             let too_much = subject.peek(0).await.remaining().unwrap() + 1;
             if too_much <= subject.capacity() {
                 prop_assert!(!subject.check(too_much).await.is_allowed());
@@ -313,19 +319,19 @@ fn a_denial_leaves_no_trace() {
                 prop_assert_eq!(&quiet.step(step).await, &decision);
             }
             let (seen, expected) = (subject.peek(1).await, quiet.peek(1).await);
-            prop_assert_eq!(seen, expected, "asked in vain left, never asked right, step {}: {:?}", number, step);
+            prop_assert_eq!(seen, expected, "left: with denials, right: without, step {}: {:?}", number, step);
         }
         Ok(())
     });
 }
 
 #[test]
-fn what_is_given_back_was_there_before() {
+fn refund_never_exceeds_the_charge() {
     for_all(100, traces(verbs(), 120), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
         let left = |decision: &Decision| decision.limits().iter().map(LimitStatus::remaining).collect::<Vec<_>>();
-        // All that was ever charged, and once more for those who do not keep to what the docs ask of them.
+        // Gives all charges back, and once more against the rules of the documentation.
         let charges = subject.charges.clone();
         for (receipt, units) in charges.iter().chain(&charges) {
             let before = left(&subject.peek(0).await);
@@ -335,13 +341,13 @@ fn what_is_given_back_was_there_before() {
                 prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
             }
         }
-        // Nobody gets more at once than there is, whatever was given back.
+        // After any refunds, at most the capacity is admitted at once.
         let mut admitted = 0;
         while subject.check(1).await.is_allowed() {
             admitted += 1;
             prop_assert!(admitted <= subject.capacity());
         }
-        // And for who is not known there is nothing to give back.
+        // An unknown key has nothing to give back.
         subject.backend.reset(&subject.policy, &subject.key).await.unwrap();
         subject.settle(Receipt::at_micros(subject.now()), -1).await;
         prop_assert!(subject.backend.is_empty());
@@ -350,7 +356,7 @@ fn what_is_given_back_was_there_before() {
 }
 
 #[test]
-fn what_is_charged_and_given_back_at_once_was_never_charged() {
+fn refund_at_once_undoes_the_charge() {
     for_all(60, traces(verbs(), 120), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
@@ -365,7 +371,7 @@ fn what_is_charged_and_given_back_at_once_was_never_charged() {
 }
 
 #[test]
-fn waiting_as_told_is_enough_and_a_microsecond_less_is_not() {
+fn retry_after_is_exact_to_the_microsecond() {
     let waits = Cell::new(0);
     let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u32, 12));
     for_all(120, asked, async |(trace, costs): (Trace, Vec<u32>)| {
@@ -384,7 +390,7 @@ fn waiting_as_told_is_enough_and_a_microsecond_less_is_not() {
                 prop_assert!(!decision.is_allowed(), "{:?} of {:?} was enough: {:?}", waited, wait, decision);
                 prop_assert_eq!(decision.retry_after().unwrap() + waited, wait);
             }
-            // Behind a block the limits have their say.
+            // When a block ends, the limits may still deny the request.
             let blocked = subject.peek(cost).await.outcome() == Outcome::Blocked;
             advance(wait - waited).await;
             let decision = subject.check(cost).await;
@@ -393,11 +399,11 @@ fn waiting_as_told_is_enough_and_a_microsecond_less_is_not() {
         }
         Ok(())
     });
-    assert!(waits.get() >= 300, "{} waits are too few to say anything", waits.get());
+    assert!(waits.get() >= 300, "only {} waits were checked", waits.get());
 }
 
 #[test]
-fn what_remains_is_what_can_be_charged_at_once() {
+fn remaining_units_can_be_charged_at_once() {
     for_all(150, traces(verbs(), 60), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
@@ -416,11 +422,11 @@ fn what_remains_is_what_can_be_charged_at_once() {
 }
 
 #[test]
-fn more_becomes_available_when_it_was_said_to() {
+fn units_become_available_at_reset_after() {
     for_all(150, traces(verbs(), 60), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
-        // Each limit in turn, since each has its own time.
+        // Each limit is checked on its own, since each has its own reset.
         for index in 0..trace.limits.len() {
             let before = subject.peek(0).await.limits()[index];
             let reset = before.reset_after();
@@ -437,7 +443,7 @@ fn more_becomes_available_when_it_was_said_to() {
     });
 }
 
-/// The most that the docs let pass in a span of `length` us, both ends included.
+/// Returns the most units that the documentation allows within a span of `length` us, both ends included.
 fn worst_case(limit: Limit, length: u64) -> u64 {
     let (quota, window) = (u64::from(limit.quota().limit()), limit.quota().window().as_micros() as u64);
     let windows = length / window + 1;
@@ -445,7 +451,7 @@ fn worst_case(limit: Limit, length: u64) -> u64 {
         Algorithm::TokenBucket => {
             u64::from(limit.capacity()) + (u128::from(quota) * u128::from(length) / u128::from(window)) as u64
         }
-        // The end of one window, and every window that can begin in the span.
+        // The end of one window, and all windows that can begin within the span.
         Algorithm::FixedWindow => quota * (windows + 1),
         Algorithm::SlidingWindow if windows == 1 => 2 * quota - 1,
         Algorithm::SlidingWindow => quota * (windows + 1),
@@ -454,7 +460,7 @@ fn worst_case(limit: Limit, length: u64) -> u64 {
 }
 
 #[test]
-fn no_span_sees_more_than_the_worst_case() {
+fn no_span_exceeds_the_worst_case() {
     let admitted_in_total = Cell::new(0);
     for_all(120, traces(checks(), 300), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
@@ -473,16 +479,16 @@ fn no_span_sees_more_than_the_worst_case() {
         }
         Ok(())
     });
-    assert!(admitted_in_total.get() >= 3_000, "only {} were admitted", admitted_in_total.get());
+    assert!(admitted_in_total.get() >= 3_000, "only {} requests were admitted", admitted_in_total.get());
 }
 
-/// What the docs of the token bucket and of the fixed window say can happen does happen: the property above is not idle.
+/// The documented worst cases do occur, so the property above is not vacuous.
 #[tokio::test(start_paused = true)]
-async fn the_worst_cases_can_be_reached() {
+async fn worst_cases_occur() {
     let quota = Quota::per_minute(10);
     for (limit, most) in [(quota.token_bucket(), 19), (quota.fixed_window(), 20), (quota.sliding_window(), 18)] {
         let mut subject = Subject::new(&[limit]);
-        // The window opens long before the crowd comes.
+        // The window opens long before the burst of requests.
         let early = u32::from(limit.algorithm() != Algorithm::TokenBucket);
         let _ = subject.check(early).await;
         advance(Duration::from_secs(60) - MICROSECOND).await;
@@ -498,7 +504,7 @@ async fn the_worst_cases_can_be_reached() {
     }
 }
 
-/// Shares are rounded up, so who spreads requests evenly may lose one a window, and never more.
+/// Shares are rounded up, so evenly spread requests may lose one unit per window, and never more.
 #[tokio::test(start_paused = true)]
 async fn even_requests_get_the_sliding_quota_less_one() {
     for quota in [1, 2, 3, 7, 10, 60, 100] {
@@ -515,7 +521,7 @@ async fn even_requests_get_the_sliding_quota_less_one() {
     }
 }
 
-/// Numbers of any size, where the docs allow rounding.
+/// Limits of any size, for which the documentation allows rounding.
 fn huge_limits() -> impl Strategy<Value = Limit> {
     let longest = Quota::MAX_WINDOW.as_micros() as u64;
     let window = prop_oneof![
@@ -531,7 +537,7 @@ fn huge_limits() -> impl Strategy<Value = Limit> {
 }
 
 #[test]
-fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
+fn largest_numbers_are_rounded_only_as_documented() {
     let steps = prop::collection::vec((pauses(), 0..1_001_u32), 1..60);
     for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u32)>)| {
         let mut subject = Subject::new(&[limit]);

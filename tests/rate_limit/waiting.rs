@@ -1,4 +1,4 @@
-//! Requests that wait for room instead of being turned away: when they come through, in which order, and what that asks of the store.
+//! Requests that wait for room: when they are admitted, in which order, and how many store calls they make.
 
 use std::future::ready;
 use std::pin::pin;
@@ -20,7 +20,7 @@ const ACME: u32 = 1;
 const GLOBEX: u32 = 2;
 const INITECH: u32 = 3;
 
-/// A customer and a number.
+/// A customer and the number of the call.
 type Call = (u32, u32);
 
 /// One call every 100 ms for each customer.
@@ -28,7 +28,7 @@ fn policy() -> Policy {
     Policy::new("calls", Quota::per_second(10).burst(1).unwrap().token_bucket())
 }
 
-/// Says the same of everybody.
+/// Resolves every key to `policy`.
 fn resolver(policy: Policy) -> PolicyResolver {
     PolicyResolver::new(move |_| ready(Ok::<_, BoxError>(policy.clone())))
 }
@@ -37,7 +37,7 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// Services that say what came through, and when.
+/// Services that record which calls they served, and when.
 struct Calls {
     begun: Instant,
     served: Arc<Mutex<Vec<(u32, u128)>>>,
@@ -65,20 +65,20 @@ impl Calls {
     }
 }
 
-/// What a call was told that was turned away.
-fn refusal(outcome: Result<(), BoxError>) -> Option<Duration> {
+/// Returns the `retry_after` of a rejected call.
+fn rejection(outcome: Result<(), BoxError>) -> Option<Duration> {
     outcome.err().map(|error| error.downcast::<RateLimited>().unwrap().retry_after().unwrap())
 }
 
 #[tokio::test(start_paused = true)]
-async fn they_come_through_in_their_order_as_soon_as_there_is_room() {
+async fn waiters_are_admitted_in_order_as_soon_as_there_is_room() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let service = calls.behind(RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(10)));
     let mut waiting = JoinSet::new();
     for number in 0..50 {
         waiting.spawn(service.clone().oneshot((ACME, number)));
-        // Some come when others wait, also at the instant when there is room.
+        // Some calls arrive while others wait, and some at the instant when there is room.
         let pause = match number {
             0..20 => 0,
             20 => 85,
@@ -93,17 +93,17 @@ async fn they_come_through_in_their_order_as_soon_as_there_is_room() {
     assert_eq!(served.iter().map(|(number, _)| *number).collect::<Vec<_>>(), (0..50).collect::<Vec<_>>());
     for (number, after) in &served {
         let due = u128::from(*number) * 100;
-        // Timers are in whole milliseconds.
+        // Timers have a resolution of one millisecond.
         assert!((due..due + 60).contains(after), "{number} after {after} ms");
     }
     let asked = store.faults().calls(Verb::Check);
-    assert!(asked <= 3 * 50, "{asked} questions for 50 calls");
+    assert!(asked <= 3 * 50, "{asked} store calls for 50 calls");
 }
 
-/// The first of a line alone asked, so that each call took a round trip of its own: one second over the limit left a line that nothing ended, and most who
-/// came later were turned away below the limit.
+/// Regression: only the first waiter called the store, so each call took a round trip of its own. One second over the limit left a queue
+/// that never emptied. Most later calls were rejected although the load was below the limit.
 #[tokio::test(start_paused = true)]
-async fn a_line_ends_where_there_is_room_for_all_who_come() {
+async fn wait_queue_drains_after_a_burst() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
@@ -123,26 +123,26 @@ async fn a_line_ends_where_there_is_room_for_all_who_come() {
     }
     let served = calls.served();
     assert!(served.is_sorted_by_key(|(number, _)| *number), "{served:?}");
-    // Some of the first windows find a line; then there is none any more.
+    // The first windows have a queue. Afterwards there is none.
     let last_of_line = served.iter().rposition(|(number, after)| {
         let came = if *number < 1_100 { *number / 11 * 10 } else { 1_000 + (*number - 1_100) / 9 * 10 };
         *after > u128::from(came) + 10
     });
     assert!(last_of_line.is_some_and(|place| place < 2_100), "{last_of_line:?}");
     let asked = store.faults().calls(Verb::Check);
-    assert!(asked < u64::from(number) * 11 / 10, "{asked} questions for {number} calls");
+    assert!(asked < u64::from(number) * 11 / 10, "{asked} store calls for {number} calls");
 }
 
-/// The time that an answer takes came on top of each wait: a line that five calls began at once lost a seventh of what the quota lets through.
+/// Regression: the latency of the store was added to each wait. A queue that five calls started lost a seventh of the quota's rate.
 #[tokio::test(start_paused = true)]
-async fn wait_queue_ends_once_there_is_room_for_all() {
+async fn wait_queue_drains_despite_store_latency() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
     let policy = Policy::new("calls", Quota::per_second(100).burst(1).unwrap().token_bucket());
     let service = calls.behind(RateLimitLayer::new(store.clone(), policy).wait(Duration::from_secs(2)));
     let mut waiting = JoinSet::new();
-    // 80 a second.
+    // 80 calls per second.
     for number in 0..800 {
         for _ in 0..if number == 0 { 5 } else { 1 } {
             let call = service.clone().oneshot((ACME, number));
@@ -160,9 +160,9 @@ async fn wait_queue_ends_once_there_is_room_for_all() {
     }
 }
 
-/// They were held for as long as they may wait, one after the other asked the store, and those who came went on to join them.
+/// Regression: waiters were held for their maximum wait. They called the store one after the other, and new calls joined the queue.
 #[tokio::test(start_paused = true)]
-async fn a_line_whose_room_is_too_far_away_ends_at_once() {
+async fn long_block_rejects_the_wait_queue_at_once() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
@@ -172,7 +172,7 @@ async fn a_line_whose_room_is_too_far_away_ends_at_once() {
     let hour = Duration::from_secs(3_600);
     let mut until = None;
     let mut waiting = JoinSet::new();
-    // 420 a second.
+    // 420 calls per second.
     for tick in 0..160 {
         if tick == 60 {
             limiter.block(ACME, hour).await.unwrap();
@@ -183,7 +183,7 @@ async fn a_line_whose_room_is_too_far_away_ends_at_once() {
             waiting.spawn(async move {
                 let came = Instant::now();
                 let error = call.await.err()?;
-                // Those who come when all who were there have heard of it.
+                // These calls arrive after the earlier waiters have learned of the block.
                 (tick > 62).then(|| (came.elapsed(), Instant::now(), error.downcast::<RateLimited>().unwrap()))
             });
         }
@@ -192,17 +192,17 @@ async fn a_line_whose_room_is_too_far_away_ends_at_once() {
     let mut refused = 0;
     while let Some(call) = waiting.join_next().await {
         let Some((took, at, limited)) = call.unwrap() else { continue };
-        let (told, left) = (limited.retry_after().unwrap(), until.unwrap() - at);
+        let (wait, left) = (limited.retry_after().unwrap(), until.unwrap() - at);
         assert_eq!(limited.decision().outcome(), Outcome::Blocked);
-        assert!(took < ms(100) && told.abs_diff(left) < ms(100), "{told:?} of {left:?} after {took:?}");
+        assert!(took < ms(100) && wait.abs_diff(left) < ms(100), "{wait:?} of {left:?} after {took:?}");
         refused += 1;
     }
     assert_eq!(refused, 97 * 21);
 }
 
-/// What takes too long for somebody who needs much says nothing to those behind who need less.
+/// A wait that is too long for an expensive call says nothing about the cheaper calls behind it.
 #[tokio::test(start_paused = true)]
-async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
+async fn cheap_waiter_is_not_rejected_with_an_expensive_one() {
     let store = FaultStore::new(MemoryBackend::new());
     let second = Policy::new("second", Quota::per_second(1).burst(10).unwrap().token_bucket());
     let other = Limiter::new(store.get_ref().clone(), second.clone());
@@ -227,7 +227,7 @@ async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
     newcomer.await.unwrap().unwrap();
 }
 
-/// It is what newcomers are told only until somebody of the line is told something else.
+/// The cached denial applies to new calls only until a waiter gets a different decision.
 #[tokio::test(start_paused = true)]
 async fn cached_wait_is_forgotten_after_an_admission() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -247,11 +247,11 @@ async fn cached_wait_is_forgotten_after_an_admission() {
     other.block(Key::GLOBAL, Duration::from_secs(3_600)).await.unwrap();
     store.faults().delay(ms(200));
     assert!(large.await.unwrap().is_err());
-    // The next of the line costs less, so it asks.
+    // The next waiter costs less, so it calls the store.
     sleep(ms(50)).await;
     let begun = Instant::now();
-    let told = refusal(service.clone().oneshot(4).await.map(drop)).unwrap();
-    assert!(told > Duration::from_secs(3_000) && begun.elapsed() < ms(10), "{told:?} after {:?}", begun.elapsed());
+    let wait = rejection(service.clone().oneshot(4).await.map(drop)).unwrap();
+    assert!(wait > Duration::from_secs(3_000) && begun.elapsed() < ms(10), "{wait:?} after {:?}", begun.elapsed());
     other.reset(Key::GLOBAL).await.unwrap();
     small.join_next().await.unwrap().unwrap().unwrap();
     sleep(ms(50)).await;
@@ -262,10 +262,10 @@ async fn cached_wait_is_forgotten_after_an_admission() {
     }
 }
 
-/// Several of a line have asked at once: those who had no room are in front of those who have not asked yet, and one who needs more is passed by no line of
-/// others who need less.
+/// Several waiters call the store at the same time. Denied waiters stay in front of waiters that have not called yet. Only a bounded number
+/// of cheaper calls overtake an expensive one.
 #[tokio::test(start_paused = true)]
-async fn those_who_were_asked_about_at_once_keep_their_places() {
+async fn waiters_that_call_together_keep_their_order() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
     let served = Arc::new(Mutex::new(Vec::new()));
@@ -288,12 +288,12 @@ async fn those_who_were_asked_about_at_once_keep_their_places() {
     let mut leaving = Vec::new();
     for number in 0..60 {
         let call = service.clone().oneshot((ACME, number));
-        // Some give up, also while they or those around them are asked about.
+        // Some calls give up, also during their own store call or those of their neighbours.
         match number % 6 {
             5 => leaving.push(tokio::spawn(timeout(ms(900 + 3 * u64::from(number)), call))),
             _ => drop(waiting.spawn(call)),
         }
-        // The line begins with the first.
+        // The first call starts the queue.
         sleep(ms(if number == 0 { 10 } else { 1 })).await;
     }
     while let Some(outcome) = waiting.join_next().await {
@@ -307,12 +307,12 @@ async fn those_who_were_asked_about_at_once_keep_their_places() {
         assert!(passed_by < 10, "{number}: {served:?}");
     }
     let asked = store.faults().calls(Verb::Check);
-    assert!(asked <= 2 * 60, "{asked} questions for 60 calls");
+    assert!(asked <= 2 * 60, "{asked} store calls for 60 calls");
 }
 
-/// As another process does: those who are denied at the same time go on to wait, and the first of them alone asks.
+/// Another process takes the room. The waiters that are denied at the same time continue to wait, and only the first one calls the store.
 #[tokio::test(start_paused = true)]
-async fn those_whose_room_is_taken_while_they_ask_wait_as_before() {
+async fn waiters_denied_together_continue_to_wait() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let minute = Policy::new("minute", Quota::per_minute(100).fixed_window());
@@ -334,16 +334,16 @@ async fn those_whose_room_is_taken_while_they_ask_wait_as_before() {
     sleep(Duration::from_secs(30)).await;
     assert_eq!(calls.served().len(), served);
     let asked = store.faults().calls(Verb::Check) - asked;
-    assert!(asked <= 35, "{asked} questions in half a minute");
+    assert!(asked <= 35, "{asked} store calls in half a minute");
     while let Some(outcome) = waiting.join_next().await {
         outcome.unwrap().unwrap();
     }
     assert!(calls.served().is_sorted(), "{:?}", calls.served());
 }
 
-/// It was told how long to wait as if that had been said just now.
+/// Regression: the rejection contained the wait of an old denial as if the store had just sent it.
 #[tokio::test(start_paused = true)]
-async fn who_waits_in_vain_is_not_told_a_wait_that_is_over() {
+async fn rejected_waiter_gets_a_current_wait() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
@@ -354,16 +354,16 @@ async fn who_waits_in_vain_is_not_told_a_wait_that_is_over() {
     sleep(ms(1)).await;
     let second = tokio::spawn(service.clone().oneshot((ACME, 2)));
     sleep(ms(59_800)).await;
-    // Where there is room the first asks, and is answered when the time of the second is over.
+    // When there is room, the first waiter calls the store. The reply arrives after the maximum wait of the second waiter.
     store.faults().delay(ms(30_000));
-    let refused = refusal(second.await.unwrap()).unwrap();
+    let refused = rejection(second.await.unwrap()).unwrap();
     assert!(!refused.is_zero() && refused <= ms(1), "{refused:?}");
     first.await.unwrap().unwrap();
 }
 
-/// Also where there is room of which those who wait do not know yet.
+/// New calls do not overtake waiters, even if there is room that the waiters have not noticed.
 #[tokio::test(start_paused = true)]
-async fn nobody_passes_those_who_wait() {
+async fn new_call_does_not_overtake_waiters() {
     let calls = Calls::new();
     let backend = MemoryBackend::new();
     let service = calls.behind(RateLimitLayer::new(backend.clone(), policy()).wait(Duration::from_secs(10)));
@@ -377,14 +377,14 @@ async fn nobody_passes_those_who_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_longer_than_they_may() {
+async fn waiters_do_not_exceed_the_maximum_wait() {
     let calls = Calls::new();
     let service = calls.behind(RateLimitLayer::new(MemoryBackend::new(), policy()).wait(ms(450)));
     let waiting = (0..10).map(|number| {
         let service = service.clone();
         tokio::spawn(async move {
             let begun = Instant::now();
-            (refusal(service.oneshot((ACME, number)).await), begun.elapsed())
+            (rejection(service.oneshot((ACME, number)).await), begun.elapsed())
         })
     });
     let waiting: Vec<_> = waiting.collect();
@@ -394,25 +394,25 @@ async fn nobody_waits_longer_than_they_may() {
             assert_eq!(refused, None, "{number}");
         } else {
             assert!(refused.is_some_and(|wait| wait <= ms(100)), "{number} {refused:?}");
-            // When the last one came through, those behind know that there is no time for another.
+            // When the fifth call is admitted, the waiters behind it know that there is no room for another in time.
             assert!((ms(400)..ms(460)).contains(&after), "{number} after {after:?}");
         }
     }
-    // What would take too long is known at once.
+    // If the wait is too long, the call is rejected at once.
     let hourly = Policy::new("hourly", Quota::per_hour(1).fixed_window());
     let service = calls.behind(RateLimitLayer::new(MemoryBackend::new(), hourly).wait(Duration::from_secs(60)));
     service.clone().oneshot((ACME, 0)).await.unwrap();
     let begun = Instant::now();
-    assert!(refusal(service.clone().oneshot((ACME, 1)).await).unwrap() > Duration::from_secs(3_000));
+    assert!(rejection(service.clone().oneshot((ACME, 1)).await).unwrap() > Duration::from_secs(3_000));
     assert_eq!(begun.elapsed(), Duration::ZERO);
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_wait_than_may() {
-    for is_said_first in [false, true] {
+async fn waiters_are_bounded_in_total() {
+    for is_set_first in [false, true] {
         let calls = Calls::new();
         let layer = RateLimitLayer::new(MemoryBackend::new(), policy());
-        let layer = match is_said_first {
+        let layer = match is_set_first {
             true => layer.max_waiters_in_total(3).wait(Duration::from_secs(5)),
             false => layer.wait(Duration::from_secs(5)).max_waiters_in_total(3),
         };
@@ -426,10 +426,10 @@ async fn no_more_wait_than_may() {
         }
         let begun = Instant::now();
         for customer in [ACME, GLOBEX] {
-            assert!(refusal(service.clone().oneshot((customer, 9)).await).is_some());
+            assert!(rejection(service.clone().oneshot((customer, 9)).await).is_some());
         }
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        // Who has a line of others in front does not hold up whoever needs not wait.
+        // The full queues do not hold up a customer that has room.
         service.clone().oneshot((INITECH, 0)).await.unwrap();
         while let Some(outcome) = waiting.join_next().await {
             outcome.unwrap().unwrap();
@@ -440,32 +440,32 @@ async fn no_more_wait_than_may() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_gives_up_leaves_the_line_and_is_charged_nothing() {
+async fn cancelled_waiter_leaves_the_queue_uncharged() {
     let calls = Calls::new();
     let backend = MemoryBackend::new();
     let service = calls.behind(RateLimitLayer::new(backend.clone(), policy()).wait(Duration::from_secs(60)));
     service.clone().oneshot((ACME, 0)).await.unwrap();
-    // The first of a line, one in its middle, and its last.
+    // The first waiter, one in the middle, and the last.
     let mut waiting: Vec<_> = (1..=5).map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).collect();
     sleep(ms(10)).await;
-    for place in [4, 2, 0] {
-        waiting.remove(place).abort();
+    for position in [4, 2, 0] {
+        waiting.remove(position).abort();
     }
     for outcome in waiting {
         outcome.await.unwrap().unwrap();
     }
     let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 100)).collect();
     assert_eq!(served, [(0, 0), (2, 1), (4, 2)]);
-    // A line that nobody stands in any more is gone: who comes then is turned away as the first one was.
+    // A queue without waiters is removed, so a new call is served at once.
     sleep(ms(100)).await;
     let limiter = Limiter::new(backend, policy());
     assert_eq!(limiter.peek(ACME).await.unwrap().remaining(), Some(1));
     assert!(timeout(ms(1), service.oneshot((ACME, 6))).await.unwrap().is_ok());
 }
 
-/// Its key was shut out of the process for as long as somebody kept the future, though the quota had room.
+/// Regression: a future that was neither polled nor dropped blocked its key in this process, although the quota had room.
 #[tokio::test(start_paused = true)]
-async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
+async fn unpolled_waiter_holds_up_no_other() {
     let second = Policy::new("second", Quota::per_second(1).fixed_window());
     for is_asking in [None, Some(false), Some(true)] {
         let calls = Calls::new();
@@ -476,13 +476,13 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
         sleep(ms(1)).await;
         let mut aside = pin!(service.clone().oneshot((ACME, 2)));
         if is_asking == Some(true) {
-            // The answer is on its way when nobody polls it any more.
+            // The future is last polled while its store call is in flight.
             assert!(timeout(ms(998), &mut aside).await.is_err());
             store.faults().delay(ms(50));
             assert!(timeout(ms(20), &mut aside).await.is_err());
             store.faults().heal();
         } else {
-            // Or it pauses, or comes to its turn.
+            // The future is last polled while it sleeps as the first waiter, or before its turn comes.
             assert!(timeout(ms(1), &mut aside).await.is_err());
         }
         let others: Vec<_> = [3, 4].map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).into();
@@ -494,7 +494,7 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
         }
         let mut numbers: Vec<u32> = calls.served().iter().map(|(number, _)| *number).collect();
         assert_eq!(numbers, if is_asking.is_none() { vec![0, 1, 3, 4] } else { vec![0, 3, 4] }, "{is_asking:?}");
-        // It has its place yet, in front of those who came later.
+        // The future keeps its position in front of later calls.
         let last = tokio::spawn(service.clone().oneshot((ACME, 5)));
         sleep(ms(1)).await;
         assert!(!last.is_finished());
@@ -502,7 +502,7 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
         last.await.unwrap().unwrap();
         numbers.extend([2, 5]);
         assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), numbers, "{is_asking:?}");
-        // And the line is gone.
+        // Afterwards the queue is removed.
         sleep(ms(1_000)).await;
         let begun = Instant::now();
         service.oneshot((ACME, 6)).await.unwrap();
@@ -510,7 +510,7 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
     }
 }
 
-/// Those behind slept until whoever had the turn before would have gone on at the latest: a long deadline later.
+/// Regression: the waiters behind slept until the latest instant at which a stalled waiter could continue: a long deadline later.
 #[tokio::test(start_paused = true)]
 async fn wait_queue_skips_stalled_waiter() {
     for unpolled in [1, 2] {
@@ -528,7 +528,7 @@ async fn wait_queue_skips_stalled_waiter() {
         }
         store.faults().delay(ms(50));
         sleep(ms(110)).await;
-        // It comes while the first is asked about.
+        // This call arrives during the store call of the first waiter.
         let last = tokio::spawn(service.clone().oneshot((ACME, 9)));
         first.await.unwrap().unwrap();
         last.await.unwrap().unwrap();
@@ -538,7 +538,7 @@ async fn wait_queue_skips_stalled_waiter() {
     }
 }
 
-/// Those behind slept until it would have had its answer at the latest.
+/// Regression: the waiters behind slept until the deadline of the unpolled waiter's store call.
 #[tokio::test(start_paused = true)]
 async fn waiter_unpolled_after_a_store_call_is_skipped() {
     let calls = Calls::new();
@@ -551,7 +551,7 @@ async fn waiter_unpolled_after_a_store_call_is_skipped() {
     store.faults().delay(ms(50));
     assert!(timeout(ms(60), &mut aside).await.is_err());
     let last = tokio::spawn(service.clone().oneshot((ACME, 2)));
-    // Somebody else takes the room.
+    // Another process takes the room.
     assert!(Limiter::new(store.get_ref().clone(), policy()).check(ACME).await.unwrap().is_allowed());
     assert!(timeout(ms(45), &mut aside).await.is_err());
     last.await.unwrap().unwrap();
@@ -559,14 +559,15 @@ async fn waiter_unpolled_after_a_store_call_is_skipped() {
     assert!(after < 600, "after {after} ms");
 }
 
-/// Two of a line ask at once: the first is denied and pauses, and the other one is not polled any more. Once that one was passed by, nothing woke the first.
+/// Regression: two waiters call the store at the same time. The first is denied and sleeps, and the second is no longer polled. Once the
+/// second was skipped, nothing woke the first.
 #[tokio::test(start_paused = true)]
 async fn refund_goes_to_the_first_polled_waiter() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(20));
     let minute = Policy::new("minute", Quota::per_minute(4).fixed_window());
     let other = Limiter::new(store.get_ref().clone(), minute.clone());
-    // Everybody gives back what they took, after so long.
+    // Each call gives its units back after the given number of milliseconds.
     let service = RateLimitLayer::new(store.clone(), minute)
         .wait(Duration::from_secs(90))
         .cost(|(cost, _): &Call| *cost)
@@ -586,7 +587,7 @@ async fn refund_goes_to_the_first_polled_waiter() {
     let first = tokio::spawn(service.clone().oneshot((1, 0)));
     sleep(ms(1)).await;
     let mut aside = pin!(service.clone().oneshot((1, 0)));
-    // Three are given back at 120 ms, and one of the line is admitted, so that the next two are asked about at 140 ms.
+    // At 120 ms three units are given back and one waiter is admitted, so the next two waiters call the store at 140 ms.
     assert!(timeout(ms(90), &mut aside).await.is_err());
     assert_eq!(store.faults().calls(Verb::Check), 6);
     for _ in 0..2 {
@@ -595,13 +596,13 @@ async fn refund_goes_to_the_first_polled_waiter() {
     sleep(ms(50)).await;
     served.spawn(service.oneshot((1, 0)));
     first.await.unwrap().unwrap();
-    // What is given back at 840 ms is asked for in 20 ms.
+    // Within 20 ms, a waiter requests the unit that is given back at 840 ms.
     assert!(begun.elapsed() < ms(900), "{:?}", begun.elapsed());
 }
 
-/// A shadow counts whoever comes, and that is once, however often they have to ask.
+/// A shadow policy counts each call once, however often it calls the store.
 #[tokio::test(start_paused = true)]
-async fn who_waits_is_counted_once_by_those_who_have_no_say() {
+async fn shadow_policy_counts_a_waiter_once() {
     let backend = MemoryBackend::new();
     let shadow = Policy::new("shadow", Quota::per_hour(100).fixed_window());
     let layer = RateLimitLayer::new(backend.clone(), policy()).and(shadow.clone().shadow(), |_: &Call| "all");
@@ -611,7 +612,7 @@ async fn who_waits_is_counted_once_by_those_who_have_no_say() {
         .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
-    // Somebody else takes the room now and then.
+    // Another process sometimes takes the room.
     let other = Limiter::new(backend.clone(), policy());
     let mut waiting: JoinSet<_> = (0..5).map(|number| service.clone().oneshot((ACME, number))).collect();
     for _ in 0..10 {
@@ -621,14 +622,14 @@ async fn who_waits_is_counted_once_by_those_who_have_no_say() {
     while let Some(outcome) = waiting.join_next().await {
         outcome.unwrap().unwrap();
     }
-    // And what is given back is given back everywhere.
+    // Refunds apply to the shadow policy as well.
     let left = Limiter::new(backend, shadow).peek("all").await.unwrap().remaining();
     assert_eq!(left, Some(97));
 }
 
-/// A request that waited for a limit which only the resolver enforces went by without it at its next turn, uncharged, and so did those behind.
+/// Regression: a call that waited for a limit of the resolver was admitted uncharged at its next turn, and so were the calls behind it.
 #[tokio::test(start_paused = true)]
-async fn who_waits_is_held_to_what_the_resolver_says() {
+async fn waiters_are_held_to_the_resolved_policy() {
     let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
     for with_total in [false, true] {
         let calls = Calls::new();
@@ -651,13 +652,13 @@ async fn who_waits_is_held_to_what_the_resolver_says() {
         }
         let served = calls.served();
         assert_eq!(served.len(), 20);
-        for (place, (_, after)) in served.iter().enumerate() {
-            assert!(*after >= 100 * place as u128, "{served:?}");
+        for (position, (_, after)) in served.iter().enumerate() {
+            assert!(*after >= 100 * position as u128, "{served:?}");
         }
     }
 }
 
-/// The other way round: it was charged anew at each turn.
+/// The resolved policy is the shadow policy. Regression: it was charged again at each turn.
 #[tokio::test(start_paused = true)]
 async fn waiter_without_enforced_policy_is_counted_once() {
     let backend = MemoryBackend::new();
@@ -670,7 +671,7 @@ async fn waiter_without_enforced_policy_is_counted_once() {
         .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
-    // Somebody else takes the room now and then, so that the first of the line has to ask more than once.
+    // Another process sometimes takes the room, so the first waiter has to call the store more than once.
     let other = Limiter::new(backend.clone(), policy());
     let mut waiting: JoinSet<_> = (0..5).map(|number| service.clone().oneshot((ACME, number))).collect();
     for _ in 0..10 {
@@ -681,11 +682,11 @@ async fn waiter_without_enforced_policy_is_counted_once() {
         outcome.unwrap().unwrap();
     }
     let left = Limiter::new(backend, plan).peek(ACME).await.unwrap().remaining();
-    assert_eq!(left, Some(97), "and what is given back is given back once");
+    assert_eq!(left, Some(97), "a refund applies once");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
+async fn impossible_cost_and_store_error_are_not_waited_for() {
     let store = FaultStore::new(MemoryBackend::new());
     let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(60));
     let service = layer
@@ -704,7 +705,7 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     assert_eq!(begun.elapsed(), Duration::ZERO);
     let waiting = tokio::spawn(service.clone().oneshot(1));
     sleep(ms(10)).await;
-    // Nor is it told what those are told who wait.
+    // A call above the quota does not get the cached denial of the waiters.
     never().await;
     assert_eq!(begun.elapsed(), ms(10));
     store.faults().fail(Failure::Unavailable);
@@ -712,9 +713,10 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     assert!(begun.elapsed() < ms(120));
 }
 
-/// The first of the line looks once a second. Where the store failed at that moment, the whole line was emptied: turned away, let go, or given another quota.
+/// The first waiter calls the store once a second. Regression: if the store failed at that moment, all waiters were rejected, admitted, or
+/// moved to the local quota.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_for_a_moment_empties_no_line() {
+async fn short_outage_does_not_empty_the_wait_queue() {
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
     let all = [RateLimitFallback::Deny, RateLimitFallback::Allow, RateLimitFallback::Local];
     for (then, is_resolver) in all.into_iter().flat_map(|then| [(then, false), (then, true)]) {
@@ -739,7 +741,7 @@ async fn a_store_that_fails_for_a_moment_empties_no_line() {
         } else {
             store.faults().fail(Failure::Unavailable);
         }
-        // Who comes to its turn meanwhile has been told nothing itself.
+        // The next waiter becomes the first during the outage, and has no decision of its own yet.
         gone.abort();
         sleep(ms(1_500)).await;
         store.faults().heal();
@@ -748,11 +750,11 @@ async fn a_store_that_fails_for_a_moment_empties_no_line() {
             outcome.await.unwrap().unwrap();
         }
         let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 1_000)).collect();
-        assert_eq!(served, [(0, 0), (1, 60), (2, 120)], "{then:?}, of a resolver: {is_resolver}");
+        assert_eq!(served, [(0, 0), (1, 60), (2, 120)], "{then:?}, failing resolver: {is_resolver}");
     }
 }
 
-/// What this process has said itself holds no longer than it wants to.
+/// A denial of the local quota holds only until a refund in this process.
 #[tokio::test(start_paused = true)]
 async fn refund_during_an_outage_reaches_waiters() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -774,9 +776,9 @@ async fn refund_during_an_outage_reaches_waiters() {
     assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
 }
 
-/// They waited for the end of the window, however early the room came back, and so did all who came behind.
+/// Regression: waiters and later calls waited for the end of the window, although units were given back before.
 #[tokio::test(start_paused = true)]
-async fn what_a_request_gives_back_is_had_by_those_who_wait() {
+async fn refund_wakes_a_waiter() {
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
     for several in [false, true] {
         let store = FaultStore::new(MemoryBackend::new());
@@ -788,7 +790,7 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
         });
         let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
         let service = if several {
-            // Those who wait do so in the line of what was added.
+            // The calls wait in the queue of the added policy.
             let each = RateLimitLayer::new(store.clone(), total).wait(Duration::from_secs(90));
             let each = each.and(minute.clone(), |(customer, _): &Call| *customer);
             let each = each.charge_on(|_: Result<&u32, &BoxError>| false);
@@ -796,7 +798,7 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
         } else {
             BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
         };
-        // Where the answers of the store take their time, several are denied before the first of them stands in the line.
+        // If the store replies late, several calls are denied before the first of them joins the queue.
         for delay in [0, 6] {
             store.faults().delay(ms(delay));
             let begun = Instant::now();
@@ -819,7 +821,7 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_for_several_is_had_by_several() {
+async fn refund_of_two_units_admits_two_waiters() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(5));
     let minute = Policy::new("minute", Quota::per_minute(2).fixed_window());
@@ -836,7 +838,7 @@ async fn what_is_given_back_for_several_is_had_by_several() {
     let mut served = JoinSet::new();
     served.spawn(service.clone().oneshot((ACME, 0)));
     sleep(ms(10)).await;
-    // Both are denied before there is a line, and each is told to wait for a minute.
+    // Both calls are denied before there is a queue, each with a wait of one minute.
     served.spawn(service.clone().oneshot((ACME, 1)));
     served.spawn(service.clone().oneshot((ACME, 2)));
     while let Some(number) = served.join_next().await {
@@ -846,7 +848,7 @@ async fn what_is_given_back_for_several_is_had_by_several() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn room_that_others_make_is_found_within_a_second() {
+async fn room_made_by_other_processes_is_found_within_a_second() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
@@ -855,15 +857,15 @@ async fn room_that_others_make_is_found_within_a_second() {
     let waiting: Vec<_> = (1..=3).map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).collect();
     sleep(ms(10_500)).await;
     let asked = store.faults().calls(Verb::Check);
-    assert!((10..=20).contains(&asked), "{asked} questions in ten seconds");
-    // As another process would.
+    assert!((10..=20).contains(&asked), "{asked} store calls in ten seconds");
+    // Another process resets the key.
     Limiter::new(store.get_ref().clone(), minute).reset(ACME).await.unwrap();
     sleep(ms(1_010)).await;
     assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 1]);
     waiting.iter().for_each(tokio::task::JoinHandle::abort);
 }
 
-/// It stood in the line of somebody else, if it counted for others as well.
+/// Regression: if the call had several keys, it waited in the queue of another key.
 #[tokio::test(start_paused = true)]
 async fn request_above_the_resolved_quota_does_not_wait() {
     let plan = Policy::new("plan", Quota::per_hour(5).fixed_window());
@@ -888,14 +890,14 @@ async fn request_above_the_resolved_quota_does_not_wait() {
     waiting.await.unwrap().unwrap();
 }
 
-/// Whoever was merely over the limit was told that the store has failed, and that opened the circuit.
+/// Regression: calls that were only over the limit were reported as store errors, which opened the circuit.
 #[tokio::test(start_paused = true)]
 async fn immediate_store_needs_no_deadline_to_wait() {
     for is_resolved in [false, true] {
         let calls = Calls::new();
         let layer = RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(1));
         let layer = if is_resolved { layer.resolver(resolver(policy())) } else { layer };
-        // A resolver that has to be asked does need time.
+        // A resolver call needs a deadline above zero, so this call fills the resolver's cache.
         calls.behind(layer.clone()).oneshot((ACME, 0)).await.unwrap();
         let service = calls.behind(layer.deadline(Duration::ZERO));
         for number in 1..=7 {
@@ -906,7 +908,7 @@ async fn immediate_store_needs_no_deadline_to_wait() {
     }
 }
 
-/// Where a request counts for several, everybody was told that the store has failed.
+/// Regression: if a call had several keys, it was always reported as a store error.
 #[tokio::test(start_paused = true)]
 async fn immediate_store_needs_no_deadline_for_several_policies() {
     let each = Policy::new("each", Quota::per_hour(3).fixed_window());
@@ -926,11 +928,11 @@ async fn immediate_store_needs_no_deadline_for_several_policies() {
         ];
         for (service, customer) in services.into_iter().zip([ACME, GLOBEX]) {
             for number in 0..5 {
-                let refused = refusal(service.clone().oneshot((customer, number)).await);
+                let refused = rejection(service.clone().oneshot((customer, number)).await);
                 assert_eq!(refused.is_some(), number >= 3, "{refused:?}");
             }
         }
-        // All of them or none.
+        // A denied call is charged under none of the enforced policies. The shadow policy counts it.
         for policy in [total, trial] {
             let left = store.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining();
             assert_eq!(left, Some(if policy == total { 94 } else { 95 }));
@@ -941,7 +943,7 @@ async fn immediate_store_needs_no_deadline_for_several_policies() {
     decided(DenyCache::new(QuotaPrefetch::new(MemoryBackend::new())), policies).await;
 }
 
-/// They were not counted, and the store was said to fail.
+/// Regression: the shadow policies were not charged, and the result was a store error.
 #[tokio::test(start_paused = true)]
 async fn immediate_store_needs_no_deadline_for_shadow_policies() {
     let hourly = |name: &str| Policy::new(name, Quota::per_hour(3).fixed_window()).shadow();
@@ -960,10 +962,10 @@ async fn immediate_store_needs_no_deadline_for_shadow_policies() {
     }
 }
 
-/// It was asked when the request came, and once more for the same answer.
+/// Regression: the cache was queried when the call arrived, and once more for the same decision.
 #[tokio::test(start_paused = true)]
-async fn what_a_cache_remembers_is_asked_for_once() {
-    // One that has to be waited for, so that the cache alone knows anything at once.
+async fn cached_denial_is_looked_up_once() {
+    // The store has latency, so only the cache can decide at once.
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().delay(ms(1));
     let second = Policy::new("second", Quota::per_second(1).fixed_window());
@@ -973,16 +975,16 @@ async fn what_a_cache_remembers_is_asked_for_once() {
     assert!(limiter.check(ACME).await.unwrap().is_allowed());
     assert!(!limiter.check(ACME).await.unwrap().is_allowed());
     assert_eq!((cache.stats().hits, cache.stats().misses), (0, 2));
-    // Too long to wait for.
-    let hasty = calls.behind(layer.clone().wait(ms(10)));
-    assert!(refusal(hasty.oneshot((ACME, 0)).await).is_some());
+    // The cached wait is too long for this layer.
+    let short = calls.behind(layer.clone().wait(ms(10)));
+    assert!(rejection(short.oneshot((ACME, 0)).await).is_some());
     assert_eq!((cache.stats().hits, cache.stats().misses), (1, 2));
-    let mut patient = calls.behind(layer.wait(Duration::from_secs(3)));
-    // Some of the wait, or all of it, may be over when the answer is asked for.
+    let mut long = calls.behind(layer.wait(Duration::from_secs(3)));
+    // Part of the wait, or all of it, may be over when the response future is polled.
     for (number, idle) in [(1, 0), (2, 300), (3, 2_000)] {
         while limiter.check(ACME).await.unwrap().is_allowed() {}
         let (called, hits) = (Instant::now(), cache.stats().hits);
-        let answer = patient.ready().await.unwrap().call((ACME, number));
+        let answer = long.ready().await.unwrap().call((ACME, number));
         sleep(ms(idle)).await;
         answer.await.unwrap();
         assert_eq!(cache.stats().hits, hits + 1, "{number}");
@@ -990,9 +992,9 @@ async fn what_a_cache_remembers_is_asked_for_once() {
     }
 }
 
-/// As in two processes: together they get what there is.
+/// Two layers act as two processes, and share the quota.
 #[tokio::test(start_paused = true)]
-async fn lines_of_one_store_share_its_quota() {
+async fn wait_queues_of_one_store_share_its_quota() {
     let calls = Calls::new();
     let backend = MemoryBackend::new();
     let mut waiting = JoinSet::new();
@@ -1004,13 +1006,13 @@ async fn lines_of_one_store_share_its_quota() {
         outcome.unwrap().unwrap();
     }
     let served = calls.served();
-    for (place, (_, after)) in served.iter().enumerate() {
-        assert!(*after >= 100 * place as u128, "{served:?}");
+    for (position, (_, after)) in served.iter().enumerate() {
+        assert!(*after >= 100 * position as u128, "{served:?}");
     }
     assert!(served[19].1 < 2_000, "{served:?}");
 }
 
-/// Behind `total` for all customers together, and the limit of each.
+/// A service that counts each call under the policy of `layer` for all customers together, and under `each` for its customer.
 fn shared<B>(calls: &Calls, layer: RateLimitLayer<B>, each: Policy) -> BoxCloneService<Call, (), BoxError>
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -1024,9 +1026,10 @@ where
     BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
 }
 
-/// All requests of a layer stood in one line, whosever limit they waited for: others waited behind them, and were told of limits that were not theirs.
+/// Regression: all calls of a layer shared one queue. Calls waited behind others for limits that did not apply to them, and were rejected
+/// with the waits of those limits.
 #[tokio::test(start_paused = true)]
-async fn a_customer_who_waits_holds_up_no_other() {
+async fn waiting_customer_holds_up_no_other() {
     let calls = Calls::new();
     let backend = MemoryBackend::new();
     let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
@@ -1037,20 +1040,20 @@ async fn a_customer_who_waits_holds_up_no_other() {
     sleep(ms(1)).await;
     service.clone().oneshot((GLOBEX, 10)).await.unwrap();
     assert_eq!(calls.served(), [(0, 0), (10, 1)]);
-    // Of their own limit they are told, whatever others wait for.
+    // A customer gets the wait of its own limit.
     Limiter::new(backend, each).block(INITECH, Duration::from_secs(300)).await.unwrap();
-    let refused = refusal(service.clone().oneshot((INITECH, 20)).await).unwrap();
+    let refused = rejection(service.clone().oneshot((INITECH, 20)).await).unwrap();
     assert!(refused > Duration::from_secs(299), "{refused:?}");
     let mut refused = Vec::new();
     while let Some(outcome) = waiting.join_next().await {
-        refused.extend(refusal(outcome.unwrap()));
+        refused.extend(rejection(outcome.unwrap()));
     }
     assert!(matches!(refused[..], [wait] if wait <= Duration::from_secs(1)), "{refused:?}");
     assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 10, 1, 2]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn customers_who_wait_for_the_same_limit_keep_their_order() {
+async fn customers_waiting_for_one_limit_keep_their_order() {
     let calls = Calls::new();
     let store = FaultStore::new(MemoryBackend::new());
     let each = Policy::new("each", Quota::per_second(1_000).fixed_window());
@@ -1064,7 +1067,7 @@ async fn customers_who_wait_for_the_same_limit_keep_their_order() {
     while let Some(outcome) = waiting.join_next().await {
         outcome.unwrap().unwrap();
     }
-    // Nobody passes them, also where there is room of which they do not know yet.
+    // New calls do not overtake the waiters, even if there is room that the waiters have not noticed.
     let waiting = tokio::spawn(service.clone().oneshot((ACME, 30)));
     sleep(ms(50)).await;
     Limiter::new(store.clone(), policy()).reset(Key::GLOBAL).await.unwrap();
@@ -1072,19 +1075,19 @@ async fn customers_who_wait_for_the_same_limit_keep_their_order() {
     waiting.await.unwrap().unwrap();
     assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), (0..32).collect::<Vec<_>>());
     let asked = store.faults().calls(Verb::CheckAll);
-    assert!(asked <= 3 * 30, "{asked} questions for 30 calls");
+    assert!(asked <= 3 * 30, "{asked} store calls for 30 calls");
 }
 
-/// Who has come to their turn in one line stands in another one before they are asked about.
+/// When the turn of a waiter comes in one queue, it joins the queue of the other limit before it calls the store.
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
+async fn waiters_for_two_limits_keep_their_order_in_both() {
     let calls = Calls::new();
     let each = Policy::new("each", Quota::per_second(2).burst(1).unwrap().token_bucket());
     let service =
         shared(&calls, RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(10)), each);
     let mut waiting = JoinSet::new();
     for number in 0..30 {
-        // The first one sends a third of them.
+        // ACME makes a third of the calls.
         let customer = if number % 3 == 0 { ACME } else { 100 + number };
         waiting.spawn(service.clone().oneshot((customer, number)));
         sleep(ms(1)).await;
@@ -1097,13 +1100,13 @@ async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
     for (calls, of) in [(&acme, "one customer"), (&others, "the others")] {
         assert!(calls.is_sorted(), "{of}: {served:?}");
     }
-    // As much as the two limits let through, and none is held up by the customer who has a limit of their own to wait for.
+    // Both limits are used fully. A customer that waits for its own limit holds up no other.
     assert!(others[19].1 <= 2_700, "{served:?}");
     assert!((4_500..5_000).contains(&acme[9].1), "{served:?}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_costs_nothing_waits_for_nobody() {
+async fn free_call_does_not_wait() {
     let own = RateLimitLayer::new(MemoryBackend::new(), policy());
     let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
     let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u32| ACME);
@@ -1133,7 +1136,7 @@ async fn what_costs_nothing_waits_for_nobody() {
         service.clone().oneshot(0).await.unwrap();
         assert_eq!(begun.elapsed(), Duration::ZERO);
         assert!(!waiting.is_finished());
-        assert!(service.oneshot(1).await.unwrap_err().is::<RateLimited>(), "the only place is taken");
+        assert!(service.oneshot(1).await.unwrap_err().is::<RateLimited>(), "there is already one waiter");
         waiting.await.unwrap().unwrap();
     }
 }

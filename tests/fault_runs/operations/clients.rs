@@ -1,4 +1,4 @@
-//! Clients that try again, hang up, and change their minds.
+//! Clients that retry, disconnect, and change their payloads.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,16 +13,16 @@ use tokio::time::{sleep, timeout};
 use super::server::path;
 
 const CLIENTS: u64 = 32;
-/// For how long a client waits that does not hang up on purpose.
-const PATIENCE: Duration = Duration::from_millis(2_500);
+/// How long a client waits, unless it disconnects on purpose.
+const TIMEOUT: Duration = Duration::from_millis(2_500);
 const BODIES: [&str; 2] = ["hundred", "thousand"];
 
-/// One request, and what was answered; status 0 if nothing was.
+/// One request and its response. The status is 0 if there was none.
 pub struct Sent {
     pub operation: String,
     pub body: &'static str,
     pub status: u16,
-    /// The last word of the type of a problem.
+    /// The last segment of the problem type.
     pub problem: String,
     pub is_replay: bool,
     pub text: String,
@@ -40,12 +40,12 @@ impl Clients {
         Self { servers: Arc::new(Mutex::new(servers)), next: Arc::default(), operations }
     }
 
-    /// A server is somewhere else from now on.
+    /// Sets the new address of a server.
     pub fn moved(&self, number: usize, to: SocketAddr) {
-        self.servers.lock().expect("nobody panics")[number] = to;
+        self.servers.lock().expect("the mutex is not poisoned")[number] = to;
     }
 
-    /// Asks until all operations had their turn, or until the time is over.
+    /// Sends requests until all operations were requested or the time is over.
     pub async fn ask(self, until: Instant) -> Vec<Sent> {
         let mut clients = JoinSet::new();
         for number in 0..CLIENTS {
@@ -65,8 +65,8 @@ impl Clients {
         clients.join_all().await.into_iter().flatten().collect()
     }
 
-    /// A couple of requests for one operation, some at the same time, until one was answered; and now and then one for an earlier one, of
-    /// those that were asked for before the last fault more often than not.
+    /// Sends a few requests for one operation, some of them concurrently, until one is answered. A few requests are for an earlier
+    /// operation, mostly from before the last fault.
     async fn operation(&self, turn: u64, dice: &mut Dice, sent: &mut Vec<Sent>) {
         let (mut asked, before) = (JoinSet::new(), sent.len());
         for request in 0..2 + dice.below(4) {
@@ -93,12 +93,12 @@ impl Clients {
         }
     }
 
-    /// Asks for an operation again, with the same body, until it is known what became of it.
+    /// Repeats an operation with the same body until its outcome is known.
     pub async fn ask_again(self, operation: String, body: String) -> Vec<Sent> {
         let (mut dice, mut sent) = (Dice(0), Vec::new());
         for _ in 0..50 {
-            let body = BODIES.into_iter().find(|known| *known == body).expect("we have sent it");
-            sent.push(self.send(operation.clone(), body, PATIENCE, &mut dice).await);
+            let body = BODIES.into_iter().find(|known| *known == body).expect("the body is in `BODIES`");
+            sent.push(self.send(operation.clone(), body, TIMEOUT, &mut dice).await);
             if sent.last().is_some_and(|sent| !matches!(sent.status, 0 | 503) && sent.problem != "in-flight") {
                 break;
             }
@@ -109,35 +109,35 @@ impl Clients {
 
     fn request(&self, turn: u64, dice: &mut Dice) -> impl Future<Output = Sent> + Send + use<> {
         let body = BODIES[usize::from(dice.below(10) == 0)];
-        let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
-        self.send(named(turn), body, patience, dice)
+        let time_limit = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { TIMEOUT };
+        self.send(named(turn), body, time_limit, dice)
     }
 
     fn send(
         &self,
         operation: String,
         body: &'static str,
-        patience: Duration,
+        time_limit: Duration,
         dice: &mut Dice,
     ) -> impl Future<Output = Sent> + Send + use<> {
-        let servers = self.servers.lock().expect("nobody panics");
+        let servers = self.servers.lock().expect("the mutex is not poisoned");
         let server = servers[dice.below(servers.len() as u64) as usize];
         async move {
-            let answer = timeout(patience, send(server, &operation, body)).await.ok().and_then(Result::ok);
+            let answer = timeout(time_limit, send(server, &operation, body)).await.ok().and_then(Result::ok);
             let (status, problem, is_replay, text) = answer.unwrap_or_default();
             Sent { operation, body, status, problem, is_replay, text }
         }
     }
 }
 
-/// One key, several callers.
+/// Returns the name of an operation. Several callers use the same key.
 fn named(turn: u64) -> String {
     format!("caller-{}/key-{}", turn % 3, turn / 3)
 }
 
 type Answer = (u16, String, bool, String);
 
-/// On a connection of its own, which is cut if this is dropped.
+/// Sends a request on its own connection, which is closed if the future is dropped.
 async fn send(server: SocketAddr, operation: &str, body: &str) -> std::io::Result<Answer> {
     let (caller, key) = operation.split_once('/').expect("an operation is a caller and a key");
     let mut connection = TcpStream::connect(server).await?;
@@ -161,7 +161,7 @@ async fn send(server: SocketAddr, operation: &str, body: &str) -> std::io::Resul
     Ok((status, problem.unwrap_or_default().to_owned(), is_replay, text.to_owned()))
 }
 
-/// Numbers that nobody would guess (SplitMix64).
+/// Pseudo-random numbers (SplitMix64).
 struct Dice(u64);
 
 impl Dice {

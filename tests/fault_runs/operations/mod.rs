@@ -1,5 +1,5 @@
-//! The same requests again and again, to four servers that are killed and stopped in their tracks, on a Redis that is too: what was done
-//! twice, what was answered to whom, and what is left behind.
+//! Repeated requests to four servers that are killed and stopped, on a Redis that is killed and restarted. Checks which operations
+//! were executed twice, which client got which answer, and which records are left.
 
 mod clients;
 mod server;
@@ -19,16 +19,16 @@ pub use server::{LEASE, WORKER, serve};
 
 const SERVERS: usize = 4;
 
-/// How much of it.
+/// The size of a run.
 pub struct Scale {
     pub operations: u64,
-    /// No longer than that, whatever is left to do.
+    /// The longest duration, even if operations are left.
     pub time: Duration,
-    /// Of records: longer than all of it, so that nothing is done again because it was forgotten.
+    /// The retention of records. Longer than the run, so that no operation is executed again because its record has expired.
     pub retention: Duration,
-    /// Between faults.
+    /// The pause between faults.
     pub pause: Duration,
-    /// How many operations are begun at the least.
+    /// The minimum number of operations that have to begin.
     pub at_least: usize,
 }
 
@@ -47,7 +47,7 @@ pub const SHORT: Scale = Scale {
     at_least: 100,
 };
 
-/// What came of it.
+/// The result of a run.
 #[derive(Debug, Default)]
 pub struct Report {
     operations: usize,
@@ -95,7 +95,7 @@ pub const HEAD: &str = "\
 | operations | requests | executions | again | replays | in flight | mismatches | unknown | unavailable | hung up | killed | stopped | Redis restarts | |
 | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
 
-/// Does all of it.
+/// Runs servers, clients and faults, and checks the result.
 pub fn run(scale: &Scale) -> Report {
     let mut redis = RedisServer::start_with(DURABLE);
     let folder = tempfile::tempdir().expect("a temporary folder can be made");
@@ -122,7 +122,8 @@ pub fn run(scale: &Scale) -> Report {
             0 => {
                 let is_alive = servers[number].is_alive();
                 report.must(is_alive, || format!("server {number} has ended before it was killed"));
-                // Most handlers are too short for a kill to find one. There may be nobody left who asks for anything.
+                // Most handlers are too short for a kill to hit one, so the next one is held. There may be no client left that sends a
+                // request.
                 let dies_with = servers[number].hold(Duration::from_secs(2));
                 servers[number] = Server::start(&url, &journal, scale.retention, SERVERS + turn);
                 clients.moved(number, servers[number].address());
@@ -137,7 +138,7 @@ pub fn run(scale: &Scale) -> Report {
                 }
             }
             1 => {
-                // Longer than its lease, so that what it does is of unknown outcome meanwhile.
+                // Longer than its lease, so that the outcome of its operations is unknown meanwhile.
                 servers[number].pause();
                 sleep(LEASE + Duration::from_millis(300));
                 servers[number].resume();
@@ -156,15 +157,15 @@ pub fn run(scale: &Scale) -> Report {
         sent.extend(runtime.block_on(again).expect("no client panics"));
     }
     let ended = Instant::now();
-    // What clients have left behind is done, and kept.
+    // Operations that clients have abandoned complete, and their answers are stored.
     sleep(LEASE);
     judge(&mut report, &sent, &held, &fs::read_to_string(&journal).expect("there is a journal"));
     let operations = report.executions - report.again;
-    report.must(operations >= scale.at_least, || format!("no more than {operations} operations were begun"));
+    report.must(operations >= scale.at_least, || format!("only {operations} operations were begun"));
     let is_all = scale.operations >= 10_000;
     let rare = [report.again, report.unknown];
-    report.must(!is_all || rare.iter().all(|seen| *seen > 0), || format!("nothing was taken over: {rare:?}"));
-    report.must(!held.is_empty(), || "no server was killed with a handler at work".to_owned());
+    report.must(!is_all || rare.iter().all(|seen| *seen > 0), || format!("no operation was taken over: {rare:?}"));
+    report.must(!held.is_empty(), || "no server was killed while a handler ran".to_owned());
     expiries(&mut report, &redis, scale, ended);
     let ended = servers.iter_mut().map(Server::is_alive).filter(|is_alive| !is_alive).count();
     report.must(ended == 0, || format!("{ended} servers have ended before they were killed"));
@@ -172,11 +173,11 @@ pub fn run(scale: &Scale) -> Report {
     report
 }
 
-/// `held` are operations whose handlers have died with their servers.
+/// Checks the answers and the journal. `held` are operations whose handlers died with their servers.
 fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
     let (mut begun, mut said) = (HashMap::<&str, Vec<u64>>::new(), HashMap::<&str, HashSet<&str>>::new());
     for line in journal.lines() {
-        // `begin operation fence`, or `end operation answer`.
+        // A line is `begin operation fence` or `end operation answer`.
         let mut words = line.splitn(3, ' ');
         let (Some(verb), Some(operation), Some(rest)) = (words.next(), words.next(), words.next()) else { continue };
         if verb == "begin" {
@@ -201,7 +202,7 @@ fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
         } else {
             sent.iter().any(|sent| sent.operation == *operation && sent.problem == "outcome-unknown")
         };
-        report.must(is_told, || format!("nobody was told that a server had died with {operation}"));
+        report.must(is_told, || format!("no client learned that a server died during {operation}"));
     }
     let mut replayed = HashMap::<&str, &str>::new();
     for Sent { operation, body, status, problem, is_replay, text } in sent {
@@ -209,13 +210,14 @@ fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
             (0, _) => report.hung_up += 1,
             (200, _) => {
                 let is_known = said.get(&**operation).is_some_and(|said| said.contains(&**text));
-                report.must(is_known, || format!("{operation} was answered what nobody has said: {text:.80}"));
+                report.must(is_known, || format!("{operation} got an answer that no handler sent: {text:.80}"));
                 let is_own = text.starts_with(&format!("{operation} {body} "));
-                report.must(is_own, || format!("{operation} {body} was answered {text:.80}"));
+                report.must(is_own, || format!("{operation} {body} got the answer of another request: {text:.80}"));
                 if *is_replay {
                     report.replays += 1;
                     let first = *replayed.entry(operation).or_insert(text);
-                    report.must(first == text, || format!("{operation} was answered {first:.80}, then {text:.80}"));
+                    report
+                        .must(first == text, || format!("{operation} was replayed as {first:.80}, then as {text:.80}"));
                 }
             }
             (409, "in-flight") => report.in_flight += 1,
@@ -225,16 +227,16 @@ fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
             _ => report.must(false, || format!("{operation} was answered {status} {problem}")),
         }
     }
-    // Where nobody takes over there is one answer.
+    // An operation that is never taken over has a single answer.
     for Sent { operation, text, .. } in sent.iter().filter(|sent| sent.status == 200) {
         let is_one = server::is_repeatable(operation) || replayed.get(&**operation).is_none_or(|first| first == text);
-        report.must(is_one, || format!("{operation} was answered {text:.80}, and others something else"));
+        report.must(is_one, || format!("{operation} got the answer {text:.80}, and other requests a different one"));
     }
     let seen = [report.replays, report.in_flight, report.mismatches, report.hung_up];
-    report.must(seen.iter().all(|seen| *seen > 0), || format!("too little has happened to say anything: {seen:?}"));
+    report.must(seen.iter().all(|seen| *seen > 0), || format!("some answers never occurred: {seen:?}"));
 }
 
-/// All that is kept has an expiry, and nothing outlives it but the last fences of what was given back.
+/// Checks that every key has an expiry, and that only the last fences of released operations outlive the retention.
 fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Instant) {
     const KEEP_FREE: Duration = Duration::from_secs(600);
     let mut connection = redis.connection();
@@ -254,14 +256,14 @@ fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Inst
         keys.into_iter().zip(values).filter_map(|(key, value)| Some((key, value?))).collect()
     };
     let longest = scale.retention.max(KEEP_FREE) + LEASE;
-    // The counts of callers included.
+    // This includes the counts of callers.
     for key in keys(&mut connection, "*") {
         let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("an expiry is read");
         let is_bounded = ttl == -2 || (0..=longest.as_millis() as i64).contains(&ttl);
         report.must(is_bounded, || format!("{key} is kept for {ttl} ms"));
     }
     sleep((ended + scale.retention + 2 * LEASE).saturating_duration_since(Instant::now()));
-    // In flight, or completed: the second byte says so.
+    // The second byte is 0 unless the operation is in flight or completed.
     let mut orphans = 0;
     let is_orphan = |(_, value): &(String, Vec<u8>)| value.get(1) != Some(&0);
     wait_until("records expire", || {
