@@ -32,7 +32,8 @@ use std::time::{Duration, Instant, SystemTime};
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{Ack, AckKind, Claim, DelayQueueStore, Finished, Pushed, QueueKey, WorkerId};
+use tollgate::delay_queue::Pushed;
+use tollgate::delay_queue::store::{Ack, AckKind, Claim, DelayQueueStore, Finished, QueueKey, WorkerId};
 use tollgate::{DelayQueue, RedisBackend};
 
 const PUSHERS: usize = 256;

@@ -23,8 +23,9 @@ use http::{Request, Response};
 use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use support::server::{RedisServer, binary};
-use tollgate::idempotency::{Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
-use tollgate::lock::Token;
+use tollgate::idempotency::Operation;
+use tollgate::idempotency::store::{Claim, Completion, Digest, IdempotencyStore, Payload};
+use tollgate::lock::store::Token;
 use tollgate::{GlobalKey, IdempotencyLayer, MemoryBackend, RedisBackend, RedisOptions};
 use tower::{Layer, Service, ServiceExt, service_fn};
 

@@ -5,7 +5,7 @@ use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::lock::Reach;
+use crate::reach::Reach;
 
 mod connect;
 
@@ -306,7 +306,7 @@ pub enum ConfigError {
         reason: String,
     },
     /// The backend coordinates fewer processes than required.
-    ScopeTooSmall {
+    ReachTooSmall {
         /// The required reach.
         needed: Reach,
         /// The reach of the backend.
@@ -368,7 +368,7 @@ impl fmt::Display for ConfigError {
                 )
             }
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
-            Self::ScopeTooSmall { needed, has } => {
+            Self::ReachTooSmall { needed, has } => {
                 write!(f, "this backend coordinates {has}, but {needed} must be coordinated")
             }
         }

@@ -102,6 +102,7 @@ mod key;
 mod meter;
 mod on_failure;
 mod panics;
+mod reach;
 mod store;
 
 pub mod backend;
@@ -135,6 +136,7 @@ pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, StrK
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::on_failure::{OnMissingKey, OnStoreError};
 pub use self::rate_limit::{DenyCache, Limiter, Policy, Quota, QuotaPrefetch, RateLimitFallback, RateLimitLayer};
+pub use self::reach::Reach;
 pub use crate::responder::{ErrorResponder, HttpResponder};
 
 /// The code in the README, run as doctests.

@@ -29,10 +29,8 @@ use support::stores::delegate_queue;
 use support::worker::{Worker, end_at_panics};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{
-    Ack, AckKind, Admission, Backoff, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Finished,
-    Job, NewJob, Pushed, QueueKey,
-};
+use tollgate::delay_queue::store::{Ack, AckKind, Admission, Claim, Claimed, DelayQueueStore, Finished, QueueKey};
+use tollgate::delay_queue::{Backoff, Counts, DelayQueue, DelayQueueWorker, Job, NewJob, Pushed};
 use tollgate::{BoxError, RedisBackend, StoreError};
 use tower::service_fn;
 

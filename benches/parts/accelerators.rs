@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::support::server::RedisServer;
 use super::support::windows::{Event, Recorder, Windows, now_us};
-use tollgate::rate_limit::{DenyCache, QuotaPrefetch, RateLimitStore};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{DenyCache, QuotaPrefetch};
 use tollgate::{Key, Limiter, Policy, Quota, RedisBackend};
 
 const THREADS: usize = 2;

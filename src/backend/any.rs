@@ -3,19 +3,19 @@ use std::time::Duration;
 use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
-use crate::delay_queue::{
-    self, Ack, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease, NewJob,
-    QueueKey, State, StoredJob, WorkerId,
-};
+use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
+use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State, StoredJob};
 use crate::error::{ConfigError, ConnectError, StoreError};
-use crate::idempotency::{
-    self, Answer, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
-    OperationStatus, Payload,
-};
+use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::{self, Answer, Checkpoint, Operation, OperationPage, OperationStatus};
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Released, Renewal, Token};
-use crate::lock::{Cursor, ForceReleased, LockPage, LockRegistry, LockStatus};
-use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
+use crate::lock::LockKey;
+use crate::lock::store::LockRegistry;
+use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Released, Renewal, Token};
+use crate::lock::{Cursor, ForceReleased, LockPage, LockStatus};
+use crate::rate_limit::store::{Charged, RateLimitStore, Request};
+use crate::rate_limit::{Decision, Policy, Receipt};
+use crate::reach::Reach;
 
 /// Connects to the backend of a URL.
 ///
@@ -218,8 +218,8 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.reset(policy, key).await)
     }
 
-    fn scope(&self) -> Reach {
-        delegate!(self, store => RateLimitStore::scope(store))
+    fn reach(&self) -> Reach {
+        delegate!(self, store => RateLimitStore::reach(store))
     }
 }
 
@@ -260,8 +260,8 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.watch_asks(lock).await)
     }
 
-    fn scope(&self) -> Reach {
-        delegate!(self, store => LockStore::scope(store))
+    fn reach(&self) -> Reach {
+        delegate!(self, store => LockStore::reach(store))
     }
 }
 
@@ -280,18 +280,18 @@ impl LockRegistry for AnyBackend {
 }
 
 impl IdempotencyStore for AnyBackend {
-    async fn begin(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<Begun, StoreError> {
+    async fn begin(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Result<Begun, StoreError> {
         delegate!(self, store => store.begin(operation, claim).await)
     }
 
-    fn begin_now(&self, operation: &Operation, claim: &idempotency::Claim) -> Option<Result<Begun, StoreError>> {
+    fn begin_now(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Option<Result<Begun, StoreError>> {
         delegate!(self, store => store.begin_now(operation, claim))
     }
 
     async fn renew(
         &self,
         operation: &Operation,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
@@ -300,7 +300,7 @@ impl IdempotencyStore for AnyBackend {
     async fn checkpoint(
         &self,
         operation: &Operation,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
@@ -325,7 +325,7 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => store.complete_now(operation, token, completion))
     }
 
-    async fn release(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<bool, StoreError> {
+    async fn release(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyStore::release(store, operation, claim).await)
     }
 
@@ -333,8 +333,8 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => IdempotencyStore::watch(store, operation).await)
     }
 
-    fn scope(&self) -> Reach {
-        delegate!(self, store => IdempotencyStore::scope(store))
+    fn reach(&self) -> Reach {
+        delegate!(self, store => IdempotencyStore::reach(store))
     }
 }
 
@@ -370,7 +370,7 @@ impl DelayQueueStore for AnyBackend {
         &self,
         queue: &QueueKey,
         finished: &[Ack],
-        claim: &delay_queue::Claim,
+        claim: &delay_queue::store::Claim,
     ) -> Result<Claimed, StoreError> {
         delegate!(self, store => store.claim(queue, finished, claim).await)
     }
@@ -433,8 +433,8 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => DelayQueueStore::forget(store, queue, ids).await)
     }
 
-    fn scope(&self) -> Reach {
-        delegate!(self, store => DelayQueueStore::scope(store))
+    fn reach(&self) -> Reach {
+        delegate!(self, store => DelayQueueStore::reach(store))
     }
 
     fn identity(&self) -> Option<usize> {

@@ -11,7 +11,8 @@ use super::charge::RuleCharge;
 use super::key::RuleKey;
 use super::layer::{ExtraLimits, RuleCost};
 use super::service::PreparedService;
-use crate::rate_limit::{self, AnnotateResponse, ChargeAlways, RateLimitStore, Rejection};
+use crate::rate_limit::store::RateLimitStore;
+use crate::rate_limit::{self, AnnotateResponse, ChargeAlways, Rejection};
 use crate::responder::Responder;
 
 type Limited<S, ReqBody, B, A, R> =

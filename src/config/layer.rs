@@ -13,11 +13,12 @@ use super::service::RulesService;
 use super::usage::count_unmatched;
 use crate::error::ConfigError;
 use crate::key::ExtractKey;
-use crate::lock::Reach;
+use crate::rate_limit::store::RateLimitStore;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, FilterAction, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost,
-    RequestFilter, SharedState, Subjects,
+    ChargeAlways, CircuitBreaker, FilterAction, Policy, RateLimit, RateLimitLayer, RequestCost, RequestFilter,
+    SharedState, Subjects,
 };
+use crate::reach::Reach;
 use crate::responder::HttpResponder;
 
 /// Enforces [`Rules`](super::Rules) in front of an HTTP service. See the [module docs](crate::config) for examples.
@@ -108,12 +109,12 @@ impl<B, A> RulesLayer<B, A> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if the backend's scope is smaller.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
+    /// [`ConfigError::ReachTooSmall`] if the reach of the backend is less.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
     {
-        self.shared.backend.scope().require(scope)?;
+        self.shared.backend.reach().require(needed)?;
         Ok(self)
     }
 

@@ -8,7 +8,8 @@ use tower_service::Service;
 
 use super::future::ResponseFuture;
 use super::layer::{RuleLimit, RulesLayer, Shared};
-use crate::rate_limit::{AnnotateResponse, RateLimitStore, Rejection};
+use crate::rate_limit::store::RateLimitStore;
+use crate::rate_limit::{AnnotateResponse, Rejection};
 use crate::responder::{HttpResponder, Responder};
 
 /// An HTTP service behind rules. See the [module docs](crate::config) for examples.

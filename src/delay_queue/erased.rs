@@ -11,8 +11,9 @@ use super::store::{
 };
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Notifications, Reach};
+use crate::reach::Reach;
 use crate::store::deadline::Deadline;
+use crate::store::notifications::Notifications;
 
 pub(crate) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
@@ -47,7 +48,7 @@ pub(crate) trait DynStore: Send + Sync {
     fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, deadline: Duration) -> Call<bool>;
     fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>>;
     fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>>;
-    fn scope(&self) -> Reach;
+    fn reach(&self) -> Reach;
     fn identity(&self) -> Option<usize>;
 }
 
@@ -133,8 +134,8 @@ impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
         with_deadline(async move { DelayQueueStore::forget(&*self, &queue, &ids).await }, deadline)
     }
 
-    fn scope(&self) -> Reach {
-        DelayQueueStore::scope(self)
+    fn reach(&self) -> Reach {
+        DelayQueueStore::reach(self)
     }
 
     fn identity(&self) -> Option<usize> {

@@ -219,7 +219,7 @@
 //! A queue has at most [`max_jobs`](DelayQueue::max_jobs) jobs, and a job at most [`max_size`](DelayQueue::max_size) bytes of payload and
 //! headers. Dead jobs are limited in [number and age](DelayQueue::keep_dead), and to half of all jobs. In a [split](DelayQueue::split)
 //! queue the limits on jobs and dead jobs apply to each part. A delay is at most [`Due::MAX_DELAY`]. Each script handles about
-//! [`MAX_BATCH`] jobs at most, however many are due.
+//! [`MAX_BATCH`](store::MAX_BATCH) jobs at most, however many are due.
 //!
 //! # Durability
 //!
@@ -250,7 +250,7 @@ mod record;
 mod removal;
 #[cfg(feature = "cron")]
 mod schedule;
-mod store;
+pub mod store;
 
 mod worker;
 
@@ -279,11 +279,6 @@ pub use self::removal::{Cancel, Purge};
 pub use self::responder::JobResponder;
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
-#[cfg(feature = "redis")]
-pub(crate) use self::store::batch_len;
-pub use self::store::{
-    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died,
-    Expired, Extended, Finished, JobLease, MAX_BATCH, MAX_NOTE, QueueKey, State, WorkerId,
-};
+pub use self::store::{Cancelled, Changed, Counts, DeadLimits, MAX_NOTE, State};
 pub use self::worker::events::{Event, Events};
 pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};

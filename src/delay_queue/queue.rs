@@ -22,9 +22,10 @@ use super::store::{
 use super::worker::store_client::{CircuitWait, StoreClient};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::{Notifications, Reach};
+use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 use crate::store::deadline::require_nonzero_deadline;
+use crate::store::notifications::Notifications;
 
 /// How many ids a bulk push generates before it yields to other tasks.
 const IDS_PER_YIELD: u32 = 1_024;
@@ -160,8 +161,8 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Which processes share the queue.
     #[must_use]
-    pub fn scope(&self) -> Reach {
-        self.handle.store.scope()
+    pub fn reach(&self) -> Reach {
+        self.handle.store.reach()
     }
 
     /// Checks that the queue is shared as widely as you need, so that the memory backend, whose jobs end with the process, is not
@@ -169,9 +170,9 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if the store's scope is smaller than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if the store's reach is less than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.reach().require(needed)?;
         Ok(self)
     }
 

@@ -1,3 +1,5 @@
+//! For people who write a backend: what a delay queue needs from a store.
+
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
@@ -9,7 +11,9 @@ use super::record::UniqueFor;
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Notifications, Reach};
+use crate::reach::Reach;
+
+pub use crate::store::notifications::Notifications;
 
 /// The store of delay queues, which a backend implements. Each job is in one state at a time, and every transition is one atomic step.
 ///
@@ -138,7 +142,7 @@ pub trait DelayQueueStore {
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Which processes share a queue.
-    fn scope(&self) -> Reach;
+    fn reach(&self) -> Reach;
 
     /// An address that clones of a store share and no other live store has. `None` means unknown.
     #[doc(hidden)]

@@ -144,7 +144,7 @@ impl HttpResponder {
     ///
     /// let response = app.oneshot(Request::get("/").body(Body::empty())?).await?;
     /// assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
-    /// assert!(response.headers().contains_key("ratelimit"));
+    /// assert!(response.headers().contains_key("ratelimit-policy"));
     /// assert_eq!(to_bytes(response.into_body(), 100).await?, r#"{"error":"slow down"}"#);
     /// # Ok(())
     /// # }

@@ -7,7 +7,7 @@ use super::checkpoint::Checkpoint;
 use super::store::{Claim, IdempotencyStore, Operation};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Cursor;
+use crate::store::cursor::Cursor;
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// What operators need from a backend, and requests do not: inspect an operation, forget it, or complete it by hand.
@@ -139,8 +139,8 @@ impl OperationPage {
 /// use tollgate::MemoryBackend;
 /// use tollgate::idempotency::{IdempotencyAdmin, Operation, OperationState};
 /// # use std::time::Duration;
-/// # use tollgate::idempotency::{Claim, Digest, IdempotencyStore};
-/// # use tollgate::lock::Token;
+/// # use tollgate::idempotency::store::{Claim, Digest, IdempotencyStore};
+/// # use tollgate::lock::store::Token;
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 /// # let backend = MemoryBackend::new();
@@ -170,8 +170,9 @@ impl OperationPage {
 /// use tollgate::MemoryBackend;
 /// use tollgate::idempotency::IdempotencyAdmin;
 /// # use std::time::Duration;
-/// # use tollgate::idempotency::{Claim, Digest, IdempotencyStore, Operation};
-/// # use tollgate::lock::Token;
+/// # use tollgate::idempotency::store::{Claim, Digest, IdempotencyStore};
+/// # use tollgate::idempotency::Operation;
+/// # use tollgate::lock::store::Token;
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 /// # let backend = MemoryBackend::new();

@@ -20,8 +20,10 @@ use super::rejection::{Rejection, ScopeBound};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::{Notifications, Reach, Token};
+use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+use crate::store::notifications::Notifications;
+use crate::store::token::Token;
 
 /// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
 /// Attempts above this number are left to the end of their lease.
@@ -153,8 +155,8 @@ impl Coordinator {
         answer
     }
 
-    pub(crate) fn scope(&self) -> Reach {
-        self.store.scope()
+    pub(crate) fn reach(&self) -> Reach {
+        self.store.reach()
     }
 
     /// Counts a new attempt, unless the maximum in total or for its scope is reached.

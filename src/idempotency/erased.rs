@@ -5,8 +5,10 @@ use std::time::Duration;
 use super::checkpoint::Checkpoint;
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::error::StoreError;
-use crate::lock::{Notifications, Reach, Token};
+use crate::reach::Reach;
 use crate::store::deadline::Deadline;
+use crate::store::notifications::Notifications;
+use crate::store::token::Token;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
@@ -44,7 +46,7 @@ pub(super) trait DynStore: Send + Sync {
     ) -> Option<Result<bool, StoreError>>;
     fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool>;
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
-    fn scope(&self) -> Reach;
+    fn reach(&self) -> Reach;
 }
 
 impl<S: IdempotencyStore + Send + Sync> DynStore for S {
@@ -104,7 +106,7 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         Box::pin(IdempotencyStore::watch(self, operation))
     }
 
-    fn scope(&self) -> Reach {
-        IdempotencyStore::scope(self)
+    fn reach(&self) -> Reach {
+        IdempotencyStore::reach(self)
     }
 }

@@ -17,8 +17,9 @@ use super::policy::{OnUnknown, ResponsePolicy};
 use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::{Reach, Token};
+use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
+use crate::store::token::Token;
 
 /// Executes operations once that are no HTTP requests: messages of a broker, jobs, commands.
 ///
@@ -52,7 +53,7 @@ use crate::store::circuit::CircuitBreaker;
 /// use std::time::Duration;
 /// use tollgate::MemoryBackend;
 /// use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnUnknown, Idempotent};
-/// use tollgate::lock::Reach;
+/// use tollgate::Reach;
 ///
 /// # fn main() -> Result<(), tollgate::ConfigError> {
 /// let payouts = Idempotent::new(MemoryBackend::new(), "payouts")
@@ -211,9 +212,9 @@ impl Idempotent {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.home.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.home.reach().require(needed)?;
         Ok(self)
     }
 

@@ -65,7 +65,7 @@
 //! use http::Method;
 //! use tollgate::http::header;
 //! use tollgate::idempotency::{CircuitBreaker, ResponsePolicy, OnDisconnect, OnUnknown};
-//! use tollgate::lock::Reach;
+//! use tollgate::Reach;
 //! use tollgate::{HttpResponder, IdempotencyLayer, MemoryBackend, OnMissingKey, OnStoreError};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
@@ -346,7 +346,7 @@ mod checkpoint;
 mod per_scope;
 mod policy;
 mod rejection;
-mod store;
+pub mod store;
 
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod attempt;
@@ -364,8 +364,9 @@ pub(crate) use self::attempt::{
     Attempt, Begin, Coordinator, Granted, MostRunning, OperationContext, Running, Settlement,
 };
 pub use crate::store::circuit::CircuitBreaker;
+pub use crate::store::cursor::Cursor;
 
-pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
+pub use self::admin::{IdempotencyAdmin, OperationPage, OperationState, OperationStatus};
 pub use self::answer::Answer;
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
@@ -377,4 +378,4 @@ pub(crate) use self::metrics::Verdict;
 pub use self::operation_error::{Failed, OperationError};
 pub use self::policy::{OnDisconnect, OnUnknown, ResponsePolicy};
 pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
-pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};
+pub use self::store::Operation;

@@ -1,3 +1,5 @@
+//! For people who write a backend: what idempotency needs from a store.
+
 use std::fmt;
 use std::future::Future;
 use std::hash::{Hash, Hasher};
@@ -7,7 +9,11 @@ use std::time::Duration;
 use super::checkpoint::Checkpoint;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Notifications, Reach, Token};
+use crate::reach::Reach;
+
+pub use super::admin::IdempotencyRegistry;
+pub use crate::store::notifications::Notifications;
+pub use crate::store::token::Token;
 
 /// What idempotency needs from a backend: one record for each operation. Every change of a record is one atomic step, and needs
 /// the token that holds the operation.
@@ -110,7 +116,7 @@ pub trait IdempotencyStore {
     fn watch(&self, operation: &Operation) -> impl Future<Output = Notifications> + Send;
 
     /// The reach within which an operation is executed once.
-    fn scope(&self) -> Reach;
+    fn reach(&self) -> Reach;
 }
 
 /// Identifies an operation: the key that the client chose, within the scope of the client.

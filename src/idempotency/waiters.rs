@@ -7,7 +7,7 @@ use super::attempt::{Begin, OperationContext};
 use super::handle::HasPayload;
 use super::store::Begun;
 use crate::error::StoreError;
-use crate::lock::Notifications;
+use crate::store::notifications::Notifications;
 
 /// How often a waiter polls, with or without notifications.
 const POLL: Duration = Duration::from_secs(1);

@@ -23,8 +23,9 @@ use super::metrics::{HandoffKind, Outcome};
 use super::pickup::{Acquire, Request};
 use super::release_task::{IN_FLIGHT_GRACE, ReleaseTask};
 use super::renewal::jittered;
-use super::store::{Acquired, Claim, Line, Reach, Token};
+use super::store::{Acquired, Claim, Queueing, Token};
 use crate::error::{ConfigError, StoreError};
+use crate::reach::Reach;
 use crate::store::circuit::Circuit;
 
 /// How long a waiter goes without a call to the store: a notification may be lost.
@@ -157,7 +158,7 @@ pub(super) async fn take(
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
     check(terms)?;
-    if home.store.scope() == Reach::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
+    if home.store.reach() == Reach::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
     {
         return Err(ConfigError::NotByQuorum.into());
     }
@@ -212,7 +213,7 @@ async fn wait_in_queue(
         match entered {
             Entered::LeaderPermit(_) if home.is_closed() => return Err(Closed.into()),
             Entered::LeaderPermit(turn) => return Ok(Handoff::LeaderPermit(turn)),
-            Entered::Line { mut waiting, is_free_soon, news } => {
+            Entered::Queue { mut waiting, is_free_soon, news } => {
                 // Callers that do not wait still wait for a release in progress.
                 let until = if is_free_soon { answer_by } else { give_up };
                 tokio::select! {
@@ -423,7 +424,7 @@ async fn retry(
         }
         // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
         // needs a new token.
-        if home.store.scope() == Reach::Quorum {
+        if home.store.reach() == Reach::Quorum {
             asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
         }
         heard = Attempt::new(home, asked, terms.limit()).await;
@@ -449,31 +450,31 @@ struct Acquisition {
 
 impl Acquisition {
     fn new(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<Self, StoreError> {
-        let line = match (terms.is_fair, terms.wait.is_zero()) {
-            (false, _) => Line::Ignore,
-            (true, true) => Line::Respect,
-            (true, false) => Line::Join,
+        let queueing = match (terms.is_fair, terms.wait.is_zero()) {
+            (false, _) => Queueing::Bypass,
+            (true, true) => Queueing::Yield,
+            (true, false) => Queueing::Enqueue,
         };
         // Handoff is allowed only if no queue in the store would be bypassed.
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
         let Terms { ttl, kind, is_shared, deadline, max_hold, .. } = *terms;
         let replicas = terms.replicas();
-        let claim = Claim { fences, kind, permits, is_shared, line, replicas, ..Claim::new(Token::random()?, ttl) };
+        let claim = Claim { fences, kind, permits, is_shared, queueing, replicas, ..Claim::new(Token::random()?, ttl) };
         let (home, lock) = (Arc::clone(home), *lock);
         Ok(Self { home, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
     }
 
     /// The token of a caller in the store's queue.
     fn in_line(&self) -> Option<Token> {
-        (self.claim.line == Line::Join).then_some(self.claim.token)
+        (self.claim.queueing == Queueing::Enqueue).then_some(self.claim.token)
     }
 
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
             Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
             // The claim may still have its position in the store's queue, and has to leave it.
-            Ok(Acquired::OtherKind { .. }) if self.claim.line == Line::Join => {}
+            Ok(Acquired::OtherKind { .. }) if self.claim.queueing == Queueing::Enqueue => {}
             // An earlier attempt may still be in flight.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. })
                 if self.settles.is_some() => {}
@@ -524,7 +525,7 @@ impl Acquisition {
     fn undo(&mut self) {
         if let Some(sent) = self.sent.take() {
             let granted_by = self.settles.map_or(sent, |settles| settles.max(sent));
-            let until = after(granted_by, self.claim.ttl.max(Claim::PLACE));
+            let until = after(granted_by, self.claim.ttl.max(Claim::POSITION_TTL));
             let errand = ReleaseTask::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
             if let Some(errand) = errand {
                 errand.in_background();

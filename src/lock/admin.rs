@@ -7,6 +7,7 @@ use super::lock_key::LockKey;
 use super::store::LockStore;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::store::cursor::Cursor;
 use crate::store::deadline::Deadline;
 
 /// What operators need from a backend, and holders do not: inspect locks and release them by force.
@@ -94,15 +95,6 @@ impl ForceReleased {
     pub const fn new(holders: usize, fence: u64) -> Self {
         Self { holders, fence }
     }
-}
-
-/// Where a [list](LockAdmin::list) continues. Valid only for the backend that returned it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Cursor {
-    /// The part of the backend, for instance a node of a cluster.
-    pub part: u32,
-    /// The position within the part.
-    pub position: u64,
 }
 
 /// A page of a [list](LockAdmin::list).

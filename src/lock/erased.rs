@@ -6,8 +6,9 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::lock_key::LockKey;
-use super::store::{Acquired, Claim, LockStore, Notifications, Reach, Released, Renewal, Token};
+use super::store::{Acquired, Claim, LockStore, Notifications, Released, Renewal, Token};
 use crate::error::StoreError;
+use crate::reach::Reach;
 use crate::store::deadline::Deadline;
 
 /// Nearly always one.
@@ -28,7 +29,7 @@ pub(super) trait DynStore: Send + Sync {
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
     fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>>;
     fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Notifications>;
-    fn scope(&self) -> Reach;
+    fn reach(&self) -> Reach;
 }
 
 impl<S: LockStore + Send + Sync + 'static> DynStore for S {
@@ -71,7 +72,7 @@ impl<S: LockStore + Send + Sync + 'static> DynStore for S {
         Box::pin(async move { LockStore::watch_asks(&*self, &lock).await })
     }
 
-    fn scope(&self) -> Reach {
-        LockStore::scope(self)
+    fn reach(&self) -> Reach {
+        LockStore::reach(self)
     }
 }

@@ -93,7 +93,7 @@ pub(super) enum Handoff {
 /// What a caller finds when it enters.
 pub(super) enum Entered {
     LeaderPermit(LeaderPermit),
-    Line {
+    Queue {
         waiting: Waiting,
         is_free_soon: bool,
         news: Option<FailureWatch>,
@@ -314,7 +314,7 @@ impl Shared {
         );
         entry.ask();
         let news = terms.heeds_circuit.then(|| entry.news());
-        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, position, offer }, is_free_soon, news })
+        Ok(Entered::Queue { waiting: Waiting { home: Arc::clone(self), lock, position, offer }, is_free_soon, news })
     }
 
     /// Calls the store beside other callers: the store keeps the queue.

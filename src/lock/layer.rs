@@ -18,10 +18,11 @@ use super::running::{Place, Places};
 use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
-use super::store::{LockStore, Reach};
+use super::store::LockStore;
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::on_failure::{OnMissingKey, OnStoreError};
+use crate::reach::Reach;
 use crate::responder::HttpResponder;
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
@@ -394,9 +395,9 @@ impl<K, A, D> LockLayer<K, A, D> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.settings.locks.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.settings.locks.reach().require(needed)?;
         Ok(self)
     }
 

@@ -66,7 +66,7 @@ impl fmt::Display for LockKey {
     }
 }
 
-/// For maps with keys that carry their hash: [`LockKey`] and [`Token`](super::Token).
+/// For maps with keys that carry their hash: [`LockKey`] and [`Token`](super::store::Token).
 pub(crate) type KnownHash = BuildHasherDefault<Known>;
 
 /// Uses the hash as it is.

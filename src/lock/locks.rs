@@ -12,9 +12,10 @@ use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks_state::Shared;
 use super::run_error::{RunError, ended};
-use super::store::{LockStore, Reach, Replicas};
+use super::store::{LockStore, Replicas};
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 
 /// Locks by key, for one piece of work at a time.
@@ -365,23 +366,23 @@ impl Locks {
 
     /// The reach of the locks: [`Reach::Process`] on the memory backend.
     #[must_use]
-    pub fn scope(&self) -> Reach {
-        self.shared.store.scope()
+    pub fn reach(&self) -> Reach {
+        self.shared.store.reach()
     }
 
     /// Checks that the locks reach far enough, for instance that the backend is not the memory backend.
     ///
     /// ```
-    /// use tollgate::{Locks, MemoryBackend, lock::Reach};
+    /// use tollgate::{Locks, MemoryBackend, Reach};
     ///
     /// assert!(Locks::new(MemoryBackend::new(), "orders").require(Reach::Redis).is_err());
     /// ```
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.reach().require(needed)?;
         Ok(self)
     }
 

@@ -131,7 +131,8 @@
 //! # #[cfg(feature = "http")] {
 //! use std::time::Duration;
 //! use tollgate::http::header;
-//! use tollgate::lock::{OnLoss, Reach, ReleaseAt};
+//! use tollgate::lock::{OnLoss, ReleaseAt};
+//! use tollgate::Reach;
 //! use tollgate::responder::BusyStatus;
 //! use tollgate::{HttpResponder, LockLayer, MemoryBackend, OnMissingKey, OnStoreError};
 //!
@@ -261,7 +262,7 @@ mod run_error;
 mod rw;
 mod segmented;
 mod semaphore;
-mod store;
+pub mod store;
 
 pub mod fencing;
 mod layer;
@@ -284,7 +285,7 @@ mod renewal;
 mod running;
 mod together;
 
-pub use self::admin::{Cursor, ForceReleased, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus};
+pub use self::admin::{ForceReleased, LockAdmin, LockHolder, LockPage, LockStatus};
 #[cfg(feature = "http")]
 pub(crate) use self::context::Held;
 pub(crate) use self::error::PartialEffects;
@@ -306,5 +307,5 @@ pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
 pub use self::service::{Detach, Lock};
-pub use self::store::{Acquired, Claim, Line, LockStore, Notifications, Reach, Released, Renewal, Replicas, Token};
 pub use crate::store::circuit::CircuitBreaker;
+pub use crate::store::cursor::Cursor;

@@ -194,7 +194,7 @@ impl MultiLease {
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // With a queue in the store, wait for each lock by itself.
-        let most = if terms.is_fair { 1 } else { Claim::MAX_TOGETHER };
+        let most = if terms.is_fair { 1 } else { Claim::MAX_BATCH };
         let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
         for locks in shards.flat_map(|shard| shard.chunks(most)) {
             terms.wait = give_up.saturating_duration_since(Instant::now());

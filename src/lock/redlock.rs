@@ -11,10 +11,11 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use super::fence_floor::FenceFloor;
 use super::kind::LockKind;
 use super::lock_key::LockKey;
-use super::store::{Acquired, Claim, Line, LockStore, Notifications, Reach, Released, Renewal, Token};
+use super::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
 use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
+use crate::reach::Reach;
 
 /// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///
@@ -182,8 +183,9 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         wanted: &[(LockKey, Claim)],
         call: impl Fn(&'a S) -> Call<'a, Vec<Acquired>>,
     ) -> Result<Vec<Acquired>, StoreError> {
-        let plain =
-            |claim: &Claim| claim.kind != LockKind::ReadWrite && claim.permits == 1 && claim.line == Line::Ignore;
+        let plain = |claim: &Claim| {
+            claim.kind != LockKind::ReadWrite && claim.permits == 1 && claim.queueing == Queueing::Bypass
+        };
         if !wanted.iter().all(|(_, claim)| plain(claim)) {
             return Err(StoreError::other(ConfigError::NotByQuorum));
         }
@@ -427,8 +429,8 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     }
 
     /// Stores of one process cover no more than the process.
-    fn scope(&self) -> Reach {
-        let is_shared = self.stores.iter().all(|store| store.scope() > Reach::Process);
+    fn reach(&self) -> Reach {
+        let is_shared = self.stores.iter().all(|store| store.reach() > Reach::Process);
         if is_shared { Reach::Quorum } else { Reach::Process }
     }
 }

@@ -15,9 +15,10 @@ use super::local_queue::Position;
 use super::lock_key::{KnownHash, LockKey};
 use super::locks_state::Shared;
 use super::release_task::ReleaseTask;
-use super::store::{Reach, Token};
+use super::store::Token;
 use crate::error::StoreError;
 use crate::panics::discard_joined;
+use crate::reach::Reach;
 use crate::store::deadline::Deadline;
 
 /// Maximum number of leases in one renewal call.
@@ -371,7 +372,7 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
 /// Whether a lease needs a renewal call of its own. By a quorum, a call fails if one of its leases is undecided, which must not
 /// cost others theirs. A replicated call fails if too few replicas have one lease, and then does not report a lost one.
 fn is_apart(shared: &Shared, hold: &Grant) -> bool {
-    let may_fail_for_others = shared.store.scope() == Reach::Quorum || hold.replicas().count > 0;
+    let may_fail_for_others = shared.store.reach() == Reach::Quorum || hold.replicas().count > 0;
     may_fail_for_others && hold.is_suspended()
 }
 

@@ -4,9 +4,10 @@ use std::time::Duration;
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
 use super::locks_state::Shared;
-use super::store::{LockStore, Reach};
+use super::store::LockStore;
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 
 /// Locks by key that many readers hold together, or one writer alone.
@@ -137,19 +138,19 @@ impl RwLocks {
         self.locks.try_lock(key)
     }
 
-    /// The reach of the locks: see [`Locks::scope`].
+    /// The reach of the locks: see [`Locks::reach`].
     #[must_use]
-    pub fn scope(&self) -> Reach {
-        self.locks.scope()
+    pub fn reach(&self) -> Reach {
+        self.locks.reach()
     }
 
     /// Checks that the locks reach far enough: see [`Locks::require`].
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        Ok(Self { locks: self.locks.require(scope)? })
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        Ok(Self { locks: self.locks.require(needed)? })
     }
 
     /// Grants no more leases, and waits until every lease is released: see [`Locks::shutdown`].

@@ -4,9 +4,10 @@ use std::time::Duration;
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
 use super::locks_state::Shared;
-use super::store::{LockStore, Reach};
+use super::store::LockStore;
 use crate::error::ConfigError;
 use crate::key::Key;
+use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 
 /// Permits by key, for a number of holders at a time. Each is a [`Lease`](super::Lease) that expires with a dead holder.
@@ -121,19 +122,19 @@ impl Semaphore {
         self.locks.try_lock(key)
     }
 
-    /// The reach of the permits: see [`Locks::scope`].
+    /// The reach of the permits: see [`Locks::reach`].
     #[must_use]
-    pub fn scope(&self) -> Reach {
-        self.locks.scope()
+    pub fn reach(&self) -> Reach {
+        self.locks.reach()
     }
 
     /// Checks that the permits reach far enough: see [`Locks::require`].
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        Ok(Self { locks: self.locks.require(scope)? })
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        Ok(Self { locks: self.locks.require(needed)? })
     }
 
     /// Grants no more permits, and waits until every permit is released: see [`Locks::shutdown`].

@@ -1,19 +1,16 @@
-use std::any::Any;
-use std::cell::RefCell;
-use std::fmt;
-use std::future::{Future, poll_fn};
-use std::hash::{Hash, Hasher};
-use std::sync::Arc;
-use std::task::Poll;
-use std::time::Duration;
+//! For people who write a backend: what locks need from a store.
 
-use smallvec::{SmallVec, smallvec};
-use tokio::sync::watch;
-use tokio::time::sleep;
+use std::future::Future;
+use std::time::Duration;
 
 use super::kind::LockKind;
 use super::lock_key::LockKey;
-use crate::error::{ConfigError, StoreError};
+use crate::error::StoreError;
+use crate::reach::Reach;
+
+pub use super::admin::LockRegistry;
+pub use crate::store::notifications::Notifications;
+pub use crate::store::token::Token;
 
 /// What locks need from a backend: leases that are acquired, renewed and released, each in one atomic step.
 ///
@@ -27,7 +24,7 @@ use crate::error::{ConfigError, StoreError};
 /// If you drop a returned future, the call may or may not have been executed.
 pub trait LockStore {
     /// Acquires a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others of the same kind hold one, and
-    /// no waiter precedes this one: see [`Line`]. While a lock of another [kind](Claim::kind) is held, the answer is
+    /// no waiter precedes this one: see [`Queueing`]. While a lock of another [kind](Claim::kind) is held, the answer is
     /// [`Acquired::OtherKind`].
     ///
     /// If the token holds the lease already, this renews it and returns the same answer, except for the fence of a quorum.
@@ -35,7 +32,7 @@ pub trait LockStore {
 
     /// Acquires the leases of several locks, each like [`acquire`](Self::acquire), or none. Either all answers are
     /// [`Acquired::Granted`], or each says how long the lock is held by others, zero if it is free. Accepts up to
-    /// [`Claim::MAX_TOGETHER`] locks with the same [`shard`](Self::shard), for one holder each, with equal times, and without a
+    /// [`Claim::MAX_BATCH`] locks with the same [`shard`](Self::shard), for one holder each, with equal times, and without a
     /// queue.
     fn acquire_all(
         &self,
@@ -62,7 +59,7 @@ pub trait LockStore {
     /// and after each notification. A store without notifications returns [`Notifications::none`].
     fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Notifications> + Send;
 
-    /// Stores the name of a holder, for [`LockRegistry::inspect`](super::LockRegistry::inspect). Does nothing by default.
+    /// Stores the name of a holder, for [`LockRegistry::inspect`]. Does nothing by default.
     fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
         let _ = (lock, token, name);
         std::future::ready(Ok(()))
@@ -81,74 +78,7 @@ pub trait LockStore {
     }
 
     /// The reach of the leases.
-    fn scope(&self) -> Reach;
-}
-
-/// Identifies the holder of a lease: 16 random bytes, new for each acquisition.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Token([u8; 16]);
-
-impl Token {
-    /// A unique token.
-    ///
-    /// # Errors
-    ///
-    /// If the system has no random numbers.
-    pub fn random() -> Result<Self, StoreError> {
-        POOL.with_borrow_mut(Pool::take)
-    }
-
-    /// The token from a store. `None` unless it has 16 bytes.
-    #[must_use]
-    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        bytes.try_into().map(Self).ok()
-    }
-
-    /// The bytes of the token for a store.
-    #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 16] {
-        &self.0
-    }
-}
-
-thread_local! {
-    static POOL: RefCell<Pool> = const { RefCell::new(Pool { tokens: [[0; 16]; Pool::SIZE], left: 0 }) };
-}
-
-/// Random numbers for several tokens, to save system calls.
-struct Pool {
-    tokens: [[u8; 16]; Pool::SIZE],
-    left: usize,
-}
-
-impl Pool {
-    const SIZE: usize = 32;
-
-    fn take(&mut self) -> Result<Token, StoreError> {
-        if self.left == 0 {
-            getrandom::fill(self.tokens.as_flattened_mut()).map_err(StoreError::other)?;
-            self.left = Self::SIZE;
-        }
-        self.left -= 1;
-        // From now on only the caller has it.
-        Ok(Token(std::mem::take(&mut self.tokens[self.left])))
-    }
-}
-
-impl Hash for Token {
-    // It is random already.
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        let [first, _] = self.0.as_chunks().0 else { return };
-        state.write_u64(u64::from_le_bytes(*first));
-    }
-}
-
-impl fmt::Debug for Token {
-    // A client with the token can release the lease, so logs show only a part of it.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, ..] = self.0;
-        write!(f, "Token({a:02x}{b:02x}{c:02x}{d:02x}..)")
-    }
+    fn reach(&self) -> Reach;
 }
 
 /// The parameters of an acquisition.
@@ -172,7 +102,7 @@ pub struct Claim {
     /// Granted fences are larger than this number. Defaults to 0; values above [`Claim::MAX_FLOOR`] are cut to it.
     pub floor: u64,
     /// The place of this claim in the queue.
-    pub line: Line,
+    pub queueing: Queueing,
     /// The replication that a grant requires.
     pub replicas: Replicas,
 }
@@ -198,15 +128,15 @@ impl Replicas {
 /// The order of the claims for one lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Line {
+pub enum Queueing {
     /// First come, first served, once it is free.
     #[default]
-    Ignore,
+    Bypass,
     /// Queued waiters first. This claim does not enter the queue.
-    Respect,
+    Yield,
     /// Earlier waiters first. If the lease is not free, this claim enters the queue. It stays until it is granted or
-    /// [released](LockStore::release), or does not call again for [`Claim::PLACE`].
-    Join,
+    /// [released](LockStore::release), or does not call again for [`Claim::POSITION_TTL`].
+    Enqueue,
 }
 
 impl Claim {
@@ -221,7 +151,7 @@ impl Claim {
             permits: 1,
             is_shared: false,
             floor: 0,
-            line: Line::Ignore,
+            queueing: Queueing::Bypass,
             replicas: Replicas { count: 0, within: Duration::ZERO },
         }
     }
@@ -233,11 +163,11 @@ impl Claim {
     }
 
     /// How long a position is kept without a call of its waiter. A dead waiter blocks the queue for this long.
-    pub const PLACE: Duration = Duration::from_secs(3);
+    pub const POSITION_TTL: Duration = Duration::from_secs(3);
     /// Maximum number of leases in one call.
-    pub const MAX_TOGETHER: usize = 128;
+    pub const MAX_BATCH: usize = 128;
     /// Maximum number of queued waiters for one lease, of all processes together.
-    pub const MAX_LINE: u32 = 10_000;
+    pub const MAX_QUEUE: u32 = 10_000;
     /// The shortest lease.
     pub const MIN_TTL: Duration = Duration::from_millis(10);
     /// The longest lease. A renewed short lease serves longer holds, and ends soon after its holder dies.
@@ -324,109 +254,5 @@ impl Released {
     #[must_use]
     pub const fn new(was_held: bool) -> Self {
         Self { was_held, is_wanted: false }
-    }
-}
-
-/// The processes among which leases exclude each other, quotas are shared, operations run once and queues are the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Reach {
-    /// This process only.
-    Process,
-    /// All processes with the same Redis primary.
-    Redis,
-    /// All processes with the same independent stores, by majority: see [`Redlock`](super::Redlock).
-    Quorum,
-}
-
-impl Reach {
-    /// An error if this is less than `needed`.
-    pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {
-        if self < needed { Err(ConfigError::ScopeTooSmall { needed, has: self }) } else { Ok(()) }
-    }
-}
-
-impl fmt::Display for Reach {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Process => "one process",
-            Self::Redis => "all processes on one Redis",
-            Self::Quorum => "all processes on the same stores",
-        })
-    }
-}
-
-/// Notifies a waiter when to look again: see [`LockStore::watch`].
-pub struct Notifications {
-    changes: SmallVec<[watch::Receiver<()>; 1]>,
-    // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
-    keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
-}
-
-/// How long notifications of several sources are merged, at most.
-const LONGEST_LULL_US: u32 = 4_000;
-
-impl Notifications {
-    /// A notification for each message. `keep` is dropped with the last of them.
-    #[must_use]
-    pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { changes: smallvec![changes], keep: smallvec![keep] }
-    }
-
-    /// No notifications: the waiter has to poll.
-    #[must_use]
-    pub const fn none() -> Self {
-        Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
-    }
-
-    /// Merges several sources. Notifications shortly after each other become one, at different times for different waiters.
-    #[must_use]
-    pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
-        let mut all = Self::none();
-        for Self { changes, keep } in several {
-            all.changes.extend(changes);
-            all.keep.extend(keep);
-        }
-        all
-    }
-
-    /// Waits for a notification since the last call.
-    pub async fn next(&mut self) {
-        loop {
-            let gone = match &mut *self.changes {
-                [] => std::future::pending().await,
-                [one] => match one.changed().await {
-                    Ok(()) => return,
-                    Err(_) => 0,
-                },
-                several => {
-                    let mut changes: Vec<_> = several.iter_mut().map(|changes| Box::pin(changes.changed())).collect();
-                    let (at, is_told) = poll_fn(|cx| {
-                        let polls = changes.iter_mut().map(|changed| changed.as_mut().poll(cx));
-                        let told = polls.enumerate().find_map(|(at, poll)| match poll {
-                            Poll::Ready(outcome) => Some((at, outcome.is_ok())),
-                            Poll::Pending => None,
-                        });
-                        told.map_or(Poll::Pending, Poll::Ready)
-                    })
-                    .await;
-                    if is_told {
-                        break;
-                    }
-                    at
-                }
-            };
-            // The sender is gone.
-            self.changes.remove(gone);
-        }
-        let share = getrandom::u32().unwrap_or_default();
-        sleep(Duration::from_micros(u64::from(share % LONGEST_LULL_US))).await;
-        self.changes.iter_mut().for_each(watch::Receiver::mark_unchanged);
-    }
-}
-
-impl fmt::Debug for Notifications {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Notifications").field("is_told", &!self.changes.is_empty()).finish()
     }
 }

@@ -9,7 +9,7 @@ use super::sharded_map::{Expiry, Location, ShardedMap};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Reach;
+use crate::reach::Reach;
 
 /// Caches denials, and denies further requests of the same key without a store call.
 ///
@@ -318,7 +318,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         self.store.reset(policy, key).await
     }
 
-    fn scope(&self) -> Reach {
-        self.store.scope()
+    fn reach(&self) -> Reach {
+        self.store.reach()
     }
 }

@@ -17,8 +17,8 @@ use super::wait_queue::WaitQueues;
 use crate::MemoryBackend;
 use crate::error::ConfigError;
 use crate::key::GlobalKey;
-use crate::lock::Reach;
 use crate::on_failure::OnMissingKey;
+use crate::reach::Reach;
 use crate::responder::HttpResponder;
 use crate::store::circuit::{Circuit, CircuitBreaker};
 use crate::store::sharded_refs::{ShardedRefs, thread_slot};
@@ -434,12 +434,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if the counts are shared less widely than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError>
+    /// [`ConfigError::ReachTooSmall`] if the counts are shared less widely than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError>
     where
         B: RateLimitStore,
     {
-        self.settings.core.store.scope().require(scope)?;
+        self.settings.core.store.reach().require(needed)?;
         Ok(self)
     }
 

@@ -13,7 +13,7 @@ use super::policy::Policy;
 use super::store::{Charged, RateLimitStore};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
-use crate::lock::Reach;
+use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker};
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
@@ -144,9 +144,9 @@ impl<B: RateLimitStore> Limiter<B> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if the counts are shared less widely than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.store.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if the counts are shared less widely than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.store.reach().require(needed)?;
         Ok(self)
     }
 

@@ -185,7 +185,7 @@ mod rejection;
 mod resolver;
 mod service;
 mod sharded_map;
-mod store;
+pub mod store;
 mod wait;
 mod wait_queue;
 
@@ -207,7 +207,6 @@ pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
 pub use self::rejection::{AnnotateResponse, LimitInfo, Rejection};
 pub use self::resolver::PolicyResolver;
 pub use self::service::RateLimit;
-pub use self::store::{Charged, RateLimitStore, Request};
 pub use crate::store::circuit::CircuitBreaker;
 
 #[cfg(feature = "http")]

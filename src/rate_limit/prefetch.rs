@@ -19,8 +19,8 @@ use super::sharded_map::{Expiry, Location, ShardedMap};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Reach;
 use crate::panics::discard_joined;
+use crate::reach::Reach;
 
 /// Draws units from the store in advance for frequently used keys, and hands them out in this process.
 ///
@@ -804,7 +804,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
         self.store.reset(policy, key).await
     }
 
-    fn scope(&self) -> Reach {
-        self.store.scope()
+    fn reach(&self) -> Reach {
+        self.store.reach()
     }
 }

@@ -1,3 +1,5 @@
+//! For people who write a backend: what rate limits need from a store.
+
 use std::future::Future;
 use std::mem;
 use std::time::Duration;
@@ -6,7 +8,7 @@ use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Reach;
+use crate::reach::Reach;
 
 /// The operations that rate limiting needs from a backend. Each decision is atomic.
 ///
@@ -95,7 +97,7 @@ pub trait RateLimitStore {
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Returns how widely the counts are shared. Defaults to this process.
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 }

@@ -11,9 +11,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::key::Key;
+use crate::rate_limit::store::{RateLimitStore, Request};
 use crate::rate_limit::{
-    Algorithm, Decision, Limit, LimitStatus, Limiter, Outcome, Policy, Quota, QuotaChange, RateLimitStore, Receipt,
-    Request,
+    Algorithm, Decision, Limit, LimitStatus, Limiter, Outcome, Policy, Quota, QuotaChange, Receipt,
 };
 
 /// A window that does not end during a test, and in which a bucket gains no token, even on a slow machine.

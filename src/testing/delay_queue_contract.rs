@@ -11,10 +11,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::delay_queue::store::{
+    Ack, AckKind, Admission, Claim, Claimed, ClaimedJob, DelayQueueStore, Died, Expired, Extended, Finished, MAX_BATCH,
+    QueueKey, WorkerId,
+};
 use crate::delay_queue::{
-    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died,
-    Due, Expired, Extended, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique, UniqueFor,
-    WorkerId,
+    Cancelled, Changed, Counts, DeadLimits, Due, JobId, NewJob, Priority, Reason, State, Unique, UniqueFor,
 };
 
 /// A lease that does not end during a test, even on a slow machine.

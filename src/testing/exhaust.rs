@@ -1,5 +1,6 @@
 use crate::key::Key;
-use crate::rate_limit::{Decision, Limiter, Outcome, RateLimitStore};
+use crate::rate_limit::store::RateLimitStore;
+use crate::rate_limit::{Decision, Limiter, Outcome};
 
 /// How often the remaining units are charged before other callers must be the reason that units remain.
 const ATTEMPTS: usize = 100;

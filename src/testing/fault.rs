@@ -4,21 +4,17 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::delay_queue::{
-    self, Ack, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease, NewJob,
-    QueueKey, State as JobState, StoredJob, WorkerId,
-};
+use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
+use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State as JobState, StoredJob};
 use crate::error::StoreError;
-use crate::idempotency::{
-    self, Answer, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
-    OperationStatus, Payload,
-};
+use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::{self, Answer, Checkpoint, Operation, OperationPage, OperationStatus};
 use crate::key::Key;
-use crate::lock::{
-    Acquired, Claim, Cursor, ForceReleased, LockKey, LockPage, LockRegistry, LockStatus, LockStore, Notifications,
-    Reach, Released, Renewal, Token,
-};
-use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
+use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Released, Renewal, Token};
+use crate::lock::{Cursor, ForceReleased, LockKey, LockPage, LockStatus};
+use crate::rate_limit::store::{RateLimitStore, Request};
+use crate::rate_limit::{Decision, Policy, Receipt};
+use crate::reach::Reach;
 
 /// A store with faults that a test injects. It also counts its calls. See the [module docs](super) for an example.
 ///
@@ -318,20 +314,20 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
         self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }
 
 impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
-    async fn begin(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<Begun, StoreError> {
+    async fn begin(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Result<Begun, StoreError> {
         self.faults.around(Verb::Begin, self.inner.begin(operation, claim)).await
     }
 
     async fn renew(
         &self,
         operation: &Operation,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
     ) -> Result<bool, StoreError> {
         self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
@@ -340,7 +336,7 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
     async fn checkpoint(
         &self,
         operation: &Operation,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
@@ -356,7 +352,7 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Complete, self.inner.complete(operation, token, completion)).await
     }
 
-    async fn release(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<bool, StoreError> {
+    async fn release(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Result<bool, StoreError> {
         self.faults.around(Verb::Release, self.inner.release(operation, claim)).await
     }
 
@@ -364,8 +360,8 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.watch(self.inner.watch(operation)).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }
 
@@ -406,8 +402,8 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.watch(self.inner.watch_asks(lock)).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }
 
@@ -457,7 +453,7 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         &self,
         queue: &QueueKey,
         finished: &[Ack],
-        claim: &delay_queue::Claim,
+        claim: &delay_queue::store::Claim,
     ) -> Result<Claimed, StoreError> {
         self.faults.around(Verb::Claim, self.inner.claim(queue, finished, claim)).await
     }
@@ -526,8 +522,8 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         self.faults.around(Verb::Control, self.inner.forget(queue, ids)).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 
     fn identity(&self) -> Option<usize> {

@@ -11,10 +11,9 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::idempotency::{
-    Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound,
-};
-use crate::lock::Token;
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound};
+use crate::idempotency::{Checkpoint, Operation};
+use crate::lock::store::Token;
 
 /// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);

@@ -12,11 +12,12 @@ use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
 use crate::error::StoreError;
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, Payload};
 use crate::idempotency::{
-    Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, IdempotencyRegistry, Operation,
-    OperationPage, OperationState, OperationStatus, Payload,
+    Answer, Checkpoint, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus,
 };
-use crate::lock::{Cursor, Token};
+use crate::lock::Cursor;
+use crate::lock::store::Token;
 
 /// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);

@@ -2,9 +2,8 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::Key;
-use crate::delay_queue::{
-    Canceller, ClaimedJob, FailureInfo, Headers, Job, JobId, NewJob, Priority, Reason, State, StoredJob,
-};
+use crate::delay_queue::store::ClaimedJob;
+use crate::delay_queue::{Canceller, FailureInfo, Headers, Job, JobId, NewJob, Priority, Reason, State, StoredJob};
 
 /// Builds a job as a worker passes it to a service, without a queue or a worker. Use it in tests of the service.
 ///

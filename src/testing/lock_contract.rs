@@ -16,10 +16,12 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::{ConfigError, StoreError};
+use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
 use crate::lock::{
-    Acquired, Claim, Lease, LeaseState, Line, LockError, LockKey, LockKind, LockStore, Locks, LossReason, MultiLease,
-    Notifications, Reach, ReleaseOutcome, Released, Renewal, RunError, RwLocks, Segment, Segmented, Semaphore, Token,
+    Lease, LeaseState, LockError, LockKey, LockKind, Locks, LossReason, MultiLease, ReleaseOutcome, RunError, RwLocks,
+    Segment, Segmented, Semaphore,
 };
+use crate::reach::Reach;
 use crate::testing::observed::Observed;
 
 /// A lease that does not end during a test, even on a slow machine.
@@ -92,7 +94,7 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
         for _ in 0..8 {
             sleep(SHORT / 4).await;
             let again = take(&store, &lock, &claim).await;
-            assert!(again == fence || store.scope() == Reach::Quorum, "{again} after {fence}");
+            assert!(again == fence || store.reach() == Reach::Quorum, "{again} after {fence}");
         }
         assert!(busy(&store, &lock).await > SHORT / 4);
     }
@@ -667,7 +669,7 @@ fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks 
 /// The claim of a queued waiter.
 fn in_line(is_shared: bool, ttl: Duration) -> Claim {
     let (kind, permits) = if is_shared { (LockKind::ReadWrite, 100) } else { (LockKind::Exclusive, 1) };
-    Claim { kind, is_shared, permits, line: Line::Join, ..claim(ttl) }
+    Claim { kind, is_shared, permits, queueing: Queueing::Enqueue, ..claim(ttl) }
 }
 
 async fn is_first_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
@@ -802,7 +804,7 @@ pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'sta
     lease.release().await.unwrap();
     drop(waiter.await.unwrap().unwrap());
     let took = begun.elapsed();
-    assert!(took >= Claim::PLACE && took < Claim::PLACE + Duration::from_secs(1) + SLACK, "{took:?}");
+    assert!(took >= Claim::POSITION_TTL && took < Claim::POSITION_TTL + Duration::from_secs(1) + SLACK, "{took:?}");
     timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
 }
 
@@ -830,7 +832,7 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
     }
     assert_eq!(writer.release().await.unwrap(), ReleaseOutcome::Released);
 
-    let readers = [(); 4].map(|()| Claim { permits: 3, line: Line::Respect, ..in_line(true, LONG) });
+    let readers = [(); 4].map(|()| Claim { permits: 3, queueing: Queueing::Yield, ..in_line(true, LONG) });
     for reader in &readers[..3] {
         take(&store, &lock("c"), reader).await;
     }
@@ -911,8 +913,8 @@ pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
         assert!(!is_first_in_line(&store, &lock("a"), behind).await);
     }
     assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
-    for line in [Line::Respect, Line::Join] {
-        let answer = store.acquire(&lock("a"), &Claim { line, ..claim(LONG) }).await.unwrap();
+    for queueing in [Queueing::Yield, Queueing::Enqueue] {
+        let answer = store.acquire(&lock("a"), &Claim { queueing, ..claim(LONG) }).await.unwrap();
         assert!(!matches!(answer, Acquired::Granted { .. }), "waiters are queued: {answer:?}");
     }
     for behind in [&dead, &leaving, &last] {
@@ -920,10 +922,10 @@ pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
     }
     assert!(!store.release(&lock("a"), &leaving.token).await.unwrap().was_held);
     let begun = Instant::now();
-    while begun.elapsed() < Claim::PLACE + Duration::from_millis(500) {
-        assert!(!is_first_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::PLACE / 2);
+    while begun.elapsed() < Claim::POSITION_TTL + Duration::from_millis(500) {
+        assert!(!is_first_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::POSITION_TTL / 2);
         let answer = store.acquire(&lock("a"), &first).await.unwrap();
-        if begun.elapsed() < Claim::PLACE / 2 {
+        if begun.elapsed() < Claim::POSITION_TTL / 2 {
             // The first waiter gets the lock. A repeated call changes nothing.
             assert!(matches!(answer, Acquired::Granted { .. }), "{answer:?}");
         }
@@ -933,7 +935,7 @@ pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
     // The dead waiter before it is not in the queue any more.
     take(&store, &lock("a"), &last).await;
     assert!(store.release(&lock("a"), &last.token).await.unwrap().was_held);
-    take(&store, &lock("a"), &Claim { line: Line::Respect, ..claim(LONG) }).await;
+    take(&store, &lock("a"), &Claim { queueing: Queueing::Yield, ..claim(LONG) }).await;
 }
 
 /// Only the next queued waiter is notified. If it leaves, the waiter behind it is next.
@@ -1064,17 +1066,17 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
 
 /// Claims of every kind, with every treatment of the queue.
 fn of_every_kind() -> Vec<Claim> {
-    let all = |kind, permits, is_shared, line| Claim { kind, permits, is_shared, line, ..claim(LONG) };
+    let all = |kind, permits, is_shared, queueing| Claim { kind, permits, is_shared, queueing, ..claim(LONG) };
     vec![
-        all(LockKind::Exclusive, 1, false, Line::Ignore),
-        all(LockKind::Exclusive, 1, false, Line::Join),
-        all(LockKind::Semaphore, 1, false, Line::Ignore),
-        all(LockKind::Semaphore, 3, false, Line::Ignore),
-        all(LockKind::Semaphore, 3, false, Line::Join),
-        all(LockKind::ReadWrite, 1, false, Line::Join),
-        all(LockKind::ReadWrite, 1, false, Line::Respect),
-        all(LockKind::ReadWrite, 100, true, Line::Join),
-        all(LockKind::ReadWrite, 100, true, Line::Respect),
+        all(LockKind::Exclusive, 1, false, Queueing::Bypass),
+        all(LockKind::Exclusive, 1, false, Queueing::Enqueue),
+        all(LockKind::Semaphore, 1, false, Queueing::Bypass),
+        all(LockKind::Semaphore, 3, false, Queueing::Bypass),
+        all(LockKind::Semaphore, 3, false, Queueing::Enqueue),
+        all(LockKind::ReadWrite, 1, false, Queueing::Enqueue),
+        all(LockKind::ReadWrite, 1, false, Queueing::Yield),
+        all(LockKind::ReadWrite, 100, true, Queueing::Enqueue),
+        all(LockKind::ReadWrite, 100, true, Queueing::Yield),
     ]
 }
 
@@ -1193,8 +1195,8 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
         self.inner.watch(lock, in_line).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }
 

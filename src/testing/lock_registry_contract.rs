@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::lock::{Cursor, LockAdmin, LockError, LockRegistry, LockStatus, LockStore, Locks, LossReason, Semaphore};
+use crate::lock::store::{LockRegistry, LockStore};
+use crate::lock::{Cursor, LockAdmin, LockError, LockStatus, Locks, LossReason, Semaphore};
 use crate::testing::observed::Observed;
 
 /// The longest duration of a wait that must end.

@@ -85,13 +85,13 @@
 //! These macros run the contract tests on your own store, with one test for each requirement. The backends of this crate pass the same
 //! tests.
 //!
-//! * [`rate_limit_contract!`](crate::rate_limit_contract) tests a [`RateLimitStore`](crate::rate_limit::RateLimitStore).
-//! * [`lock_contract!`](crate::lock_contract) tests a [`LockStore`](crate::lock::LockStore).
-//! * [`idempotency_contract!`](crate::idempotency_contract) tests an [`IdempotencyStore`](crate::idempotency::IdempotencyStore).
-//! * [`delay_queue_contract!`](crate::delay_queue_contract) tests a [`DelayQueueStore`](crate::delay_queue::DelayQueueStore).
-//! * [`lock_registry_contract!`](crate::lock_registry_contract) tests a [`LockRegistry`](crate::lock::LockRegistry).
+//! * [`rate_limit_contract!`](crate::rate_limit_contract) tests a [`RateLimitStore`](crate::rate_limit::store::RateLimitStore).
+//! * [`lock_contract!`](crate::lock_contract) tests a [`LockStore`](crate::lock::store::LockStore).
+//! * [`idempotency_contract!`](crate::idempotency_contract) tests an [`IdempotencyStore`](crate::idempotency::store::IdempotencyStore).
+//! * [`delay_queue_contract!`](crate::delay_queue_contract) tests a [`DelayQueueStore`](crate::delay_queue::store::DelayQueueStore).
+//! * [`lock_registry_contract!`](crate::lock_registry_contract) tests a [`LockRegistry`](crate::lock::store::LockRegistry).
 //! * [`idempotency_registry_contract!`](crate::idempotency_registry_contract) tests an
-//!   [`IdempotencyRegistry`](crate::idempotency::IdempotencyRegistry).
+//!   [`IdempotencyRegistry`](crate::idempotency::store::IdempotencyRegistry).
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;

@@ -6,7 +6,9 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Notifications, Reach, Released, Renewal, Token};
+use crate::lock::LockKey;
+use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Released, Renewal, Token};
+use crate::reach::Reach;
 
 /// How long the tests wait for waiters, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -76,7 +78,7 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
         self.inner.watch_asks(lock).await
     }
 
-    fn scope(&self) -> Reach {
-        self.inner.scope()
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }

@@ -8,9 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use support::stores::delegate_queue;
 use tokio::time::{Instant, sleep};
+use tollgate::delay_queue::store::{Ack, Admission, Claim, Claimed, DelayQueueStore, QueueKey};
 use tollgate::delay_queue::{
-    Ack, Admission, Backoff, Changed, Claim, Claimed, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, JobId,
-    NewJob, QueueKey, State, StoredJob,
+    Backoff, Changed, DelayQueue, DelayQueueWorker, Due, Event, JobId, NewJob, State, StoredJob,
 };
 use tollgate::{Job, MemoryBackend, StoreError};
 use tower::service_fn;

@@ -40,9 +40,11 @@ mod queue {
     use std::time::{Duration, SystemTime};
 
     use tokio::time::{Instant, sleep};
+    use tollgate::delay_queue::store::{
+        Ack, AckKind, Admission, Claim, Claimed, DelayQueueStore, MAX_BATCH, QueueKey, WorkerId,
+    };
     use tollgate::delay_queue::{
-        Ack, AckKind, Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DelayQueueStore, Due,
-        MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+        Cancelled, Changed, CircuitBreaker, Codec, Due, NewJob, Priority, QueueError, Reason, State, UniqueFor,
     };
     use tollgate::testing::{Failure, FaultStore, Faults, Verb};
     use tollgate::{
@@ -757,7 +759,7 @@ mod queue {
         let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
         let claimed = backend.claim(queue, &[], &claim).await.unwrap();
         let ending = AckKind::Dead { reason: Reason::Failed, error: "poison".into() };
-        let finish = |job: tollgate::delay_queue::ClaimedJob| Ack::new(job.ticket(), ending.clone());
+        let finish = |job: tollgate::delay_queue::store::ClaimedJob| Ack::new(job.ticket(), ending.clone());
         let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
         backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }

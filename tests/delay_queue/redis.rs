@@ -14,10 +14,13 @@ use support::server::{RedisServer, wait_until};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::delay_queue::store::{
+    Ack, AckKind, Admission, Claim, ClaimedJob, DelayQueueStore, Extended, Finished, JobLease, MAX_BATCH, QueueKey,
+    WorkerId,
+};
 use tollgate::delay_queue::{
-    Ack, AckKind, Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Event, Extended,
-    Finished, Job, JobId, JobLease, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State,
-    Unique, UniqueFor, WorkerId,
+    Cancelled, Changed, DeadLimits, Due, Event, Job, JobId, MAX_NOTE, NewJob, Priority, Pushed, QueueError, Reason,
+    State, Unique, UniqueFor,
 };
 use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
@@ -729,7 +732,7 @@ async fn one_push_wakes_one_worker() {
         waiting.push((claim, wakeups));
     }
     // Waits for `at_least` messages, and then until no message has arrived for a while.
-    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Notifications)>, at_least: usize| {
+    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::store::Notifications)>, at_least: usize| {
         let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
         while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
             assert!(begun.elapsed() < Duration::from_secs(10), "{woken:?} were woken");

@@ -20,10 +20,10 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::OnMissingKey;
+use tollgate::delay_queue::store::{Ack, Claim, Claimed, DelayQueueStore, MAX_BATCH, QueueKey};
 use tollgate::delay_queue::{
-    Ack, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Events,
-    Job, JobId, JobResponder, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule,
-    State, UniqueFor, WorkerError,
+    Backoff, Cancelled, Codec, DelayQueue, DelayQueueWorker, Due, Event, Events, Job, JobId, JobResponder,
+    OnUndecodable, Outcome, Priority, Push, Reason, Recurring, Schedule, State, UniqueFor, WorkerError,
 };
 use tollgate::idempotency::{Idempotent, Operation, OperationError};
 use tollgate::lock::LeaseHandle;

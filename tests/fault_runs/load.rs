@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tollgate::backend::AnyBackend;
-use tollgate::rate_limit::{Decision, RateLimitStore, RateLimited, Receipt};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{Decision, RateLimited, Receipt};
 use tollgate::{BoxError, ErrorResponder, Key, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError};
 use tower::util::BoxCloneSyncService;
 use tower::{Layer, ServiceExt, service_fn};

@@ -3,7 +3,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use tollgate::lock::Claim;
+use tollgate::lock::store::Claim;
 
 use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
@@ -269,7 +269,7 @@ fn holders_killed(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
 fn holders_killed_in_line(deployment: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     during(|| {
         holders_killed(deployment, workers);
-        sleep(Claim::PLACE);
+        sleep(Claim::POSITION_TTL);
     })
 }
 

@@ -24,9 +24,10 @@ use tollgate::grpc::GrpcResponder;
 use tollgate::http::{ClientIp, EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_path, peer_ip};
 use tollgate::idempotency::IdempotencyHandle;
 use tollgate::lock::LeaseHandle;
+use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
     AnnotateResponse, BurstQuota, Decision, Limit, LimitInfo, LimitStatus, PolicyResolver, RateLimitHandle,
-    RateLimitStore, RateLimited, Receipt, Rejection,
+    RateLimited, Receipt, Rejection,
 };
 use tollgate::responder::{HeaderVersion, NotExecuted, RejectionBody, Responder, UpstreamFields};
 use tollgate::{

@@ -22,7 +22,8 @@ use tokio::time::{sleep, timeout};
 use tollgate::grpc::GrpcResponder;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState};
-use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{Decision, Receipt};
 use tollgate::responder::HeaderVersion;
 use tollgate::{
     BoxError, IdempotencyLayer, Key, LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,

@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
-use tollgate::idempotency::{
-    Answer, Begun, Claim, Digest, IdempotencyAdmin, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
-    OperationStatus,
-};
-use tollgate::lock::{Cursor, Token};
+use tollgate::idempotency::store::{Begun, Claim, Digest, IdempotencyRegistry, IdempotencyStore};
+use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState, OperationStatus};
+use tollgate::lock::Cursor;
+use tollgate::lock::store::Token;
 use tollgate::testing::FaultStore;
 use tollgate::{ConfigError, MemoryBackend};
 

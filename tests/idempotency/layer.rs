@@ -21,13 +21,15 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
 use tollgate::OnMissingKey;
 use tollgate::OnStoreError;
+use tollgate::Reach;
 use tollgate::grpc::GrpcResponder;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
+use tollgate::idempotency::store::IdempotencyStore;
 use tollgate::idempotency::{
-    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, OnDisconnect,
-    OnUnknown, Operation, Rejection, ResponsePolicy,
+    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, OnDisconnect, OnUnknown,
+    Operation, Rejection, ResponsePolicy,
 };
-use tollgate::lock::{Cursor, OnLoss, Reach, ReleaseAt};
+use tollgate::lock::{Cursor, OnLoss, ReleaseAt};
 use tollgate::rate_limit::RateLimited;
 use tollgate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder};
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -1973,7 +1975,7 @@ async fn grpc_response_without_a_status_is_a_failure() {
 #[tokio::test]
 async fn require_rejects_a_backend_with_too_small_a_reach() {
     let error = layer(MemoryBackend::new()).require(Reach::Redis).unwrap_err();
-    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
+    assert_eq!(error, ConfigError::ReachTooSmall { needed: Reach::Redis, has: Reach::Process });
     assert!(layer(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 

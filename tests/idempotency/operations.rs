@@ -14,11 +14,13 @@ use futures_util::future::join_all;
 use support::server::RedisServer;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::Reach;
+use tollgate::idempotency::store::IdempotencyStore;
 use tollgate::idempotency::{
-    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Idempotent, OnUnknown, Operation,
-    OperationError, ResponsePolicy,
+    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, Idempotent, OnUnknown, Operation, OperationError,
+    ResponsePolicy,
 };
-use tollgate::lock::{Reach, RunError, Segmented};
+use tollgate::lock::{RunError, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
 
@@ -509,7 +511,7 @@ fn error_of_the_work_is_in_the_source_chain() {
 #[test]
 fn require_rejects_memory_for_the_reach_of_redis() {
     let refused = operations(MemoryBackend::new()).require(Reach::Redis);
-    assert!(matches!(refused, Err(ConfigError::ScopeTooSmall { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(ConfigError::ReachTooSmall { .. })), "{refused:?}");
     assert!(operations(MemoryBackend::new()).require(Reach::Process).is_ok());
 }
 

@@ -9,7 +9,8 @@ use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
 use tokio::task::block_in_place;
-use tollgate::lock::{Acquired, Claim, Cursor, LockAdmin, LockKey, LockStore as _, Token};
+use tollgate::lock::store::{Acquired, Claim, LockStore as _, Token};
+use tollgate::lock::{Cursor, LockAdmin, LockKey};
 use tollgate::testing::FaultStore;
 use tollgate::{Locks, MemoryBackend};
 

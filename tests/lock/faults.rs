@@ -26,11 +26,14 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
+use tollgate::Reach;
 use tollgate::lock::fencing::FenceLayer;
+use tollgate::lock::store::{
+    Acquired, Claim, LockRegistry, LockStore, Notifications, Queueing, Released, Renewal, Token,
+};
 use tollgate::lock::{
-    Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
-    Notifications, Reach, Redlock, ReleaseOutcome, Released, Renewal, Replication, RunError, RwLocks, Segmented,
-    Semaphore, Token,
+    CircuitBreaker, Cursor, LeaseState, LockAdmin, LockKey, LossReason, Redlock, ReleaseOutcome, Replication, RunError,
+    RwLocks, Segmented, Semaphore,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
@@ -1192,7 +1195,7 @@ impl LockStore for Hasty {
         LockStore::watch(&self.inner, lock, in_line).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 }
@@ -1303,7 +1306,7 @@ impl LockStore for Forgetful {
         Ok(released)
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }
@@ -1577,7 +1580,7 @@ impl LockStore for Unanswering {
         self.inner.acquire(lock, claim).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 }
@@ -1876,9 +1879,9 @@ async fn forbidden_channel_does_not_silence_others() {
     assert!(heard(), "the connection is still there");
 }
 
-fn claim_in(line: Line, ttl: Duration) -> Claim {
+fn claim_in(line: Queueing, ttl: Duration) -> Claim {
     let mut claim = Claim::new(Token::random().unwrap(), ttl);
-    claim.line = line;
+    claim.queueing = line;
     claim
 }
 
@@ -1895,7 +1898,7 @@ async fn waiter_behind_a_dead_waiter_polls_rarely() {
         let store = FaultStore::new(RedisBackend::connect(url).await.unwrap());
         let faults = store.faults();
         let claim = |line| claim_in(line, LONG);
-        let (held, dead) = (claim(Line::Ignore), claim(Line::Join));
+        let (held, dead) = (claim(Queueing::Bypass), claim(Queueing::Enqueue));
         backend.acquire(&lock, &held).await.unwrap();
         assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
         backend.release(&lock, &held.token).await.unwrap();
@@ -1993,7 +1996,7 @@ async fn evicted_positions_are_restored_once() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let lock = LockKey::new("default", "a");
-    let claim = |ttl| claim_in(Line::Join, ttl);
+    let claim = |ttl| claim_in(Queueing::Enqueue, ttl);
     // Ends after the positions have been checked, and before the restored positions expire.
     let short = claim(Duration::from_secs(2));
     assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
@@ -2004,16 +2007,16 @@ async fn evicted_positions_are_restored_once() {
     let begun = Instant::now();
     let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
     // A claim that does not enter the queue leaves no key without an expiry.
-    let passing = claim_in(Line::Respect, LONG);
+    let passing = claim_in(Queueing::Yield, LONG);
     assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
     let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
     assert!(lives > 0, "{lives}");
     let mine = claim(LONG);
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
-        assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "the positions of the dead waiters have expired");
+        assert!(begun.elapsed() < Claim::POSITION_TTL + SLACK * 4, "the positions of the dead waiters have expired");
         sleep(Duration::from_millis(50)).await;
     }
-    assert!(begun.elapsed() > Claim::PLACE - SLACK, "the dead waiters had positions until then");
+    assert!(begun.elapsed() > Claim::POSITION_TTL - SLACK, "the dead waiters had positions until then");
 }
 
 /// Regression: if the server's clock was set back, an earlier lease lasted longer by that much.

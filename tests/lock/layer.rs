@@ -19,10 +19,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::OnMissingKey;
 use tollgate::OnStoreError;
+use tollgate::Reach;
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
-    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, Reach, ReleaseAt, Replication,
+    CircuitBreaker, LeaseHandle, LeaseState, LockAdmin, LossReason, MissingKey, OnLoss, ReleaseAt, Replication,
     RwLocks, Semaphore,
 };
 use tollgate::responder::BusyStatus;
@@ -41,7 +42,7 @@ fn by_path() -> ByPath {
     on(MemoryBackend::new())
 }
 
-fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> ByPath {
+fn on(store: impl tollgate::lock::store::LockStore + Send + Sync + 'static) -> ByPath {
     LockLayer::new(store, "requests").key(|request| request.uri().path().to_owned())
 }
 
@@ -1053,13 +1054,13 @@ async fn service_without_http_returns_typed_errors() {
 #[tokio::test]
 async fn layer_can_require_a_scope() {
     let error = by_path().require(Reach::Redis).unwrap_err();
-    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process });
+    assert_eq!(error, ConfigError::ReachTooSmall { needed: Reach::Redis, has: Reach::Process });
     assert!(by_path().require(Reach::Process).is_ok());
 }
 
 #[tokio::test]
 async fn locks_can_require_a_scope() {
-    let too_small = ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process };
+    let too_small = ConfigError::ReachTooSmall { needed: Reach::Redis, has: Reach::Process };
     for (scope, expected) in [(Reach::Process, Ok(())), (Reach::Redis, Err(too_small))] {
         assert_eq!(Locks::new(MemoryBackend::new(), "default").require(scope).map(drop), expected);
         assert_eq!(Semaphore::new(MemoryBackend::new(), "semaphores", 2).require(scope).map(drop), expected);

@@ -14,10 +14,9 @@ use support::shared::patient;
 use support::stores::delegate_lock;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{
-    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockStore, LossReason, Reach, Redlock, ReleaseOutcome,
-    Released, RwLocks, Semaphore, Token,
-};
+use tollgate::Reach;
+use tollgate::lock::store::{Acquired, Claim, LockStore, Released, Token};
+use tollgate::lock::{Cursor, LeaseState, LockAdmin, LockKey, LossReason, Redlock, ReleaseOutcome, RwLocks, Semaphore};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{ConfigError, GlobalKey, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
 
@@ -235,7 +234,7 @@ impl LockStore for Recorder {
     }
 
     /// Passes for a remote store.
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }
@@ -310,7 +309,7 @@ struct Remote(FaultStore<MemoryBackend>);
 impl LockStore for Remote {
     delegate_lock!(0: acquire, acquire_all, renew, release, watch);
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }
@@ -363,7 +362,7 @@ impl LockStore for Slow {
         LockStore::release(&self.inner, lock, token).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }
@@ -454,13 +453,13 @@ async fn unsupported_quorum_configuration_is_refused() {
     let few = Redlock::new([(); 2].map(|()| MemoryBackend::new())).unwrap_err();
     assert_eq!(few, ConfigError::TooFewStores { stores: 2, min: 3 });
     let process = Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap();
-    assert_eq!(LockStore::scope(&process), Reach::Process);
+    assert_eq!(LockStore::reach(&process), Reach::Process);
     assert!(LockLayer::new(process.clone(), "requests").key(GlobalKey).require(Reach::Redis).is_err());
     assert!(Locks::new(process, "default").require(Reach::Redis).is_err());
 
     let servers = [(); 3].map(|()| RedisServer::start());
     let stores = connect(&servers).await;
-    assert!(LockStore::scope(&stores) == Reach::Quorum && Reach::Quorum > Reach::Redis);
+    assert!(LockStore::reach(&stores) == Reach::Quorum && Reach::Quorum > Reach::Redis);
     assert!(LockLayer::new(stores.clone(), "requests").key(GlobalKey).require(Reach::Quorum).is_ok());
     assert!(Locks::new(stores.clone(), "default").require(Reach::Quorum).is_ok());
     let refused = [

@@ -10,7 +10,8 @@ use support::server::{RedisServer, wait_until};
 use support::shared::patient;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
-use tollgate::lock::{LockStore, Redlock, RwLocks, Semaphore};
+use tollgate::lock::store::LockStore;
+use tollgate::lock::{Redlock, RwLocks, Semaphore};
 use tollgate::{Locks, MemoryBackend};
 
 /// The timeout of every wait that must end.

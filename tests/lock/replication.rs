@@ -16,9 +16,9 @@ use support::stores::delegate_lock;
 use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::OnStoreError;
+use tollgate::lock::store::{Acquired, Claim, LockStore, Renewal, Replicas};
 use tollgate::lock::{
-    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, ReleaseOutcome, Renewal,
-    Replicas, Replication, RwLocks, Segmented,
+    CircuitBreaker, LeaseState, LockAdmin, LockKey, LossReason, ReleaseOutcome, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{

@@ -29,8 +29,10 @@ use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, pe
 use tollgate::idempotency::{
     Failed, IdempotencyHandle, Idempotent, OnDisconnect, Operation, OperationError, ResponsePolicy,
 };
-use tollgate::lock::{LockKey, LockStore};
-use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
+use tollgate::lock::LockKey;
+use tollgate::lock::store::LockStore;
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, Receipt};
 use tollgate::responder::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{

@@ -23,9 +23,9 @@ use tollgate::delay_queue::Outcome;
 use tollgate::http::{ClientIp, FingerprintedBody, PeerAddr, header};
 use tollgate::idempotency::{Idempotent, OnUnknown, Operation};
 use tollgate::lock::{LockAdmin, Segmented};
+use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, DenyCache, PolicyResolver, QuotaPrefetch, RateLimitHandle, RateLimitStore,
-    Receipt,
+    ChargeOn, CircuitBreaker, Decision, DenyCache, PolicyResolver, QuotaPrefetch, RateLimitHandle, Receipt,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{

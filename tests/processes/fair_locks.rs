@@ -20,7 +20,8 @@ use support::windows::now_us;
 use support::worker::{Worker, end_at_panics};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Token};
+use tollgate::lock::LockKey;
+use tollgate::lock::store::{Acquired, Claim, LockStore, Token};
 use tollgate::{Locks, RedisBackend, StoreError};
 
 const WORKERS: usize = 4;
@@ -181,7 +182,7 @@ fn no_live_waiter_is_overtaken() {
     let longest = grants.windows(2).map(|pair| pair[1].at.saturating_sub(pair[0].at)).max().unwrap_or_default();
     println!("{} grants, {waited} of them waited for; {longest} us without one at the most", grants.len());
     assert!(grants.len() > 300 && waited > 100, "too few grants to check");
-    let bound = TTL + Claim::PLACE + Duration::from_secs(2);
+    let bound = TTL + Claim::POSITION_TTL + Duration::from_secs(2);
     assert!(longest < bound.as_micros() as u64, "no grant for {longest} us");
     let left: u64 = server.query("EXISTS tollgate:2:{lock:default:a}:line");
     assert_eq!(left, 0, "a waiter is left in the queue");

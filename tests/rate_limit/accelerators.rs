@@ -9,9 +9,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, advance, sleep, timeout};
-use tollgate::rate_limit::{
-    CircuitBreaker, Decision, DenyCache, Outcome, QuotaPrefetch, RateLimitStore, RateLimited, Receipt, Request,
-};
+use tollgate::rate_limit::store::{RateLimitStore, Request};
+use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Outcome, QuotaPrefetch, RateLimited, Receipt};
 use tollgate::{
     BoxError, ErrorResponder, GlobalKey, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,
     StoreError,

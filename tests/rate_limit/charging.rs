@@ -16,7 +16,8 @@ use http_body_util::{BodyExt, Empty};
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::JobResponder;
 use tollgate::grpc::{self, GrpcResponder};
-use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, Receipt};
 use tollgate::responder::SameBody;
 use tollgate::testing::TestJob;
 use tollgate::{

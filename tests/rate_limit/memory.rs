@@ -7,7 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::time::advance;
-use tollgate::rate_limit::{LimitStatus, Mode, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
+use tollgate::rate_limit::store::{RateLimitStore, Request};
+use tollgate::rate_limit::{LimitStatus, Mode, Outcome, QuotaChange, Receipt};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(

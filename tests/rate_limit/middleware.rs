@@ -13,9 +13,10 @@ use std::time::Duration;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LimitStatus, MissingKey, Mode, Outcome,
-    PolicyResolver, RateLimitHandle, RateLimitStore, RateLimited, Receipt, Subjects,
+    PolicyResolver, RateLimitHandle, RateLimited, Receipt, Subjects,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{

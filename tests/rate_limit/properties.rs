@@ -11,7 +11,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Builder;
 use tokio::time::{Instant, advance};
-use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, RateLimitStore, Receipt};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, Receipt};
 use tollgate::{Key, MemoryBackend, Policy, Quota};
 
 const MICROSECOND: Duration = Duration::from_micros(1);

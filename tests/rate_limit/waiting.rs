@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{DenyCache, Outcome, PolicyResolver, QuotaPrefetch, RateLimitStore, RateLimited};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{DenyCache, Outcome, PolicyResolver, QuotaPrefetch, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     BoxError, ErrorResponder, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitFallback, RateLimitLayer,

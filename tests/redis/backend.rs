@@ -17,11 +17,12 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, broadcast, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::timeout;
+use tollgate::Reach;
 use tollgate::delay_queue::{DelayQueueWorker, Job, Recurring, Schedule};
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{Idempotent, Operation};
-use tollgate::lock::Reach;
-use tollgate::rate_limit::{Decision, RateLimitStore};
+use tollgate::rate_limit::Decision;
+use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::{
     AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Limiter, MemoryBackend,
     Policy, Quota, QuotaPrefetch, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
@@ -416,7 +417,7 @@ async fn require_redis_rejects_the_memory_backend() {
     }
     let server = RedisServer::start();
     for (url, expected) in [
-        ("memory://", Err(ConfigError::ScopeTooSmall { needed: Reach::Redis, has: Reach::Process })),
+        ("memory://", Err(ConfigError::ReachTooSmall { needed: Reach::Redis, has: Reach::Process })),
         (&*server.url(), Ok(())),
     ] {
         let backend = tollgate::connect(url).await.unwrap();

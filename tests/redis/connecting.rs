@@ -15,7 +15,8 @@ use support::tls::{Certificates, TlsServer};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
-use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, ReleaseOutcome};
+use tollgate::lock::store::LockStore;
+use tollgate::lock::{Cursor, LockAdmin, LockKey, ReleaseOutcome};
 use tollgate::{
     AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DelayQueueWorker, Job, Limiter, Locks, Policy, Quota,
     RedisBackend, RedisOptions, StoreError,

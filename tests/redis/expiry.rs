@@ -13,7 +13,8 @@ use redis::Connection;
 use support::server::RedisServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
-use tollgate::rate_limit::{Algorithm, Decision, Limit, QuotaChange, RateLimitStore, Receipt, Request};
+use tollgate::rate_limit::store::{RateLimitStore, Request};
+use tollgate::rate_limit::{Algorithm, Decision, Limit, QuotaChange, Receipt};
 use tollgate::{Key, Policy, Quota, RedisBackend};
 
 /// How long a key may outlive its contents.

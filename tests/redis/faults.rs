@@ -14,7 +14,8 @@ use support::server::{RedisServer, wait_until};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{CircuitBreaker, Decision};
 use tollgate::{
     BoxError, DelayQueue, ErrorResponder, Key, Limiter, Locks, Policy, Quota, RateLimitFallback, RateLimitLayer,
     RedisBackend, RedisOptions, StoreError,

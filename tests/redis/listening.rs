@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use tokio::task::block_in_place;
 use tokio::time::sleep;
 use tollgate::delay_queue::DelayQueue;
-use tollgate::lock::{LockKey, LockStore};
+use tollgate::lock::LockKey;
+use tollgate::lock::store::LockStore;
 use tollgate::{RedisBackend, RedisOptions};
 
 use crate::support::cluster::Cluster;

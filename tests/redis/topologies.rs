@@ -18,9 +18,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
-use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};
-use tollgate::lock::{Acquired, LockAdmin, LockKey, LockStore, ReleaseOutcome, Renewal, Token};
-use tollgate::rate_limit::{Decision, RateLimitStore, Request};
+use tollgate::idempotency::Operation;
+use tollgate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound};
+use tollgate::lock::store::{Acquired, LockStore, Renewal, Token};
+use tollgate::lock::{LockAdmin, LockKey, ReleaseOutcome};
+use tollgate::rate_limit::Decision;
+use tollgate::rate_limit::store::{RateLimitStore, Request};
 use tollgate::{BoxError, Key, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
 
@@ -527,7 +530,7 @@ mod on_a_cluster {
         assert_eq!(backend.shard(&before), backend.shard(&since));
         let ttl = Duration::from_secs(60);
         let take = async |lock: &LockKey| {
-            let claim = tollgate::lock::Claim::new(Token::random().unwrap(), ttl);
+            let claim = tollgate::lock::store::Claim::new(Token::random().unwrap(), ttl);
             assert!(matches!(backend.acquire(lock, &claim).await.unwrap(), Acquired::Granted { .. }));
             claim.token
         };

@@ -12,14 +12,14 @@ use std::time::Duration;
 use support::server::{RedisServer, wait_until};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use tollgate::delay_queue::{
-    Ack, AckKind, Claim as JobClaim, ClaimedJob, DeadLimits, DelayQueueStore, JobId, QueueKey, State, WorkerId,
+use tollgate::delay_queue::store::{Ack, AckKind, Claim as JobClaim, ClaimedJob, DelayQueueStore, QueueKey, WorkerId};
+use tollgate::delay_queue::{DeadLimits, JobId, State};
+use tollgate::idempotency::store::{
+    Begun, Claim as Attempt, Completion, Digest, IdempotencyStore, Payload, RecordBound,
 };
-use tollgate::idempotency::{
-    Begun, Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
-    RecordBound,
-};
-use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore, Token};
+use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation};
+use tollgate::lock::store::Token;
+use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore};
 use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
 
 const MINUTE: Duration = Duration::from_secs(60);

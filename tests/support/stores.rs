@@ -6,20 +6,20 @@ macro_rules! delegate_queue {
         $(delegate_queue!(@$method $inner);)+
     };
     (@$method:ident $inner:tt ($($name:ident: $kind:ty),*) -> $answer:ty) => {
-        async fn $method(&self, queue: &tollgate::delay_queue::QueueKey, $($name: $kind),*) -> $answer {
-            tollgate::delay_queue::DelayQueueStore::$method(&self.$inner, queue, $($name),*).await
+        async fn $method(&self, queue: &tollgate::delay_queue::store::QueueKey, $($name: $kind),*) -> $answer {
+            tollgate::delay_queue::store::DelayQueueStore::$method(&self.$inner, queue, $($name),*).await
         }
     };
     (@push $inner:tt) => {
         delegate_queue!(@push $inner (jobs: &[tollgate::delay_queue::NewJob], max_jobs: u64)
-            -> Result<Vec<tollgate::delay_queue::Admission>, tollgate::StoreError>);
+            -> Result<Vec<tollgate::delay_queue::store::Admission>, tollgate::StoreError>);
     };
     (@extend $inner:tt) => {
-        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::JobLease], lease: std::time::Duration)
-            -> Result<Vec<tollgate::delay_queue::Extended>, tollgate::StoreError>);
+        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::store::JobLease], lease: std::time::Duration)
+            -> Result<Vec<tollgate::delay_queue::store::Extended>, tollgate::StoreError>);
     };
     (@watch $inner:tt) => {
-        delegate_queue!(@watch $inner (worker: tollgate::delay_queue::WorkerId) -> tollgate::lock::Notifications);
+        delegate_queue!(@watch $inner (worker: tollgate::delay_queue::store::WorkerId) -> tollgate::lock::store::Notifications);
     };
     (@get $inner:tt) => {
         delegate_queue!(@get $inner (id: &tollgate::delay_queue::JobId)
@@ -60,8 +60,8 @@ macro_rules! delegate_queue {
         delegate_queue!(@forget $inner (ids: &[tollgate::delay_queue::JobId]) -> Result<Vec<bool>, tollgate::StoreError>);
     };
     (@scope $inner:tt) => {
-        fn scope(&self) -> tollgate::lock::Reach {
-            tollgate::delay_queue::DelayQueueStore::scope(&self.$inner)
+        fn reach(&self) -> tollgate::Reach {
+            tollgate::delay_queue::store::DelayQueueStore::reach(&self.$inner)
         }
     };
 }
@@ -75,45 +75,45 @@ macro_rules! delegate_lock {
         async fn acquire(
             &self,
             lock: &tollgate::lock::LockKey,
-            claim: &tollgate::lock::Claim,
-        ) -> Result<tollgate::lock::Acquired, tollgate::StoreError> {
-            tollgate::lock::LockStore::acquire(&self.$inner, lock, claim).await
+            claim: &tollgate::lock::store::Claim,
+        ) -> Result<tollgate::lock::store::Acquired, tollgate::StoreError> {
+            tollgate::lock::store::LockStore::acquire(&self.$inner, lock, claim).await
         }
     };
     (@acquire_all $inner:tt) => {
         async fn acquire_all(
             &self,
-            wanted: &[(tollgate::lock::LockKey, tollgate::lock::Claim)],
-        ) -> Result<Vec<tollgate::lock::Acquired>, tollgate::StoreError> {
-            tollgate::lock::LockStore::acquire_all(&self.$inner, wanted).await
+            wanted: &[(tollgate::lock::LockKey, tollgate::lock::store::Claim)],
+        ) -> Result<Vec<tollgate::lock::store::Acquired>, tollgate::StoreError> {
+            tollgate::lock::store::LockStore::acquire_all(&self.$inner, wanted).await
         }
     };
     (@renew $inner:tt) => {
-        async fn renew(&self, renewals: &[tollgate::lock::Renewal]) -> Result<Vec<bool>, tollgate::StoreError> {
-            tollgate::lock::LockStore::renew(&self.$inner, renewals).await
+        async fn renew(&self, renewals: &[tollgate::lock::store::Renewal]) -> Result<Vec<bool>, tollgate::StoreError> {
+            tollgate::lock::store::LockStore::renew(&self.$inner, renewals).await
         }
     };
     (@release $inner:tt) => {
         async fn release(
             &self,
             lock: &tollgate::lock::LockKey,
-            token: &tollgate::lock::Token,
-        ) -> Result<tollgate::lock::Released, tollgate::StoreError> {
-            tollgate::lock::LockStore::release(&self.$inner, lock, token).await
+            token: &tollgate::lock::store::Token,
+        ) -> Result<tollgate::lock::store::Released, tollgate::StoreError> {
+            tollgate::lock::store::LockStore::release(&self.$inner, lock, token).await
         }
     };
     (@watch $inner:tt) => {
         async fn watch(
             &self,
             lock: &tollgate::lock::LockKey,
-            in_line: Option<&tollgate::lock::Token>,
-        ) -> tollgate::lock::Notifications {
-            tollgate::lock::LockStore::watch(&self.$inner, lock, in_line).await
+            in_line: Option<&tollgate::lock::store::Token>,
+        ) -> tollgate::lock::store::Notifications {
+            tollgate::lock::store::LockStore::watch(&self.$inner, lock, in_line).await
         }
     };
     (@scope $inner:tt) => {
-        fn scope(&self) -> tollgate::lock::Reach {
-            tollgate::lock::LockStore::scope(&self.$inner)
+        fn reach(&self) -> tollgate::Reach {
+            tollgate::lock::store::LockStore::reach(&self.$inner)
         }
     };
 }

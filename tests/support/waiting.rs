@@ -7,8 +7,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
-use tollgate::idempotency::{self, Digest, IdempotencyStore, Operation};
-use tollgate::lock::{self, LockKey, LockStore, Notifications, Token};
+use tollgate::idempotency::store::{Digest, IdempotencyStore};
+use tollgate::idempotency::{self, Operation};
+use tollgate::lock::store::{LockStore, Notifications, Token};
+use tollgate::lock::{self, LockKey};
 use tollgate::{BoxError, RedisBackend};
 use tower::service_fn;
 
@@ -108,7 +110,7 @@ impl Waiting {
 
     async fn lock_is_late(&mut self) -> Duration {
         let token = Token::random().expect("there is randomness");
-        let claim = lock::Claim::new(token, TTL);
+        let claim = lock::store::Claim::new(token, TTL);
         until_ok(|| self.teller.acquire(&self.lock, &claim)).await;
         quiet(&mut self.locks).await;
         let begun = Instant::now();
@@ -119,7 +121,7 @@ impl Waiting {
 
     async fn operation_is_late(&mut self) -> Duration {
         let token = Token::random().expect("there is randomness");
-        let claim = idempotency::Claim::new(token, Digest::default(), TTL, TTL);
+        let claim = idempotency::store::Claim::new(token, Digest::default(), TTL, TTL);
         until_ok(|| self.teller.begin(&self.operation, &claim)).await;
         quiet(&mut self.operations).await;
         let begun = Instant::now();

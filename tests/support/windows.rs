@@ -10,7 +10,8 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
+use tollgate::rate_limit::store::RateLimitStore;
+use tollgate::rate_limit::{Decision, LimitStatus, Receipt};
 use tollgate::{Key, Policy, StoreError};
 
 /// An event, with times in microseconds of the clock.

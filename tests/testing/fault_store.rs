@@ -4,10 +4,14 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance, timeout};
-use tollgate::delay_queue::{self, Due, JobId, NewJob, QueueKey, State, WorkerId};
-use tollgate::idempotency::{Answer, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, Operation, Payload};
-use tollgate::lock::{self, Cursor, LockAdmin, LockKey, Notifications, Renewal, Token};
-use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
+use tollgate::delay_queue::store::{QueueKey, WorkerId};
+use tollgate::delay_queue::{self, Due, JobId, NewJob, State};
+use tollgate::idempotency::store::{Claim, Completion, Digest, Payload};
+use tollgate::idempotency::{Answer, Checkpoint, IdempotencyAdmin, Operation};
+use tollgate::lock::store::{Notifications, Renewal, Token};
+use tollgate::lock::{self, Cursor, LockAdmin, LockKey};
+use tollgate::rate_limit::Outcome;
+use tollgate::rate_limit::store::{RateLimitStore, Request};
 use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
 
@@ -38,7 +42,7 @@ mod around_each_claim {
 /// Administrative calls are subject to faults as well.
 #[tokio::test(start_paused = true)]
 async fn admin_calls_are_subject_to_faults() {
-    use tollgate::idempotency::IdempotencyStore;
+    use tollgate::idempotency::store::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = LockAdmin::new(store.clone(), "default");
@@ -128,13 +132,13 @@ async fn every_verb_fails_and_is_counted() {
 /// Regression: two of these methods bypassed every fault, and were not counted.
 #[tokio::test]
 async fn every_verb_of_locks_fails_and_is_counted() {
-    use tollgate::lock::LockStore;
+    use tollgate::lock::store::LockStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let (lock, token) = (LockKey::new("default", "a"), Token::random().unwrap());
-    let claim = lock::Claim::new(token, Duration::from_secs(10));
+    let claim = lock::store::Claim::new(token, Duration::from_secs(10));
     let acquired = store.acquire(&lock, &claim).await.unwrap();
-    assert!(matches!(acquired, lock::Acquired::Granted { .. }));
+    assert!(matches!(acquired, lock::store::Acquired::Granted { .. }));
     faults.fail(Failure::Unavailable);
     assert!(store.acquire(&lock, &claim).await.is_err());
     assert!(store.acquire_all(&[(lock, claim)]).await.is_err());
@@ -161,7 +165,7 @@ async fn every_verb_of_locks_fails_and_is_counted() {
 
 #[tokio::test]
 async fn every_verb_of_operations_fails_and_is_counted() {
-    use tollgate::idempotency::IdempotencyStore;
+    use tollgate::idempotency::store::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let (operation, token, payload) = (Operation::new("alice", "k"), Token::random().unwrap(), Payload::default());
@@ -187,11 +191,11 @@ async fn every_verb_of_operations_fails_and_is_counted() {
 
 #[tokio::test]
 async fn every_verb_of_queues_fails_and_is_counted() {
-    use tollgate::delay_queue::DelayQueueStore;
+    use tollgate::delay_queue::store::DelayQueueStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let (queue, id, worker) = (QueueKey::new("mail"), JobId::new("a"), WorkerId::random().unwrap());
-    let claim = delay_queue::Claim::new(worker, 1, delay_queue::Claim::MIN_LEASE);
+    let claim = delay_queue::store::Claim::new(worker, 1, delay_queue::store::Claim::MIN_LEASE);
     faults.fail(Failure::Unavailable);
     assert!(store.push(&queue, &[NewJob::new(id, *b"x")], 10).await.is_err());
     assert!(store.claim(&queue, &[], &claim).await.is_err());

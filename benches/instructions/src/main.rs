@@ -77,7 +77,7 @@ async fn redis() -> (RedisServer, RedisBackend) {
     (server, backend)
 }
 
-async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, count: u32) {
+async fn check<B: tollgate::rate_limit::store::RateLimitStore>(limiter: Limiter<B>, count: u32) {
     let key = Key::from("client-1");
     for _ in 0..count {
         assert!(limiter.check(black_box(key)).await.expect("the backend decides").is_allowed());

@@ -10,13 +10,14 @@ use tokio::sync::watch;
 use super::MemoryBackend;
 use super::queue::{CallTime, ClockOrigin, JobState, Queue};
 use super::shares;
-use crate::delay_queue::{
-    Ack, Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, JobId, JobLease,
-    NewJob, Priority, QueueKey, State, StoredJob, WorkerId,
+use crate::delay_queue::store::{
+    Ack, Admission, Claim, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId,
 };
+use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, Priority, State, StoredJob};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Notifications, Reach};
+use crate::lock::store::Notifications;
+use crate::reach::Reach;
 
 /// How many bytes each job of the capacity provides, on average.
 const JOB_SHARE: usize = 1_024;
@@ -325,7 +326,7 @@ impl DelayQueueStore for MemoryBackend {
         Ok(self.inner.queues.with(queue, |queue, now| ids.iter().map(|id| queue.forget(id, now)).collect()))
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 
@@ -360,7 +361,8 @@ mod tests {
 
     use super::super::queue::RECLAIM_BATCH;
     use super::*;
-    use crate::delay_queue::{AckKind, DeadLimits, Headers, MAX_BATCH, Reason, Unique, UniqueFor};
+    use crate::delay_queue::store::{AckKind, MAX_BATCH};
+    use crate::delay_queue::{DeadLimits, Headers, Reason, Unique, UniqueFor};
 
     const MINUTE: Duration = Duration::from_secs(60);
 

@@ -13,12 +13,12 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use super::shares::{Amount, NoRoom, Shares};
 use crate::error::StoreError;
-use crate::idempotency::{
-    Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation,
-    OperationPage, OperationState, OperationStatus, Payload,
-};
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::{Answer, Checkpoint, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
-use crate::lock::{Cursor, Notifications, Reach, Token};
+use crate::lock::Cursor;
+use crate::lock::store::{Notifications, Token};
+use crate::reach::Reach;
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -675,7 +675,7 @@ impl IdempotencyStore for MemoryBackend {
         self.inner.operations.watch(operation)
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 }

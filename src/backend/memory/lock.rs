@@ -11,10 +11,11 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{
-    Acquired, Claim, Line, LockKey, LockKind, LockStore, Notifications, Reach, Released, Renewal, Token,
-};
-use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus};
+use crate::lock::store::LockRegistry;
+use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
+use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockPage, LockStatus};
+use crate::lock::{LockKey, LockKind};
+use crate::reach::Reach;
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -374,9 +375,9 @@ impl Shard {
 
 impl Way {
     const fn of(claim: &Claim) -> Self {
-        match (claim.kind, claim.line) {
-            (LockKind::Semaphore, Line::Ignore) => Self::Semaphore,
-            (LockKind::Semaphore, Line::Respect | Line::Join) => Self::SemaphoreInLine,
+        match (claim.kind, claim.queueing) {
+            (LockKind::Semaphore, Queueing::Bypass) => Self::Semaphore,
+            (LockKind::Semaphore, Queueing::Yield | Queueing::Enqueue) => Self::SemaphoreInLine,
             (LockKind::ReadWrite, _) => {
                 if claim.is_shared {
                     Self::Reader
@@ -384,8 +385,8 @@ impl Way {
                     Self::Writer
                 }
             }
-            (LockKind::Exclusive, Line::Ignore) => Self::Exclusive,
-            (LockKind::Exclusive, Line::Respect | Line::Join) => Self::InLine,
+            (LockKind::Exclusive, Queueing::Bypass) => Self::Exclusive,
+            (LockKind::Exclusive, Queueing::Yield | Queueing::Enqueue) => Self::InLine,
         }
     }
 
@@ -420,10 +421,10 @@ impl Places {
 
     /// Keeps the position of a waiter, and returns whether it is the first. `None` if the queue is full.
     fn stand(&mut self, token: Token, way: Way, now: Instant) -> Option<bool> {
-        let ends = now + Claim::PLACE;
+        let ends = now + Claim::POSITION_TTL;
         let arrival = match self.arrivals.get(&token).copied() {
             Some(arrival) => arrival,
-            None if self.by_arrival.len() >= Claim::MAX_LINE as usize => return None,
+            None if self.by_arrival.len() >= Claim::MAX_QUEUE as usize => return None,
             None => {
                 self.next += 1;
                 self.arrivals.insert(token, self.next);
@@ -497,7 +498,7 @@ impl Record {
             line.leave(&claim.token);
             return None;
         }
-        if claim.line != Line::Join {
+        if claim.queueing != Queueing::Enqueue {
             return Some(Acquired::Busy { remaining });
         }
         Some(match line.stand(claim.token, way, now) {
@@ -593,7 +594,7 @@ impl LockStore for MemoryBackend {
         self.inner.asks.watch(lock, None)
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Process
     }
 }

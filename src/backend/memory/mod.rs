@@ -275,7 +275,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rate_limit::RateLimitStore;
+    use crate::rate_limit::store::RateLimitStore;
 
     impl MemoryBackend {
         /// The total weight, computed from all counts.

@@ -7,9 +7,12 @@ use std::time::{Duration, Instant as SystemInstant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::delay_queue::store::{
+    Ack, AckKind, Admission, Claim, Claimed, ClaimedJob, Died, Expired, Extended, Finished, JobLease, MAX_BATCH,
+};
 use crate::delay_queue::{
-    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, Died, Due, Expired,
-    Extended, FailureInfo, Finished, JobId, JobLease, MAX_BATCH, NewJob, Reason, State, StoredJob, Unique, UniqueFor,
+    Cancelled, Changed, Counts, DeadLimits, Due, FailureInfo, JobId, NewJob, Reason, State, StoredJob, Unique,
+    UniqueFor,
 };
 use crate::key::Key;
 

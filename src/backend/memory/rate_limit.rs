@@ -11,9 +11,8 @@ use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
-use crate::rate_limit::{
-    Algorithm, Charged, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
-};
+use crate::rate_limit::store::{Charged, RateLimitStore, Request};
+use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, Receipt};
 
 /// The counts of one key.
 #[derive(Clone)]

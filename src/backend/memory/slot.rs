@@ -3,7 +3,8 @@
 use super::rate_limit::{Counts, share_of};
 use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, receipt_of_one};
-use crate::rate_limit::{Charged, Decision, Policy};
+use crate::rate_limit::store::Charged;
+use crate::rate_limit::{Decision, Policy};
 
 /// A key and its counts.
 // One cache line, so that nearly every decision waits for a single memory access.

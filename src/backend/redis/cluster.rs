@@ -24,7 +24,7 @@ use super::connection::pool::{Pool, PoolOptions, no_connection};
 use super::error::{unsent, with_peer};
 use super::replicated::{Outcome, Replicated};
 use super::topology::{ConnectMode, Purpose, ReplicatedPurpose};
-use crate::lock::Replicas;
+use crate::lock::store::Replicas;
 
 const SLOTS: usize = 16_384;
 /// How often a command follows MOVED and ASK at once. One migration causes one of each. After more of them, the command pauses first.

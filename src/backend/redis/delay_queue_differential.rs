@@ -4,10 +4,12 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::*;
+use crate::delay_queue::store::{
+    Ack, AckKind, Admission, Claim, Claimed, DelayQueueStore, Expired, Extended, Finished, JobLease, QueueKey, WorkerId,
+};
 use crate::delay_queue::{
-    Ack, AckKind, Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Expired, Extended,
-    FailureInfo, Finished, JobId, JobLease, NewJob, Priority, QueueKey, Reason, State, StoredJob, Unique, UniqueFor,
-    WorkerId,
+    Cancelled, Changed, DeadLimits, Due, FailureInfo, JobId, NewJob, Priority, Reason, State, StoredJob, Unique,
+    UniqueFor,
 };
 
 #[derive(Clone, Debug)]

@@ -15,7 +15,8 @@ use super::scripts::{LuaScript, Scripts};
 use super::stores::rate_limit;
 use super::{RedisBackend, RedisOptions};
 use crate::key::Key;
-use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
+use crate::rate_limit::store::{RateLimitStore, Request};
+use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, Receipt};
 use crate::{MemoryBackend, StoreError};
 
 #[path = "delay_queue_differential.rs"]

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::delay_queue::QueueKey;
+use crate::delay_queue::store::QueueKey;
 use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;

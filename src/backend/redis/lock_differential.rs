@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::backend::redis::Inner;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockKind, LockStore, Released, Renewal, Token};
+use crate::lock::store::{Acquired, Claim, LockStore, Queueing, Released, Renewal, Token};
+use crate::lock::{LockKey, LockKind};
 use std::sync::Arc;
 
 #[derive(Clone, Debug)]
@@ -255,7 +256,7 @@ enum Answer {
 
 /// Maximum number of concurrent readers in these traces.
 const READERS: u32 = 2;
-const PLACE_US: u64 = Claim::PLACE.as_micros() as u64;
+const PLACE_US: u64 = Claim::POSITION_TTL.as_micros() as u64;
 
 /// Whether a token reads. Even tokens write.
 const fn reads(token: usize) -> bool {
@@ -358,7 +359,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                     kind: LockKind::ReadWrite,
                     permits: if reads(step.token) { READERS } else { 1 },
                     is_shared: reads(step.token),
-                    line: if joins { Line::Join } else { Line::Respect },
+                    queueing: if joins { Queueing::Enqueue } else { Queueing::Yield },
                     ..Claim::new(token, ttl)
                 };
                 let (memory, redis) = pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim));
@@ -422,7 +423,7 @@ fn fences_rise_after_data_loss_and_clock_set_back() {
         let _: () =
             redis::cmd("SET").arg(CLOCK).arg(START_US - round * 45_000_000).query(&mut pair.connection).unwrap();
         let claim = || Claim { fences: 16, ..Claim::new(Token::random().unwrap(), Duration::from_secs(30)) };
-        let fair = || Claim { line: Line::Join, ..claim() };
+        let fair = || Claim { queueing: Queueing::Enqueue, ..claim() };
         let redis = &pair.redis;
         let answers = pair.redis_runtime.block_on(async {
             match round % 4 {

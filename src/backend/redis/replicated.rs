@@ -18,7 +18,7 @@ use super::connection::connect::Connector;
 use super::connection::handle::Connection;
 use super::connection::pool::{Pool, PoolOptions, ServerState, no_connection};
 use super::error::unsent;
-use crate::lock::Replicas;
+use crate::lock::store::Replicas;
 
 /// Every call is batched. A second batch in flight spares new calls the wait for the first one's WAIT.
 const BATCH: BatchConfig = BatchConfig {

@@ -13,8 +13,10 @@ use super::replicated::Outcome;
 use super::topology::{Delivery, Servers};
 use crate::delay_queue;
 use crate::error::StoreError;
-use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
-use crate::lock::{Claim, FenceFloor, Line, LockKey, LockKind, Token};
+use crate::idempotency::store::{Completion, Payload};
+use crate::idempotency::{self, Answer, Checkpoint};
+use crate::lock::store::{Claim, Queueing, Token};
+use crate::lock::{FenceFloor, LockKey, LockKind};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, by which Redis identifies it.
@@ -277,9 +279,9 @@ impl Scripts {
         claim: &Claim,
         publish: &str,
     ) -> Result<Reply, StoreError> {
-        let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
+        let longest = if claim.queueing == Queueing::Enqueue { Claim::MAX_QUEUE } else { 0 };
         let floor = self.floor.for_claim(claim);
-        let args = (claim_args(claim), held_as(claim), millis(Claim::PLACE), longest, publish, floor);
+        let args = (claim_args(claim), held_as(claim), millis(Claim::POSITION_TTL), longest, publish, floor);
         let reply = self.lock_line.exchange(way, &keys, args, begins_with_one).await?;
         self.granted_all(&reply, claim.fences);
         Ok(reply)
@@ -343,10 +345,10 @@ impl Scripts {
         &self,
         servers: &Servers,
         keys: [&str; 2],
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         most: u64,
     ) -> Result<Value, StoreError> {
-        let idempotency::Claim { token, head, lease, retention, takes_over, .. } = claim;
+        let idempotency::store::Claim { token, head, lease, retention, takes_over, .. } = claim;
         let times = (millis(*lease), millis(*retention));
         let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over), most);
         self.idempotency_begin.call(servers, &keys, args).await
@@ -356,7 +358,7 @@ impl Scripts {
         &self,
         servers: &Servers,
         record: &str,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
     ) -> Result<Value, StoreError> {
         let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
@@ -368,7 +370,7 @@ impl Scripts {
         &self,
         servers: &Servers,
         record: &str,
-        claim: &idempotency::Claim,
+        claim: &idempotency::store::Claim,
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<Value, StoreError> {
@@ -468,11 +470,11 @@ impl Scripts {
         &self,
         servers: &Servers,
         keys: &QueueKeys,
-        claim: &delay_queue::Claim,
+        claim: &delay_queue::store::Claim,
         finished: &PackedFinishes,
         timeout: Duration,
     ) -> Result<Value, StoreError> {
-        let delay_queue::Claim { worker, limit, lease, dead } = claim;
+        let delay_queue::store::Claim { worker, limit, lease, dead } = claim;
         let terms = (limit, millis(*lease), dead.count, millis(dead.age));
         let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
         let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(timeout)).await;
@@ -546,11 +548,11 @@ const fn permits(claim: &Claim) -> u32 {
 
 /// The byte in the value of a lease for the kind of its holders.
 const fn held_as(claim: &Claim) -> u8 {
-    match (claim.kind, claim.line) {
-        (LockKind::Exclusive, Line::Ignore) => 1,
-        (LockKind::Semaphore, Line::Ignore) => 2,
-        (LockKind::Semaphore, Line::Respect | Line::Join) => 6,
-        (LockKind::Exclusive, Line::Respect | Line::Join) => 3,
+    match (claim.kind, claim.queueing) {
+        (LockKind::Exclusive, Queueing::Bypass) => 1,
+        (LockKind::Semaphore, Queueing::Bypass) => 2,
+        (LockKind::Semaphore, Queueing::Yield | Queueing::Enqueue) => 6,
+        (LockKind::Exclusive, Queueing::Yield | Queueing::Enqueue) => 3,
         (LockKind::ReadWrite, _) => {
             if claim.is_shared {
                 4

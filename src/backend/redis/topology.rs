@@ -11,7 +11,7 @@ use super::connection::pool::Pool;
 use super::connection::pubsub::Source;
 use super::connection::runtime::RuntimeHandle;
 use super::replicated::{Outcome, Replicated};
-use crate::lock::Replicas;
+use crate::lock::store::Replicas;
 
 /// Connections to all servers, for one purpose.
 #[derive(Clone)]

@@ -26,9 +26,9 @@ use super::recorded_response::{Recorder, mark};
 use crate::error::{BoxError, causes};
 use crate::http::lock::{AbortMarker, Cut};
 use crate::http::responder::REJECTED;
+use crate::idempotency::store::Completion;
 use crate::idempotency::{
-    Attempt, Completion, HasPayload as _, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Running, Settlement,
-    Verdict,
+    Attempt, HasPayload as _, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Running, Settlement, Verdict,
 };
 use crate::lock::{Held, Lease, PartialEffects, ReleaseAt};
 use crate::responder::{NotExecuted, OutcomeUnknown};

@@ -13,7 +13,8 @@ use tokio::sync::Notify;
 use tokio::task::consume_budget;
 use tokio::time::{Instant, timeout_at};
 
-use crate::idempotency::{Digest, HasPayload, Operation, OperationContext, Payload};
+use crate::idempotency::store::{Digest, Payload};
+use crate::idempotency::{HasPayload, Operation, OperationContext};
 use crate::key::Key;
 
 /// The keyed hash of fingerprints. It does not contain the secret, and has no `Debug`.
@@ -452,8 +453,9 @@ mod tests {
 
     use super::*;
     use crate::MemoryBackend;
-    use crate::idempotency::{Claim, Coordinator};
-    use crate::lock::Token;
+    use crate::idempotency::Coordinator;
+    use crate::idempotency::store::Claim;
+    use crate::store::token::Token;
 
     const PACE: Pace = Pace { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
 

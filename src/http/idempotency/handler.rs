@@ -23,12 +23,13 @@ use super::recorded_response::Recorded;
 use super::service::Shared;
 use crate::error::{BoxError, StoreError};
 use crate::http::lock::{AbortMarker, Cut};
+use crate::idempotency::store::{Begun, Claim, Payload, RecordBound};
 use crate::idempotency::{
-    Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Payload,
-    RecordBound, Rejection, Running, ScopeBound, Verdict,
+    Begin, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection, Running,
+    ScopeBound, Verdict,
 };
-use crate::lock::Token;
 use crate::responder::{NotExecuted, Responder};
+use crate::store::token::Token;
 
 /// The header field of replayed responses.
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");

@@ -12,12 +12,12 @@ use super::fingerprint::{Fingerprints, Pace};
 use super::service::Idempotency;
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
+use crate::idempotency::store::{Claim, IdempotencyStore};
 use crate::idempotency::{
-    Claim, Coordinator, IdempotencyHandle, IdempotencyStore, MostRunning, OnDisconnect, OnUnknown, Rejection,
-    ResponsePolicy, Verdict,
+    Coordinator, IdempotencyHandle, MostRunning, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Verdict,
 };
-use crate::lock::Reach;
 use crate::on_failure::{OnMissingKey, OnStoreError};
+use crate::reach::Reach;
 use crate::responder::{HttpResponder, Responder};
 use crate::store::circuit::{CircuitBreaker, OutageTracker};
 
@@ -382,9 +382,9 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ScopeTooSmall`] if they reach less far than `scope`.
-    pub fn require(self, scope: Reach) -> Result<Self, ConfigError> {
-        self.settings.home.scope().require(scope)?;
+    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
+        self.settings.home.reach().require(needed)?;
         Ok(self)
     }
 

@@ -20,7 +20,8 @@ use crate::backend::redis::keys::{Keys, LockNames};
 use crate::backend::redis::scripts::{MAX_LOCKS, Scripts};
 use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, LockKey, Token};
+use crate::lock::LockKey;
+use crate::lock::store::{Acquired, Claim, Token};
 
 /// A command costs Redis as much as three locks, and as much again to read and answer, so larger batches are better. Callers do
 /// more after a lock than after a check before they call again. With a third of them in each batch, Redis does not wait for them,

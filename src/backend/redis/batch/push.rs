@@ -17,7 +17,8 @@ use crate::backend::redis::keys::Keys;
 use crate::backend::redis::scripts::Scripts;
 use crate::backend::redis::stores::delay_queue::push;
 use crate::backend::redis::topology::Servers;
-use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
+use crate::delay_queue::NewJob;
+use crate::delay_queue::store::{Admission, MAX_BATCH, QueueKey, batch_len};
 use crate::error::StoreError;
 
 const LIMITS: BatchConfig = BatchConfig {

@@ -6,9 +6,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use redis::{RedisWrite, ToRedisArgs};
 
 use crate::backend::redis::scripts::millis;
+use crate::delay_queue::store::{Ack, AckKind, JobLease};
 use crate::delay_queue::{
-    Ack, AckKind, Due, FailureInfo, Headers, JobId, JobLease, NewJob, Priority, Reason, State, StoredJob, Unique,
-    UniqueFor,
+    Due, FailureInfo, Headers, JobId, NewJob, Priority, Reason, State, StoredJob, Unique, UniqueFor,
 };
 use crate::key::Key;
 

@@ -17,7 +17,7 @@ use super::connect::Connector;
 use crate::backend::redis::cluster::{Address, Cluster};
 use crate::backend::redis::error::is_unknown_command;
 use crate::backend::redis::sentinel::PrimaryTerm;
-use crate::lock::Token;
+use crate::lock::store::Token;
 
 /// The shortest timeout for connecting to one server, since Sentinels may have to be asked first.
 const MIN_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);

@@ -12,7 +12,7 @@ use super::pubsub::{Event, Permission, Server, Source};
 use super::runtime::RuntimeHandle;
 use super::subscriptions::run;
 use crate::backend::redis::metrics::Metrics;
-use crate::lock::{Notifications, Token};
+use crate::lock::store::{Notifications, Token};
 
 /// How long a waiter waits for the confirmation of its subscription. After that, it polls.
 const CONFIRMATION_TIMEOUT: Duration = Duration::from_millis(200);

@@ -11,14 +11,15 @@ use crate::backend::redis::keys::QueueKeys;
 use crate::backend::redis::scripts::Scripts;
 use crate::backend::redis::topology::Servers;
 use crate::backend::redis::{Inner, RedisBackend};
-use crate::delay_queue::{
-    Ack, Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Died, Due, Expired,
-    Extended, Finished, JobId, JobLease, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob,
-    WorkerId, batch_len,
+use crate::delay_queue::store::{
+    Ack, Admission, Claim, Claimed, ClaimedJob, DelayQueueStore, Died, Expired, Extended, Finished, JobLease,
+    MAX_BATCH, QueueKey, WorkerId, batch_len,
 };
+use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, PreparedPush, Priority, State, StoredJob};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Notifications, Reach};
+use crate::lock::store::Notifications;
+use crate::reach::Reach;
 
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
@@ -210,7 +211,7 @@ impl DelayQueueStore for RedisBackend {
         self.each(queue, "forget", ids).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 

@@ -9,12 +9,12 @@ use crate::backend::redis::error::{is_refused_for_now, unexpected_reply};
 use crate::backend::redis::keys::PARTS;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::idempotency::{
-    Answer, Begun, Checkpoint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
-    OperationState, OperationStatus, Payload,
-};
+use crate::idempotency::store::{Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::{Answer, Checkpoint, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
-use crate::lock::{Cursor, Notifications, Reach, Token};
+use crate::lock::Cursor;
+use crate::lock::store::{Notifications, Token};
+use crate::reach::Reach;
 
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
@@ -76,7 +76,7 @@ impl IdempotencyStore for RedisBackend {
         locks.subscriber().subscribe(keys.done(operation), Interest::Changes).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }

@@ -15,9 +15,9 @@ use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind};
 use crate::backend::redis::topology::{CarefulServers, Delivery, Servers};
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::lock::{
-    Acquired, Claim, Line, LockKey, LockKind, LockStore, Notifications, Reach, Released, Renewal, Replicas, Token,
-};
+use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Replicas, Token};
+use crate::lock::{LockKey, LockKind};
+use crate::reach::Reach;
 
 /// The connections that only locks use, opened on demand.
 pub(crate) struct LockLinks {
@@ -71,7 +71,7 @@ impl LockLinks {
 
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let is_plain = claim.line == Line::Ignore && claim.kind == LockKind::Exclusive;
+        let is_plain = claim.queueing == Queueing::Bypass && claim.kind == LockKind::Exclusive;
         let calls = self.calls().filter(|_| is_plain && claim.replicas.count == 0);
         let _place = match calls.map(|calls| (calls.try_direct(), calls)) {
             Some((None, calls)) => match calls.acquire(lock, claim).await? {
@@ -182,7 +182,7 @@ impl LockStore for RedisBackend {
         locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }
@@ -204,7 +204,7 @@ impl RedisBackend {
     async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
         let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
-        let is_plain = claim.line == Line::Ignore && claim.kind != LockKind::ReadWrite;
+        let is_plain = claim.queueing == Queueing::Bypass && claim.kind != LockKind::ReadWrite;
         let reply = if is_plain {
             scripts.lock_acquire(way, &lease, claim).await?
         } else {

@@ -11,7 +11,8 @@ use crate::backend::redis::topology::Servers;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockPage, LockRegistry, LockStatus};
+use crate::lock::store::LockRegistry;
+use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockPage, LockStatus};
 
 impl LockRegistry for RedisBackend {
     async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {

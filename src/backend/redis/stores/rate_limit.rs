@@ -12,10 +12,9 @@ use crate::backend::redis::scripts::{CheckMode, Subject};
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::Reach;
-use crate::rate_limit::{
-    Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
-};
+use crate::rate_limit::store::{RateLimitStore, Request};
+use crate::rate_limit::{Charge, Decision, Policy, Quota, QuotaChange, Receipt, give_back, one_after_the_other};
+use crate::reach::Reach;
 
 /// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
 /// end early if the caller is dropped.
@@ -166,7 +165,7 @@ impl RateLimitStore for RedisBackend {
         servers.send(&keys[0], &command).await.map(drop).map_err(store_error)
     }
 
-    fn scope(&self) -> Reach {
+    fn reach(&self) -> Reach {
         Reach::Redis
     }
 }

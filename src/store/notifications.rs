@@ -1,0 +1,87 @@
+//! Notifications for waiters.
+
+use std::any::Any;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use smallvec::{SmallVec, smallvec};
+use tokio::sync::watch;
+use tokio::time::sleep;
+
+/// Notifies a waiter when to look again: see [`LockStore::watch`](crate::lock::store::LockStore::watch).
+pub struct Notifications {
+    changes: SmallVec<[watch::Receiver<()>; 1]>,
+    // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
+    keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
+}
+
+/// How long notifications of several sources are merged, at most.
+const LONGEST_LULL_US: u32 = 4_000;
+
+impl Notifications {
+    /// A notification for each message. `keep` is dropped with the last of them.
+    #[must_use]
+    pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { changes: smallvec![changes], keep: smallvec![keep] }
+    }
+
+    /// No notifications: the waiter has to poll.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
+    }
+
+    /// Merges several sources. Notifications shortly after each other become one, at different times for different waiters.
+    #[must_use]
+    pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
+        let mut all = Self::none();
+        for Self { changes, keep } in several {
+            all.changes.extend(changes);
+            all.keep.extend(keep);
+        }
+        all
+    }
+
+    /// Waits for a notification since the last call.
+    pub async fn next(&mut self) {
+        loop {
+            let gone = match &mut *self.changes {
+                [] => std::future::pending().await,
+                [one] => match one.changed().await {
+                    Ok(()) => return,
+                    Err(_) => 0,
+                },
+                several => {
+                    let mut changes: Vec<_> = several.iter_mut().map(|changes| Box::pin(changes.changed())).collect();
+                    let (at, is_told) = poll_fn(|cx| {
+                        let polls = changes.iter_mut().map(|changed| changed.as_mut().poll(cx));
+                        let told = polls.enumerate().find_map(|(at, poll)| match poll {
+                            Poll::Ready(outcome) => Some((at, outcome.is_ok())),
+                            Poll::Pending => None,
+                        });
+                        told.map_or(Poll::Pending, Poll::Ready)
+                    })
+                    .await;
+                    if is_told {
+                        break;
+                    }
+                    at
+                }
+            };
+            // The sender is gone.
+            self.changes.remove(gone);
+        }
+        let share = getrandom::u32().unwrap_or_default();
+        sleep(Duration::from_micros(u64::from(share % LONGEST_LULL_US))).await;
+        self.changes.iter_mut().for_each(watch::Receiver::mark_unchanged);
+    }
+}
+
+impl fmt::Debug for Notifications {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifications").field("is_told", &!self.changes.is_empty()).finish()
+    }
+}
