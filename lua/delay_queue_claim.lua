@@ -139,7 +139,9 @@ local function end_cancelled(id)
   if key and redis.call('HGET', cancels, '\1' .. key) == id then
     redis.call('HDEL', cancels, '\1' .. key)
     local holder = redis.call('HGET', unique, key)
-    if holder then
+    local ends_at = holder and struct.unpack('>I6', holder)
+    -- A hold whose time has ended is none.
+    if holder and (ends_at == 0 or ends_at > now) then
       resume(holder:sub(7))
     end
   end

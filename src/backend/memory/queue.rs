@@ -319,7 +319,7 @@ impl Queue {
     }
 
     /// Ends the run of a cancelled job, so that a job with the same id or unique key can be claimed. Returns whether the token matched.
-    fn end_cancelled(&mut self, id: &JobId, held: u64) -> bool {
+    fn end_cancelled(&mut self, id: &JobId, held: u64, now: CallTime) -> bool {
         let Some(&Record { state: JobState::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
             return false;
         };
@@ -332,7 +332,7 @@ impl Queue {
         self.resume(id);
         if let Some(key) = key.filter(|key| self.cancelled_keys.get(key) == Some(id)) {
             self.cancelled_keys.remove(&key);
-            if let Some(holder) = self.unique.get(&key).map(|holder| holder.id) {
+            if let Some(holder) = self.holder(&key, now.ms).map(|holder| holder.id) {
                 self.resume(&holder);
             }
         }
@@ -428,7 +428,7 @@ impl Queue {
         let results: Vec<_> = finished
             .iter()
             .map(|Ack { ticket, ending }| {
-                if self.end_cancelled(&ticket.id, ticket.token) {
+                if self.end_cancelled(&ticket.id, ticket.token, now) {
                     return Some(if ending.forgets() { Finished::Done } else { Finished::Cancelled });
                 }
                 let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
@@ -473,7 +473,7 @@ impl Queue {
         let ending = AckKind::Retry { delay: Duration::ZERO, error: Arc::default() };
         let (jobs, mut died) = (over.len(), Vec::new());
         for (token, id) in over {
-            if self.end_cancelled(&id, token) {
+            if self.end_cancelled(&id, token, now) {
                 continue;
             }
             if self.end_attempt(&id, &ending, true, now) == Finished::Dead {

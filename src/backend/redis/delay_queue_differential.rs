@@ -254,10 +254,11 @@ impl Model {
         let holds = |job: &ModelJob| matches!(job.place, Place::Running { claim, .. } if claim == ticket.claim);
         let Some(i) = self.cancelled.iter().position(|job| job.id == ticket.of && holds(job)) else { return false };
         self.cancelled.remove(i);
-        let mut resumed = vec![ticket.of];
+        let (now, mut resumed) = (self.now(), vec![ticket.of]);
         for (key, of) in self.cancelled_keys.iter_mut().enumerate().filter(|(_, of)| **of == Some(ticket.of)) {
             *of = None;
-            resumed.extend(self.unique[key].map(|(holder, _)| holder));
+            let held = self.unique[key].filter(|(_, until)| until.is_none_or(|until| until > now));
+            resumed.extend(held.map(|(holder, _)| holder));
         }
         for id in resumed {
             if let Some(job) = self.find(id) {
