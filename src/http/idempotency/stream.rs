@@ -394,3 +394,60 @@ async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures_util::stream;
+    use http_body_util::StreamBody;
+
+    use super::*;
+    use crate::http::idempotency::recorded_response::Recorded;
+    use crate::idempotency::ResponsePolicy;
+    use crate::responder::NotExecuted;
+
+    /// The outcome of a response of two parts, of which up to 100 bytes are stored.
+    fn outcome(mut response: Response<()>, len: usize, keeps_cookies: bool) -> Outcome {
+        let frames = [vec![b'x'; len], vec![b'y'; len]].map(|part| Ok::<_, Infallible>(Frame::data(Bytes::from(part))));
+        response.headers_mut().insert("x-a", ::http::HeaderValue::from_static("b"));
+        let (parts, ()) = response.into_parts();
+        let recorder = Recorder::new(parts.status, &parts.headers, keeps_cookies, 100);
+        let classifier = ResponseClassifier::new(ResponsePolicy::SafeRetry, &parts, false);
+        let mut stream = StreamRecorder::new(StreamBody::new(stream::iter(frames)), recorder, classifier);
+        let mut chunks = Chunks::default();
+        let is_whole = stream.read_ready(&mut chunks);
+        stream.outcome(chunks.iter(), is_whole)
+    }
+
+    fn stored(outcome: Outcome) -> (Recorded, bool) {
+        let Outcome::Completed(response) = outcome else { panic!("the response is not stored") };
+        (Recorded::read(Bytes::from_owner(response.answer)).unwrap(), response.is_kept)
+    }
+
+    #[test]
+    fn response_is_stored_with_cookies_only_if_they_are_kept() {
+        for keeps_cookies in [false, true] {
+            let response = Response::builder().header("set-cookie", "a=b").body(()).unwrap();
+            let (recorded, is_kept) = stored(outcome(response, 2, keeps_cookies));
+            assert!(is_kept && recorded.body == "xxyy" && recorded.headers["x-a"] == "b");
+            assert_eq!(recorded.headers.contains_key("set-cookie"), keeps_cookies);
+        }
+    }
+
+    #[test]
+    fn too_large_response_completes_with_its_status_alone() {
+        let response = Response::builder().status(201).body(()).unwrap();
+        let (recorded, is_kept) = stored(outcome(response, 60, false));
+        assert!(!is_kept && recorded.status == 201 && recorded.body.is_empty() && recorded.headers.is_empty());
+    }
+
+    #[test]
+    fn response_that_is_not_stored_is_not_recorded() {
+        let not_executed = Response::builder().extension(NotExecuted).body(()).unwrap();
+        let unavailable = Response::builder().status(503).body(()).unwrap();
+        for (response, len) in [(not_executed, 2), (unavailable.clone(), 2), (unavailable, 60)] {
+            assert!(matches!(outcome(response, len, false), Outcome::Released));
+        }
+    }
+}
