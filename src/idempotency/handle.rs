@@ -1,8 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::attempt::OperationContext;
 use super::checkpoint::{Checkpoint, CheckpointError};
+use super::context::OperationContext;
 use super::store::{Operation, Payload};
 use crate::key::Key;
 

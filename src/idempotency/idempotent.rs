@@ -9,7 +9,9 @@ use sha2::{Digest as _, Sha256};
 use tokio::time::{Instant, timeout_at};
 
 use super::answer::{MARK, read, written};
-use super::attempt::{Attempt, Begin, Coordinator, Granted, OperationContext, Settlement};
+use super::attempt::{Attempt, Begin, Granted};
+use super::context::{OperationContext, Settlement};
+use super::coordinator::Coordinator;
 use super::handle::{HasPayload, IdempotencyHandle};
 use super::metrics::Verdict;
 use super::operation_error::{Failed, OperationError, cause_of};

@@ -350,6 +350,11 @@ pub mod store;
 
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod attempt;
+mod background;
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
+mod context;
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
+mod coordinator;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod erased;
 mod handle;
@@ -360,9 +365,11 @@ mod operation_error;
 mod waiters;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{
-    Attempt, Begin, Coordinator, Granted, MostRunning, OperationContext, Running, Settlement,
-};
+pub(crate) use self::attempt::{Attempt, Begin, Granted};
+#[cfg(feature = "http")]
+pub(crate) use self::context::{OperationContext, Settlement};
+#[cfg(feature = "http")]
+pub(crate) use self::coordinator::{Coordinator, MostRunning, Running};
 pub use crate::store::circuit::CircuitBreaker;
 pub use crate::store::cursor::Cursor;
 

@@ -17,7 +17,8 @@ pub enum ResponsePolicy {
     /// 404 and 405 if no handler is known to have run (see [the table](super#stored-responses)). And 401, 403, 406, 407, 412,
     /// 415, 417, 421 and 428, which may depend on a header outside of the fingerprint: a client can correct missing credentials,
     /// a wrong `Content-Type` or a wrong `If-Match`. With gRPC the corresponding statuses, and `UNIMPLEMENTED`, which another
-    /// replica may not return. Handlers that fail or panic count as 5xx, and so does a gRPC response without a status.
+    /// replica may not return. Handlers that fail or panic count as 5xx. So does a gRPC response with an undefined status, or
+    /// without a status.
     #[default]
     SafeRetry,
     /// Stores all responses once the handler has started, server errors included, as Stripe does. If a handler fails without a

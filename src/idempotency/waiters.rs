@@ -3,7 +3,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::attempt::{Begin, OperationContext};
+use super::attempt::Begin;
+use super::context::OperationContext;
 use super::handle::HasPayload;
 use super::store::Begun;
 use crate::error::StoreError;

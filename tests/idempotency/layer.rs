@@ -1908,9 +1908,10 @@ async fn grpc_status_in_the_trailers_decides_on_recording() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new()).responder(GrpcResponder::new());
-    // UNAVAILABLE first, then three codes that depend on the caller or the replica, and NOT_FOUND from then on.
+    // UNAVAILABLE first, then three codes that depend on the caller or the replica, two that gRPC does not know, and NOT_FOUND from
+    // then on.
     let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
-        let code = ["14", "16", "7", "12", "5"][counted.fetch_add(1, Ordering::SeqCst).min(4)];
+        let code = ["14", "16", "7", "12", "99", "x", "5"][counted.fetch_add(1, Ordering::SeqCst).min(6)];
         let (sender, body) = stream();
         let mut trailers = HeaderMap::new();
         trailers.insert("grpc-status", code.parse().unwrap());
@@ -1918,7 +1919,9 @@ async fn grpc_status_in_the_trailers_decides_on_recording() {
         sender.send(Ok(Frame::trailers(trailers))).unwrap();
         async { Ok::<_, Infallible>(Response::new(body)) }
     }));
-    for (code, replayed) in [("14", false), ("16", false), ("7", false), ("12", false), ("5", false), ("5", true)] {
+    for (code, replayed) in
+        ["14", "16", "7", "12", "99", "x", "5"].map(|code| (code, false)).into_iter().chain([("5", true)])
+    {
         let response = service.clone().oneshot(pay("k")).await.unwrap();
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
         let body = response.into_body().collect().await.unwrap();

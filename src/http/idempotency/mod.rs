@@ -1,6 +1,7 @@
 //! Idempotency for HTTP services. The documentation is in `crate::idempotency`.
 
 mod body;
+mod classify;
 mod execution;
 mod fingerprint;
 mod future;
@@ -10,6 +11,8 @@ mod layer;
 mod recorded_response;
 mod responder;
 mod service;
+mod settle;
+mod stream;
 
 pub use self::body::IdempotentBody;
 pub use self::fingerprint::FingerprintedBody;

@@ -41,6 +41,8 @@ pub(super) struct Recorder {
     trailers: SmallVec<[u8; 16]>,
     len: usize,
     most: usize,
+    // Whether the stored form has room for all headers and trailers.
+    is_representable: bool,
     status: StatusCode,
 }
 
@@ -50,14 +52,14 @@ impl Recorder {
         head.push(VERSION);
         head.extend_from_slice(&status.as_u16().to_le_bytes());
         let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
-        put(&mut head, headers, is_kept);
+        let is_representable = put(&mut head, headers, is_kept);
         let len = head.len();
-        Self { head, trailers: SmallVec::new(), len, most, status }
+        Self { head, trailers: SmallVec::new(), len, most, is_representable, status }
     }
 
-    /// Whether the part that was recorded so far fits into the maximum size.
+    /// Whether the part that was recorded so far fits into the stored form and the maximum size.
     pub(super) const fn fits(&self) -> bool {
-        self.len <= self.most
+        self.is_representable && self.len <= self.most
     }
 
     pub(super) fn data(&mut self, data: &Bytes) {
@@ -68,11 +70,11 @@ impl Recorder {
         // If there are several sets of trailers, the last one counts.
         self.len -= self.trailers.len();
         self.trailers.clear();
-        put(&mut self.trailers, trailers, |_| true);
+        self.is_representable &= put(&mut self.trailers, trailers, |_| true);
         self.len = self.len.saturating_add(self.trailers.len());
     }
 
-    /// The stored form of the response; of its status alone if it is incomplete or too large.
+    /// The stored form of the response; of its status alone if it is incomplete or does not fit.
     pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
@@ -151,22 +153,22 @@ fn is_kept(name: &HeaderName, headers: &HeaderMap) -> bool {
     !(NOT_KEPT.contains(&name.as_str()) || is_limit() || is_of_connection())
 }
 
-fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) {
+/// Writes a list of headers. False if the stored form has no room for it: then `out` must not be stored.
+fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) -> bool {
     let count_at = out.len();
     out.extend_from_slice(&[0; 2]);
     let mut count = 0_u16;
     for (name, value) in headers.iter().filter(|(name, _)| is_kept(name)) {
-        // Skips nothing in practice: names are shorter than this, and hyper accepts no longer values.
-        let (Ok(name_len), Ok(value_len)) = (u16::try_from(name.as_str().len()), u32::try_from(value.len())) else {
-            continue;
-        };
+        let lens = (u16::try_from(name.as_str().len()), u32::try_from(value.len()), count.checked_add(1));
+        let (Ok(name_len), Ok(value_len), Some(one_more)) = lens else { return false };
         out.extend_from_slice(&name_len.to_le_bytes());
         out.extend_from_slice(name.as_str().as_bytes());
         out.extend_from_slice(&value_len.to_le_bytes());
         out.extend_from_slice(value.as_bytes());
-        count = count.saturating_add(1);
+        count = one_more;
     }
     out[count_at..count_at + 2].copy_from_slice(&count.to_le_bytes());
+    true
 }
 
 /// A stored response.
@@ -273,6 +275,29 @@ mod tests {
             assert!(!is_kept);
             let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
             assert!(recorded.status == StatusCode::OK && recorded.body.is_empty() && recorded.headers.is_empty());
+        }
+    }
+
+    /// Regression: the record of a response with more headers than its count can express could not be read.
+    #[test]
+    fn response_with_too_many_headers_is_stored_as_status() {
+        let most = usize::from(u16::MAX);
+        for (len, in_trailers, is_whole) in
+            [(most, false, true), (most + 1, false, false), (most, true, true), (most + 1, true, false)]
+        {
+            let mut many = HeaderMap::new();
+            for _ in 0..len {
+                many.append("x-a", HeaderValue::from_static("b"));
+            }
+            let (headers, trailers) = if in_trailers { (HeaderMap::new(), many) } else { (many, HeaderMap::new()) };
+            let mut response = Response::new("body");
+            *response.headers_mut() = headers.clone();
+            let answer = Answer::with_trailers(response, &trailers);
+            assert_eq!(answer.is_kept(), is_whole, "{len} {in_trailers}");
+            let recorded = Recorded::read(Bytes::from_owner(Arc::clone(answer.bytes()))).unwrap();
+            let (headers, body) = if is_whole { (headers, "body") } else { (HeaderMap::new(), "") };
+            assert!(recorded.headers == headers && recorded.body == body, "{len} {in_trailers}");
+            assert_eq!(recorded.trailers.len(), if is_whole { trailers.len() } else { 0 });
         }
     }
 

@@ -1,0 +1,85 @@
+//! Reports the outcome of a handler to the store.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use ::http::StatusCode;
+
+use super::fingerprint::BodyFingerprint;
+use super::layer::Settings;
+use super::recorded_response::mark;
+use crate::idempotency::store::Completion;
+use crate::idempotency::{Attempt, HasPayload as _, Settlement};
+
+/// The outcome of a handler.
+pub(super) enum Outcome {
+    /// No response, or none that is known to belong to the right request.
+    Failed,
+    /// A response or an error after which the effects are unknown.
+    Unknown,
+    /// A response that releases the operation.
+    Released,
+    /// A response that completes the operation.
+    Completed(CompleteResponse),
+}
+
+/// A response that completes its operation.
+pub(super) struct CompleteResponse {
+    pub(super) status: StatusCode,
+    pub(super) is_success: bool,
+    /// The stored form.
+    pub(super) answer: Arc<[u8]>,
+    /// Whether all of it is stored, or only its status.
+    pub(super) is_kept: bool,
+}
+
+impl CompleteResponse {
+    /// Whether the response may be stored for the request body that was read. If the body has broken off, the client should retry
+    /// with the whole body, so an error response to it is not stored. Neither is the response to a part of a body that may be a
+    /// different one.
+    fn fits(&self, reading: &BodyFingerprint) -> bool {
+        !reading.has_failed() || (self.is_success && reading.is_known())
+    }
+}
+
+impl Outcome {
+    /// Stores the result of the operation, or leaves it to the end of its lease. `None` if that needs no waiting.
+    pub(super) fn settle(
+        self,
+        attempt: Attempt<BodyFingerprint>,
+        settings: &Settings,
+    ) -> Option<impl Future<Output = ()> + Send + use<>> {
+        let order = attempt.order();
+        let (reading, layer, operation) = (order.body(), order.layer(), order.operation());
+        let releases_failures = settings.keep.gives_failures_back();
+        let settlement = match self {
+            Self::Completed(response) if response.fits(reading) => {
+                let CompleteResponse { status, answer, is_kept, .. } = response;
+                let (payload, retention) = (reading.payload(), settings.retention);
+                let completion = Completion { answer, is_kept, payload, retention };
+                Settlement::Complete { completion, mark: mark(status) }
+            }
+            Self::Released => Settlement::Release,
+            Self::Completed(_) | Self::Failed if releases_failures => Settlement::Release,
+            Self::Completed(_) => {
+                tracing::warn!(
+                    layer, %operation,
+                    "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended"
+                );
+                attempt.told();
+                return None;
+            }
+            Self::Unknown => {
+                tracing::warn!(
+                    layer, %operation,
+                    "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended"
+                );
+                attempt.told();
+                return None;
+            }
+            // The dropped attempt logs this.
+            Self::Failed => return None,
+        };
+        attempt.settle(settlement)
+    }
+}

@@ -1,0 +1,293 @@
+use std::future::pending;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use super::attempt::{Attempt, Begin, DropAction};
+use super::checkpoint::Checkpoint;
+use super::coordinator::Coordinator;
+use super::handle::HasPayload;
+use super::metrics::Ended;
+use super::store::{Begun, Claim, Completion, Operation, Payload};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::store::circuit::Circuit;
+use crate::store::notifications::Notifications;
+use crate::store::token::Token;
+
+/// All state of one request for an operation, from the first store call to the last. One allocation for each request.
+pub(crate) struct OperationContext<P: ?Sized> {
+    home: Arc<Coordinator>,
+    operation: Operation,
+    claim: Claim,
+    // When the claim or the last renewal was sent: taken before the call.
+    sent: Mutex<Instant>,
+    // The number of the last stored checkpoint.
+    checkpoint: AtomicU32,
+    // Whether the record says that the operation is completed, so that no attempt takes over.
+    is_done: AtomicBool,
+    // The runtime of the first store call. The context may be dropped outside of any runtime.
+    runtime: OnceLock<Handle>,
+    body: P,
+}
+
+impl<P: ?Sized> OperationContext<P> {
+    pub(crate) const fn operation(&self) -> &Operation {
+        &self.operation
+    }
+
+    pub(super) const fn home(&self) -> &Arc<Coordinator> {
+        &self.home
+    }
+
+    /// The scope whose records are limited, if there is a limit.
+    pub(super) fn bounded_scope(&self) -> Option<&Key> {
+        self.claim.bound.as_ref().map(|bound| &bound.scope)
+    }
+
+    /// The name of its layer.
+    pub(crate) fn layer(&self) -> &str {
+        &self.home.terms().name
+    }
+
+    /// The reader of the request body.
+    pub(crate) const fn body(&self) -> &P {
+        &self.body
+    }
+
+    /// When the claim or the last renewal was sent.
+    pub(super) fn sent(&self) -> Instant {
+        *self.sent_at()
+    }
+
+    fn sent_at(&self) -> MutexGuard<'_, Instant> {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the record says that the operation is completed.
+    pub(crate) fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::Relaxed)
+    }
+
+    /// Whether another attempt may have started, by the local clock.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.ends().is_some_and(|ends| Instant::now() >= ends)
+    }
+
+    /// Resolves when another attempt may have started. Does not renew the lease: for work that continues while the store is told
+    /// that the operation is completed.
+    pub(crate) async fn until_lost(&self) {
+        while let Some(ends) = self.ends() {
+            if Instant::now() >= ends {
+                return;
+            }
+            sleep_until(ends).await;
+        }
+        pending::<()>().await;
+    }
+
+    /// When another attempt may start, unless the lease is renewed; `None` if no attempt will take over.
+    fn ends(&self) -> Option<Instant> {
+        let Claim { takes_over, lease, .. } = self.claim;
+        let may_end = takes_over && !self.is_done();
+        may_end.then(|| *self.sent_at() + safe_ttl(lease))
+    }
+
+    /// The runtime for background tasks, if there is one.
+    pub(super) fn runtime(&self) -> Option<Handle> {
+        Handle::try_current().ok().or_else(|| self.runtime.get().cloned())
+    }
+
+    /// The length of a lease.
+    pub(super) const fn lease(&self) -> Duration {
+        self.claim.lease
+    }
+
+    /// Remembers the last checkpoint of the attempt before.
+    pub(super) fn begin_after(&self, last: &Checkpoint) {
+        self.checkpoint.store(last.number(), Ordering::Relaxed);
+    }
+
+    /// The number of the next checkpoint.
+    pub(super) fn next_checkpoint(&self) -> u32 {
+        self.checkpoint.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    }
+
+    /// Stores the progress of the attempt.
+    pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
+        let Self { home, operation, claim, .. } = self;
+        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms().limit).await)
+    }
+}
+
+impl<P: HasPayload + 'static> OperationContext<P> {
+    pub(crate) fn new(home: &Arc<Coordinator>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
+        let (sent, checkpoint, is_done) = (Mutex::new(Instant::now()), AtomicU32::new(0), AtomicBool::new(false));
+        let (home, runtime) = (Arc::clone(home), OnceLock::new());
+        Arc::new(Self { home, operation, claim, sent, checkpoint, is_done, runtime, body })
+    }
+
+    /// The same request with a new token, for use when the outcome of this claim is not known.
+    pub(super) fn anew(&self) -> Result<Arc<Self>, StoreError> {
+        let claim = Claim { token: Token::random()?, ..self.claim };
+        Ok(Self::new(&self.home, self.operation, claim, self.body.anew()))
+    }
+
+    /// Begins the operation, or returns its state.
+    ///
+    /// # Cancellation
+    ///
+    /// If you drop the future, a claim that was granted meanwhile is released in the background.
+    pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
+        let Self { home, operation, claim, .. } = &**self;
+        *self.sent_at() = Instant::now();
+        if let Ok(runtime) = Handle::try_current() {
+            self.runtime.get_or_init(|| runtime);
+        }
+        let mut attempt = Attempt::new(Arc::clone(self), DropAction::GiveBackClaim);
+        let begun = match home.circuit.admit() {
+            Ok(()) => home.noted(home.store.begin(operation, claim, home.terms().limit).await),
+            Err(error) => Err(error),
+        };
+        if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
+            attempt.on_drop(DropAction::Settled);
+        }
+        let begun = begun?;
+        if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
+            // Another attempt may have started by now, and this one has not.
+            return Err(StoreError::timeout());
+        }
+        Ok(attempt.begun(begun))
+    }
+
+    /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
+    ///
+    /// Call it at once: the lease is assumed to begin when the context was created.
+    pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin<P>, StoreError>> {
+        let Self { home, operation, claim, .. } = &**self;
+        // A call that may not reach the store cannot be a probe.
+        home.circuit.admit_no_probe().ok()?;
+        let begun = home.noted(home.store.begin_now(operation, claim)?);
+        Some(begun.map(|begun| Attempt::new(Arc::clone(self), DropAction::Settled).begun(begun)))
+    }
+
+    /// Notifications for a waiter of the operation.
+    pub(super) async fn watch(&self) -> Notifications {
+        self.home.store.watch(&self.operation).await
+    }
+
+    /// See [`Attempt::keep`].
+    pub(super) async fn keep(&self) {
+        let Claim { takes_over, lease, .. } = self.claim;
+        loop {
+            let sent = *self.sent_at();
+            let renewed = self.renewed(sent);
+            let renewed = if takes_over {
+                // Stop at the deadline of the lease, because the reply may never arrive.
+                timeout_at(sent + safe_ttl(lease), renewed).await.unwrap_or_default()
+            } else {
+                renewed.await
+            };
+            match renewed {
+                Some(at) => *self.sent_at() = at,
+                None if takes_over => return,
+                // No attempt takes over this operation, so the handler continues. But the record is lost, and retries are no
+                // longer recognized.
+                None => pending().await,
+            }
+        }
+    }
+
+    /// When the successful renewal was sent; `None` if another attempt holds the operation or the record is gone.
+    async fn renewed(&self, sent: Instant) -> Option<Instant> {
+        let Self { home, operation, claim, body, .. } = self;
+        let mut due = sent + claim.lease / 3;
+        loop {
+            sleep_until(due).await;
+            let sent = Instant::now();
+            match home.noted(home.store.renew(operation, claim, &body.payload(), home.terms().limit).await) {
+                Ok(true) => return Some(sent),
+                Ok(false) => {
+                    let layer = self.layer();
+                    tracing::warn!(layer, %operation, "the record of a running operation is gone");
+                    return None;
+                }
+                Err(error) => {
+                    tracing::debug!(%operation, %error, "a renewal failed: trying again");
+                    due = Instant::now() + claim.lease / 10;
+                }
+            }
+        }
+    }
+
+    /// Stores the result of the operation. False if the attempt no longer holds the operation.
+    pub(super) async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
+        let Self { home, operation, claim, .. } = self;
+        let settled = home.noted(match end {
+            Settlement::Complete { completion, .. } => {
+                home.store.complete(operation, &claim.token, completion, home.terms().limit).await
+            }
+            Settlement::Release => home.store.release(operation, claim, home.terms().limit).await,
+        });
+        self.heard(end, settled)
+    }
+
+    /// Like [`settle`](Self::settle), if the reply is available without waiting.
+    pub(super) fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
+        let Self { home, operation, claim: Claim { token, .. }, .. } = self;
+        let Settlement::Complete { completion, .. } = end else { return None };
+        let settled = home.store.complete_now(operation, token, completion)?;
+        Some(self.heard(end, home.noted(settled)))
+    }
+
+    /// The result of an attempt after it was settled.
+    pub(super) fn ended(&self, end: &Settlement, is_ours: bool) -> Ended {
+        match end {
+            Settlement::Complete { completion, .. } if is_ours => {
+                if completion.is_kept {
+                    Ended::Kept
+                } else {
+                    Ended::Tombstone
+                }
+            }
+            // No other attempt can have started, unless an earlier release succeeded without a reply.
+            Settlement::Release if is_ours || !self.is_lost() => Ended::GivenBack,
+            _ => {
+                let (layer, operation) = (self.layer(), &self.operation);
+                match end {
+                    Settlement::Complete { .. } => {
+                        tracing::warn!(layer, %operation, "a response is not stored: its attempt no longer holds the operation");
+                    }
+                    Settlement::Release => {
+                        tracing::warn!(layer, %operation, "an operation is not released: its attempt no longer holds it");
+                    }
+                }
+                Ended::Unknown
+            }
+        }
+    }
+
+    /// Remembers a successful completion.
+    fn heard(&self, end: &Settlement, settled: Result<bool, StoreError>) -> Result<bool, StoreError> {
+        if matches!((end, &settled), (Settlement::Complete { .. }, Ok(true))) {
+            self.is_done.store(true, Ordering::Relaxed);
+        }
+        settled
+    }
+}
+
+/// How an attempt ends in the store.
+pub(crate) enum Settlement {
+    /// The response is stored, or `mark` if the store has no room for the response.
+    Complete { completion: Completion, mark: [u8; 5] },
+    /// The operation is released, so that the next request executes it.
+    Release,
+}
+
+/// How long the holder may rely on a lease. The rest is a margin for clocks that differ by up to 1 %, and for late timers.
+fn safe_ttl(lease: Duration) -> Duration {
+    (lease - lease / 100).saturating_sub(Duration::from_millis(2))
+}

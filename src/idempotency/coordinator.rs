@@ -1,0 +1,293 @@
+use std::error::Error as _;
+use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::erased::DynStore;
+use super::metrics::Meters;
+use super::per_scope::PerScope;
+use super::rejection::{Rejection, ScopeBound};
+use super::store::IdempotencyStore;
+use crate::error::{ConfigError, StoreError};
+use crate::key::Key;
+use crate::reach::Reach;
+use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+
+/// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
+/// Attempts above this number are left to the end of their lease.
+const MAX_BACKGROUND: usize = 4_096;
+/// The `retry_after` of a caller with too many running handlers: any of them may end soon.
+const RETRY_FULL: Duration = Duration::from_secs(1);
+
+/// The shared state of all attempts of a layer.
+pub(crate) struct Coordinator {
+    pub(super) store: Arc<dyn DynStore>,
+    terms: Terms,
+    pub(super) circuit: Circuit,
+    meters: OnceLock<Meters>,
+    // Whether the log has reported that the store has no room for responses.
+    pub(super) full: OutageTracker,
+    running: AtomicUsize,
+    running_per_scope: PerScope,
+    waiting_per_scope: PerScope,
+    waiting: AtomicUsize,
+    background: AtomicUsize,
+    idle: Notify,
+}
+
+/// The settings for store calls.
+#[derive(Clone)]
+pub(crate) struct Terms {
+    /// The deadline of a store call.
+    pub(crate) limit: Duration,
+    pub(crate) breaker: CircuitBreaker,
+    /// The name of the layer in metrics and logs.
+    pub(crate) name: Arc<str>,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        let (limit, breaker) = (Duration::from_millis(100), CircuitBreaker::new());
+        Self { limit, breaker, name: "idempotency".into() }
+    }
+}
+
+impl CircuitObserver for Coordinator {
+    fn failed(&self) {
+        self.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.meters().circuit(true);
+        let layer = &*self.terms.name;
+        tracing::warn!(layer, "idempotency circuit opens: the store is asked by probes only");
+    }
+
+    fn closed(&self) {
+        self.meters().circuit(false);
+        tracing::info!(layer = &*self.terms.name, "idempotency circuit closes: the store is asked again");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(layer = &*self.terms.name, %error, cause, "idempotency store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(layer = &*self.terms.name, "idempotency store answers again");
+    }
+}
+
+impl Coordinator {
+    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+        Self::over(Arc::new(store), Terms::default())
+    }
+
+    fn over(store: Arc<dyn DynStore>, terms: Terms) -> Self {
+        let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
+        let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), OutageTracker::of_a_store());
+        let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
+        let idle = Notify::new();
+        Self {
+            store,
+            terms,
+            circuit,
+            meters,
+            full,
+            running,
+            running_per_scope,
+            waiting,
+            waiting_per_scope,
+            background,
+            idle,
+        }
+    }
+
+    /// The same store with other settings.
+    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Self {
+        let mut terms = self.terms.clone();
+        change(&mut terms);
+        Self::over(Arc::clone(&self.store), terms)
+    }
+
+    /// Rejects a deadline or a maximum runtime of zero. The memory backend replies at once, so a test on it would not find this
+    /// error.
+    pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
+        let times = [("deadline", Some(self.terms.limit)), ("max_runtime", max_runtime)];
+        let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
+        none.map_or(Ok(()), |(setting, _)| Err(ConfigError::ZeroTimeout { setting }))
+    }
+
+    pub(crate) const fn terms(&self) -> &Terms {
+        &self.terms
+    }
+
+    pub(crate) fn meters(&self) -> &Meters {
+        self.meters.get_or_init(|| Meters::new(&self.terms.name))
+    }
+
+    /// Reports the result of a store call to the circuit.
+    pub(super) fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
+        match &answer {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error),
+        }
+        answer
+    }
+
+    pub(crate) fn reach(&self) -> Reach {
+        self.store.reach()
+    }
+
+    /// Counts a new attempt, unless the maximum in total or for its scope is reached.
+    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MostRunning) -> Result<Running, Rejection> {
+        // First, so that a caller with too many requests gets 429 even if the process is full.
+        let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
+            let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
+            return Err(Rejection::ScopeFull { bound, retry_after });
+        };
+        match Running::new(self, |home| &home.running, most.in_total) {
+            Some(mut running) => {
+                running.scope = Some((|home| &home.running_per_scope, entered));
+                Ok(running)
+            }
+            None => {
+                self.running_per_scope.leave(entered);
+                Err(Rejection::Full)
+            }
+        }
+    }
+
+    /// Counts a new waiter, unless `most` requests wait, or half as many of its scope.
+    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
+        let waiting_per_scope: ScopeCounts = |home| &home.waiting_per_scope;
+        let entered = match scope {
+            Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, most.div_ceil(2))?)),
+            None => None,
+        };
+        match Running::new(self, |home| &home.waiting, most) {
+            Some(mut waiting) => {
+                waiting.scope = entered;
+                Some(waiting)
+            }
+            None => {
+                entered.inspect(|(_, hash)| self.waiting_per_scope.leave(*hash));
+                None
+            }
+        }
+    }
+
+    /// Counts a new background task, unless there are too many.
+    pub(super) fn admit_background(self: &Arc<Self>) -> Option<Running> {
+        Running::new(self, |home| &home.background, MAX_BACKGROUND)
+    }
+
+    /// Waits until no attempt runs and no background task is left.
+    pub(crate) async fn wait_idle(&self) {
+        loop {
+            let mut idle = pin!(self.idle.notified());
+            idle.as_mut().enable();
+            if self.running.load(Ordering::Acquire) == 0 && self.background.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+}
+
+/// The maximum numbers of running attempts.
+#[derive(Clone, Copy)]
+pub(crate) struct MostRunning {
+    pub(crate) in_total: usize,
+    pub(crate) per_scope: usize,
+}
+
+/// Selects the counts by scope of one kind of work.
+type ScopeCounts = fn(&Coordinator) -> &PerScope;
+
+/// Counts a running piece of work until it is dropped.
+pub(crate) struct Running {
+    home: Arc<Coordinator>,
+    count: fn(&Coordinator) -> &AtomicUsize,
+    // The counts of its scope, and the hash of the scope.
+    scope: Option<(ScopeCounts, u64)>,
+}
+
+impl Running {
+    fn new(home: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
+        // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
+        let add = |running| (running < most).then_some(running + 1);
+        count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
+        Some(Self { home: Arc::clone(home), count, scope: None })
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some((per_scope, hash)) = self.scope.take() {
+            per_scope(&self.home).leave(hash);
+        }
+        if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.home.idle.notify_waiters();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::MemoryBackend;
+
+    /// Regression: `wait_idle` never returned. The last handler ended while a rejected one was counted, so it was not the last.
+    #[test]
+    fn rejected_work_is_never_counted() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        thread::scope(|scope| {
+            let rejected =
+                scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
+            while !rejected.is_finished() {
+                assert_eq!(home.running.load(Ordering::Acquire), 0);
+            }
+            assert!(rejected.join().unwrap());
+        });
+    }
+
+    #[test]
+    fn rejected_or_ended_work_is_not_counted_for_its_scope() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
+        let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
+        assert!(matches!(home.admit(&alice, most), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));
+        assert!(matches!(home.admit(&Key::from("carol"), most), Err(Rejection::Full)));
+        drop(running);
+        assert!(home.running_per_scope.is_empty());
+    }
+
+    #[test]
+    fn one_scope_has_at_most_half_of_waiters() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let [alice, bob] = ["alice", "bob"].map(Key::from);
+        let waiting =
+            [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| home.register_waiter(scope, 4).unwrap());
+        assert!(home.register_waiter(Some(&bob), 4).is_none(), "four requests wait already");
+        let [first, ..] = waiting;
+        drop(first);
+        assert!(home.register_waiter(Some(&alice), 2).is_none() && home.register_waiter(Some(&bob), 4).is_some());
+    }
+
+    #[test]
+    fn refused_waiter_is_not_counted_for_its_scope() {
+        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let alice = Key::from("alice");
+        let waiting = home.register_waiter(None, 1).unwrap();
+        assert!(home.register_waiter(Some(&alice), 1).is_none());
+        drop(waiting);
+        drop(home.register_waiter(Some(&alice), 1).unwrap());
+        assert!(home.waiting_per_scope.is_empty());
+    }
+}
