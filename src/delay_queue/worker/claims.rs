@@ -49,9 +49,10 @@ impl<T> Claims<T> {
         let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, died, now } = claimed;
         let (mut jobs, mut undecodable) = (Vec::with_capacity(claimed.len()), Vec::new());
         for job in claimed {
+            let (ticket, attempt) = (job.ticket(), job.job.attempt);
             match decode(queue, job, rule) {
                 Ok(decoded) => jobs.push(decoded),
-                Err(ack) => undecodable.push(ack),
+                Err(ending) => undecodable.push(PendingAck { attempt, ..PendingAck::new(ticket, ending) }),
             }
         }
         Self { finished, jobs, undecodable, more, next, oldest_due, expired, died, received, now }
@@ -63,26 +64,25 @@ impl<T> Claims<T> {
     }
 }
 
-/// Decodes a claimed job. If that fails, the error is its result.
+/// Decodes a claimed job. If that fails, the error says what becomes of the job.
 fn decode<T, C: Codec<T>>(
     queue: &DelayQueue<T, C>,
     claimed: ClaimedJob,
     rule: UndecodableRule,
-) -> Result<DecodedJob<T>, PendingAck> {
+) -> Result<DecodedJob<T>, AckKind> {
     let (ticket, attempt, max_attempts) = (claimed.ticket(), claimed.job.attempt, claimed.job.max_attempts);
     let ending = match catch_unwind(AssertUnwindSafe(|| queue.decode_claimed(claimed))) {
         Ok(Ok((job, canceller))) => return Ok(DecodedJob { ticket, job, canceller }),
         Ok(Err(ending)) => ending,
         Err(panic) => AckKind::Dead { reason: Reason::Undecodable, error: panic_text(panic) },
     };
-    let ending = match ending {
+    Err(match ending {
         // After the last attempt the job is dead as undecodable, and not as failed.
         AckKind::Dead { error, .. } if rule.action == OnUndecodable::Retry && attempt < max_attempts => {
             AckKind::Retry { delay: rule.backoff.delay(attempt), error }
         }
         ending => ending,
-    };
-    Err(PendingAck { attempt, ..PendingAck::new(ticket, ending) })
+    })
 }
 
 /// How long to wait from the reply on. `next` counts whole milliseconds of the store's clock, and the current one began a while before.
