@@ -251,7 +251,7 @@ mod tests {
             panic!("expected `Busy`")
         };
         for _ in 0..100 {
-            let delay = crate::delay_queue::worker::running_job::RetryStagger::new(now).contended_delay(wait, now);
+            let delay = crate::delay_queue::worker::retry_stagger::RetryStagger::new(now).contended_delay(wait, now);
             assert!(delay >= MIN_SNOOZE, "{delay:?}");
         }
     }

@@ -1033,6 +1033,14 @@ async fn worker_with_an_unready_service_leaves_jobs_to_others() {
     assert_eq!(queue.counts().await.unwrap().waiting, 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn idle_worker_ends_at_once_if_its_service_fails() {
+    let begun = Instant::now();
+    let worker = DelayQueueWorker::new(queue(MemoryBackend::new()), Unready(Some("gone")));
+    worker.run().await.unwrap_err();
+    assert_close(begun.elapsed(), Duration::ZERO);
+}
+
 /// A service that is ready while its gate is open, and records each job.
 #[derive(Clone)]
 struct Gate {

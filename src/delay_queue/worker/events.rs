@@ -164,7 +164,7 @@ async fn receive(mut receiver: Receiver<Event>) -> (Option<Event>, Receiver<Even
 }
 
 /// Sends the events of a worker.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct EventSender(Sender<Event>);
 
 impl EventSender {

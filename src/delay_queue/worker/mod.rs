@@ -1,7 +1,19 @@
+pub(crate) mod attempt_results;
+pub(crate) mod claims;
 pub(crate) mod event_loop;
 pub(crate) mod events;
+pub(crate) mod job_timers;
+pub(crate) mod part;
+pub(crate) mod pending_ack;
+pub(crate) mod plan;
 pub(crate) mod ready;
+pub(crate) mod replies;
+pub(crate) mod reporter;
+pub(crate) mod retry_stagger;
 pub(crate) mod running_job;
+pub(crate) mod running_jobs;
+pub(crate) mod stage;
+pub(crate) mod store_calls;
 pub(crate) mod store_client;
 
 use std::error::Error;

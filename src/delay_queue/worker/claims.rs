@@ -1,0 +1,96 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+
+use super::OnUndecodable;
+use super::attempt_results::panic_text;
+use super::pending_ack::PendingAck;
+use crate::delay_queue::backoff::{Backoff, share};
+use crate::delay_queue::codec::Codec;
+use crate::delay_queue::job::{Canceller, Job};
+use crate::delay_queue::queue::DelayQueue;
+use crate::delay_queue::record::Reason;
+use crate::delay_queue::store::{AckKind, Claim, Claimed, ClaimedJob, Died, Expired, Finished, JobLease};
+
+/// The decoded reply to a call that finishes and claims.
+pub(crate) struct Claims<T> {
+    pub(crate) finished: Vec<Finished>,
+    pub(crate) jobs: Vec<DecodedJob<T>>,
+    // Jobs whose payload cannot be decoded.
+    pub(crate) undecodable: Vec<PendingAck>,
+    pub(crate) more: bool,
+    pub(crate) next: Option<Duration>,
+    pub(crate) oldest_due: Option<Duration>,
+    pub(crate) expired: Expired,
+    pub(crate) died: Vec<Died>,
+    pub(crate) received: Instant,
+    // The time of the store's clock.
+    pub(crate) now: SystemTime,
+}
+
+pub(crate) struct DecodedJob<T> {
+    pub(crate) ticket: JobLease,
+    pub(crate) job: Job<T>,
+    pub(crate) canceller: Canceller,
+}
+
+/// What becomes of jobs that cannot be decoded.
+#[derive(Clone, Copy)]
+pub(crate) struct UndecodableRule {
+    pub(crate) action: OnUndecodable,
+    pub(crate) backoff: Backoff,
+}
+
+impl<T> Claims<T> {
+    /// Decodes the claimed jobs.
+    pub(crate) fn decode<C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: Claimed, rule: UndecodableRule) -> Self {
+        let received = Instant::now();
+        let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, died, now } = claimed;
+        let (mut jobs, mut undecodable) = (Vec::with_capacity(claimed.len()), Vec::new());
+        for job in claimed {
+            let (ticket, attempt) = (job.ticket(), job.job.attempt);
+            match decode(queue, job, rule) {
+                Ok(decoded) => jobs.push(decoded),
+                Err(ending) => undecodable.push(PendingAck { attempt, ..PendingAck::new(ticket, ending) }),
+            }
+        }
+        Self { finished, jobs, undecodable, more, next, oldest_due, expired, died, received, now }
+    }
+
+    /// When the next job is due, by the local clock; `None` if a wake-up will tell.
+    pub(crate) fn next_at(&self) -> Option<Instant> {
+        self.received.checked_add(wait(self.next?, self.now))
+    }
+}
+
+/// Decodes a claimed job. If that fails, the error says what becomes of the job.
+fn decode<T, C: Codec<T>>(
+    queue: &DelayQueue<T, C>,
+    claimed: ClaimedJob,
+    rule: UndecodableRule,
+) -> Result<DecodedJob<T>, AckKind> {
+    let (ticket, attempt, max_attempts) = (claimed.ticket(), claimed.job.attempt, claimed.job.max_attempts);
+    let ending = match catch_unwind(AssertUnwindSafe(|| queue.decode_claimed(claimed))) {
+        Ok(Ok((job, canceller))) => return Ok(DecodedJob { ticket, job, canceller }),
+        Ok(Err(ending)) => ending,
+        Err(panic) => AckKind::Dead { reason: Reason::Undecodable, error: panic_text(panic) },
+    };
+    Err(match ending {
+        // After the last attempt the job is dead as undecodable, and not as failed.
+        AckKind::Dead { error, .. } if rule.action == OnUndecodable::Retry && attempt < max_attempts => {
+            AckKind::Retry { delay: rule.backoff.delay(attempt), error }
+        }
+        ending => ending,
+    })
+}
+
+/// How long to wait from the reply on. `next` counts whole milliseconds of the store's clock, and the current one began a while before.
+fn wait(next: Duration, now: SystemTime) -> Duration {
+    if next == Claim::MAX_WAIT {
+        // No due time is known. The spread keeps many workers from claiming at the same time.
+        return next - share(next / 5);
+    }
+    let begun = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().subsec_nanos() % 1_000_000;
+    next.saturating_sub(Duration::from_nanos(begun.into()))
+}

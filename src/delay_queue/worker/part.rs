@@ -1,0 +1,134 @@
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::claims::Claims;
+use super::pending_ack::PendingAck;
+use super::plan::Call;
+use crate::delay_queue::backoff::share;
+use crate::delay_queue::store::{Claim, QueueKey};
+use crate::error::StoreError;
+
+/// The pause after a failed call. It doubles with each further failure up to the longest pause.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// What a worker knows of one part of its queue.
+pub(crate) struct Part {
+    pub(crate) key: QueueKey,
+    pub(crate) pending_acks: VecDeque<PendingAck>,
+    // When there may be a job to claim; `None` if a wake-up will tell.
+    pub(crate) claim_at: Option<Instant>,
+    // Whether more jobs were due at the last claim, and for how long the oldest was.
+    pub(crate) more: bool,
+    pub(crate) oldest_due: Option<Duration>,
+    // When the last call was sent.
+    pub(crate) called_at: Instant,
+    // Whether the store relies on this worker to claim when the next job is due, while other workers sleep.
+    pub(crate) is_timekeeper: bool,
+    // Whether the next call claims no job, so that the store relies on another worker.
+    pub(crate) skips_claim: bool,
+    // How many calls that finish and claim are in flight.
+    pub(crate) calls: usize,
+    pub(crate) failures: u32,
+    pub(crate) backoff_until: Instant,
+}
+
+/// A call that finishes and claims, while it is in flight.
+pub(crate) struct SentCall {
+    pub(crate) part: usize,
+    pub(crate) limit: usize,
+    pub(crate) acks: Vec<PendingAck>,
+    // The value before the call was sent.
+    was_timekeeper: bool,
+}
+
+impl Part {
+    pub(crate) fn new(key: QueueKey, now: Instant) -> Self {
+        Self {
+            key,
+            pending_acks: VecDeque::new(),
+            claim_at: Some(now),
+            more: false,
+            oldest_due: None,
+            called_at: now,
+            is_timekeeper: false,
+            skips_claim: false,
+            calls: 0,
+            failures: 0,
+            backoff_until: now,
+        }
+    }
+
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        self.claim_at.is_some_and(|at| at <= now)
+    }
+
+    /// Whether the part waits after a failed call.
+    pub(crate) fn is_backing_off(&self, now: Instant) -> bool {
+        self.backoff_until > now
+    }
+
+    /// Whether there is a result to record, or may be a job to claim.
+    pub(crate) fn has_work(&self, now: Instant) -> bool {
+        let has_more = self.more && self.failures == 0;
+        !self.is_backing_off(now) && (self.is_due(now) || has_more || !self.pending_acks.is_empty())
+    }
+
+    /// When to refresh the age of the oldest due job, if a due job cannot be claimed: the worker has no capacity, or the queue is paused. Also
+    /// while jobs run: a job that blocks its thread delays the tasks that it has just woken, the watcher of this queue among them.
+    pub(crate) fn refresh_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
+        (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.called_at + Claim::MAX_WAIT)
+    }
+
+    /// Adds a result to record. It takes effect only before `lease_ends`.
+    pub(crate) fn add_ack(&mut self, lease_ends: Instant, ack: PendingAck) {
+        self.pending_acks.push_back(PendingAck { lease_ends: Some(lease_ends), ..ack });
+    }
+
+    /// Begins a call, which takes its results with it.
+    pub(crate) fn begin(&mut self, Call { part, acks, limit }: Call, now: Instant) -> SentCall {
+        let acks = self.pending_acks.drain(..acks).collect();
+        let call = SentCall { part, limit, acks, was_timekeeper: self.is_timekeeper };
+        (self.called_at, self.skips_claim) = (now, false);
+        self.calls += 1;
+        if limit > 0 {
+            // Until the reply says when. The reply comes within the deadline, or the call fails.
+            self.claim_at = None;
+        } else {
+            self.is_timekeeper = false;
+        }
+        call
+    }
+
+    /// Takes the results of a failed call back, and pauses.
+    pub(crate) fn failed(&mut self, call: SentCall, sent: Instant, error: &StoreError, now: Instant) {
+        for ack in call.acks.into_iter().rev() {
+            // A refused call had no effect, nor did a call sent after the lease, when another worker could have the job.
+            let may_count = !error.is_refusal() && ack.lease_ends.is_none_or(|ends| sent < ends);
+            let first_sent_at = ack.first_sent_at.or(may_count.then_some(sent));
+            self.pending_acks.push_front(PendingAck { first_sent_at, ..ack });
+        }
+        let pause = (FIRST_PAUSE * (1 << self.failures.min(8))).min(LONGEST_PAUSE);
+        self.failures += 1;
+        (self.backoff_until, self.claim_at) = (now + pause / 2 + share(pause / 2), Some(now));
+        // The claim may have taken effect.
+        self.is_timekeeper |= call.limit > 0 || call.was_timekeeper;
+    }
+
+    /// Notes when to claim next.
+    pub(crate) fn claimed<T>(&mut self, limit: usize, claims: &Claims<T>, now: Instant) {
+        self.failures = 0;
+        if limit == 0 {
+            // A worker that does not wait is not woken for new jobs.
+            self.claim_at = Some(now);
+            return;
+        }
+        self.more = claims.more || claims.jobs.len() + claims.undecodable.len() >= limit;
+        // Of two concurrent calls, the store may have handled either last.
+        self.is_timekeeper = !self.more || (self.is_timekeeper && self.calls > 0);
+        let claim_at = if self.more { Some(now) } else { claims.next_at() };
+        self.claim_at = self.claim_at.into_iter().chain(claim_at).min();
+    }
+}

@@ -1,0 +1,431 @@
+use super::super::pending_ack::PendingAck;
+use super::*;
+use crate::delay_queue::id::JobId;
+use crate::delay_queue::store::{AckKind, Claim, JobLease, QueueKey};
+
+const CONCURRENCY: usize = 8;
+
+const fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+/// A worker that decides at `now`.
+struct Worker {
+    now: Instant,
+    parts: Vec<Part>,
+    // Without the parts.
+    state: State<'static>,
+}
+
+impl Worker {
+    /// A worker of a queue in so many parts, before its first claim. It polled its service, and `ready` instances are ready.
+    fn polled(parts: u16, ready: usize) -> Self {
+        let now = Instant::now();
+        let state = State {
+            stage: Stage::Working,
+            turn: Turn::Polled { wanted: CONCURRENCY, is_pending: ready < CONCURRENCY },
+            parts: &[],
+            first_part: 0,
+            concurrency: CONCURRENCY,
+            abort_after: secs(5),
+            running: 0,
+            ready,
+            calls: 0,
+            reserved: 0,
+            acks_in_flight: 0,
+            check_at: None,
+            summary_at: None,
+        };
+        let parts = (0..parts).map(|part| Part::new(QueueKey::new("jobs").with_part(part), now)).collect();
+        Self { now, parts, state }
+    }
+
+    /// A worker of which the store says that no job is due.
+    fn idle() -> Self {
+        let mut worker = Self::polled(1, 0);
+        worker.state.turn = Turn::Polled { wanted: 0, is_pending: false };
+        worker.part().claim_at = None;
+        worker
+    }
+
+    fn part(&mut self) -> &mut Part {
+        &mut self.parts[0]
+    }
+
+    /// Lets so many results of the first part wait for a call.
+    fn add_acks(&mut self, acks: u64) {
+        for token in 0..acks {
+            let ticket = JobLease { id: JobId::new("job"), token, unique: None };
+            self.parts[0].add_ack(self.now + secs(30), PendingAck::new(ticket, AckKind::Done));
+        }
+    }
+
+    fn plan(&self) -> Action {
+        plan(self.now, &State { parts: &self.parts, ..self.state })
+    }
+
+    /// Carries out the calls that the worker plans, as if none were answered, and returns them.
+    fn calls(&mut self) -> Vec<Call> {
+        let mut calls = Vec::new();
+        while let Action::Call(call) = self.plan() {
+            let sent = self.parts[call.part].begin(call, self.now);
+            self.state.calls += 1;
+            self.state.reserved += call.limit;
+            self.state.acks_in_flight += sent.acks.len();
+            calls.push(call);
+        }
+        calls
+    }
+
+    /// What the worker waits for when it has nothing else to do.
+    fn waits(&mut self) -> (Option<Instant>, Services) {
+        self.calls();
+        match self.plan() {
+            Action::Wait { until, services } => (until, services),
+            action => panic!("{action:?}"),
+        }
+    }
+
+    fn wakes_at(&mut self) -> Option<Instant> {
+        self.waits().0
+    }
+}
+
+const fn call(part: usize, acks: usize, limit: usize) -> Call {
+    Call { part, acks, limit }
+}
+
+// The order of a turn.
+
+#[test]
+fn turn_begins_with_the_check_of_running_jobs() {
+    let mut worker = Worker::polled(1, 8);
+    (worker.state.turn, worker.state.check_at, worker.state.summary_at) =
+        (Turn::Begun, Some(worker.now), Some(worker.now));
+    assert_eq!(worker.plan(), Action::CheckJobs);
+    worker.state.check_at = Some(worker.now + secs(1));
+    assert_eq!(worker.plan(), Action::LogSummary);
+    worker.state.summary_at = None;
+    assert_eq!(worker.plan(), Action::PollServices { wanted: 8 });
+}
+
+#[test]
+fn jobs_are_checked_once_in_a_turn() {
+    let mut worker = Worker::idle();
+    (worker.state.turn, worker.state.check_at) = (Turn::Checked, Some(worker.now));
+    assert_eq!(worker.plan(), Action::PollServices { wanted: 0 });
+    worker.state.turn = Turn::Polled { wanted: 0, is_pending: false };
+    assert_eq!(worker.wakes_at(), Some(worker.now), "the next turn comes at once");
+}
+
+// How many instances of the service are wanted.
+
+fn wanted(worker: &mut Worker) -> usize {
+    worker.state.turn = Turn::Checked;
+    match worker.plan() {
+        Action::PollServices { wanted } => wanted,
+        action => panic!("{action:?}"),
+    }
+}
+
+#[test]
+fn service_is_polled_for_each_job_that_may_be_claimed() {
+    let mut worker = Worker::polled(1, 0);
+    (worker.state.running, worker.state.reserved) = (3, 1);
+    assert_eq!(wanted(&mut worker), 5, "four more jobs, and the reserved one");
+}
+
+#[test]
+fn no_service_is_wanted_while_no_job_is_due() {
+    let mut worker = Worker::idle();
+    assert_eq!(wanted(&mut worker), 0);
+    worker.part().claim_at = Some(worker.now + secs(1));
+    assert_eq!(wanted(&mut worker), 0);
+    worker.part().more = true;
+    assert_eq!(wanted(&mut worker), 8, "a claim is in flight, and more jobs are due");
+}
+
+#[test]
+fn failed_store_is_tested_with_one_service() {
+    let mut worker = Worker::polled(1, 0);
+    worker.part().failures = 1;
+    assert_eq!(wanted(&mut worker), 1);
+    worker.part().backoff_until = worker.now + secs(1);
+    assert_eq!(wanted(&mut worker), 0, "no call is due");
+}
+
+#[test]
+fn failed_part_does_not_limit_the_services_of_others() {
+    let mut worker = Worker::polled(2, 0);
+    worker.part().failures = 1;
+    assert_eq!(wanted(&mut worker), 8);
+}
+
+#[test]
+fn no_service_is_wanted_during_a_shutdown() {
+    let mut worker = Worker::polled(1, 0);
+    (worker.state.stage, worker.state.running) = (Stage::Draining(worker.now + secs(20)), 1);
+    assert_eq!(wanted(&mut worker), 0);
+}
+
+// Claims.
+
+#[test]
+fn due_jobs_are_claimed_for_ready_services() {
+    assert_eq!(Worker::polled(1, 3).calls(), [call(0, 0, 3)]);
+}
+
+#[test]
+fn nothing_is_claimed_without_a_ready_service() {
+    let mut worker = Worker::polled(1, 0);
+    assert_eq!(worker.waits(), (Some(worker.now + Claim::MAX_WAIT), Services::Await(1)));
+}
+
+#[test]
+fn reserved_services_are_not_claimed_for_again() {
+    let mut worker = Worker::polled(1, 3);
+    worker.state.reserved = 2;
+    assert_eq!(worker.calls(), [call(0, 0, 1)]);
+}
+
+#[test]
+fn claims_stay_within_the_concurrency() {
+    let mut worker = Worker::polled(1, 8);
+    worker.state.running = 6;
+    assert_eq!(worker.calls(), [call(0, 0, 2)]);
+    worker.state.running = 8;
+    assert_eq!(worker.calls(), []);
+}
+
+#[test]
+fn due_parts_share_the_ready_services() {
+    assert_eq!(Worker::polled(3, 8).calls(), [call(0, 0, 3), call(1, 0, 3), call(2, 0, 2)]);
+}
+
+#[test]
+fn half_of_the_jobs_is_claimed_while_more_are_due() {
+    let mut worker = Worker::polled(1, 8);
+    worker.part().more = true;
+    assert_eq!(worker.calls(), [call(0, 0, 4)]);
+}
+
+#[test]
+fn job_in_the_future_is_not_claimed() {
+    let mut worker = Worker::polled(1, 8);
+    worker.part().claim_at = Some(worker.now + secs(1));
+    assert_eq!(worker.wakes_at(), Some(worker.now + secs(1)));
+}
+
+#[test]
+fn part_of_an_abandoned_job_skips_a_claim() {
+    let mut worker = Worker::polled(1, 8);
+    worker.add_acks(1);
+    worker.part().skips_claim = true;
+    assert_eq!(worker.calls(), [call(0, 1, 0)]);
+}
+
+// Acknowledgements.
+
+#[test]
+fn results_are_recorded_although_no_service_is_ready() {
+    let mut worker = Worker::polled(1, 0);
+    worker.add_acks(3);
+    assert_eq!(worker.calls(), [call(0, 3, 0)]);
+}
+
+#[test]
+fn results_and_claims_share_a_call() {
+    let mut worker = Worker::polled(1, 8);
+    worker.add_acks(3);
+    assert_eq!(worker.calls(), [call(0, 3, 8)]);
+}
+
+#[test]
+fn call_records_no_more_results_than_a_batch() {
+    let mut worker = Worker::polled(1, 8);
+    worker.add_acks(MAX_BATCH as u64 + 3);
+    assert_eq!(worker.calls(), [call(0, MAX_BATCH, 5)], "three unrecorded results count as running jobs");
+}
+
+#[test]
+fn second_call_needs_many_results_and_due_jobs() {
+    let mut worker = Worker::idle();
+    (worker.part().calls, worker.state.running) = (1, 4);
+    worker.add_acks(2);
+    assert_eq!(worker.calls(), []);
+    worker.part().more = true;
+    assert_eq!(worker.calls(), [call(0, 2, 0)]);
+    worker.add_acks(4);
+    assert_eq!(worker.calls(), [], "two calls are in flight");
+}
+
+#[test]
+fn results_are_recorded_during_a_shutdown() {
+    let mut worker = Worker::polled(1, 8);
+    (worker.state.stage, worker.state.running) = (Stage::Draining(worker.now + secs(20)), 1);
+    worker.add_acks(2);
+    assert_eq!(worker.calls(), [call(0, 2, 0)], "and nothing is claimed");
+}
+
+// Failures of the store.
+
+#[test]
+fn failed_part_waits_until_its_pause_is_over() {
+    let mut worker = Worker::polled(1, 1);
+    worker.add_acks(1);
+    (worker.part().failures, worker.part().backoff_until) = (1, worker.now + secs(1));
+    assert_eq!(worker.wakes_at(), Some(worker.now + secs(1)));
+    worker.now += secs(1);
+    assert_eq!(worker.calls(), [call(0, 1, 1)], "one job tests the store");
+}
+
+#[test]
+fn probe_of_one_of_several_parts_claims_nothing() {
+    let mut worker = Worker::polled(2, 8);
+    worker.part().failures = 1;
+    assert_eq!(worker.calls(), [call(0, 0, 0), call(1, 0, 8)]);
+}
+
+// What the store relies on this worker for.
+
+#[test]
+fn timekeeper_without_a_ready_service_hands_over() {
+    let mut worker = Worker::polled(1, 0);
+    worker.part().is_timekeeper = true;
+    assert_eq!(worker.calls(), [call(0, 0, 0)]);
+    assert!(!worker.part().is_timekeeper);
+}
+
+#[test]
+fn timekeeper_without_a_due_job_stays() {
+    let mut worker = Worker::idle();
+    worker.part().is_timekeeper = true;
+    assert_eq!(worker.wakes_at(), None);
+}
+
+#[test]
+fn timekeeper_hands_over_at_a_shutdown() {
+    let mut worker = Worker::idle();
+    (worker.state.stage, worker.state.running) = (Stage::Draining(worker.now + secs(20)), 1);
+    worker.part().is_timekeeper = true;
+    assert_eq!(worker.calls(), [call(0, 0, 0)]);
+}
+
+#[test]
+fn age_of_due_jobs_is_refreshed_without_capacity() {
+    let mut worker = Worker::polled(1, 8);
+    worker.state.running = CONCURRENCY;
+    let refresh_at = worker.now + Claim::MAX_WAIT;
+    assert_eq!(worker.wakes_at(), Some(refresh_at));
+    worker.now = refresh_at;
+    assert_eq!(worker.calls(), [call(0, 0, 0)]);
+}
+
+// Waits.
+
+#[test]
+fn idle_worker_sleeps_until_it_is_woken() {
+    assert_eq!(Worker::idle().waits(), (None, Services::Release));
+}
+
+#[test]
+fn worker_wakes_for_whatever_comes_first() {
+    let mut worker = Worker::idle();
+    let now = worker.now;
+    worker.part().claim_at = Some(now + secs(4));
+    assert_eq!(worker.wakes_at(), Some(now + secs(4)));
+    worker.state.check_at = Some(now + secs(3));
+    assert_eq!(worker.wakes_at(), Some(now + secs(3)));
+    worker.state.summary_at = Some(now + secs(2));
+    assert_eq!(worker.wakes_at(), Some(now + secs(2)));
+    (worker.state.stage, worker.state.running) = (Stage::Draining(now + secs(1)), 1);
+    assert_eq!(worker.wakes_at(), Some(now + secs(1)));
+}
+
+#[test]
+fn services_are_kept_while_a_claim_is_in_flight() {
+    let mut worker = Worker::idle();
+    (worker.state.ready, worker.state.reserved, worker.state.calls) = (2, 2, 1);
+    assert_eq!(worker.waits().1, Services::Keep);
+}
+
+#[test]
+fn worker_waits_for_one_more_service() {
+    let mut worker = Worker::polled(1, 3);
+    assert_eq!(worker.waits().1, Services::Await(4));
+}
+
+// The shutdown.
+
+/// What a worker of this stage does next, if so many jobs run.
+fn next_stage(stage: impl Fn(Instant) -> Stage, running: usize) -> (Instant, Action) {
+    let mut worker = Worker::idle();
+    (worker.state.stage, worker.state.running) = (stage(worker.now), running);
+    (worker.now, worker.plan())
+}
+
+#[test]
+fn jobs_are_told_to_give_up_after_the_grace_period() {
+    let (now, action) = next_stage(Stage::Draining, 1);
+    assert_eq!(action, Action::Enter(Stage::Releasing(now + secs(6))), "dropped after 5 s, abandoned a second later");
+}
+
+#[test]
+fn grace_period_ends_with_the_last_job() {
+    let (now, action) = next_stage(|now| Stage::Draining(now + secs(20)), 0);
+    assert_eq!(action, Action::Enter(Stage::Flushing(now + secs(5))));
+}
+
+#[test]
+fn grace_period_waits_for_claims_in_flight() {
+    let mut worker = Worker::idle();
+    (worker.state.stage, worker.state.reserved, worker.state.calls) = (Stage::Draining(worker.now + secs(20)), 1, 1);
+    assert_eq!(worker.waits(), (Some(worker.now + secs(20)), Services::Keep));
+}
+
+#[test]
+fn jobs_that_do_not_yield_are_abandoned() {
+    let (now, action) = next_stage(|now| Stage::Releasing(now + secs(1)), 1);
+    assert_eq!(action, Action::Wait { until: Some(now + secs(1)), services: Services::Release });
+    let (now, action) = next_stage(Stage::Releasing, 1);
+    assert_eq!(action, Action::Enter(Stage::Flushing(now + secs(5))));
+}
+
+#[test]
+fn worker_stops_when_all_results_are_recorded() {
+    let (_, action) = next_stage(|now| Stage::Flushing(now + secs(5)), 0);
+    assert_eq!(action, Action::Stop { unrecorded: 0 });
+}
+
+#[test]
+fn worker_stops_after_all_replies() {
+    let mut worker = Worker::idle();
+    worker.state.stage = Stage::Flushing(worker.now + secs(5));
+    worker.add_acks(2);
+    assert_eq!(worker.calls(), [call(0, 2, 0)]);
+    assert_eq!(worker.wakes_at(), Some(worker.now + secs(5)));
+    worker.state.acks_in_flight = 0;
+    assert_eq!(worker.wakes_at(), Some(worker.now + secs(5)), "a call is in flight");
+    worker.state.calls = 0;
+    assert_eq!(worker.plan(), Action::Stop { unrecorded: 0 });
+}
+
+#[test]
+fn worker_stops_after_a_time_without_a_working_store() {
+    let mut worker = Worker::idle();
+    worker.state.stage = Stage::Flushing(worker.now + secs(5));
+    worker.add_acks(2);
+    worker.part().backoff_until = worker.now + secs(6);
+    worker.state.acks_in_flight = 1;
+    assert_eq!(worker.wakes_at(), Some(worker.now + secs(5)));
+    worker.now += secs(5);
+    assert_eq!(worker.plan(), Action::Stop { unrecorded: 3 });
+}
+
+#[test]
+fn idle_worker_shuts_down_at_once_if_its_service_fails() {
+    let mut worker = Worker::polled(1, 0);
+    (worker.state.stage, worker.state.turn) =
+        (Stage::draining(worker.now, secs(20)), Turn::Polled { wanted: 8, is_pending: false });
+    assert_eq!(worker.plan(), Action::Enter(Stage::Flushing(worker.now + secs(5))));
+}

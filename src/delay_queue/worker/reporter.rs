@@ -1,0 +1,169 @@
+use std::mem;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::events::{Event, EventSender};
+use super::pending_ack::PendingAck;
+use super::running_job::RunningJob;
+use crate::delay_queue::metrics::{OutcomeLabel, WorkerMetrics};
+use crate::delay_queue::notices::Notices;
+use crate::delay_queue::record::Reason;
+use crate::delay_queue::store::{AckKind, DeadLimits, Died, Expired, Finished, QueueKey};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::store::circuit::OutageTracker;
+
+/// Reports what a worker does: to its log, its metrics and the receivers of its events.
+pub(crate) struct Reporter {
+    queue: Key,
+    metrics: WorkerMetrics,
+    notices: Notices,
+    events: EventSender,
+    stores: Vec<StoreOfPart>,
+}
+
+/// The store of one part of the queue.
+struct StoreOfPart {
+    key: QueueKey,
+    // Whether its failure was reported.
+    is_failing: bool,
+    outage: OutageTracker,
+}
+
+impl Reporter {
+    pub(crate) fn new(queue: Key, parts: impl Iterator<Item = QueueKey>, events: EventSender, now: Instant) -> Self {
+        let store = |key| StoreOfPart { key, is_failing: false, outage: OutageTracker::of_a_store() };
+        Self {
+            queue,
+            metrics: WorkerMetrics::new(queue.as_str()),
+            notices: Notices::new(queue, now),
+            events,
+            stores: parts.map(store).collect(),
+        }
+    }
+
+    /// Reports that an attempt begins.
+    pub(crate) fn started(&self, job: &RunningJob, late: Duration) {
+        self.metrics.started(late);
+        self.events.send(|| Event::Started { id: job.ticket.id, attempt: job.attempt, late });
+    }
+
+    /// Reports that an attempt ends since its worker is dropped.
+    pub(crate) fn dropped(&self, job: &RunningJob, now: Instant) {
+        self.metrics.ended(now.saturating_duration_since(job.started));
+    }
+
+    /// Reports that an attempt has ended.
+    pub(crate) fn ended(&self, job: &RunningJob, now: Instant) {
+        self.metrics.ended(now.saturating_duration_since(job.started));
+        if job.timers.is_abandoned() {
+            tracing::info!(queue = %self.queue, job = %job.ticket.id, "an abandoned job has ended");
+        }
+    }
+
+    pub(crate) fn abandoned(&self, job: &RunningJob) {
+        tracing::warn!(queue = %self.queue, job = %job.ticket.id, "a job that does not yield is abandoned");
+    }
+
+    pub(crate) fn abandoned_at_shutdown(&self, jobs: usize) {
+        tracing::warn!(queue = %self.queue, jobs, "jobs that do not yield are abandoned");
+    }
+
+    pub(crate) fn claimed_too_late(&self, jobs: usize) {
+        tracing::warn!(queue = %self.queue, jobs, "a claim took longer than the lease: its jobs are released");
+    }
+
+    pub(crate) fn not_recorded(&self, jobs: usize) {
+        tracing::warn!(queue = %self.queue, jobs, "job results could not be recorded: the jobs may run again");
+    }
+
+    /// Reports a job that still runs after the grace period of a shutdown.
+    pub(crate) fn cut_off(&mut self, job: &RunningJob, now: Instant) {
+        self.notices.cut_off(&job.ticket.id, job.attempt, now);
+    }
+
+    /// When to log how many jobs were too many to log one by one.
+    pub(crate) fn summary_at(&self) -> Option<Instant> {
+        self.notices.summary_at()
+    }
+
+    pub(crate) fn log_summary(&mut self, now: Instant) {
+        self.notices.log_summary(now);
+    }
+
+    /// Reports the age of the oldest due job.
+    pub(crate) fn oldest_due(&self, since: Option<Duration>) {
+        self.metrics.oldest_due(since.unwrap_or_default());
+    }
+
+    /// Reports a recorded result.
+    pub(crate) fn acked(&mut self, pending: PendingAck, finished: Finished, dead: DeadLimits, now: Instant) {
+        let outcome = pending.outcome(finished, dead, now);
+        let PendingAck { ack, attempt, .. } = pending;
+        let id = ack.ticket.id;
+        self.metrics.finished(outcome);
+        if outcome == OutcomeLabel::LeaseLost {
+            tracing::warn!(queue = %self.queue, job = %id, "a job ended after its lease was lost");
+        }
+        if outcome == OutcomeLabel::Dead {
+            let (reason, error) = match &ack.ending {
+                AckKind::Dead { reason, error } => (*reason, &**error),
+                AckKind::Retry { error, .. } => (Reason::Failed, &**error),
+                AckKind::Done | AckKind::Cancelled | AckKind::Snooze { .. } | AckKind::Release => {
+                    (Reason::Undecodable, "")
+                }
+            };
+            self.notices.died(&id, attempt, reason, error, now);
+        }
+        self.events.send(|| match (outcome, ack.ending) {
+            (OutcomeLabel::LeaseLost, _) => Event::LeaseLost { id },
+            (OutcomeLabel::Cancelled, _) | (_, AckKind::Cancelled) => Event::Cancelled { id },
+            (_, AckKind::Dead { reason, error }) => Event::Dead { id, reason, error },
+            (OutcomeLabel::Dead, AckKind::Retry { error, .. }) => Event::Dead { id, reason: Reason::Failed, error },
+            (_, AckKind::Retry { delay, error }) => Event::Retried { id, delay, error },
+            (_, AckKind::Snooze { delay }) => Event::Snoozed { id, delay },
+            (_, AckKind::Release) => Event::Released { id },
+            (_, AckKind::Done) => Event::Done { id },
+        });
+    }
+
+    /// Reports expired leases, since their workers will not.
+    pub(crate) fn expired(&mut self, expired: Expired, died: &[Died], now: Instant) {
+        let Expired { jobs, dead } = expired;
+        if jobs > 0 {
+            self.metrics.expired(expired);
+            tracing::warn!(queue = %self.queue, jobs, dead, "leases expired unfinished: their workers died, stalled or lost the network");
+            self.events.send(|| Event::LeasesExpired { jobs, dead });
+        }
+        for Died { id, attempts } in died {
+            self.notices.died(id, *attempts, Reason::LeaseExpired, "the lease of its last attempt expired", now);
+        }
+    }
+
+    /// Reports a failed store call for a part of the queue.
+    pub(crate) fn store_failed(&mut self, part: usize, error: &StoreError) {
+        self.metrics.store_failed();
+        let is_first = self.stores.iter().all(|store| !store.is_failing);
+        let store = &mut self.stores[part];
+        store.is_failing = true;
+        if store.outage.begins() {
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            tracing::warn!(queue = %store.key, %error, cause, "the store fails: the worker retries until it works");
+        }
+        if is_first {
+            self.events.send(|| Event::StoreFailed { error: error.clone() });
+        }
+    }
+
+    /// Reports a successful store call for a part of the queue, if its store failed before.
+    pub(crate) fn store_works(&mut self, part: usize) {
+        let store = &mut self.stores[part];
+        if store.outage.ends() {
+            tracing::info!(queue = %store.key, "the store works again");
+        }
+        if mem::take(&mut store.is_failing) && self.stores.iter().all(|store| !store.is_failing) {
+            self.events.send(|| Event::StoreWorks);
+        }
+    }
+}
