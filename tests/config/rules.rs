@@ -1226,11 +1226,11 @@ async fn until(condition: impl Fn() -> bool) {
 struct Failing;
 
 impl RateLimitStore for Failing {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         Err(StoreError::unavailable("connection refused"))
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.check(policy, key, cost).await
     }
 
@@ -1252,12 +1252,12 @@ impl RateLimitStore for Failing {
 struct Gated(MemoryBackend, Arc<tokio::sync::Notify>);
 
 impl RateLimitStore for Gated {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.1.notified().await;
         self.0.check(policy, key, cost).await
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.0.peek(policy, key, cost).await
     }
 

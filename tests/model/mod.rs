@@ -34,7 +34,7 @@ pub struct Expected {
 /// What it has to say of one limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectedLimit {
-    pub remaining: u32,
+    pub remaining: u64,
     pub retry_after: Option<Duration>,
     pub reset_after: Duration,
 }
@@ -56,18 +56,18 @@ impl Model {
     }
 
     /// A request passes if all limits have room, and is charged to all of them or to none.
-    pub fn check(&mut self, now: u64, cost: u32) -> Expected {
+    pub fn check(&mut self, now: u64, cost: u64) -> Expected {
         let asked = self.peek(now, cost);
         if asked.outcome != Outcome::Allowed || cost == 0 {
             return asked;
         }
-        self.counts.iter_mut().for_each(|count| count.charge(now, cost.into()));
+        self.counts.iter_mut().for_each(|count| count.charge(now, cost));
         // How it stands behind the charge. Nothing is asked for any more, so nothing is in the way.
         self.peek(now, 0)
     }
 
     /// The same without the charge.
-    pub fn peek(&mut self, now: u64, cost: u32) -> Expected {
+    pub fn peek(&mut self, now: u64, cost: u64) -> Expected {
         let limits: Vec<ExpectedLimit> = self.counts.iter_mut().map(|count| count.expected(now, cost)).collect();
         let longest = limits.iter().filter_map(|limit| limit.retry_after).max();
         let (outcome, retry_after) = if now < self.blocked_until {
@@ -81,18 +81,18 @@ impl Model {
     }
 
     /// What is charged afterwards is charged even if it does not fit, up to a debt of a whole quota.
-    pub fn charge_anyway(&mut self, now: u64, units: u32) {
-        self.counts.iter_mut().for_each(|count| count.charge_anyway(now, units.into()));
+    pub fn charge_anyway(&mut self, now: u64, units: u64) {
+        self.counts.iter_mut().for_each(|count| count.charge_anyway(now, units));
     }
 
     /// Gives back units that were charged at the instant `at`, as far as they still count.
     /// Gives back units of the charge with this number, which was made at the instant `at`.
-    pub fn give_back(&mut self, now: u64, charge: usize, at: u64, units: u32) {
+    pub fn give_back(&mut self, now: u64, charge: usize, at: u64, units: u64) {
         let mut buckets = 0;
         for count in &mut self.counts {
             buckets += usize::from(matches!(count.kind, Kind::TokenBucket { .. }));
             // A receipt says of no more than two buckets how much was missing.
-            count.give_back(now, (buckets <= 2).then_some(charge), at, units.into());
+            count.give_back(now, (buckets <= 2).then_some(charge), at, units);
         }
     }
 
@@ -248,7 +248,7 @@ impl Count {
     }
 
     /// How the limit stands, and how long somebody has to wait who wants `cost`. Only where nothing may be rounded.
-    fn expected(&mut self, now: u64, cost: u32) -> ExpectedLimit {
+    fn expected(&mut self, now: u64, cost: u64) -> ExpectedLimit {
         self.pass_time(now);
         assert!(!may_be_rounded(self.limit), "{:?} may be rounded", self.limit);
         let (used, capacity) = (*self.used_at(now).end(), u64::from(self.limit.capacity()));
@@ -257,7 +257,7 @@ impl Count {
         // Until more is left than now. A debt has to be paid before that.
         let left = |used: u64| capacity.saturating_sub(used);
         let reset = if used == 0 { 0 } else { self.wait(now, |then| left(*then.end()) > left(used)) };
-        ExpectedLimit { remaining: left(used) as u32, retry_after, reset_after: Duration::from_micros(reset) }
+        ExpectedLimit { remaining: left(used), retry_after, reset_after: Duration::from_micros(reset) }
     }
 
     pub fn charge(&mut self, now: u64, units: u64) {

@@ -361,8 +361,8 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     let layer = RateLimitLayer::new(store.clone(), policy.clone()).responder(ErrorResponder);
     let service = layer
         .on_store_error(RateLimitFallback::Deny)
-        .cost(|cost: &u32| *cost)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .cost(|cost: &u64| *cost)
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     for _ in 0..3 {
         assert_eq!(service.clone().oneshot(0).await.unwrap(), 0);
     }
@@ -375,10 +375,10 @@ async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     Limiter::new(store.clone(), policy).block(Key::GLOBAL, Duration::from_secs(60)).await.unwrap();
     let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(refused.decision().outcome(), Outcome::Blocked);
-    let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u32| *cost);
+    let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u64| *cost);
     assert!(
         nothing
-            .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)))
+            .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)))
             .oneshot(0)
             .await
             .unwrap_err()
@@ -816,7 +816,7 @@ async fn resolver_is_asked_by_the_input_of_a_request() {
 
 #[tokio::test(start_paused = true)]
 async fn resolver_that_is_named_last_is_the_one_that_is_asked() {
-    let by_input = || PolicyResolver::of_input(|quota: u32| ready(Ok::<_, BoxError>(per_hour(quota))));
+    let by_input = || PolicyResolver::of_input(|quota: u64| ready(Ok::<_, BoxError>(per_hour(quota))));
     let by_key = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1))));
     let layer = || layer(MemoryBackend::new(), per_hour(0));
     let passed = async |calls: Vec<Result<(), BoxError>>| calls.iter().filter(|call| call.is_ok()).count();
@@ -841,7 +841,7 @@ async fn resolver_that_is_named_last_is_the_one_that_is_asked() {
 
 #[tokio::test(start_paused = true)]
 async fn waiting_request_is_resolved_by_its_input_each_time() {
-    let plans = PolicyResolver::of_input(|units: u32| {
+    let plans = PolicyResolver::of_input(|units: u64| {
         ready(Ok::<_, BoxError>(Policy::new("plan", Quota::per_second(units).fixed_window())))
     });
     let service = layer(MemoryBackend::new(), per_hour(0))
@@ -865,7 +865,7 @@ async fn forgotten_resolver_answer_applies_a_new_plan_at_once() {
         let (asked, quota) = (Arc::clone(&asked), Arc::clone(&quota));
         move |_| {
             asked.fetch_add(1, Relaxed);
-            ready(Ok::<_, BoxError>(per_hour(quota.load(Relaxed) as u32)))
+            ready(Ok::<_, BoxError>(per_hour(quota.load(Relaxed) as u64)))
         }
     });
     let service = layer(MemoryBackend::new(), per_hour(0))
@@ -1080,7 +1080,7 @@ async fn hanging_resolver_delays_a_stale_answer_by_half_a_deadline() {
 }
 
 /// Answers with so many per hour after so long, and counts how often it is asked.
-fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u32) -> PolicyResolver {
+fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u64) -> PolicyResolver {
     let asked = Arc::clone(asked);
     PolicyResolver::new(move |_| {
         asked.fetch_add(1, Relaxed);
@@ -1436,7 +1436,7 @@ impl Login {
         layer(self.0.store().clone(), self.0.policy().clone())
     }
 
-    async fn left(&self) -> Option<u32> {
+    async fn left(&self) -> Option<u64> {
         let store = self.0.store();
         RateLimitStore::peek(store, self.0.policy(), &Key::GLOBAL, 1).await.unwrap().remaining()
     }
@@ -1752,7 +1752,7 @@ async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
 #[tokio::test(start_paused = true)]
 async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
     let store = Store::failing(StoreError::timeout);
-    let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u32);
+    let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u64);
     let service = layer.layer(service_fn(echo));
     assert!(service.clone().oneshot("four").await.unwrap_err().is::<StoreError>());
     assert!(service.clone().oneshot("of").await.is_ok());
@@ -1870,7 +1870,7 @@ async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
     });
     let total = Policy::new("total", Quota::per_hour(9).fixed_window());
     let service = layer(&store, per_hour(3))
-        .cost(|request: &&str| request.len() as u32)
+        .cost(|request: &&str| request.len() as u64)
         .and(total, tollgate::GlobalKey)
         .layer(service_fn(echo));
     for _ in 0..5 {
@@ -2039,7 +2039,7 @@ async fn a_cost_of_0_passes_and_charges_nothing() {
 async fn a_cost_above_the_quota_is_denied_for_good_without_asking() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(3));
-    for cost in [4, u32::MAX] {
+    for cost in [4, u64::from(u32::MAX), u64::MAX] {
         let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
         assert_eq!(error.decision().outcome(), Outcome::Never);
         assert_eq!(error.retry_after(), None, "no wait helps");
@@ -2054,7 +2054,7 @@ async fn a_cost_above_the_quota_is_denied_for_good_without_asking() {
 async fn a_quota_of_0_denies_everything_without_asking() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(0));
-    for cost in [0, 1, u32::MAX] {
+    for cost in [0, 1, u64::from(u32::MAX), u64::MAX] {
         let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
         assert_eq!(error.decision(), &Decision::never([0]));
     }
@@ -2115,7 +2115,7 @@ async fn polling_again_after_an_answer_panics() {
 
 // Helpers.
 
-fn per_hour(limit: u32) -> Policy {
+fn per_hour(limit: u64) -> Policy {
     Policy::new("test", Quota::per_hour(limit).fixed_window())
 }
 
@@ -2129,8 +2129,8 @@ fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
 fn weighted(
     store: impl IntoStore<Store: RateLimitStore + Clone + Send + Sync + 'static>,
     policy: Policy,
-) -> impl Service<u32, Response = (), Error = BoxError, Future: Send> + Clone {
-    layer(store, policy).cost(|units: &u32| *units).layer(service_fn(async |_: u32| Ok::<_, Broken>(())))
+) -> impl Service<u64, Response = (), Error = BoxError, Future: Send> + Clone {
+    layer(store, policy).cost(|units: &u64| *units).layer(service_fn(async |_: u64| Ok::<_, Broken>(())))
 }
 
 /// Puts a mock behind the layer.
@@ -2283,7 +2283,7 @@ impl Service<Arc<()>> for Holding {
 }
 
 type AnswerFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
-type Check = dyn Fn(&Policy, &Key, u32) -> AnswerFuture<Decision, StoreError> + Send + Sync;
+type Check = dyn Fn(&Policy, &Key, u64) -> AnswerFuture<Decision, StoreError> + Send + Sync;
 
 /// A store that answers what a closure says, and counts how often it is asked.
 #[derive(Clone)]
@@ -2295,7 +2295,7 @@ struct Store {
 impl Store {
     fn new<F, Fut>(check: F) -> Self
     where
-        F: Fn(&Policy, &Key, u32) -> Fut + Send + Sync + 'static,
+        F: Fn(&Policy, &Key, u64) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<Decision, StoreError>> + Send + 'static,
     {
         Self { check: Arc::new(move |policy, key, cost| Box::pin(check(policy, key, cost))), asked: Arc::default() }
@@ -2340,12 +2340,12 @@ impl Store {
 }
 
 impl RateLimitStore for Store {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         (self.check)(policy, key, cost).await
     }
 
-    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
     }
 

@@ -35,12 +35,12 @@ struct Step {
 /// Costs and changes are in parts per thousand of the smallest capacity, rounded down; 0 stands for one unit.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
-    Check(u32),
+    Check(u64),
     CheckNothing,
-    Peek(u32),
+    Peek(u64),
     // Of the charge so many before.
-    GiveBack(usize, u32),
-    ChargeAnyway(u32),
+    GiveBack(usize, u64),
+    ChargeAnyway(u64),
     // In parts per million of the window.
     Block(u64),
     Reset,
@@ -61,9 +61,9 @@ fn limits() -> impl Strategy<Value = Limit> {
         Just(Duration::from_micros(3_661_000_007)),
         Just(Duration::from_secs(30 * 86_400)),
     ];
-    let units = prop_oneof![1 => Just(1_u32), 6 => 1_u32..13, 3 => 13_u32..400];
+    let units = prop_oneof![1 => Just(1_u64), 6 => 1_u64..13, 3 => 13_u64..400];
     // Up to twice the quota.
-    let burst = prop_oneof![3 => Just(None), 2 => (0_u32..2_001).prop_map(Some)];
+    let burst = prop_oneof![3 => Just(None), 2 => (0_u64..2_001).prop_map(Some)];
     (algorithms(), window, units, burst).prop_map(|(algorithm, window, units, burst)| {
         let quota = Quota::new(units, window).unwrap();
         match (algorithm, burst) {
@@ -101,8 +101,8 @@ fn pauses() -> impl Strategy<Value = u64> {
     ]
 }
 
-fn costs() -> impl Strategy<Value = u32> {
-    prop_oneof![10 => Just(0_u32), 4 => 0..200_u32, 2 => 0..1_001_u32]
+fn costs() -> impl Strategy<Value = u64> {
+    prop_oneof![10 => Just(0_u64), 4 => 0..200_u64, 2 => 0..1_001_u64]
 }
 
 /// Only what a layer does by itself.
@@ -115,9 +115,9 @@ fn verbs() -> impl Strategy<Value = Verb> {
     prop_oneof![
         200 => checks(),
         10 => Just(Verb::CheckNothing),
-        40 => (0..1_001_u32).prop_map(Verb::Peek),
-        40 => (0..20_usize, 0..1_001_u32).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
-        10 => (0..2_500_u32).prop_map(Verb::ChargeAnyway),
+        40 => (0..1_001_u64).prop_map(Verb::Peek),
+        40 => (0..20_usize, 0..1_001_u64).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
+        10 => (0..2_500_u64).prop_map(Verb::ChargeAnyway),
         4 => (0..1_500_000_u64).prop_map(Verb::Block),
         2 => Just(Verb::Reset),
     ]
@@ -149,7 +149,7 @@ struct Subject {
     key: Key,
     epoch: Instant,
     // What was charged and not given back.
-    charges: Vec<(Receipt, u32)>,
+    charges: Vec<(Receipt, u64)>,
 }
 
 impl Subject {
@@ -166,12 +166,12 @@ impl Subject {
     }
 
     /// The most that can be asked for at once.
-    fn capacity(&self) -> u32 {
+    fn capacity(&self) -> u64 {
         self.policy.limits().iter().map(Limit::capacity).min().unwrap()
     }
 
-    fn units(&self, share: u32) -> u32 {
-        if share == 0 { 1 } else { (u64::from(share) * u64::from(self.capacity()) / 1_000) as u32 }
+    fn units(&self, share: u64) -> u64 {
+        if share == 0 { 1 } else { (u128::from(share) * u128::from(self.capacity()) / 1_000) as u64 }
     }
 
     fn share_of_window(&self, of: usize, parts: u64) -> Duration {
@@ -179,7 +179,7 @@ impl Subject {
         Duration::from_micros((window * u128::from(parts) / 1_000_000) as u64)
     }
 
-    async fn check(&mut self, cost: u32) -> Decision {
+    async fn check(&mut self, cost: u64) -> Decision {
         let decision = self.backend.check(&self.policy, &self.key, cost).await.unwrap();
         if let Some(receipt) = decision.receipt() {
             self.charges.push((receipt, cost));
@@ -187,12 +187,12 @@ impl Subject {
         decision
     }
 
-    async fn peek(&self, cost: u32) -> Decision {
+    async fn peek(&self, cost: u64) -> Decision {
         self.backend.peek(&self.policy, &self.key, cost).await.unwrap()
     }
 
     /// The charge so many before, and how much of it this is to give back: no more than is left of it.
-    fn charge_to_give_back(&mut self, before: usize, share: u32) -> Option<(Receipt, u32)> {
+    fn charge_to_give_back(&mut self, before: usize, share: u64) -> Option<(Receipt, u64)> {
         let units = self.units(share);
         let index = self.charges.len().checked_sub(before + 1)?;
         let (receipt, left) = &mut self.charges[index];
@@ -212,12 +212,12 @@ impl Subject {
             Verb::Peek(cost) => return Some(self.peek(self.units(cost)).await),
             Verb::GiveBack(before, share) => {
                 if let Some((receipt, units)) = self.charge_to_give_back(before, share) {
-                    self.settle(receipt, -i64::from(units)).await;
+                    self.settle(receipt, -(units as i64)).await;
                 }
             }
             Verb::ChargeAnyway(share) => {
                 let units = self.units(share);
-                self.settle(Receipt::at_micros(0), units.into()).await;
+                self.settle(Receipt::at_micros(0), units as i64).await;
             }
             Verb::Block(parts) => {
                 let time = self.share_of_window(step.of, parts);
@@ -329,7 +329,7 @@ fn what_is_given_back_was_there_before() {
         let charges = subject.charges.clone();
         for (receipt, units) in charges.iter().chain(&charges) {
             let before = left(&subject.peek(0).await);
-            subject.settle(*receipt, -i64::from(*units)).await;
+            subject.settle(*receipt, -(*units as i64)).await;
             let after = left(&subject.peek(0).await);
             for ((before, after), limit) in before.iter().zip(&after).zip(&trace.limits) {
                 prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
@@ -357,7 +357,7 @@ fn what_is_charged_and_given_back_at_once_was_never_charged() {
         let before = subject.peek(1).await;
         let cost = before.remaining().unwrap_or(0);
         if let Some(receipt) = subject.check(cost).await.receipt() {
-            subject.settle(receipt, -i64::from(cost)).await;
+            subject.settle(receipt, -(cost as i64)).await;
             prop_assert_eq!(subject.peek(1).await, before);
         }
         Ok(())
@@ -367,8 +367,8 @@ fn what_is_charged_and_given_back_at_once_was_never_charged() {
 #[test]
 fn waiting_as_told_is_enough_and_a_microsecond_less_is_not() {
     let waits = Cell::new(0);
-    let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u32, 12));
-    for_all(120, asked, async |(trace, costs): (Trace, Vec<u32>)| {
+    let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u64, 12));
+    for_all(120, asked, async |(trace, costs): (Trace, Vec<u64>)| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
         for cost in costs {
@@ -483,10 +483,10 @@ async fn the_worst_cases_can_be_reached() {
     for (limit, most) in [(quota.token_bucket(), 19), (quota.fixed_window(), 20), (quota.sliding_window(), 18)] {
         let mut subject = Subject::new(&[limit]);
         // The window opens long before the crowd comes.
-        let early = u32::from(limit.algorithm() != Algorithm::TokenBucket);
+        let early = u64::from(limit.algorithm() != Algorithm::TokenBucket);
         let _ = subject.check(early).await;
         advance(Duration::from_secs(60) - MICROSECOND).await;
-        let (start, mut admitted) = (Instant::now(), early * u32::from(limit.algorithm() == Algorithm::FixedWindow));
+        let (start, mut admitted) = (Instant::now(), early * u64::from(limit.algorithm() == Algorithm::FixedWindow));
         while start.elapsed() < Duration::from_secs(60) {
             if subject.check(1).await.is_allowed() {
                 admitted += 1;
@@ -507,7 +507,7 @@ async fn even_requests_get_the_sliding_quota_less_one() {
         for number in 0..20 {
             let mut admitted = 0;
             for _ in 0..quota {
-                admitted += u32::from(subject.check(1).await.is_allowed());
+                admitted += u64::from(subject.check(1).await.is_allowed());
                 advance(Duration::from_micros(60_000_000_u64.div_ceil(quota.into()))).await;
             }
             assert!((quota - 1..=quota).contains(&admitted), "{admitted} of {quota} in window {number}");
@@ -523,7 +523,7 @@ fn huge_limits() -> impl Strategy<Value = Limit> {
         2 => 10_000..longest,
         2 => 10_000..86_400_000_000_u64,
     ];
-    let units = prop_oneof![1 => Just(u32::MAX), 4 => 1_000_000..u32::MAX, 1 => 1..u32::MAX];
+    let units = prop_oneof![1 => Just(u64::MAX), 4 => 1_000_000..u64::MAX, 1 => 1..u64::MAX];
     let algorithm = prop_oneof![Just(Algorithm::TokenBucket), Just(Algorithm::SlidingWindow)];
     (algorithm, window, units).prop_map(|(algorithm, window, units)| {
         limit(algorithm, Quota::new(units, Duration::from_micros(window)).unwrap())
@@ -532,8 +532,8 @@ fn huge_limits() -> impl Strategy<Value = Limit> {
 
 #[test]
 fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
-    let steps = prop::collection::vec((pauses(), 0..1_001_u32), 1..60);
-    for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u32)>)| {
+    let steps = prop::collection::vec((pauses(), 0..1_001_u64), 1..60);
+    for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u64)>)| {
         let mut subject = Subject::new(&[limit]);
         let mut count = Count::new(limit);
         let capacity = u64::from(limit.capacity());

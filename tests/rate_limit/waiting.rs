@@ -16,12 +16,12 @@ use tollgate::{
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceExt, service_fn};
 
-const ACME: u32 = 1;
-const GLOBEX: u32 = 2;
-const INITECH: u32 = 3;
+const ACME: u64 = 1;
+const GLOBEX: u64 = 2;
+const INITECH: u64 = 3;
 
 /// A customer and a number.
-type Call = (u32, u32);
+type Call = (u64, u64);
 
 /// One call every 100 ms for each customer.
 fn policy() -> Policy {
@@ -40,7 +40,7 @@ fn ms(ms: u64) -> Duration {
 /// Services that say what came through, and when.
 struct Calls {
     begun: Instant,
-    served: Arc<Mutex<Vec<(u32, u128)>>>,
+    served: Arc<Mutex<Vec<(u64, u128)>>>,
 }
 
 impl Calls {
@@ -60,7 +60,7 @@ impl Calls {
         BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).responder(ErrorResponder).layer(inner))
     }
 
-    fn served(&self) -> Vec<(u32, u128)> {
+    fn served(&self) -> Vec<(u64, u128)> {
         self.served.lock().unwrap().clone()
     }
 }
@@ -209,9 +209,9 @@ async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
     let service = RateLimitLayer::new(store.clone(), second)
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     let take_all = async || while other.check(Key::GLOBAL).await.unwrap().is_allowed() {};
     take_all().await;
     let large = tokio::spawn(service.clone().oneshot(4));
@@ -236,9 +236,9 @@ async fn cached_wait_is_forgotten_after_an_admission() {
     let service = RateLimitLayer::new(store.clone(), second)
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     while other.check(Key::GLOBAL).await.unwrap().is_allowed() {}
     let large = tokio::spawn(service.clone().oneshot(4));
     sleep(ms(1)).await;
@@ -300,7 +300,7 @@ async fn those_who_were_asked_about_at_once_keep_their_places() {
         outcome.unwrap().unwrap();
     }
     let served = served.lock().unwrap().clone();
-    let (large, small) = served.iter().partition::<Vec<u32>, _>(|number| *number % 10 == 7);
+    let (large, small) = served.iter().partition::<Vec<u64>, _>(|number| *number % 10 == 7);
     assert!(large.is_sorted() && small.is_sorted(), "{served:?}");
     for number in large {
         let passed_by = served.iter().take_while(|other| **other != number).filter(|other| **other > number).count();
@@ -492,7 +492,7 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
         if let Some(first) = first {
             first.await.unwrap().unwrap();
         }
-        let mut numbers: Vec<u32> = calls.served().iter().map(|(number, _)| *number).collect();
+        let mut numbers: Vec<u64> = calls.served().iter().map(|(number, _)| *number).collect();
         assert_eq!(numbers, if is_asking.is_none() { vec![0, 1, 3, 4] } else { vec![0, 3, 4] }, "{is_asking:?}");
         // It has its place yet, in front of those who came later.
         let last = tokio::spawn(service.clone().oneshot((ACME, 5)));
@@ -608,7 +608,7 @@ async fn who_waits_is_counted_once_by_those_who_have_no_say() {
     let service = layer
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Somebody else takes the room now and then.
@@ -667,7 +667,7 @@ async fn waiter_without_enforced_policy_is_counted_once() {
         .and(policy(), |_: &Call| "all")
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Somebody else takes the room now and then, so that the first of the line has to ask more than once.
@@ -691,9 +691,9 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     let service = layer
         .max_waiters_in_total(1)
         .on_store_error(RateLimitFallback::Deny)
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+        .layer(service_fn(async |_: u64| Ok::<_, BoxError>(())));
     let begun = Instant::now();
     let never = async || {
         let refused = service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap();
@@ -760,7 +760,7 @@ async fn refund_during_an_outage_reaches_waiters() {
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
     let service = RateLimitLayer::new(store, minute)
         .wait(Duration::from_secs(90))
-        .charge_on(|_: Result<&u32, &BoxError>| false)
+        .charge_on(|_: Result<&u64, &BoxError>| false)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(10)).await;
@@ -781,7 +781,7 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
     for several in [false, true] {
         let store = FaultStore::new(MemoryBackend::new());
         let layer = RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(90));
-        let layer = layer.key(|(customer, _): &Call| *customer).charge_on(|_: Result<&u32, &BoxError>| false);
+        let layer = layer.key(|(customer, _): &Call| *customer).charge_on(|_: Result<&u64, &BoxError>| false);
         let inner = service_fn(async |(_, number): Call| {
             sleep(ms(10)).await;
             Ok::<_, BoxError>(number)
@@ -791,7 +791,7 @@ async fn what_a_request_gives_back_is_had_by_those_who_wait() {
             // Those who wait do so in the line of what was added.
             let each = RateLimitLayer::new(store.clone(), total).wait(Duration::from_secs(90));
             let each = each.and(minute.clone(), |(customer, _): &Call| *customer);
-            let each = each.charge_on(|_: Result<&u32, &BoxError>| false);
+            let each = each.charge_on(|_: Result<&u64, &BoxError>| false);
             BoxCloneService::new(each.responder(ErrorResponder).layer(inner))
         } else {
             BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
@@ -826,7 +826,7 @@ async fn what_is_given_back_for_several_is_had_by_several() {
     let service = RateLimitLayer::new(store, minute)
         .wait(Duration::from_secs(90))
         .cost(|(_, number): &Call| if *number == 0 { 2 } else { 1 })
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() != 0)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() != 0)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(30)).await;
@@ -1093,7 +1093,7 @@ async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
         outcome.unwrap().unwrap();
     }
     let served = calls.served();
-    let (acme, others) = served.iter().partition::<Vec<&(u32, u128)>, _>(|(number, _)| number % 3 == 0);
+    let (acme, others) = served.iter().partition::<Vec<&(u64, u128)>, _>(|(number, _)| number % 3 == 0);
     for (calls, of) in [(&acme, "one customer"), (&others, "the others")] {
         assert!(calls.is_sorted(), "{of}: {served:?}");
     }
@@ -1106,13 +1106,13 @@ async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
 async fn what_costs_nothing_waits_for_nobody() {
     let own = RateLimitLayer::new(MemoryBackend::new(), policy());
     let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
-    let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u32| ACME);
-    let inner = || service_fn(async |_: u32| Ok::<_, BoxError>(()));
-    let services: [BoxCloneService<u32, (), BoxError>; 2] = [
+    let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u64| ACME);
+    let inner = || service_fn(async |_: u64| Ok::<_, BoxError>(()));
+    let services: [BoxCloneService<u64, (), BoxError>; 2] = [
         BoxCloneService::new(
             own.wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
-                .cost(|cost: &u32| *cost)
+                .cost(|cost: &u64| *cost)
                 .responder(ErrorResponder)
                 .layer(inner()),
         ),
@@ -1120,7 +1120,7 @@ async fn what_costs_nothing_waits_for_nobody() {
             several
                 .wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
-                .cost(|cost: &u32| *cost)
+                .cost(|cost: &u64| *cost)
                 .responder(ErrorResponder)
                 .layer(inner()),
         ),
