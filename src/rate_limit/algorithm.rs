@@ -429,3 +429,60 @@ pub(crate) fn receipt<'a>(
     }
     receipt
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn units() -> impl Strategy<Value = u64> {
+        let any_size = (0..53_u32, any::<u64>()).prop_map(|(bits, random)| 1 << bits | random & ((1 << bits) - 1));
+        prop_oneof![any_size, (1 << 32) - 9..(1 << 32) + 9_u64, Quota::MAX_UNITS - 9..=Quota::MAX_UNITS]
+    }
+
+    fn quotas() -> impl Strategy<Value = Quota> {
+        let longest = Quota::MAX_WINDOW.as_micros() as u64;
+        let window = prop_oneof![10_000..longest, 10_000..86_400_000_000_u64, Just(10_000), Just(longest)];
+        (units(), window).prop_map(|(units, window)| Quota::new(units, Duration::from_micros(window)).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn bucket_products_are_exact_and_rates_hardly_slower(quota in quotas(), burst in units()) {
+            let most = u128::from(Quota::MAX_UNITS);
+            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(|quota| quota.token_bucket())];
+            for limit in limits.into_iter().flatten() {
+                let LimitParams { span, step, capacity, parts, .. } = LimitParams::new(limit);
+                let [span, step, capacity, parts] = [span, step, capacity, parts.into()].map(u128::from);
+                prop_assert!(span * capacity <= most && step < 1 << 56 && parts <= 1 << 26);
+                prop_assert!(parts == 1 || step * parts <= most);
+                // The rate is `step / (parts * span)` tokens per us, and should be `limit / window`.
+                let (is, should_be) = (step * u128::from(quota.window_us()), parts * span * u128::from(quota.limit()));
+                prop_assert!(is <= should_be && (should_be - is) <= should_be / 100_000_000, "{is} {should_be}");
+            }
+        }
+
+        #[test]
+        fn sliding_window_products_are_exact(quota in quotas()) {
+            let params = LimitParams::new(quota.sliding_window());
+            let (steps, most) = (params.steps(), Quota::MAX_UNITS);
+            // The remainder of a count divided by the steps, times at most all steps.
+            prop_assert!(u128::from(steps.min(params.most())) * u128::from(steps) <= u128::from(most));
+            prop_assert!(params.step == 1 || steps > 67_000_000 / 2);
+            if u128::from(quota.limit()) * u128::from(quota.window_us()) <= u128::from(EXACT) {
+                prop_assert_eq!(params.step, 1);
+            }
+        }
+    }
+
+    #[test]
+    fn product_beyond_64_bits_is_scaled_exactly() {
+        let most = Quota::MAX_UNITS;
+        assert_eq!((scale_up(most, most, most), scale_down(most, most, most)), (most, most));
+        assert_eq!((scale_up(most - 1, most, most - 2), scale_down(most - 1, most, most - 2)), (most + 2, most + 1));
+        assert_eq!((scale_up(7, 2, 4), scale_down(7, 2, 4), scale_down(7, 2, 0)), (4, 3, 0));
+    }
+}

@@ -355,6 +355,18 @@ async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
     assert_no_more_calls(service, &mut inner);
 }
 
+/// The literal is a `u64` without a suffix.
+#[tokio::test(start_paused = true)]
+async fn closure_with_integer_literal_is_a_cost() {
+    type Request = http::Request<()>;
+    let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour(5)).responder(ErrorResponder);
+    let hello = service_fn(async |_: Request| Ok::<_, BoxError>(()));
+    let service = layer.cost(|_: &Request| 3).layer(hello);
+    service.clone().oneshot(Request::new(())).await.unwrap();
+    let limited = service.oneshot(Request::new(())).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!((limited.cost(), limited.decision().remaining()), (3, Some(2)));
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
     let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Builder;
 use tokio::time::{Instant, advance};
-use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, RateLimitStore, Receipt};
+use tollgate::rate_limit::{Algorithm, BurstQuota, Decision, Limit, LimitStatus, Outcome, RateLimitStore, Receipt};
 use tollgate::{Key, MemoryBackend, Policy, Quota};
 
 const MICROSECOND: Duration = Duration::from_micros(1);
@@ -51,7 +51,17 @@ fn algorithms() -> impl Strategy<Value = Algorithm> {
     prop_oneof![2 => Just(TokenBucket), 1 => Just(FixedWindow), 1 => Just(SlidingWindow), 1 => Just(SlidingLog)]
 }
 
-/// Limits that are counted exactly: up to 2^51 for the product of capacity and window.
+/// The largest product of capacity and window in us that is counted exactly by every algorithm. A fixed window has no such bound.
+const EXACT: u64 = 1 << 51;
+
+/// Quotas around the bounds of integers and doubles.
+fn large() -> impl Strategy<Value = u64> {
+    let around = |middle: u64| middle - 20..middle + 20;
+    let most = Quota::MAX_UNITS;
+    prop_oneof![around(1 << 32), around(1 << 40), around(1 << 51), most - 20..=most, (1 << 32)..=most]
+}
+
+/// Limits that are counted exactly.
 fn limits() -> impl Strategy<Value = Limit> {
     let window = prop_oneof![
         Just(Quota::MIN_WINDOW),
@@ -61,14 +71,21 @@ fn limits() -> impl Strategy<Value = Limit> {
         Just(Duration::from_micros(3_661_000_007)),
         Just(Duration::from_secs(30 * 86_400)),
     ];
-    let units = prop_oneof![1 => Just(1_u64), 6 => 1_u64..13, 3 => 13_u64..400];
+    let units = prop_oneof![2 => Just(1_u64), 12 => 1_u64..13, 6 => 13_u64..400, 3 => large()];
     // Up to twice the quota.
     let burst = prop_oneof![3 => Just(None), 2 => (0_u64..2_001).prop_map(Some)];
     (algorithms(), window, units, burst).prop_map(|(algorithm, window, units, burst)| {
+        let exact = EXACT / window.as_micros() as u64;
+        let units = match algorithm {
+            Algorithm::FixedWindow => units,
+            Algorithm::SlidingLog => units.min(400),
+            _ => units.min(exact),
+        };
         let quota = Quota::new(units, window).unwrap();
         match (algorithm, burst) {
             (Algorithm::TokenBucket, Some(share)) => {
-                quota.burst((units * share / 1_000).max(1)).unwrap().token_bucket()
+                let burst = u128::from(units) * u128::from(share) / 1_000;
+                quota.burst((burst as u64).clamp(1, exact)).unwrap().token_bucket()
             }
             _ => limit(algorithm, quota),
         }
@@ -335,10 +352,10 @@ fn what_is_given_back_was_there_before() {
                 prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
             }
         }
-        // Nobody gets more at once than there is, whatever was given back.
-        let mut admitted = 0;
-        while subject.check(1).await.is_allowed() {
-            admitted += 1;
+        // Nobody gets more at once than there is, whatever was given back. A large quota is used up in a thousand steps.
+        let (mut admitted, step) = (0, (subject.capacity() / 1_000).max(1));
+        while subject.check(step).await.is_allowed() {
+            admitted += step;
             prop_assert!(admitted <= subject.capacity());
         }
         // And for who is not known there is nothing to give back.
@@ -438,13 +455,12 @@ fn more_becomes_available_when_it_was_said_to() {
 }
 
 /// The most that the docs let pass in a span of `length` us, both ends included.
-fn worst_case(limit: Limit, length: u64) -> u64 {
-    let (quota, window) = (u64::from(limit.quota().limit()), limit.quota().window().as_micros() as u64);
+fn worst_case(limit: Limit, length: u64) -> u128 {
+    let (quota, window) = (u128::from(limit.quota().limit()), limit.quota().window().as_micros());
+    let length = u128::from(length);
     let windows = length / window + 1;
     match limit.algorithm() {
-        Algorithm::TokenBucket => {
-            u64::from(limit.capacity()) + (u128::from(quota) * u128::from(length) / u128::from(window)) as u64
-        }
+        Algorithm::TokenBucket => u128::from(limit.capacity()) + quota * length / window,
         // The end of one window, and every window that can begin in the span.
         Algorithm::FixedWindow => quota * (windows + 1),
         Algorithm::SlidingWindow if windows == 1 => 2 * quota - 1,
@@ -459,12 +475,12 @@ fn no_span_sees_more_than_the_worst_case() {
     for_all(120, traces(checks(), 300), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
-        let charges: Vec<_> = subject.charges.iter().map(|(at, units)| (at.as_micros(), u64::from(*units))).collect();
+        let charges: Vec<_> = subject.charges.iter().map(|(at, units)| (at.as_micros(), *units)).collect();
         admitted_in_total.set(admitted_in_total.get() + charges.len());
         for (first, (start, _)) in charges.iter().enumerate() {
             let mut admitted = 0;
             for (end, units) in &charges[first..] {
-                admitted += units;
+                admitted += u128::from(*units);
                 for limit in &trace.limits {
                     let most = worst_case(*limit, end - start);
                     prop_assert!(admitted <= most, "{} in {} us of {:?}", admitted, end - start, limit);
@@ -523,10 +539,13 @@ fn huge_limits() -> impl Strategy<Value = Limit> {
         2 => 10_000..longest,
         2 => 10_000..86_400_000_000_u64,
     ];
-    let units = prop_oneof![1 => Just(u64::MAX), 4 => 1_000_000..u64::MAX, 1 => 1..u64::MAX];
+    let units = prop_oneof![2 => large(), 2 => 1_000_000..1_u64 << 32, 1 => 1..1_u64 << 32];
     let algorithm = prop_oneof![Just(Algorithm::TokenBucket), Just(Algorithm::SlidingWindow)];
-    (algorithm, window, units).prop_map(|(algorithm, window, units)| {
-        limit(algorithm, Quota::new(units, Duration::from_micros(window)).unwrap())
+    let burst = prop_oneof![2 => Just(None), 1 => prop_oneof![1..1_000_u64, large()].prop_map(Some)];
+    (algorithm, window, units, burst).prop_map(|(algorithm, window, units, burst)| {
+        let quota = Quota::new(units, Duration::from_micros(window)).unwrap();
+        let burst = burst.filter(|_| algorithm == Algorithm::TokenBucket).and_then(|burst| quota.burst(burst).ok());
+        burst.map_or_else(|| limit(algorithm, quota), BurstQuota::token_bucket)
     })
 }
 
@@ -536,16 +555,16 @@ fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
     for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u64)>)| {
         let mut subject = Subject::new(&[limit]);
         let mut count = Count::new(limit);
-        let capacity = u64::from(limit.capacity());
+        let capacity = limit.capacity();
         for (pause, cost) in steps {
             advance(subject.share_of_window(0, pause)).await;
             let (now, cost) = (subject.now(), subject.units(cost));
             let decision = subject.check(cost).await;
             let used = count.used_at(now);
-            let fits = |used: u64| used + u64::from(cost) <= capacity;
+            let fits = |used: u64| used + cost <= capacity;
             if decision.is_allowed() {
                 prop_assert!(fits(*used.start()), "{} of {} fitted into {:?}", cost, capacity, used);
-                count.charge(now, cost.into());
+                count.charge(now, cost);
             } else {
                 prop_assert!(!fits(*used.end()), "{} of {} did not fit into {:?}", cost, capacity, used);
                 let wait = decision.retry_after().unwrap().as_micros() as u64;
