@@ -29,7 +29,7 @@ fn main() {
 }
 
 fn limiters() -> [(&'static str, Limiter<MemoryBackend>); 3] {
-    let generous = Quota::per_second(u32::MAX).fixed_window();
+    let generous = Quota::per_second(u32::MAX.into()).fixed_window();
     let exhausted = Quota::per_day(1).fixed_window();
     let log = Quota::new(10_000, Quota::MIN_WINDOW).and_then(Quota::sliding_log).expect("10,000 is not too long");
     [("fixed_window", generous), ("fixed_window_denied", exhausted), ("sliding_log", log)]
@@ -84,7 +84,7 @@ fn check_ns(count: usize) -> f64 {
 fn policies_100k_ratio() -> f64 {
     const POLICIES: u32 = 100_000;
     let backend = MemoryBackend::with_capacity(2 * POLICIES as usize);
-    let limit = Quota::per_second(u32::MAX).fixed_window();
+    let limit = Quota::per_second(u32::MAX.into()).fixed_window();
     let ns = |of: &Limiter<MemoryBackend>, key: Key| {
         let pass = || {
             let start = Instant::now();

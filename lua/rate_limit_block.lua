@@ -17,8 +17,8 @@ if stored:byte(1) == 2 and #stored >= 8 then
   stored = stored:sub(9)
 end
 local version = stored:byte(1)
-if version and version ~= 4 then
-  return redis.error_reply('TOLLGATE the value does not hold counts of version 4')
+if version and version ~= 5 then
+  return redis.error_reply('TOLLGATE the value does not hold counts of version 5')
 end
 local left_ms = 0
 if stored ~= '' then

@@ -14,7 +14,7 @@
 --                  or forget counts, uses the stored quota instead
 -- ARGV[4]  ttl_ms  a quarter longer than the counts matter after a write, at most
 -- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
---                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `LimitParams` in algorithm.rs)
+--                  log), 7 bytes span, 7 bytes step, 4 bytes parts, 7 bytes capacity (see `LimitParams` in algorithm.rs)
 -- ARGV[6]  layout  format of the last update and the counts, for struct.pack
 -- ARGV[7]  limits  first bytes of a packed value of these limits, see Value
 --          then cost, change, ttl_ms, terms, layout and limits for each further descriptor
@@ -28,11 +28,11 @@
 --          Nothing is charged unless all descriptors are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or refunds again: never resend after a lost reply
--- Value    counts  version 4, little endian: 1 byte version. For each limit the parameters that the shape in the key lacks:
---                  7 bytes span, 5 bytes step and 4 bytes capacity of a token bucket, 4 bytes capacity of the others.
+-- Value    counts  version 5, little endian: 1 byte version. For each limit the parameters that the shape in the key lacks:
+--                  7 bytes span, 7 bytes step, 4 bytes parts and 7 bytes capacity of a token bucket, 7 bytes capacity of the others.
 --                  Then integers below 2^53 as doubles, which Lua reads and writes fastest: time of the last update, and for
 --                  each limit except logs:
---                  token bucket    full since, debt
+--                  token bucket    full since, debt, part of a worth of 1 that is missing as well
 --                  fixed window    start, used
 --                  sliding window  start, used in the window before it, used in it
 --                  While the key is blocked, version 2 and 7 bytes end of the block precede the counts, which may be missing.
@@ -49,13 +49,28 @@ local settle = verb == 'settle'
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
-local TERM = 17
-local FOREIGN = 'TOLLGATE the value does not hold counts of version 4'
+local TERM = 26
+local FOREIGN = 'TOLLGATE the value does not hold counts of version 5'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive their counts by this much: Redis counts expiry in whole milliseconds of another clock reading.
 local GRACE_MS = 10
--- The largest intermediate product, see `LimitParams` in algorithm.rs.
-local EXACT = 2 ^ 51
+-- The bounds of products and of counts, see `LimitParams` in algorithm.rs.
+local EXACT, STEPS, MOST = 2 ^ 51, 2 ^ 26, 2 ^ 53 - 1
+
+-- The debt of a bucket after a refill: whole and parts. The debt is below 0 if more was refilled than was missing.
+local function refilled(debt, part, passed, step, parts)
+  if parts == 1 then
+    return debt - passed * step, 0
+  end
+  -- passed * step / parts, with no product above 2^53 unless it is above the debt.
+  local rest = passed % parts * step
+  local refill = rest % parts
+  debt, part = debt - (passed - passed % parts) / parts * step - (rest - refill) / parts, part - refill
+  if part < 0 then
+    return debt - 1, part + parts
+  end
+  return debt, part
+end
 
 -- Create closures only if needed: creating one takes as long as calling a command.
 local open_log
@@ -209,20 +224,20 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       block_ends = nil
     end
   end
-  -- Algorithm, span, step and capacity of each limit.
-  local terms = {unpack('<' .. string.rep('BI7I5I4', #packed_terms / TERM), packed_terms)}
+  -- Algorithm, span, step, parts and capacity of each limit.
+  local terms = {unpack('<' .. string.rep('BI7I7I4I7', #packed_terms / TERM), packed_terms)}
   local last_term = #terms - 1
   -- Format of the limit parameters at the start of a value.
   local frame_format = '<B'
-  for i = 1, last_term, 4 do
-    frame_format = frame_format .. (terms[i] == TOKEN_BUCKET and 'I7I5I4' or 'I4')
+  for i = 1, last_term, 5 do
+    frame_format = frame_format .. (terms[i] == TOKEN_BUCKET and 'I7I7I4I7' or 'I7')
   end
   local known, size = value ~= '', #limits + struct.size(layout)
   if not known then
     -- Zeros mean that no unit was used.
     value = limits .. string.rep('\0', size - #limits)
   end
-  if #value ~= size or byte(value, 1) ~= 4 then
+  if #value ~= size or byte(value, 1) ~= 5 then
     return redis.error_reply(FOREIGN)
   end
 
@@ -232,11 +247,11 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     -- The clock was set back: no time has passed since the last update.
     local back, at = counts[1] - now, 2
     counts[1] = now
-    for i = 1, last_term, 4 do
+    for i = 1, last_term, 5 do
       if terms[i] ~= SLIDING_LOG then
         -- No instant is below 0, which could not be read.
         counts[at] = max(counts[at] - back, 0)
-        at = at + (terms[i] == SLIDING_WINDOW and 3 or 2)
+        at = at + (terms[i] == FIXED_WINDOW and 2 or 3)
       end
     end
     value = sub(value, 1, #limits) .. pack(layout, unpack_table(counts))
@@ -251,11 +266,12 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     -- A correction may carry an older and smaller quota: do not cut counts to it.
     local cuts, is_used = change == 'reset', false
     local at, from, log_key = 2, 2, next_key
-    for i = 1, last_term, 4 do
+    for i = 1, last_term, 5 do
       local kind, span, passed = terms[i], terms[i + 1], now - (counts[at] or 0)
       if kind == TOKEN_BUCKET then
-        is_used = is_used or counts[at + 1] > (now - counts[1]) * before[from + 1]
-        at, from = at + 2, from + 2
+        local debt, part = refilled(counts[at + 1], counts[at + 2], now - counts[1], before[from + 1], before[from + 2])
+        is_used = is_used or debt >= 0 and debt + part > 0
+        at, from = at + 3, from + 3
       elseif kind == FIXED_WINDOW then
         is_used = is_used or counts[at + 1] > 0 and passed < span
         at = at + 2
@@ -267,7 +283,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         is_used = not log or log.used > 0
         log_key = log_key + 1
       end
-      cuts = cuts or terms[i + 3] < before[from]
+      cuts = cuts or terms[i + 4] < before[from]
       from = from + 1
     end
     stays = ARGV[8] ~= '0' and cuts and is_used
@@ -275,54 +291,82 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if stays then
     limits = sub(value, 1, #limits)
     local from, longest = 2, 0
-    for i = 1, last_term, 4 do
+    for i = 1, last_term, 5 do
       local kind, span, capacity = terms[i], terms[i + 1], before[from]
       local lasts = span
       if kind == TOKEN_BUCKET then
-        local step
-        span, step, capacity = before[from], before[from + 1], before[from + 2]
-        if span == 0 then
+        local step, parts
+        span, step, parts, capacity = before[from], before[from + 1], before[from + 2], before[from + 3]
+        if span == 0 or parts == 0 then
           return redis.error_reply(FOREIGN)
         end
-        lasts = 2 * capacity * span / max(step, 1)
-        terms[i + 1], terms[i + 2] = span, step
-        from = from + 2
+        lasts = ceil(min(2 * capacity, MOST) * span / max(step, 1)) * parts
+        terms[i + 1], terms[i + 2], terms[i + 3] = span, step, parts
+        from = from + 3
       elseif kind == SLIDING_WINDOW then
         lasts = 2 * span
-        terms[i + 2] = max(ceil(capacity * span / EXACT), 1)
+        terms[i + 2] = ceil(span / max(floor(EXACT / max(capacity, 1)), STEPS))
       end
-      terms[i + 3] = capacity
+      terms[i + 4] = capacity
       from, longest = from + 1, max(longest, lasts)
     end
     ttl_ms = ceil(longest / 1000) + GRACE_MS
     ttl_ms = ttl_ms + ceil(ttl_ms / 4)
   elseif before then
     forget = {}
+    -- value * by / of, rounded up, by a binary long multiplication if the product reaches 2^53. The remainder stays below `of`.
+    local function scaled(value, by, of)
+      if value * by <= MOST then
+        return ceil(value * by / of)
+      end
+      local whole = floor(value / of)
+      value = value - whole * of
+      local quotient, rest, bits = 0, 0, by
+      for bit = 52, 0, -1 do
+        quotient = quotient * 2
+        for term = 1, 2 do
+          -- The remainder is doubled, and `value` is added if the bit is set.
+          local more = term == 1 and rest or bits >= 2 ^ bit and value or 0
+          if rest >= of - more then
+            quotient, rest = quotient + 1, rest - (of - more)
+          else
+            rest = rest + more
+          end
+        end
+        bits = bits % 2 ^ bit
+      end
+      return whole * by + quotient + (rest > 0 and 1 or 0)
+    end
     local elapsed, at, from = now - counts[1], 2, 2
-    for i = 1, last_term, 4 do
-      local kind, span, step, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
+    for i = 1, last_term, 5 do
+      local kind, span, step, parts, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3], terms[i + 4]
       if kind == TOKEN_BUCKET then
-        span, step = before[from], before[from + 1]
-        from = from + 2
-        if span == 0 then
+        span, step, parts = before[from], before[from + 1], before[from + 2]
+        from = from + 3
+        if span == 0 or parts == 0 then
           return redis.error_reply(FOREIGN)
         end
       end
       local old = before[from]
       from = from + 1
-      local same = span == terms[i + 1] and step == terms[i + 2] and old == new
+      local same = span == terms[i + 1] and step == terms[i + 2] and parts == terms[i + 3] and old == new
       local function convert(used)
         if change == 'reset' then
           return 0
         end
-        return min(change == 'proportional' and ceil(used * new / max(old, 1)) or used, 2 * new)
+        return min(change == 'proportional' and scaled(used, new, max(old, 1)) or used, 2 * new, MOST)
       end
       if kind == TOKEN_BUCKET then
         -- Refill at the old rate up to now, then convert whole tokens.
-        local debt = max(counts[at + 1] - elapsed * step, 0)
-        counts[at] = debt > 0 and counts[at] or now
-        counts[at + 1] = same and debt or convert(ceil(debt / span)) * terms[i + 1]
-        at = at + 2
+        local debt, part = refilled(counts[at + 1], counts[at + 2], elapsed, step, parts)
+        if debt < 0 or debt + part == 0 then
+          counts[at], debt, part = now, 0, 0
+        end
+        if not same then
+          debt, part = convert(ceil((part > 0 and debt + 1 or debt) / span)) * terms[i + 1], 0
+        end
+        counts[at + 1], counts[at + 2] = debt, part
+        at = at + 3
       elseif kind == FIXED_WINDOW then
         counts[at + 1] = same and counts[at + 1] or convert(counts[at + 1])
         at = at + 2
@@ -340,29 +384,36 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   counts[1] = now
   local logs
   local buckets, at = 0, 2
-  for i = 1, last_term, 4 do
-    local kind, span, step, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
-    local fits = true
+  for i = 1, last_term, 5 do
+    local kind, span, step, parts, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3], terms[i + 4]
+    local fits, most = true, min(2 * capacity, MOST)
     if kind == TOKEN_BUCKET then
-      local since, debt = counts[at], counts[at + 1] - (now - last) * step
-      if debt <= 0 then
-        since, debt = now, 0
+      local since = counts[at]
+      local debt, part = refilled(counts[at + 1], counts[at + 2], now - last, step, parts)
+      if debt < 0 or debt + part == 0 then
+        since, debt, part = now, 0, 0
       end
       if not settle then
         debt = debt + cost * span
-        fits = debt <= capacity * span
+        fits = (part > 0 and debt + 1 or debt) <= capacity * span
       elseif cost > 0 then
-        debt = max(debt, min(debt + cost * span, 2 * capacity * span))
+        debt = max(debt, min(debt + cost * span, most * span))
+        if debt >= most * span then
+          part = 0
+        end
       elseif ARGV[8] - since >= 0 then
         -- Without the charge the bucket may have been full for a while, and refilled tokens would have been lost. Refund only
         -- tokens that were missing after the charge and have not been refilled since.
-        local missing = ARGV[9 + buckets] or 0
-        local still = max(missing - 1, -cost) * span - (now - ARGV[8]) * step
-        debt = max(debt - min(-cost * span, max(still, 0)), 0)
+        local units, missing = min(-cost, most), min(ARGV[9 + buckets] or 0, most)
+        local still = refilled(max(missing - 1, units) * span, 0, max(now - ARGV[8], 0), step, parts)
+        debt = debt - min(units * span, max(still, 0))
+        if debt < 0 then
+          debt, part = 0, 0
+        end
       end
       buckets = buckets + 1
-      counts[at], counts[at + 1] = since, debt
-      at = at + 2
+      counts[at], counts[at + 1], counts[at + 2] = since, debt, part
+      at = at + 3
     elseif kind == FIXED_WINDOW then
       local start, used = counts[at], counts[at + 1]
       -- A window opens with its first charge.
@@ -373,7 +424,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         used = used + cost
         fits = used <= capacity
       elseif cost > 0 then
-        used = max(used, min(used + cost, 2 * capacity))
+        used = max(used, min(used + cost, most))
       elseif ARGV[8] - start >= 0 then
         used = max(used + cost, 0)
       end
@@ -390,12 +441,15 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       if previous + used == 0 then
         start = now
       end
-      local faded = ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step))
+      -- See rate_limit_check_plain.
+      local left, steps = ceil((span - (now - start)) / step), ceil(span / step)
+      local over = previous % steps
+      local faded = (previous - over) / steps * left + ceil(over * left / steps)
       if not settle then
         used = used + cost
         fits = used + faded <= capacity
       elseif cost > 0 then
-        used = used + max(min(cost, 2 * capacity - used - faded), 0)
+        used = used + max(min(cost, most - used - faded), 0)
       elseif ARGV[8] - start >= 0 then
         used = max(used + cost, 0)
       elseif ARGV[8] - start + span >= 0 then

@@ -4,7 +4,7 @@
 --
 -- KEYS[1]  keys     strings, at most 64 of them, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  groups   four arguments for each policy, in the order of the keys:
---                   head, little endian: 6 bytes ttl_ms, see rate_limit_check_plain; 2 bytes number of descriptors; 4 bytes cost
+--                   head, little endian: 6 bytes ttl_ms, see rate_limit_check_plain; 2 bytes number of descriptors; 7 bytes cost
 --                   of each, left out if all are 1;
 --                   terms and limits, see rate_limit_check;
 --                   format of the packed value for struct.unpack: 'c', the length of limits, then the counts from '<' on
@@ -17,7 +17,7 @@
 local keys, groups = KEYS, ARGV
 local unpack_table = unpack
 local call, pcall, pack, unpack, ceil = redis.call, redis.pcall, struct.pack, struct.unpack, math.ceil
-local TERM = 17
+local TERM = 26
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
 -- How a charge is written: into the value, as a whole value, or as a new key.
 local WITHIN, WHOLE, NEW = 1, 2, 3
@@ -40,24 +40,35 @@ for at_group = 1, #groups, 4 do
   local cost, last, fits = 1, 0, true
   local charge
   for at = #terms - TERM + 1, 1, -TERM do
-    local kind, span, step, capacity = unpack('<BI7I5I4', terms, at)
+    local kind, span, step, parts, capacity = unpack('<BI7I7I4I7', terms, at)
     -- A window that began at `ended` or earlier is over.
     local rest, ended = charge, now - span
     if kind == TOKEN_BUCKET then
       capacity = capacity * span
-      charge = function(since, debt, ...)
-        debt = debt - (now - last) * step
-        if debt <= 0 then
-          since, debt = now, 0
+      charge = function(since, debt, part, ...)
+        local passed = now - last
+        if parts == 1 then
+          debt = debt - passed * step
+        else
+          -- See `refilled` in rate_limit_check.
+          local over = passed % parts * step
+          local refill = over % parts
+          debt, part = debt - (passed - passed % parts) / parts * step - (over - refill) / parts, part - refill
+          if part < 0 then
+            debt, part = debt - 1, part + parts
+          end
+        end
+        if debt < 0 or debt + part == 0 then
+          since, debt, part = now, 0, 0
         end
         debt = debt + cost * span
-        if debt > capacity then
+        if (part > 0 and debt + 1 or debt) > capacity then
           fits = false
         end
         if rest then
-          return since, debt, rest(...)
+          return since, debt, part, rest(...)
         end
-        return since, debt
+        return since, debt, part
       end
     elseif kind == FIXED_WINDOW then
       charge = function(start, used, ...)
@@ -80,7 +91,10 @@ for at_group = 1, #groups, 4 do
         end
         local faded = 0
         if previous > 0 then
-          faded = ceil(previous * ceil((start + span - now) / step) / ceil(span / step))
+          -- See rate_limit_check_plain.
+          local left, steps = ceil((start + span - now) / step), ceil(span / step)
+          local over = previous % steps
+          faded = (previous - over) / steps * left + ceil(over * left / steps)
         elseif used == 0 then
           start = now
         end
@@ -109,7 +123,7 @@ for at_group = 1, #groups, 4 do
     n = n + 1
     local value = values[descriptor]
     if not are_all_one then
-      cost = unpack('<I4', head, 5 + 4 * descriptor)
+      cost = unpack('<I7', head, 2 + 7 * descriptor)
     end
     local reply
     if not value then

@@ -2,7 +2,7 @@
 -- if all of them have room. All other cases are left to rate_limit_check.
 --
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
--- ARGV[1]  request  little endian: 4 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts matter
+-- ARGV[1]  request  little endian: 7 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts matter
 --                   after a write, at most; 2 bytes length of the packed value, 2 bytes length of limits; then terms and limits, see
 --                   rate_limit_check. One argument, because another one costs more time than reading all of these
 --
@@ -17,10 +17,10 @@ local call, pack, unpack = redis.call, struct.pack, struct.unpack
 local key, request = KEYS[1], ARGV[1]
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
 -- Length of `limits` for a policy with one limit, the most common case.
-local BUCKET_ALONE, WINDOW_ALONE = 17, 5
+local BUCKET_ALONE, WINDOW_ALONE = 26, 8
 
 -- The first limit. `terms` is the position of the next one.
-local cost, ttl_ms, size, length, kind, span, step, capacity, terms = unpack('<I4I6I2I2BI7I5I4', request)
+local cost, ttl_ms, size, length, kind, span, step, parts, capacity, terms = unpack('<I7I6I2I2BI7I7I4I7', request)
 local limits = request:sub(-length)
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -34,12 +34,12 @@ elseif #stored ~= size then
 end
 local frame, last, a, b, c
 if length == WINDOW_ALONE then
-  frame, last, a, b, c = unpack(kind > FIXED_WINDOW and '<c5dddd' or '<c5ddd', value)
+  frame, last, a, b, c = unpack(kind == FIXED_WINDOW and '<c8ddd' or '<c8dddd', value)
 elseif length == BUCKET_ALONE and terms > #request - length then
-  frame, last, a, b = unpack('<c17ddd', value)
+  frame, last, a, b, c = unpack('<c26dddd', value)
 else
   frame = value:sub(1, length)
-  last, a, b, c = unpack(kind > FIXED_WINDOW and '<dddd' or '<ddd', value, length + 1)
+  last, a, b, c = unpack(kind == FIXED_WINDOW and '<ddd' or '<dddd', value, length + 1)
 end
 if frame ~= limits or last > now then
   return ''
@@ -48,15 +48,26 @@ end
 -- `a`, `b` and `c` are the two or three numbers of a limit. `at` is the position of the next ones.
 local fits, charged, at = true, nil, length + 9
 while true do
-  local is_sliding = kind > FIXED_WINDOW
+  local has_three = kind ~= FIXED_WINDOW
   if kind == TOKEN_BUCKET then
-    local debt = b - (now - last) * step
-    if debt <= 0 then
-      a, debt = now, 0
+    local passed = now - last
+    if parts == 1 then
+      b = b - passed * step
+    else
+      -- See `refilled` in rate_limit_check.
+      local rest = passed % parts * step
+      local part = rest % parts
+      b, c = b - (passed - passed % parts) / parts * step - (rest - part) / parts, c - part
+      if c < 0 then
+        b, c = b - 1, c + parts
+      end
     end
-    b = debt + cost * span
-    fits = fits and b <= capacity * span
-  elseif not is_sliding then
+    if b < 0 or b + c == 0 then
+      a, b, c = now, 0, 0
+    end
+    b = b + cost * span
+    fits = fits and (c > 0 and b + 1 or b) <= capacity * span
+  elseif not has_three then
     if b == 0 or now - a >= span then
       a, b = now, 0
     end
@@ -74,22 +85,25 @@ while true do
     c = c + cost
     local used = c
     if b > 0 then
+      -- b * rest / steps, divided first, so that no product reaches 2^53.
       local ceil = math.ceil
-      used = used + ceil(b * ceil((span - passed) / step) / ceil(span / step))
+      local rest, steps = ceil((span - passed) / step), ceil(span / step)
+      local over = b % steps
+      used = used + (b - over) / steps * rest + ceil(over * rest / steps)
     end
     fits = fits and used <= capacity
   end
   if charged then
-    charged = charged .. (is_sliding and pack('<ddd', a, b, c) or pack('<dd', a, b))
+    charged = charged .. (has_three and pack('<ddd', a, b, c) or pack('<dd', a, b))
   else
-    charged = is_sliding and pack('<dddd', now, a, b, c) or pack('<ddd', now, a, b)
+    charged = has_three and pack('<dddd', now, a, b, c) or pack('<ddd', now, a, b)
   end
   if terms > #request - length then
     break
   end
-  at = at + (is_sliding and 24 or 16)
-  kind, span, step, capacity, terms = unpack('<BI7I5I4', request, terms)
-  a, b, c = unpack(kind > FIXED_WINDOW and '<ddd' or '<dd', value, at)
+  at = at + (has_three and 24 or 16)
+  kind, span, step, parts, capacity, terms = unpack('<BI7I7I4I7', request, terms)
+  a, b, c = unpack(kind == FIXED_WINDOW and '<dd' or '<ddd', value, at)
 end
 if not fits then
   return pack('<BI7', 0, now) .. (stored or '')
@@ -98,6 +112,6 @@ if not stored or last < now - now % (ttl_ms * 200) then
   call('SET', key, limits .. charged, 'PX', ttl_ms)
 else
   -- Converting a number to text takes as long as most of the code above.
-  call('SETRANGE', key, length == BUCKET_ALONE and '17' or length == WINDOW_ALONE and '5' or length, charged)
+  call('SETRANGE', key, length == BUCKET_ALONE and '26' or length == WINDOW_ALONE and '8' or length, charged)
 end
 return charged

@@ -190,6 +190,13 @@ impl Error for StoreError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConfigError {
+    /// A quota or a burst is too large to be counted exactly.
+    QuotaOutOfRange {
+        /// The given units.
+        units: u64,
+        /// The largest quota and burst.
+        max: u64,
+    },
     /// The window of a quota is out of range.
     WindowOutOfRange {
         /// The given window.
@@ -202,16 +209,16 @@ pub enum ConfigError {
     /// A sliding log stores every request of its window, so its quota is limited.
     SlidingLogTooLong {
         /// The given quota.
-        limit: u32,
+        limit: u64,
         /// The largest quota of a sliding log.
-        max: u32,
+        max: u64,
     },
     /// A token bucket would take longer to fill than the longest window.
     BurstOutOfRange {
         /// The given size.
-        burst: u32,
+        burst: u64,
         /// The refill...
-        limit: u32,
+        limit: u64,
         /// ...in this time.
         window: Duration,
     },
@@ -319,6 +326,9 @@ impl fmt::Display for ConfigError {
         match self {
             Self::WindowOutOfRange { window, min, max } => {
                 write!(f, "a window of {window:?} is not between {min:?} and {} days", max.as_secs() / 86_400)
+            }
+            Self::QuotaOutOfRange { units, max } => {
+                write!(f, "{units} units cannot be counted exactly; a quota or a burst is at most {max}")
             }
             Self::SlidingLogTooLong { limit, max } => write!(
                 f,

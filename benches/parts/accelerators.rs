@@ -62,7 +62,7 @@ async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
 /// Allowed requests per second of one key, and how often units were drawn.
 async fn lease_per_s(backend: RedisBackend) -> (f64, u64) {
     let store = QuotaPrefetch::new(backend);
-    let limiter = limiter(store.clone(), "leased", Quota::per_second(u32::MAX));
+    let limiter = limiter(store.clone(), "leased", Quota::per_second(u32::MAX.into()));
     let keys = [Key::from("all")];
     load(&limiter, &keys, 64, true).await;
     let rates = (0..3_u8).map(async |_| load(&limiter, &keys, 64, true).await);
@@ -116,7 +116,7 @@ where
 
 /// Four decorators, like those of four processes, share a quota. The many tasks of each decorator exhaust it in every window.
 async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
-    const QUOTA: u32 = 500;
+    const QUOTA: u64 = 500;
     const WINDOW: Duration = Duration::from_millis(20);
     let quota = Quota::new(QUOTA, WINDOW).expect("20 ms are long enough");
     let start = Instant::now();

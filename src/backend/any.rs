@@ -182,15 +182,15 @@ impl AnyBackend {
 }
 
 impl RateLimitStore for AnyBackend {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         delegate!(self, store => store.check(policy, key, cost).await)
     }
 
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         delegate!(self, store => store.check_now(policy, key, cost))
     }
 
-    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
         delegate!(self, store => store.charge_now(policy, key, cost))
     }
 
@@ -202,7 +202,7 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.check_all_now(requests))
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         delegate!(self, store => store.peek(policy, key, cost).await)
     }
 

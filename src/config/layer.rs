@@ -214,10 +214,10 @@ impl<B: Clone, A: Clone> Active<B, A> {
 }
 
 /// The cost of a rule.
-pub(super) struct RuleCost(u32);
+pub(super) struct RuleCost(u64);
 
 impl<Req> RequestCost<Req> for RuleCost {
-    fn cost(&self, _: &Req) -> u32 {
+    fn cost(&self, _: &Req) -> u64 {
         self.0
     }
 }
@@ -261,7 +261,7 @@ mod tests {
     use crate::MemoryBackend;
     use crate::config::Rules;
 
-    fn rules(quota: u32) -> Rules {
+    fn rules(quota: u64) -> Rules {
         let text = format!(
             r#"
             policies.api.limits = [{{ quota = {quota}, per = "1m", algorithm = "fixed_window" }}]

@@ -39,10 +39,10 @@ pub(super) struct PolicyDef {
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct LimitDef {
-    pub(super) quota: u32,
+    pub(super) quota: u64,
     pub(super) per: Time,
     pub(super) algorithm: AlgorithmName,
-    pub(super) burst: Option<u32>,
+    pub(super) burst: Option<u64>,
     pub(super) name: Option<Name>,
 }
 
@@ -65,7 +65,7 @@ pub(super) struct RuleDef {
     pub(super) policies: Option<Vec<CountDef>>,
     #[serde(default)]
     pub(super) unlimited: bool,
-    pub(super) cost: Option<u32>,
+    pub(super) cost: Option<u64>,
     #[serde(default, with = "on_missing_key")]
     pub(super) on_missing_key: Option<OnMissingKey>,
     #[serde(default, with = "on_store_error")]

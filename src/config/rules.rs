@@ -71,7 +71,7 @@ struct Routers {
 pub(super) struct Rule {
     /// Empty if the rule is unlimited.
     pub(super) counts: Vec<(Policy, RuleKey)>,
-    pub(super) cost: u32,
+    pub(super) cost: u64,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: RateLimitFallback,
     pub(super) replicas: u32,
@@ -388,7 +388,10 @@ fn named(policy: Policy, def: &LimitDef) -> Policy {
 
 fn limit(def: &LimitDef) -> Result<Limit, ParseError> {
     let invalid = |field: &'static str| move |error: ConfigError| ParseError::new(error.to_string()).within(field);
-    let quota = Quota::new(def.quota, def.per.0).map_err(invalid("per"))?;
+    let quota = Quota::new(def.quota, def.per.0).map_err(|error| match error {
+        ConfigError::QuotaOutOfRange { .. } => invalid("quota")(error),
+        _ => invalid("per")(error),
+    })?;
     match (def.algorithm, def.burst) {
         (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(invalid("burst"))?.token_bucket()),
         (_, Some(_)) => Err(ParseError::new("only a token bucket takes a burst").within("burst")),

@@ -75,7 +75,7 @@ pub(crate) fn write_fields(fields: &HeaderConfig, info: &LimitInfo<'_>, headers:
 pub(super) fn tightest(info: &LimitInfo<'_>) -> Option<(u64, u64)> {
     let decision = info.decision.filter(|decision| decision.outcome() != Outcome::Never)?;
     let tightest = Tightest::of(decision)?;
-    Some((tightest.remaining.into(), tightest.reset_seconds()))
+    Some((tightest.remaining, tightest.reset_seconds()))
 }
 
 /// The text of a policy, which is the same in every response.
@@ -116,13 +116,14 @@ impl PolicyText {
         let text = |(name, limit): (&str, &Limit)| {
             let name = string(name);
             LimitText {
-                policy: format!("{name};q={}{}", limit.capacity(), window(limit)),
+                policy: format!("{name};q={}{}", units(limit.capacity()), window(limit)),
                 remaining_prefix: format!("{name};r="),
             }
         };
         let limits: Vec<LimitText> = policy.limit_names().zip(policy.limits()).map(text).collect();
         let named = limits.iter().map(|limit| limit.policy.clone()).collect();
-        let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
+        let unnamed =
+            policy.limits().iter().map(|limit| format!("{}{}", units(limit.capacity()), window(limit))).collect();
         Self { named: SharedValue::list(named), unnamed: SharedValue::list(unnamed), limits }
     }
 
@@ -145,13 +146,13 @@ impl PolicyText {
         let members = || self.limits.iter().zip(decision.limits());
         let len = members().map(|(text, limit)| {
             let reset = seconds_until_more(limit).map_or(0, |seconds| 3 + digits(seconds));
-            2 + text.remaining_prefix.len() + digits(limit.remaining().into()) + reset + partition.len()
+            2 + text.remaining_prefix.len() + digits(units(limit.remaining())) + reset + partition.len()
         });
         let remaining = build_value(len.sum::<usize>().saturating_sub(2), |value| {
             for (text, limit) in members() {
                 value.begin_member();
                 value.push(text.remaining_prefix.as_bytes());
-                value.push_number(limit.remaining().into());
+                value.push_number(units(limit.remaining()));
                 if let Some(seconds) = seconds_until_more(limit) {
                     value.push(b";t=");
                     value.push_number(seconds);
@@ -181,6 +182,11 @@ fn string(text: &str) -> String {
 
 /// The largest integer of structured fields.
 const MAX_INTEGER: u64 = 999_999_999_999_999;
+
+/// Units as a header field shows them: larger numbers are not valid there.
+fn units(units: u64) -> u64 {
+    units.min(MAX_INTEGER)
+}
 
 fn whole_seconds(wait: Duration) -> u64 {
     ceil_seconds(wait).min(MAX_INTEGER)
@@ -237,8 +243,8 @@ fn partition(secret: &PartitionKeyMac, key: &Key) -> Partition {
 
 /// The limit with the fewest remaining units. Older fields have room for only one limit.
 struct Tightest {
-    limit: u32,
-    remaining: u32,
+    limit: u64,
+    remaining: u64,
     reset: Duration,
 }
 
@@ -257,7 +263,7 @@ impl Tightest {
             Outcome::Limited => decision.retry_after().map_or(reset, |wait| wait.min(reset)),
             _ => reset,
         };
-        Some(Self { limit: decision.limit(), remaining: decision.remaining()?, reset })
+        Some(Self { limit: units(decision.limit()), remaining: units(decision.remaining()?), reset })
     }
 
     /// These fields are not optional, so the reset is 0 if the whole quota is left.
@@ -268,8 +274,8 @@ impl Tightest {
     fn write(&self, fields: Triple, reset: u64, headers: &mut HeaderMap) {
         let existing = |field| headers.get(field)?.to_str().ok()?.parse().ok();
         if self.is_tighter_than(reset, || Some((existing(&fields.remaining)?, existing(&fields.reset)))) {
-            headers.insert(fields.limit, number(self.limit.into()));
-            headers.insert(fields.remaining, number(self.remaining.into()));
+            headers.insert(fields.limit, number(self.limit));
+            headers.insert(fields.remaining, number(self.remaining));
             headers.insert(fields.reset, number(reset));
         }
     }
@@ -284,9 +290,9 @@ impl Tightest {
         if self.is_tighter_than(reset, || Some((existing("remaining=")?, existing("reset=")))) {
             let value = build_value(64, |value| {
                 value.push(b"limit=");
-                value.push_number(self.limit.into());
+                value.push_number(self.limit);
                 value.push(b", remaining=");
-                value.push_number(self.remaining.into());
+                value.push_number(self.remaining);
                 value.push(b", reset=");
                 value.push_number(reset);
             });
@@ -297,7 +303,7 @@ impl Tightest {
     /// Whether this limit is tighter than the remaining units and the reset that an inner layer has written.
     fn is_tighter_than(&self, reset: u64, existing: impl FnOnce() -> Option<(u64, Option<u64>)>) -> bool {
         existing().is_none_or(|(remaining, existing_reset)| {
-            (u64::from(self.remaining), Reverse(Some(reset))) < (remaining, Reverse(existing_reset))
+            (self.remaining, Reverse(Some(reset))) < (remaining, Reverse(existing_reset))
         })
     }
 }

@@ -5,39 +5,50 @@
 
 use super::decision::{LimitStatus, Receipt};
 use super::policy::QuotaChange;
-use super::quota::{Algorithm, Limit};
+use super::quota::{Algorithm, Limit, Quota};
 
 /// The numbers of a limit for its algorithm.
 ///
-/// All products that the algorithms compute from them stay below 2^53, so scripts with doubles calculate exactly.
+/// The scripts calculate with doubles, which are exact below 2^53. All quotas, counts and debts are below that. Products stay below it as
+/// follows, or are so large that the script only compares them with smaller numbers:
+///
+/// - The worth of a full bucket (`span * capacity`) is at most [`EXACT`], or is its capacity, with a `span` of 1.
+/// - A rate that this makes too coarse counts in parts, with `parts * step` below 2^53. A time is divided by `parts` before it is
+///   multiplied by `step`, and so is the remainder of that division.
+/// - The steps of a sliding window are at most 2^26, or at most `EXACT / capacity`. The count of the last window is divided by their
+///   number before it is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitParams {
     pub(crate) algorithm: Algorithm,
     /// The window in us; for a token bucket, the worth of one token.
     pub(crate) span: u64,
-    /// The time unit of a sliding window in us; for a token bucket, the worth that is refilled per us.
+    /// The time unit of a sliding window in us; for a token bucket, the parts of a worth of 1 that are refilled per us.
     pub(crate) step: u64,
     /// The most units that can be used at once.
-    pub(crate) capacity: u32,
+    pub(crate) capacity: u64,
+    /// The parts into which a worth of 1 is divided, for a token bucket. 1 for nearly all rates, and for the other algorithms.
+    pub(crate) parts: u32,
 }
 
-/// The largest intended product. Debts of twice the capacity still stay below 2^53.
-const EXACT: u128 = 1 << 51;
+/// The largest intended product of a capacity. Debts of twice the capacity still stay below 2^53.
+const EXACT: u64 = 1 << 51;
+/// The largest number of steps of a sliding window whose square is well below 2^53.
+const STEPS: u64 = 1 << 26;
 
 impl LimitParams {
     pub(crate) fn new(limit: Limit) -> Self {
         let (window, capacity) = (limit.quota().window_us(), limit.capacity());
-        let (span, step) = match limit.algorithm() {
+        let (span, step, parts) = match limit.algorithm() {
             Algorithm::TokenBucket => Self::rate(limit.quota().limit(), window, capacity),
-            Algorithm::SlidingWindow => (window, Self::fading_step(window, capacity)),
-            Algorithm::FixedWindow | Algorithm::SlidingLog => (window, 0),
+            Algorithm::SlidingWindow => (window, Self::fading_step(window, capacity), 1),
+            Algorithm::FixedWindow | Algorithm::SlidingLog => (window, 0, 1),
         };
-        Self { algorithm: limit.algorithm(), span, step, capacity }
+        Self { algorithm: limit.algorithm(), span, step, capacity, parts }
     }
 
     /// The same window for another capacity. For a token bucket, the rate stays.
     #[cfg(feature = "redis")]
-    pub(crate) fn with_capacity(&self, capacity: u32) -> Self {
+    pub(crate) fn with_capacity(&self, capacity: u64) -> Self {
         let step = match self.algorithm {
             Algorithm::SlidingWindow => Self::fading_step(self.span, capacity),
             Algorithm::TokenBucket | Algorithm::FixedWindow | Algorithm::SlidingLog => self.step,
@@ -46,28 +57,66 @@ impl LimitParams {
     }
 
     /// The time unit of a sliding window: the smallest with which all products are exact.
-    fn fading_step(window: u64, capacity: u32) -> u64 {
-        (u128::from(capacity) * u128::from(window)).div_ceil(EXACT).max(1) as u64
+    fn fading_step(window: u64, capacity: u64) -> u64 {
+        window.div_ceil((EXACT / capacity.max(1)).max(STEPS))
     }
 
-    /// `limit` tokens in `window_us`, as (worth of a token, refill per us). This is the reduced fraction, or the closest one below it with
-    /// which the worth of a full bucket is exact.
-    fn rate(limit: u32, window_us: u64, capacity: u32) -> (u64, u64) {
-        let limit = u64::from(limit.max(1));
+    /// `limit` tokens in `window_us`, as (worth of a token, parts refilled per us, parts). This is the reduced fraction, if the worth of a
+    /// full bucket is exact with it. Otherwise it is slower by less than one part per us, which is at most a hundred-millionth.
+    fn rate(limit: u64, window_us: u64, capacity: u64) -> (u64, u64, u32) {
+        let limit = limit.max(1);
         let common = greatest_common_divisor(limit, window_us);
         let (worth, inflow) = (window_us / common, limit / common);
-        let full = u128::from(worth) * u128::from(capacity);
-        if full <= EXACT {
-            return (worth, inflow);
+        if u128::from(worth) * u128::from(capacity) <= u128::from(EXACT) {
+            return (worth, inflow, 1);
         }
-        let coarse = (u128::from(inflow) * EXACT / full).max(1);
-        let worth = (u128::from(worth) * coarse).div_ceil(u128::from(inflow));
-        (worth as u64, coarse as u64)
+        let worth = (EXACT / capacity).max(1);
+        let (inflow, window) = (u128::from(limit) * u128::from(worth), u128::from(window_us));
+        // The largest number with which `parts * step` is below 2^53. An empty bucket fills in at most `Quota::MAX_WINDOW`, so more than a
+        // worth of 3 is refilled per us. This bounds the parts by 2^26, and the step from below by 2^27.
+        let parts = (u128::from(Quota::MAX_UNITS) * window / inflow).isqrt().max(1);
+        (worth, (inflow * parts / window) as u64, parts as u32)
     }
 
     /// The worth of a full bucket.
     pub(crate) fn full(&self) -> u64 {
-        self.span * u64::from(self.capacity)
+        self.span * self.capacity
+    }
+
+    /// The most units that count, debts included.
+    fn most(&self) -> u64 {
+        (2 * self.capacity).min(Quota::MAX_UNITS)
+    }
+
+    /// The debt of a bucket after a refill of `elapsed` us, as a worth and parts of it.
+    #[inline]
+    fn refilled(&self, debt: u64, part: u32, elapsed: u64) -> (u64, u32) {
+        if self.parts == 1 {
+            return (debt.saturating_sub(elapsed.saturating_mul(self.step)), 0);
+        }
+        let parts = u128::from(self.parts);
+        let left = self.in_parts(debt, part).saturating_sub(u128::from(elapsed) * u128::from(self.step));
+        ((left / parts) as u64, (left % parts) as u32)
+    }
+
+    /// How many us it takes to refill this debt.
+    #[inline]
+    fn time_to_refill(&self, debt: u64, part: u32) -> u64 {
+        if self.parts == 1 {
+            // The common case, a whole number of us per token, without a slow division.
+            return if self.step == 1 { debt } else { debt.div_ceil(self.step.max(1)) };
+        }
+        self.in_parts(debt, part).div_ceil(self.step.max(1).into()) as u64
+    }
+
+    fn in_parts(&self, debt: u64, part: u32) -> u128 {
+        u128::from(debt) * u128::from(self.parts) + u128::from(part)
+    }
+
+    /// How long a bucket needs to be full again after the largest debt, in us.
+    #[cfg(feature = "redis")]
+    pub(crate) fn longest_refill(&self) -> u64 {
+        self.time_to_refill(self.most() * self.span, 0)
     }
 
     /// The length of a sliding window in time units.
@@ -88,8 +137,9 @@ fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
 /// A sliding log keeps its requests elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Count {
-    /// `debt` is the worth of the missing tokens at the last update. The bucket was last full at `since`.
-    TokenBucket { since: u64, debt: u64 },
+    /// `debt` is the worth of the missing tokens at the last update, and `part` the parts that are missing as well. The bucket was last
+    /// full at `since`.
+    TokenBucket { since: u64, debt: u64, part: u32 },
     /// The window began at `start`.
     FixedWindow { start: u64, used: u64 },
     /// The current window began at `start`, the one before it a window earlier.
@@ -100,7 +150,7 @@ impl Count {
     /// The state without used units. `None` for an algorithm that keeps its state elsewhere.
     pub(crate) const fn new(algorithm: Algorithm, now: u64) -> Option<Self> {
         match algorithm {
-            Algorithm::TokenBucket => Some(Self::TokenBucket { since: now, debt: 0 }),
+            Algorithm::TokenBucket => Some(Self::TokenBucket { since: now, debt: 0, part: 0 }),
             Algorithm::FixedWindow => Some(Self::FixedWindow { start: now, used: 0 }),
             Algorithm::SlidingWindow => Some(Self::SlidingWindow { start: now, previous: 0, current: 0 }),
             Algorithm::SlidingLog => None,
@@ -112,9 +162,9 @@ impl Count {
     pub(crate) fn advance(&mut self, params: &LimitParams, last: u64, now: u64) {
         let span = params.span;
         match self {
-            Self::TokenBucket { since, debt } => {
-                *debt = debt.saturating_sub((now - last).saturating_mul(params.step));
-                if *debt == 0 {
+            Self::TokenBucket { since, debt, part } => {
+                (*debt, *part) = params.refilled(*debt, *part, now - last);
+                if *debt == 0 && *part == 0 {
                     *since = now;
                 }
             }
@@ -142,11 +192,11 @@ impl Count {
     #[inline]
     pub(crate) fn used(&self, params: &LimitParams, now: u64) -> u64 {
         match *self {
-            Self::TokenBucket { debt, .. } => debt.div_ceil(params.span),
+            Self::TokenBucket { debt, part, .. } => rounded_up(debt, part).div_ceil(params.span),
             Self::FixedWindow { used, .. } => used,
             Self::SlidingWindow { start, previous, current } => {
                 let rest = (params.span - (now - start)).div_ceil(params.step);
-                current + (previous * rest).div_ceil(params.steps())
+                current + scale_up(previous, rest, params.steps())
             }
         }
     }
@@ -162,17 +212,13 @@ impl Count {
     fn wait(&self, params: &LimitParams, now: u64, target: u64) -> u64 {
         let span = params.span;
         match *self {
-            Self::TokenBucket { debt, .. } => {
-                let excess = debt.saturating_sub(target * span);
-                // The common case, a whole number of us per token, without a slow division.
-                if params.step == 1 { excess } else { excess.div_ceil(params.step) }
-            }
+            Self::TokenBucket { debt, part, .. } => params.time_to_refill(debt.saturating_sub(target * span), part),
             Self::FixedWindow { start, .. } => start + span - now,
             Self::SlidingWindow { start, previous, current } => {
                 // The window that fades, how many of its units may remain, and when it starts to fade.
                 let (fading, room, begin) =
                     if current <= target { (previous, target - current, 0) } else { (current, target, span) };
-                let rest = (room * params.steps()).checked_div(fading).unwrap_or(0);
+                let rest = scale_down(room, params.steps(), fading);
                 let faded = begin + span.saturating_sub(rest.saturating_mul(params.step));
                 faded.max(begin).saturating_sub(now - start)
             }
@@ -181,48 +227,51 @@ impl Count {
 
     /// Whether there is room for `cost`.
     #[inline]
-    pub(crate) fn fits(&self, params: &LimitParams, now: u64, cost: u32) -> bool {
+    pub(crate) fn fits(&self, params: &LimitParams, now: u64, cost: u64) -> bool {
         // Avoids a division.
-        if let Self::TokenBucket { debt, .. } = *self {
-            return debt.saturating_add(u64::from(cost).saturating_mul(params.span)) <= params.full();
+        if let Self::TokenBucket { debt, part, .. } = *self {
+            return rounded_up(debt, part).saturating_add(cost.saturating_mul(params.span)) <= params.full();
         }
-        self.used(params, now) + u64::from(cost) <= u64::from(params.capacity)
+        self.used(params, now).saturating_add(cost) <= params.capacity
     }
 
     /// Whether less than a fifth of the limit is left.
     #[inline]
     pub(crate) fn is_near_limit(&self, params: &LimitParams, now: u64) -> bool {
-        let enough = u64::from(params.capacity) * 4 / 5;
+        let enough = params.capacity * 4 / 5;
         match *self {
-            Self::TokenBucket { debt, .. } => debt > enough * params.span,
+            Self::TokenBucket { debt, part, .. } => rounded_up(debt, part) > enough * params.span,
             Self::FixedWindow { .. } | Self::SlidingWindow { .. } => self.used(params, now) > enough,
         }
     }
 
     /// The state of the limit, with the wait for a request of `cost`.
     #[inline]
-    pub(crate) fn status(&self, params: &LimitParams, now: u64, cost: u32) -> LimitStatus {
-        let (used, cost, capacity) = (self.used(params, now), u64::from(cost), u64::from(params.capacity));
-        let retry = if cost > 0 && used + cost > capacity {
+    pub(crate) fn status(&self, params: &LimitParams, now: u64, cost: u64) -> LimitStatus {
+        let (used, capacity) = (self.used(params, now), params.capacity);
+        let retry = if cost > 0 && used.saturating_add(cost) > capacity {
             // At least 1 us, since a wait of zero would cause busy loops.
             self.wait(params, now, capacity.saturating_sub(cost)).max(1)
         } else {
             0
         };
         let reset = if used == 0 { 0 } else { self.wait(params, now, used.min(capacity) - u64::from(capacity > 0)) };
-        let remaining = capacity.saturating_sub(used) as u32;
-        LimitStatus::of_micros(params.capacity, remaining, retry, reset)
+        LimitStatus::of_micros(capacity, capacity.saturating_sub(used), retry, reset)
     }
 
     /// Charges `units` at `now`, to which the state was advanced, even if they do not fit. The total stays at or below twice the capacity.
     #[inline]
-    pub(crate) fn charge(&mut self, params: &LimitParams, now: u64, units: u32) {
-        let units = u64::from(units);
-        if let Self::TokenBucket { debt, .. } = self {
-            *debt = add(*debt, units.saturating_mul(params.span), 2 * params.full());
+    pub(crate) fn charge(&mut self, params: &LimitParams, now: u64, units: u64) {
+        let most = params.most();
+        if let Self::TokenBucket { debt, part, .. } = self {
+            let deepest = most * params.span;
+            *debt = add(*debt, units.min(most) * params.span, deepest);
+            if *debt >= deepest {
+                *part = 0;
+            }
             return;
         }
-        let room = (2 * u64::from(params.capacity)).saturating_sub(self.used(params, now));
+        let room = most.saturating_sub(self.used(params, now));
         if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self {
             // Units of the previous window count as well.
             *current += units.min(room);
@@ -231,14 +280,13 @@ impl Count {
 
     /// Charges `cost` if there is room, and returns whether there was.
     #[inline]
-    pub(crate) fn charge_if_it_fits(&mut self, params: &LimitParams, now: u64, cost: u32) -> bool {
-        let units = u64::from(cost);
+    pub(crate) fn charge_if_it_fits(&mut self, params: &LimitParams, now: u64, cost: u64) -> bool {
         match self {
-            Self::TokenBucket { debt, .. } => {
+            Self::TokenBucket { debt, part, .. } => {
                 // A cost above the capacity may overflow.
-                let fits = cost <= params.capacity && *debt + units * params.span <= params.full();
+                let fits = cost <= params.capacity && rounded_up(*debt, *part) + cost * params.span <= params.full();
                 if fits {
-                    *debt += units * params.span;
+                    *debt += cost * params.span;
                 }
                 fits
             }
@@ -247,7 +295,7 @@ impl Count {
                 if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self
                     && fits
                 {
-                    *current += units;
+                    *current += cost;
                 }
                 fits
             }
@@ -256,15 +304,17 @@ impl Count {
 
     /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. `missing` is the number of tokens
     /// missing from a bucket then, or 0 if unknown.
-    pub(crate) fn refund(&mut self, params: &LimitParams, now: u64, at: u64, missing: u32, units: u32) {
-        let units = u64::from(units);
+    pub(crate) fn refund(&mut self, params: &LimitParams, now: u64, at: u64, missing: u64, units: u64) {
+        let most = params.most();
+        let (units, missing) = (units.min(most), missing.min(most));
         match self {
-            Self::TokenBucket { since, debt } if at >= *since => {
+            Self::TokenBucket { since, debt, part } if at >= *since => {
                 // Without the charge, the bucket might have been full for a while, and that refill would have been lost. A token that was
                 // missing then and has not been refilled since was not lost.
-                let least = u64::from(missing).saturating_sub(1).max(units).saturating_mul(params.span);
-                let still = least.saturating_sub(now.saturating_sub(at).saturating_mul(params.step));
-                *debt = debt.saturating_sub(still.min(units.saturating_mul(params.span)));
+                let least = missing.saturating_sub(1).max(units) * params.span;
+                let (still, _) = params.refilled(least, 0, now.saturating_sub(at));
+                let given_back = still.min(units * params.span);
+                (*debt, *part) = debt.checked_sub(given_back).map_or((0, 0), |left| (left, *part));
             }
             Self::FixedWindow { start, used } if at >= *start => *used = used.saturating_sub(units),
             Self::SlidingWindow { start, current, .. } if at >= *start => *current = current.saturating_sub(units),
@@ -278,7 +328,7 @@ impl Count {
     /// When the state has no more effect.
     pub(crate) fn expires(&self, params: &LimitParams, last: u64) -> u64 {
         match *self {
-            Self::TokenBucket { debt, .. } => last + debt.div_ceil(params.step.max(1)),
+            Self::TokenBucket { debt, part, .. } => last + params.time_to_refill(debt, part),
             Self::FixedWindow { start, .. } => start + params.span,
             Self::SlidingWindow { start, .. } => start + 2 * params.span,
         }
@@ -286,13 +336,16 @@ impl Count {
 
     /// Converts the state to other parameters of the same algorithm.
     fn carried_over(mut self, old: &LimitParams, new: &LimitParams, change: QuotaChange) -> Self {
-        let most = 2 * u64::from(new.capacity);
+        let most = new.most();
         let convert = |used: u64| match change {
-            QuotaChange::Proportional => scale(used, u64::from(new.capacity), u64::from(old.capacity)).min(most),
+            QuotaChange::Proportional => scale_up(used, new.capacity, old.capacity.max(1)).min(most),
             QuotaChange::Keep | QuotaChange::Reset => used.min(most),
         };
         match &mut self {
-            Self::TokenBucket { debt, .. } => *debt = convert(debt.div_ceil(old.span)) * new.span,
+            Self::TokenBucket { debt, part, .. } => {
+                *debt = convert(rounded_up(*debt, *part).div_ceil(old.span)) * new.span;
+                *part = 0;
+            }
             Self::FixedWindow { used, .. } => *used = convert(*used),
             Self::SlidingWindow { previous, current, .. } => {
                 (*previous, *current) = (convert(*previous), convert(*current));
@@ -307,9 +360,29 @@ fn add(value: u64, more: u64, most: u64) -> u64 {
     value.saturating_add(more).min(most.max(value))
 }
 
-/// `used * new / old`, rounded up. In doubles like the scripts, so that both round alike.
-fn scale(used: u64, new: u64, old: u64) -> u64 {
-    (used as f64 * new as f64 / old.max(1) as f64).ceil() as u64
+/// A debt with a missing part, rounded up.
+#[inline]
+fn rounded_up(debt: u64, part: u32) -> u64 {
+    debt + u64::from(part > 0)
+}
+
+/// `value * by / of`, rounded up.
+#[inline]
+fn scale_up(value: u64, by: u64, of: u64) -> u64 {
+    match value.checked_mul(by) {
+        Some(product) => product.div_ceil(of),
+        None => u64::try_from((u128::from(value) * u128::from(by)).div_ceil(of.into())).unwrap_or(u64::MAX),
+    }
+}
+
+/// `value * by / of`, rounded down; 0 if `of` is 0.
+#[inline]
+fn scale_down(value: u64, by: u64, of: u64) -> u64 {
+    match value.checked_mul(by) {
+        _ if of == 0 => 0,
+        Some(product) => product / of,
+        None => u64::try_from(u128::from(value) * u128::from(by) / u128::from(of)).unwrap_or(u64::MAX),
+    }
 }
 
 /// Converts the states of a policy from `old` to `new` parameters. `None` for a limit that starts from zero. Algorithms and windows are the
@@ -355,4 +428,61 @@ pub(crate) fn receipt<'a>(
         receipt.note_missing(bucket, params.capacity - limit.remaining().min(params.capacity));
     }
     receipt
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn units() -> impl Strategy<Value = u64> {
+        let any_size = (0..53_u32, any::<u64>()).prop_map(|(bits, random)| 1 << bits | random & ((1 << bits) - 1));
+        prop_oneof![any_size, (1 << 32) - 9..(1 << 32) + 9_u64, Quota::MAX_UNITS - 9..=Quota::MAX_UNITS]
+    }
+
+    fn quotas() -> impl Strategy<Value = Quota> {
+        let longest = Quota::MAX_WINDOW.as_micros() as u64;
+        let window = prop_oneof![10_000..longest, 10_000..86_400_000_000_u64, Just(10_000), Just(longest)];
+        (units(), window).prop_map(|(units, window)| Quota::new(units, Duration::from_micros(window)).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn bucket_products_are_exact_and_rates_hardly_slower(quota in quotas(), burst in units()) {
+            let most = u128::from(Quota::MAX_UNITS);
+            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(|quota| quota.token_bucket())];
+            for limit in limits.into_iter().flatten() {
+                let LimitParams { span, step, capacity, parts, .. } = LimitParams::new(limit);
+                let [span, step, capacity, parts] = [span, step, capacity, parts.into()].map(u128::from);
+                prop_assert!(span * capacity <= most && step < 1 << 56 && parts <= 1 << 26);
+                prop_assert!(parts == 1 || step * parts <= most);
+                // The rate is `step / (parts * span)` tokens per us, and should be `limit / window`.
+                let (is, should_be) = (step * u128::from(quota.window_us()), parts * span * u128::from(quota.limit()));
+                prop_assert!(is <= should_be && (should_be - is) <= should_be / 100_000_000, "{is} {should_be}");
+            }
+        }
+
+        #[test]
+        fn sliding_window_products_are_exact(quota in quotas()) {
+            let params = LimitParams::new(quota.sliding_window());
+            let (steps, most) = (params.steps(), Quota::MAX_UNITS);
+            // The remainder of a count divided by the steps, times at most all steps.
+            prop_assert!(u128::from(steps.min(params.most())) * u128::from(steps) <= u128::from(most));
+            prop_assert!(params.step == 1 || steps > 67_000_000 / 2);
+            if u128::from(quota.limit()) * u128::from(quota.window_us()) <= u128::from(EXACT) {
+                prop_assert_eq!(params.step, 1);
+            }
+        }
+    }
+
+    #[test]
+    fn product_beyond_64_bits_is_scaled_exactly() {
+        let most = Quota::MAX_UNITS;
+        assert_eq!((scale_up(most, most, most), scale_down(most, most, most)), (most, most));
+        assert_eq!((scale_up(most - 1, most, most - 2), scale_down(most - 1, most, most - 2)), (most + 2, most + 1));
+        assert_eq!((scale_up(7, 2, 4), scale_down(7, 2, 4), scale_down(7, 2, 0)), (4, 3, 0));
+    }
 }

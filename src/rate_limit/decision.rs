@@ -74,8 +74,8 @@ pub enum Outcome {
 /// The state of one limit of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LimitStatus {
-    capacity: u32,
-    remaining: u32,
+    capacity: u64,
+    remaining: u64,
     // In whole microseconds, the unit of stores.
     retry_us: u64,
     reset_us: u64,
@@ -88,7 +88,7 @@ pub struct Receipt {
     at_us: u64,
     // The tokens missing in the first token buckets of the policy after the charge. For further buckets only the charge itself is known to
     // be missing.
-    missing: [u32; Receipt::BUCKETS],
+    missing: [u64; Receipt::BUCKETS],
 }
 
 impl Receipt {
@@ -107,14 +107,14 @@ impl Receipt {
     }
 
     #[inline]
-    pub(crate) fn note_missing(&mut self, bucket: usize, tokens: u32) {
+    pub(crate) fn note_missing(&mut self, bucket: usize, tokens: u64) {
         if let Some(missing) = self.missing.get_mut(bucket) {
             *missing = tokens;
         }
     }
 
     /// The missing tokens, for each token bucket of the policy in order.
-    pub(crate) fn missing(&self) -> impl Iterator<Item = u32> + use<> {
+    pub(crate) fn missing(&self) -> impl Iterator<Item = u64> + use<> {
         self.missing.into_iter().chain(std::iter::repeat(0))
     }
 }
@@ -124,11 +124,11 @@ impl LimitStatus {
     /// which is zero if none are used. `retry_after` is zero if the limit has room for the request, and otherwise the time until it has.
     /// Times are kept in whole microseconds, rounded up.
     #[must_use]
-    pub const fn new(capacity: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
+    pub const fn new(capacity: u64, remaining: u64, retry_after: Duration, reset_after: Duration) -> Self {
         Self { capacity, remaining, retry_us: micros(retry_after), reset_us: micros(reset_after) }
     }
 
-    pub(crate) const fn of_micros(capacity: u32, remaining: u32, retry_us: u64, reset_us: u64) -> Self {
+    pub(crate) const fn of_micros(capacity: u64, remaining: u64, retry_us: u64, reset_us: u64) -> Self {
         Self { capacity, remaining, retry_us, reset_us }
     }
 
@@ -160,13 +160,13 @@ impl LimitStatus {
 
     /// Returns the most units that can be used at once: see [`Limit::capacity`](super::Limit::capacity).
     #[must_use]
-    pub const fn capacity(&self) -> u32 {
+    pub const fn capacity(&self) -> u64 {
         self.capacity
     }
 
     /// Returns the units left after the decision.
     #[must_use]
-    pub const fn remaining(&self) -> u32 {
+    pub const fn remaining(&self) -> u64 {
         self.remaining
     }
 
@@ -225,7 +225,7 @@ impl Decision {
     }
 
     /// Adds `units` to the remaining units.
-    pub(crate) fn with_more(mut self, units: u32) -> Self {
+    pub(crate) fn with_more(mut self, units: u64) -> Self {
         for limit in self.limits.as_mut_slice() {
             limit.remaining = limit.remaining.saturating_add(units).min(limit.capacity);
         }
@@ -238,7 +238,7 @@ impl Decision {
     }
 
     /// Creates the denial of a request that can never be allowed, by limits of these capacities.
-    pub fn never(capacities: impl IntoIterator<Item = u32>) -> Self {
+    pub fn never(capacities: impl IntoIterator<Item = u64>) -> Self {
         let status = |capacity| LimitStatus::new(capacity, 0, Duration::ZERO, Duration::ZERO);
         let limits = capacities.into_iter().map(status).collect();
         Self { outcome: Outcome::Never, receipt: None, blocked_us: 0, limits }
@@ -275,7 +275,7 @@ impl Decision {
     /// Whether less than a fifth of a limit is left.
     #[inline]
     pub(crate) fn is_near_limit(&self) -> bool {
-        self.limits().iter().any(|limit| u64::from(limit.remaining) * 5 < u64::from(limit.capacity))
+        self.limits().iter().any(|limit| limit.remaining.saturating_mul(5) < limit.capacity)
     }
 
     pub(crate) fn take_receipt(&mut self) -> Option<Receipt> {
@@ -292,13 +292,13 @@ impl Decision {
 
     /// Returns the capacity of the limit that has least left: the units that can be used at once.
     #[must_use]
-    pub fn limit(&self) -> u32 {
+    pub fn limit(&self) -> u64 {
         self.tightest().map_or(0, LimitStatus::capacity)
     }
 
     /// Returns the units left after this decision, of the limit that has least left; `None` if no store was called ([`Outcome::Never`]).
     #[must_use]
-    pub fn remaining(&self) -> Option<u32> {
+    pub fn remaining(&self) -> Option<u64> {
         match self.outcome {
             Outcome::Never => None,
             Outcome::Allowed | Outcome::Limited | Outcome::Blocked => self.tightest().map(LimitStatus::remaining),
@@ -337,7 +337,7 @@ impl Decision {
 /// The rejection of a request that is over its limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimited {
-    cost: u32,
+    cost: u64,
     denial: Denial,
 }
 
@@ -358,7 +358,7 @@ impl Denial {
     }
 
     /// The limits that have no room for this cost.
-    pub(crate) fn violated(&self, cost: u32) -> impl Iterator<Item = (&str, &Limit)> {
+    pub(crate) fn violated(&self, cost: u64) -> impl Iterator<Item = (&str, &Limit)> {
         let never = self.decision.outcome() == Outcome::Never;
         let stands_in_the_way = move |limit: &LimitStatus| {
             limit.is_violated() || never && (limit.capacity() == 0 || cost > limit.capacity())
@@ -402,11 +402,11 @@ impl RateLimited {
     /// # }
     /// ```
     #[must_use]
-    pub fn of(policy: &Policy, cost: u32, decision: Decision) -> Option<Self> {
+    pub fn of(policy: &Policy, cost: u64, decision: Decision) -> Option<Self> {
         (!decision.is_allowed()).then(|| Self::new(policy.clone(), cost, decision))
     }
 
-    pub(crate) const fn new(policy: Policy, cost: u32, decision: Decision) -> Self {
+    pub(crate) const fn new(policy: Policy, cost: u64, decision: Decision) -> Self {
         Self { cost, denial: Denial { policy, decision, next: None } }
     }
 
@@ -444,7 +444,7 @@ impl RateLimited {
 
     /// Returns the cost of the request in units.
     #[must_use]
-    pub const fn cost(&self) -> u32 {
+    pub const fn cost(&self) -> u64 {
         self.cost
     }
 

@@ -75,7 +75,7 @@ struct ShardState {
 struct CachedDenial {
     policy: Policy,
     // The lowest denied cost.
-    cost: u32,
+    cost: u64,
     decision: Decision,
     // When the denial was received. It was made earlier, so its waits end no later than counted from here.
     received_at: Instant,
@@ -137,7 +137,7 @@ impl<S> DenyCache<S> {
     }
 
     /// Returns the cached denial, or the `Miss` with which to cache the decision of the store.
-    fn look_up(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, Miss> {
+    fn look_up(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, Miss> {
         let location = self.denials.locate(policy, key);
         let mut shard = self.denials.lock(location);
         let now = Instant::now();
@@ -175,7 +175,7 @@ impl<S> DenyCache<S> {
     }
 
     /// Caches the decision of the store if it is a denial that lasts for a while.
-    fn remember(&self, policy: &Policy, key: &Key, cost: u32, miss: Miss, decision: &Decision) {
+    fn remember(&self, policy: &Policy, key: &Key, cost: u64, miss: Miss, decision: &Decision) {
         let Miss { location, called_at, changes } = miss;
         let mut shard = self.denials.lock(location);
         let cost = match decision.outcome() {
@@ -250,7 +250,7 @@ impl Drop for Forget<'_> {
 }
 
 impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         let miss = match self.look_up(policy, key, cost) {
             Ok(decision) => return Ok(decision),
             Err(miss) => miss,
@@ -262,7 +262,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         Ok(decision)
     }
 
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         let miss = match self.look_up(policy, key, cost) {
             Ok(decision) => return Some(decision),
             Err(miss) => miss,
@@ -298,7 +298,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         Some(decisions)
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }
 

@@ -37,13 +37,13 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Decides about one descriptor, if that is possible without waiting. Not recorded as a success of the store, since a decorator in
     /// front of the store may have decided.
     #[inline]
-    pub(super) fn try_decide_locally(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    pub(super) fn try_decide_locally(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
     }
 
     /// Charges the request immediately if possible, without the details of a decision. Returns whether it was charged.
     #[inline]
-    pub(super) fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> bool {
+    pub(super) fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> bool {
         if cost == 0 || policy.rules_out(cost) {
             return false;
         }
@@ -55,19 +55,19 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// The rejection of the request due to this descriptor.
-    pub(super) fn limited(&self, descriptor: &Descriptor, cost: u32) -> Option<RateLimited> {
+    pub(super) fn limited(&self, descriptor: &Descriptor, cost: u64) -> Option<RateLimited> {
         let (policy, decision) = (descriptor.policy(&self.policy).clone(), descriptor.decision.clone()?);
         Some(RateLimited::new(policy, cost, decision))
     }
 
     /// Evaluates a request that needs to wait for the resolver or the store.
-    pub(super) async fn evaluate(&self, mut descriptors: Descriptors, cost: u32) -> Evaluation {
+    pub(super) async fn evaluate(&self, mut descriptors: Descriptors, cost: u64) -> Evaluation {
         let queried = self.query(&mut descriptors, cost).await;
         self.finish(descriptors, cost, queried).await
     }
 
     /// Gets the decisions that the result depends on.
-    pub(super) async fn query(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+    pub(super) async fn query(&self, descriptors: &mut [Descriptor], cost: u64) -> Result<(), StoreError> {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = descriptors.len());
         let result = self.decide(descriptors, cost).instrument(span).await;
         descriptors.iter_mut().for_each(|descriptor| descriptor.question = None);
@@ -82,7 +82,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     pub(super) async fn finish(
         &self,
         mut descriptors: Descriptors,
-        cost: u32,
+        cost: u64,
         queried: Result<(), StoreError>,
     ) -> Evaluation {
         let result = match queried {
@@ -93,7 +93,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Calls the resolver and then the store. Each has the whole deadline, so that a slow resolver causes no store error.
-    async fn decide(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+    async fn decide(&self, descriptors: &mut [Descriptor], cost: u64) -> Result<(), StoreError> {
         // The deadline is checked only before calls that take time.
         let has_time = || require_nonzero_deadline(self.deadline).inspect_err(|error| self.circuit.failed(self, error));
         // Without a wait queue or a resolver, the local decision was already tried when the request arrived.
@@ -142,7 +142,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Decides about several descriptors together if that is possible without waiting. Not recorded as a success of the store either.
-    fn decide_all_now(&self, descriptors: &mut [Descriptor], cost: u32) -> bool {
+    fn decide_all_now(&self, descriptors: &mut [Descriptor], cost: u64) -> bool {
         let can_be_called = !self.circuit.is_open() && !self.deadline.is_zero();
         let exceeds_capacity = self.exceeds_capacity(descriptors, cost);
         // If the store can be called, it counts the shadow policies, and reports the state of the other policies. One policy whose capacity
@@ -174,7 +174,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         exceeds_capacity || !requests.is_empty() || descriptors.iter().all(|descriptor| descriptor.decision.is_some())
     }
 
-    fn request(&self, descriptor: &Descriptor, cost: u32) -> Request {
+    fn request(&self, descriptor: &Descriptor, cost: u64) -> Request {
         Request { policy: descriptor.policy(&self.policy).clone(), key: descriptor.key, cost }
     }
 
@@ -213,7 +213,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Calls the store, if the circuit allows it.
-    async fn call_store(&self, descriptors: &mut [Descriptor], cost: u32) -> Result<(), StoreError> {
+    async fn call_store(&self, descriptors: &mut [Descriptor], cost: u64) -> Result<(), StoreError> {
         if self.exceeds_capacity(descriptors, cost) {
             // The store could only report the state of the other policies, which is not worth a probe.
             self.circuit.admit_no_probe()?;
@@ -241,7 +241,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Applies the fallback after an error of the store or the resolver.
-    async fn fallback(&self, descriptors: &mut [Descriptor], cost: u32, error: StoreError) -> Result<(), Rejection> {
+    async fn fallback(&self, descriptors: &mut [Descriptor], cost: u64, error: StoreError) -> Result<(), Rejection> {
         let then = self.without_store();
         if then == RateLimitFallback::Local {
             for descriptor in descriptors.iter_mut().filter(|descriptor| self.is_unresolved(descriptor)) {
@@ -301,7 +301,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Combines the decisions into the result, once all are known.
-    pub(super) fn combine(&self, descriptors: &[Descriptor], cost: u32) -> Result<(), Rejection> {
+    pub(super) fn combine(&self, descriptors: &[Descriptor], cost: u64) -> Result<(), Rejection> {
         let is_rejected = descriptors.iter().any(Descriptor::denies);
         for descriptor in descriptors {
             let (policy, Some(decision)) = (descriptor.policy(&self.policy), &descriptor.decision) else { continue };
@@ -316,13 +316,13 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// The rejection by all policies that deny the request.
-    fn denials(&self, descriptors: &[Descriptor], cost: u32) -> Option<RateLimited> {
+    fn denials(&self, descriptors: &[Descriptor], cost: u64) -> Option<RateLimited> {
         let denials = descriptors.iter().filter(|descriptor| descriptor.denies());
         denials.filter_map(|descriptor| self.limited(descriptor, cost)).reduce(RateLimited::and)
     }
 
     /// Whether the request is rejected whatever the store and a pending resolver call return.
-    pub(super) fn exceeds_capacity(&self, descriptors: &[Descriptor], cost: u32) -> bool {
+    pub(super) fn exceeds_capacity(&self, descriptors: &[Descriptor], cost: u64) -> bool {
         let mut known = descriptors.iter().filter(|descriptor| !self.is_unresolved(descriptor));
         known.any(|descriptor| descriptor.enforced && descriptor.policy(&self.policy).rules_out(cost))
     }
@@ -338,7 +338,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         &self,
         store: &S,
         descriptors: &mut [Descriptor],
-        cost: u32,
+        cost: u64,
     ) -> Result<bool, StoreError> {
         let layer = &self.policy;
         let mut was_called = false;
@@ -381,7 +381,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         &self,
         store: &S,
         descriptors: &mut [Descriptor],
-        cost: u32,
+        cost: u64,
         enforced: bool,
     ) -> Result<bool, StoreError> {
         // For a single descriptor, the local decision was already tried.
@@ -403,7 +403,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
 
 /// Records a decision, and returns whether its policy lets the request pass.
 #[inline]
-pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
+pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u64) -> bool {
     if decision.is_allowed() {
         if Meters::COUNT {
             let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
@@ -417,7 +417,7 @@ pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local
 
 /// Not inlined, to keep the path of admitted requests short.
 #[cold]
-fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) {
+fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u64) {
     let verdict = match (enforced, local) {
         (false, _) => Verdict::Shadow,
         (true, true) => Verdict::LocalLimited,

@@ -46,7 +46,7 @@ pin_project! {
     enum State<S, Req, F> {
         // The store call is in flight, and the service that reported ready waits with the request. Both are boxed, to keep the future small
         // for requests that need no store call.
-        Evaluating { evaluation: BoxEvaluation, cost: u32, call: Option<Box<(S, Req)>> },
+        Evaluating { evaluation: BoxEvaluation, cost: u64, call: Option<Box<(S, Req)>> },
         // The request was admitted or passed uncounted, and the inner service handles it.
         Calling { #[pin] future: F },
         // The request was rejected without a store call.
@@ -96,7 +96,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
 
     pub(super) fn evaluating(
         descriptors: Descriptors,
-        cost: u32,
+        cost: u64,
         ready: S,
         request: Req,
         settings: Arc<Settings<B, K, C, A, R, X>>,
@@ -135,7 +135,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     pub(super) fn track<S, Req>(
         &self,
         descriptors: impl FnOnce() -> Descriptors,
-        cost: u32,
+        cost: u64,
         request: &mut Req,
     ) -> ChargeRef
     where

@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use super::decision::{Decision, Receipt};
 use super::descriptor::{Descriptor, Descriptors};
 use super::policy::Policy;
-use super::store::RateLimitStore;
+use super::store::{RateLimitStore, as_change};
 use super::wait_queue::{QueueKey, WaitQueues};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -65,7 +65,7 @@ pub struct RateLimitHandle {
 
 struct ChargeState {
     descriptors: Descriptors,
-    cost: u32,
+    cost: u64,
     change: AtomicI64,
     settler: Arc<dyn Settle>,
 }
@@ -75,7 +75,7 @@ impl RateLimitHandle {
     pub const MAX_PENDING: usize = 1_024;
 
     #[inline]
-    pub(super) fn new(descriptors: Descriptors, cost: u32, settler: Arc<dyn Settle>) -> Self {
+    pub(super) fn new(descriptors: Descriptors, cost: u64, settler: Arc<dyn Settle>) -> Self {
         Self { state: Arc::new(ChargeState { descriptors, cost, change: AtomicI64::new(0), settler }) }
     }
 
@@ -101,7 +101,7 @@ impl RateLimitHandle {
 
     /// Returns the units that the request was charged when it was admitted.
     #[must_use]
-    pub fn cost(&self) -> u32 {
+    pub fn cost(&self) -> u64 {
         self.state.cost
     }
 
@@ -125,19 +125,24 @@ impl RateLimitHandle {
 
     /// Charges `units` more, also if the cost of the request was 0. If the request passed because the store had failed, `units` are charged
     /// and its cost stays uncounted. If it passed because a [resolver](super::PolicyResolver) had failed, they are lost.
-    pub fn charge(&self, units: u32) {
-        self.state.change.fetch_add(units.into(), Ordering::Relaxed);
+    pub fn charge(&self, units: u64) {
+        self.change_by(as_change(units));
     }
 
     /// Gives `units` back.
-    pub fn refund(&self, units: u32) {
-        self.state.change.fetch_sub(units.into(), Ordering::Relaxed);
+    pub fn refund(&self, units: u64) {
+        self.change_by(-as_change(units));
     }
 
     /// Sets the final charge of the request to `total`, instead of its [cost](Self::cost) and of earlier corrections. If the request passed
     /// because the store had failed, only the excess over the cost is charged.
-    pub fn settle(&self, total: u32) {
-        self.state.change.store(i64::from(total) - i64::from(self.state.cost), Ordering::Relaxed);
+    pub fn settle(&self, total: u64) {
+        self.state.change.store(as_change(total) - as_change(self.state.cost), Ordering::Relaxed);
+    }
+
+    fn change_by(&self, units: i64) {
+        let changed = |change: i64| Some(change.saturating_add(units));
+        let _ = self.state.change.fetch_update(Ordering::Relaxed, Ordering::Relaxed, changed);
     }
 }
 
@@ -154,7 +159,7 @@ impl fmt::Debug for RateLimitHandle {
 impl Drop for ChargeState {
     fn drop(&mut self) {
         // A refund is at most the charge.
-        let change = (*self.change.get_mut()).max(-i64::from(self.cost));
+        let change = (*self.change.get_mut()).max(-as_change(self.cost));
         if change != 0 {
             for descriptor in mem::take(&mut self.descriptors) {
                 let decision = descriptor.decision.as_ref();

@@ -159,7 +159,7 @@ impl<B: RateLimitStore> Limiter<B> {
     ///
     /// A cost of 0 is always allowed and charges nothing, unless the quota is 0 or the key is [blocked](Self::block). A cost above the
     /// quota can never be allowed and returns [`Outcome::Never`](super::Outcome::Never).
-    pub async fn check_cost(&self, key: impl Into<Key>, cost: u32) -> Result<Decision, StoreError> {
+    pub async fn check_cost(&self, key: impl Into<Key>, cost: u64) -> Result<Decision, StoreError> {
         let key = key.into();
         let decision = if self.policy.rules_out(cost) {
             self.policy.rule_out(cost)
@@ -183,7 +183,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Not inlined, so that the future of a check has no room for it.
     #[cold]
-    fn denied(&self, key: &Key, cost: u32, decision: Decision) -> Decision {
+    fn denied(&self, key: &Key, cost: u64, decision: Decision) -> Decision {
         let enforced = self.policy.is_enforced_for(key);
         record(&self.policy, &decision, enforced, false, cost);
         if enforced { decision } else { decision.into_allowed() }
@@ -246,7 +246,7 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Charges `cost` units, all of them at once, as [`acquire`](Self::acquire) charges one.
-    pub async fn acquire_cost(&self, key: impl Into<Key>, cost: u32, wait: Duration) -> Result<Decision, StoreError> {
+    pub async fn acquire_cost(&self, key: impl Into<Key>, cost: u64, wait: Duration) -> Result<Decision, StoreError> {
         let (key, begun) = (key.into(), Instant::now());
         loop {
             let decision = self.check_cost(key, cost).await?;

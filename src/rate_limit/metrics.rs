@@ -155,8 +155,8 @@ mod imp {
             self.settlements[usize::from(!done)].increment(1);
         }
 
-        pub(crate) fn leased(&self, what: Leased, units: u32) {
-            self.leased_units[what as usize].increment(units.into());
+        pub(crate) fn leased(&self, what: Leased, units: u64) {
+            self.leased_units[what as usize].increment(units);
         }
 
         pub(crate) fn deny_cache_looked_up(&self, hit: bool) {
@@ -205,7 +205,7 @@ mod imp {
 
         pub(crate) fn settled(&self, _: bool) {}
 
-        pub(crate) fn leased(&self, _: Leased, _: u32) {}
+        pub(crate) fn leased(&self, _: Leased, _: u64) {}
 
         pub(crate) fn deny_cache_looked_up(&self, _: bool) {}
     }

@@ -213,5 +213,6 @@ pub use crate::store::circuit::CircuitBreaker;
 pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
 pub(crate) use self::layer::SharedState;
+pub(crate) use self::store::as_change;
 #[cfg(feature = "redis")]
 pub(crate) use self::store::{Charge, give_back, one_after_the_other};

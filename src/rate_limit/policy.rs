@@ -40,7 +40,7 @@ struct Inner {
     // Derived from the spec: the limits as numbers for the algorithms, their names for clients, and a digest that separates policies with
     // one name whose counts are incompatible.
     terms: Vec<LimitParams>,
-    least_capacity: u32,
+    least_capacity: u64,
     names: Vec<String>,
     shape: String,
     counts_hash: u64,
@@ -207,7 +207,7 @@ impl Policy {
         let terms: Vec<_> = spec.limits.iter().map(|limit| LimitParams::new(*limit)).collect();
         let shape = shape(&spec.limits);
         let inner = Inner {
-            least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u32::MAX),
+            least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u64::MAX),
             terms,
             names: names(&spec),
             counts_hash: SECRET.hash_one((&spec.name, &shape)),
@@ -264,13 +264,13 @@ impl Policy {
 
     /// Returns the decision about a cost that can never be allowed. It needs no store.
     #[inline]
-    pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
+    pub(crate) fn rule_out(&self, cost: u64) -> Option<Decision> {
         self.rules_out(cost).then(|| Decision::never(self.inner.terms.iter().map(|terms| terms.capacity)))
     }
 
     /// Whether the cost can never be allowed.
     #[inline]
-    pub(crate) fn rules_out(&self, cost: u32) -> bool {
+    pub(crate) fn rules_out(&self, cost: u64) -> bool {
         let least = self.inner.least_capacity;
         least == 0 || cost > least
     }

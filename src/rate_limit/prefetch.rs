@@ -16,7 +16,7 @@ use super::metrics::Leased;
 use super::policy::Policy;
 use super::quota::{Algorithm, Limit};
 use super::sharded_map::{Expiry, Location, ShardedMap};
-use super::store::{RateLimitStore, Request};
+use super::store::{RateLimitStore, Request, as_change};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::panics::discard_joined;
@@ -134,12 +134,12 @@ struct Slot {
     pending_refill: Option<PendingRefill>,
     refill_done: Arc<Notify>,
     // The size of the next draw.
-    size: u32,
+    size: u64,
     // How many requests the store has admitted since `counting_since`.
     direct_count: u32,
     counting_since: Instant,
     // The units that remained at the last store call, and until when that is valid.
-    room: u32,
+    room: u64,
     room_until: Instant,
 }
 
@@ -152,9 +152,9 @@ struct PendingRefill {
 
 #[derive(Debug)]
 struct Lease {
-    left: u32,
+    left: u64,
     // The drawn units.
-    size: u32,
+    size: u64,
     // The decision of the store, and when it was received.
     decision: Decision,
     received_at: Instant,
@@ -182,11 +182,11 @@ enum Step {
     /// Charge only this request in the store.
     CallStore,
     /// Draw this many units.
-    Refill(u32, Arc<Notify>),
+    Refill(u64, Arc<Notify>),
     /// Wait for another request's draw for at most this long.
     Wait(Arc<Notify>, Duration),
     /// Give back the rest of an expired lease, and decide again.
-    GiveBack(Receipt, u32),
+    GiveBack(Receipt, u64),
 }
 
 impl<S> QuotaPrefetch<S> {
@@ -249,7 +249,7 @@ impl<S> QuotaPrefetch<S> {
             for lease in shard.entries().filter_map(|slot| slot.lease.as_ref()) {
                 // The rest of an expired lease can be given back until its window ends.
                 let units = if lease.window_ends > now { &mut sum.held } else { &mut sum.expired };
-                *units += u64::from(lease.left);
+                *units += lease.left;
             }
         }
         sum
@@ -264,7 +264,7 @@ impl<S> QuotaPrefetch<S> {
                 let Some(lease) = slot.lease.take() else { continue };
                 match lease.decision.receipt().filter(|_| lease.window_ends > now) {
                     Some(receipt) => {
-                        state.stats.expired += u64::from(lease.left);
+                        state.stats.expired += lease.left;
                         held.push((*key, receipt, ReturnGuard { policy: slot.policy.clone(), units: lease.left }));
                     }
                     None => state.record_expired(&slot.policy, Some(lease)),
@@ -275,7 +275,7 @@ impl<S> QuotaPrefetch<S> {
     }
 
     /// The next step for a request of `cost` units, more than 0. `can_wait` is false for a caller that cannot wait.
-    fn step(&self, location: Location, policy: &Policy, key: &Key, cost: u32, can_wait: bool) -> Step {
+    fn step(&self, location: Location, policy: &Policy, key: &Key, cost: u64, can_wait: bool) -> Step {
         let mut shard = self.slots.lock(location);
         let shard = &mut *shard;
         let now = Instant::now();
@@ -293,7 +293,7 @@ impl<S> QuotaPrefetch<S> {
         if let Some(lease) = slot.lease.as_mut().filter(|lease| lease.ends > now) {
             if let Some(left) = lease.left.checked_sub(cost) {
                 lease.left = left;
-                state.stats.handed_out += u64::from(cost);
+                state.stats.handed_out += cost;
                 let decision = lease.decision.later(now - lease.received_at).with_more(left);
                 if left == 0 {
                     slot.used_up(now);
@@ -312,7 +312,7 @@ impl<S> QuotaPrefetch<S> {
                 }
                 Some(receipt) => {
                     slot.size = lease.size / 2;
-                    state.stats.expired += u64::from(lease.left);
+                    state.stats.expired += lease.left;
                     return Step::GiveBack(receipt, lease.left);
                 }
                 None => {
@@ -324,7 +324,7 @@ impl<S> QuotaPrefetch<S> {
 
         let capacity = || policy.limits().iter().map(Limit::capacity).min().unwrap_or(0);
         let room = if slot.room_until > now { slot.room } else { capacity() };
-        let units = slot.size.min(room / self.share);
+        let units = slot.size.min(room / u64::from(self.share));
         if units <= cost {
             return Step::CallStore;
         }
@@ -350,7 +350,7 @@ impl<S> QuotaPrefetch<S> {
         location: Location,
         policy: &Policy,
         key: &Key,
-        cost: u32,
+        cost: u64,
         called_at: Instant,
         decision: &Decision,
     ) {
@@ -373,22 +373,22 @@ impl<S> QuotaPrefetch<S> {
     fn install(
         &self,
         refill: &Refill<S>,
-        units: u32,
-        cost: u32,
+        units: u64,
+        cost: u64,
         called_at: Instant,
         decision: Decision,
-    ) -> (Decision, u32) {
+    ) -> (Decision, u64) {
         let mut shard = self.slots.lock(refill.location);
         let received_at = Instant::now();
         let (slot, state) = shard.get_with_state(refill.location, &refill.policy, &refill.key);
         state.stats.draws += 1;
-        state.stats.drawn += u64::from(units);
+        state.stats.drawn += units;
         refill.policy.meters().leased(Leased::Drawn, units);
-        state.stats.handed_out += u64::from(cost);
+        state.stats.handed_out += cost;
         let rest = units - cost;
         let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.refill_done, &refill.refill_done)) else {
             // The key was reset, blocked or evicted meanwhile.
-            state.stats.expired += u64::from(rest);
+            state.stats.expired += rest;
             refill.policy.meters().leased(Leased::Expired, rest);
             return (decision, 0);
         };
@@ -400,7 +400,7 @@ impl<S> QuotaPrefetch<S> {
         if ends <= received_at || receipt.is_none() {
             // The store is too slow for leases, so other requests should not wait for one.
             slot.size = 0;
-            state.stats.expired += u64::from(rest);
+            state.stats.expired += rest;
             return (decision, rest);
         }
         let mut lease = Lease { left: rest, size: units, decision, received_at, ends, window_ends };
@@ -449,7 +449,7 @@ impl Lease {
 impl ShardState {
     fn record_expired(&mut self, policy: &Policy, lease: Option<Lease>) {
         if let Some(lease) = lease {
-            self.stats.expired += u64::from(lease.left);
+            self.stats.expired += lease.left;
             policy.meters().leased(Leased::Expired, lease.left);
         }
     }
@@ -497,7 +497,7 @@ struct Refill<S> {
     key: Key,
     refill_done: Arc<Notify>,
     // The requested units until there is a reply, since they may have been charged.
-    requested: u32,
+    requested: u64,
 }
 
 /// The decision for the request that drew; `None` if the store did not have that many units.
@@ -520,7 +520,7 @@ impl<S> Refill<S> {
 
 impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
     /// Draws units for several requests. The first costs `cost` and waits for the reply. Continues for a while if that one is dropped.
-    async fn run(mut self, cost: u32, mut reply: oneshot::Sender<RefillReply>) {
+    async fn run(mut self, cost: u64, mut reply: oneshot::Sender<RefillReply>) {
         let (called_at, units) = (Instant::now(), self.requested);
         let result = {
             let mut call = pin!(self.prefetch.store.check(&self.policy, &self.key, units));
@@ -583,8 +583,8 @@ impl<S> Drop for Refill<S> {
         }
         if self.requested > 0 {
             state.stats.draws += 1;
-            state.stats.drawn += u64::from(self.requested);
-            state.stats.expired += u64::from(self.requested);
+            state.stats.drawn += self.requested;
+            state.stats.expired += self.requested;
             self.policy.meters().leased(Leased::Drawn, self.requested);
             self.policy.meters().leased(Leased::Expired, self.requested);
         }
@@ -596,7 +596,7 @@ impl<S> Drop for Refill<S> {
 /// Units that are being given back. They count as expired on drop unless that succeeded, since a metrics counter cannot be decremented.
 struct ReturnGuard {
     policy: Policy,
-    units: u32,
+    units: u64,
 }
 
 impl Drop for ReturnGuard {
@@ -632,7 +632,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
         location: Location,
         policy: &Policy,
         key: &Key,
-        cost: u32,
+        cost: u64,
     ) -> Result<Decision, StoreError> {
         let called_at = Instant::now();
         let decision = self.store.check(policy, key, cost).await?;
@@ -642,7 +642,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
 
     /// Draws units for several requests, of which the first costs `cost`. Runs in the background unless it completes at once, since other
     /// requests wait for it and this request may not be polled.
-    async fn draw_units(&self, refill: Refill<S>, cost: u32) -> RefillReply {
+    async fn draw_units(&self, refill: Refill<S>, cost: u64) -> RefillReply {
         let (reply, receiver) = oneshot::channel();
         let mut task = Box::pin(refill.run(cost, reply).in_current_span());
         if task.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
@@ -701,23 +701,23 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
     /// Gives back units that were recorded as expired. They stay expired if that fails.
     async fn return_units(&self, location: Location, key: &Key, receipt: Receipt, mut guard: ReturnGuard) {
         let units = guard.units;
-        if self.store.settle(&guard.policy, key, receipt, -i64::from(units)).await.is_ok() {
+        if self.store.settle(&guard.policy, key, receipt, -as_change(units)).await.is_ok() {
             guard.units = 0;
             guard.policy.meters().leased(Leased::GivenBack, units);
             let stats = &mut self.slots.lock(location).state.stats;
-            stats.expired -= u64::from(units);
-            stats.given_back += u64::from(units);
+            stats.expired -= units;
+            stats.given_back += units;
         }
     }
 }
 
 /// Whether a unit has the same value at any time of the windows of this policy.
-fn is_leasable(policy: &Policy, cost: u32) -> bool {
+fn is_leasable(policy: &Policy, cost: u64) -> bool {
     cost > 0 && policy.limits().iter().all(|limit| limit.algorithm() == Algorithm::FixedWindow)
 }
 
 impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch<S> {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         if !is_leasable(policy, cost) {
             return self.store.check(policy, key, cost).await;
         }
@@ -755,7 +755,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
         }
     }
 
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         if !is_leasable(policy, cost) {
             return self.store.check_now(policy, key, cost);
         }
@@ -786,7 +786,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
         self.store.check_all_now(requests)
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }
 

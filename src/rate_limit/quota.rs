@@ -21,7 +21,7 @@ use crate::error::ConfigError;
 /// A request costs one unit unless you set another [cost](crate::rate_limit::RequestCost). A quota of 0 denies every request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Quota {
-    limit: u32,
+    limit: u64,
     window: Duration,
 }
 
@@ -30,41 +30,66 @@ impl Quota {
     pub const MIN_WINDOW: Duration = Duration::from_millis(10);
     /// The longest window: 3,660 days, about ten years.
     pub const MAX_WINDOW: Duration = Duration::from_secs(3_660 * 86_400);
+    /// The largest quota, burst and charge: 2^53 - 1, about nine quadrillion. Up to here, every store counts exactly.
+    pub const MAX_UNITS: u64 = (1 << 53) - 1;
     /// The largest quota that a [sliding log](Quota::sliding_log) takes.
-    pub const MAX_SLIDING_LOG: u32 = 10_000;
+    pub const MAX_SLIDING_LOG: u64 = 10_000;
 
     /// `limit` units per second.
+    ///
+    /// # Panics
+    ///
+    /// If `limit` is above [`MAX_UNITS`](Self::MAX_UNITS). [`new`](Self::new) returns an error instead.
     #[must_use]
-    pub const fn per_second(limit: u32) -> Self {
-        Self { limit, window: Duration::from_secs(1) }
+    pub const fn per_second(limit: u64) -> Self {
+        Self::per_seconds(limit, 1)
     }
 
     /// `limit` units per minute.
+    ///
+    /// # Panics
+    ///
+    /// If `limit` is above [`MAX_UNITS`](Self::MAX_UNITS). [`new`](Self::new) returns an error instead.
     #[must_use]
-    pub const fn per_minute(limit: u32) -> Self {
-        Self { limit, window: Duration::from_secs(60) }
+    pub const fn per_minute(limit: u64) -> Self {
+        Self::per_seconds(limit, 60)
     }
 
     /// `limit` units per hour.
+    ///
+    /// # Panics
+    ///
+    /// If `limit` is above [`MAX_UNITS`](Self::MAX_UNITS). [`new`](Self::new) returns an error instead.
     #[must_use]
-    pub const fn per_hour(limit: u32) -> Self {
-        Self { limit, window: Duration::from_secs(3_600) }
+    pub const fn per_hour(limit: u64) -> Self {
+        Self::per_seconds(limit, 3_600)
     }
 
     /// `limit` units per 24 hours.
+    ///
+    /// # Panics
+    ///
+    /// If `limit` is above [`MAX_UNITS`](Self::MAX_UNITS). [`new`](Self::new) returns an error instead.
     #[must_use]
-    pub const fn per_day(limit: u32) -> Self {
-        Self { limit, window: Duration::from_secs(86_400) }
+    pub const fn per_day(limit: u64) -> Self {
+        Self::per_seconds(limit, 86_400)
+    }
+
+    const fn per_seconds(limit: u64, seconds: u64) -> Self {
+        assert!(limit <= Self::MAX_UNITS, "a quota is at most 2^53 - 1 units");
+        Self { limit, window: Duration::from_secs(seconds) }
     }
 
     /// `limit` units per `window`, which is counted in whole microseconds.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::WindowOutOfRange`] unless the window is between [`MIN_WINDOW`](Self::MIN_WINDOW) and
+    /// [`ConfigError::QuotaOutOfRange`] for a limit above [`MAX_UNITS`](Self::MAX_UNITS), and [`ConfigError::WindowOutOfRange`] unless the window is between [`MIN_WINDOW`](Self::MIN_WINDOW) and
     /// [`MAX_WINDOW`](Self::MAX_WINDOW).
-    pub fn new(limit: u32, window: Duration) -> Result<Self, ConfigError> {
-        if (Self::MIN_WINDOW..=Self::MAX_WINDOW).contains(&window) {
+    pub fn new(limit: u64, window: Duration) -> Result<Self, ConfigError> {
+        if limit > Self::MAX_UNITS {
+            Err(ConfigError::QuotaOutOfRange { units: limit, max: Self::MAX_UNITS })
+        } else if (Self::MIN_WINDOW..=Self::MAX_WINDOW).contains(&window) {
             Ok(Self { limit, window })
         } else {
             Err(ConfigError::WindowOutOfRange { window, min: Self::MIN_WINDOW, max: Self::MAX_WINDOW })
@@ -75,11 +100,15 @@ impl Quota {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill, and
-    /// [`ConfigError::ZeroBurst`] for 0. A quota of 0 accepts any burst, since it denies every request.
-    pub const fn burst(self, units: u32) -> Result<BurstQuota, ConfigError> {
+    /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill,
+    /// [`ConfigError::QuotaOutOfRange`] for a burst above [`MAX_UNITS`](Self::MAX_UNITS), and [`ConfigError::ZeroBurst`] for 0. A quota of
+    /// 0 accepts any other burst, since it denies every request.
+    pub const fn burst(self, units: u64) -> Result<BurstQuota, ConfigError> {
         if units == 0 && self.limit > 0 {
             return Err(ConfigError::ZeroBurst);
+        }
+        if units > Self::MAX_UNITS {
+            return Err(ConfigError::QuotaOutOfRange { units, max: Self::MAX_UNITS });
         }
         let fill_us = units as u128 * self.window.as_micros();
         if self.limit == 0 || fill_us <= self.limit as u128 * Self::MAX_WINDOW.as_micros() {
@@ -96,7 +125,7 @@ impl Quota {
     ///
     /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers. The rate is exact if the
     /// window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a day). For round numbers, it is
-    /// exact far beyond that. Otherwise it may be too slow by at most 2.2 millionths.
+    /// exact far beyond that. Otherwise it may be too slow by at most a ten-millionth.
     #[must_use]
     pub const fn token_bucket(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
@@ -119,8 +148,8 @@ impl Quota {
     /// two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its end,
     /// somewhat less than twice the quota passes within one window's length.
     ///
-    /// If the window in microseconds times the quota is above 2^51, time is counted in coarser steps: of two microseconds up to 2^52, of
-    /// three up to 3 * 2^51, and so on.
+    /// If the window in microseconds times the quota is above 2^51, the share is counted in coarser steps: of at most a 67-millionth of the
+    /// window, rounded up to whole microseconds.
     #[must_use]
     pub const fn sliding_window(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::SlidingWindow, capacity: self.limit }
@@ -143,7 +172,7 @@ impl Quota {
 
     /// Returns the units per window.
     #[must_use]
-    pub const fn limit(&self) -> u32 {
+    pub const fn limit(&self) -> u64 {
         self.limit
     }
 
@@ -163,7 +192,7 @@ impl Quota {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BurstQuota {
     quota: Quota,
-    burst: u32,
+    burst: u64,
 }
 
 impl BurstQuota {
@@ -196,7 +225,7 @@ pub enum Algorithm {
 pub struct Limit {
     quota: Quota,
     algorithm: Algorithm,
-    capacity: u32,
+    capacity: u64,
 }
 
 impl Limit {
@@ -214,7 +243,7 @@ impl Limit {
 
     /// Returns the most units that can be used at once: the burst of a token bucket, the quota otherwise. 0 if the quota is 0.
     #[must_use]
-    pub const fn capacity(&self) -> u32 {
+    pub const fn capacity(&self) -> u64 {
         if self.quota.limit == 0 { 0 } else { self.capacity }
     }
 
@@ -233,7 +262,7 @@ impl Limit {
     /// The limit for one of `replicas` processes that do not share counts: its share of the units, rounded up.
     #[must_use]
     pub(crate) const fn share_of(self, replicas: u32) -> Self {
-        let replicas = if replicas == 0 { 1 } else { replicas };
+        let replicas = if replicas == 0 { 1 } else { replicas as u64 };
         let quota = Quota { limit: self.quota.limit.div_ceil(replicas), window: self.quota.window };
         Self { quota, algorithm: self.algorithm, capacity: self.capacity.div_ceil(replicas) }
     }
@@ -256,6 +285,25 @@ mod tests {
     }
 
     #[test]
+    fn units_above_maximum_are_refused() {
+        let (most, second) = (Quota::MAX_UNITS, Duration::from_secs(1));
+        assert_eq!(Quota::new(most, second).unwrap(), Quota::per_second(most));
+        let refused = |units: u64| Err(ConfigError::QuotaOutOfRange { units, max: most });
+        for units in [most + 1, u64::MAX] {
+            assert_eq!(Quota::new(units, second).map(drop), refused(units));
+            assert_eq!(Quota::per_second(most).burst(units).map(drop), refused(units));
+            assert_eq!(Quota::per_second(0).burst(units).map(drop), refused(units));
+        }
+        assert_eq!(Quota::per_second(most).burst(most).unwrap().token_bucket().capacity(), most);
+    }
+
+    #[test]
+    #[should_panic(expected = "a quota is at most 2^53 - 1 units")]
+    fn constructor_without_error_panics_above_maximum() {
+        let _ = Quota::per_minute(Quota::MAX_UNITS + 1);
+    }
+
+    #[test]
     fn sliding_log_above_maximum_is_refused() {
         assert!(Quota::per_day(10_000).sliding_log().is_ok());
         let error = Quota::per_day(10_001).sliding_log().unwrap_err();
@@ -271,7 +319,7 @@ mod tests {
     /// Regression: it was refused as a bucket that never fills.
     #[test]
     fn zero_quota_accepts_any_burst() {
-        for burst in [1, 20, u32::MAX] {
+        for burst in [1, 20, Quota::MAX_UNITS] {
             let limit = Quota::per_day(0).burst(burst).unwrap().token_bucket();
             assert_eq!((limit.capacity(), limit.period()), (0, Duration::from_secs(86_400)));
             assert_eq!((limit.share_of(3).capacity(), limit.share_of(3).period()), (0, Duration::from_secs(86_400)));
@@ -286,7 +334,7 @@ mod tests {
 
     #[test]
     fn bucket_period_is_time_to_fill() {
-        let period = |limit: u32, burst: u32| Quota::per_second(limit).burst(burst).unwrap().token_bucket().period();
+        let period = |limit: u64, burst: u64| Quota::per_second(limit).burst(burst).unwrap().token_bucket().period();
         assert_eq!(period(10, 10), Duration::from_secs(1));
         assert_eq!(period(10, 25), Duration::from_millis(2_500));
         assert_eq!(period(3, 1), Duration::from_micros(333_334));

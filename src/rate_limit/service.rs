@@ -182,7 +182,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     fn evaluate<Req>(
         &mut self,
         mut descriptors: Descriptors,
-        cost: u32,
+        cost: u64,
         request: Req,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where

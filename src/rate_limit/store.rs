@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::decision::{Decision, Receipt};
 use super::policy::Policy;
+use super::quota::Quota;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
@@ -26,12 +27,12 @@ use crate::reach::Reach;
 pub trait RateLimitStore {
     /// Charges `cost` units to all limits if all of them have room, and to none otherwise. Returns the state of the limits. A cost of 0
     /// charges nothing.
-    fn check(&self, policy: &Policy, key: &Key, cost: u32)
+    fn check(&self, policy: &Policy, key: &Key, cost: u64)
     -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// As [`check`](Self::check), for a store that can answer immediately. Returns `None`, with nothing charged, if it cannot. Saves a
     /// future, a timer and the deadline. Defaults to `None`.
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         let _ = (policy, key, cost);
         None
     }
@@ -40,7 +41,7 @@ pub trait RateLimitStore {
     /// mean a denial: call [`check_now`](Self::check_now) then.
     ///
     /// For callers that need no details of an allowed decision, which makes it cheaper. Optional; defaults to `None`.
-    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
         let _ = (policy, key, cost);
         None
     }
@@ -69,7 +70,7 @@ pub trait RateLimitStore {
 
     /// Returns whether [`check`](Self::check) would allow this cost, and the state of the limits, without charging. At most, it repairs a
     /// broken record.
-    fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> impl Future<Output = Result<Decision, StoreError>> + Send;
+    fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// Corrects a charge: adds `change` units, or gives them back if `change` is negative.
     ///
@@ -126,7 +127,12 @@ pub struct Request {
     /// The key under which it counts.
     pub key: Key,
     /// The cost in units.
-    pub cost: u32,
+    pub cost: u64,
+}
+
+/// Units as the `change` of [`RateLimitStore::settle`]. No charge is larger than [`Quota::MAX_UNITS`].
+pub(crate) const fn as_change(units: u64) -> i64 {
+    if units < Quota::MAX_UNITS { units as i64 } else { Quota::MAX_UNITS as i64 }
 }
 
 /// A charge made during a decision about several keys.
@@ -205,7 +211,7 @@ where
 {
     let mut result = Ok(());
     for Charge { request: Request { policy, key, cost }, receipt } in charges {
-        let given_back = store.settle(&policy, &key, receipt, -i64::from(cost)).await;
+        let given_back = store.settle(&policy, &key, receipt, -as_change(cost)).await;
         result = result.and(given_back);
     }
     result
@@ -227,7 +233,7 @@ mod tests {
     }
 
     impl RateLimitStore for Plain {
-        async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
             match policy.name() {
                 "hangs" => pending().await,
                 "fails" => Err(StoreError::unavailable("it fails")),
@@ -235,7 +241,7 @@ mod tests {
             }
         }
 
-        async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
             self.memory.peek(policy, key, cost).await
         }
 
@@ -262,7 +268,7 @@ mod tests {
         }
 
         /// The units left in the policies `a` and `b`, which have 5.
-        async fn left(&self) -> [Option<u32>; 2] {
+        async fn left(&self) -> [Option<u64>; 2] {
             let [a, b, ..] = requests("c").map(|request| request.policy);
             let left = async |policy| self.memory.peek(policy, &Key::GLOBAL, 1).await.unwrap().remaining();
             [left(&a).await, left(&b).await]

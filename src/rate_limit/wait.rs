@@ -38,7 +38,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
 
     /// Whether a denied request should wait for room, as far as its first decision tells.
     #[inline]
-    pub(super) fn can_wait(&self, decision: &Decision, cost: u32) -> bool {
+    pub(super) fn can_wait(&self, decision: &Decision, cost: u64) -> bool {
         let Some(wait_config) = self.wait_config.as_ref().filter(|_| cost > 0) else { return false };
         decision.retry_after().is_some_and(|wait| wait <= wait_config.wait)
     }
@@ -48,7 +48,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     pub(super) async fn evaluate_with_wait(
         &self,
         mut descriptors: Descriptors,
-        cost: u32,
+        cost: u64,
         arrived: Instant,
     ) -> Evaluation {
         // A cost of 0 needs no room.
@@ -167,12 +167,12 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// The latest denial of its queue, for a request with an older one.
-    fn latest_denial(&self, queues: &WaitQueues, denial: Descriptor, cost: u32) -> Descriptor {
+    fn latest_denial(&self, queues: &WaitQueues, denial: Descriptor, cost: u64) -> Descriptor {
         queues.denial(&self.queue_key(&denial), cost).unwrap_or(denial)
     }
 
     /// How many more such requests had room when this one was admitted, as far as known.
-    fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey, cost: u32) -> Option<u32> {
+    fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey, cost: u64) -> Option<u64> {
         let descriptor = evaluation.descriptors.iter().find(|descriptor| self.queue_key(descriptor) == *queue_key)?;
         let decision =
             descriptor.decision.as_ref().filter(|decision| evaluation.result.is_ok() && decision.is_allowed())?;
@@ -191,7 +191,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         queues: &WaitQueues,
         descriptors: &[Descriptor],
         visited: &[QueueKey],
-        cost: u32,
+        cost: u64,
     ) -> Option<Descriptor> {
         if !queues.any_waiters() {
             return None;
@@ -204,7 +204,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     }
 
     /// Rejects a request without a call, with the denial of another request for the same policy and key.
-    fn reject_with(&self, denial: Descriptor, cost: u32) -> Evaluation {
+    fn reject_with(&self, denial: Descriptor, cost: u64) -> Evaluation {
         let descriptors = Descriptors::One(denial);
         let result = self.combine(&descriptors, cost);
         Evaluation { descriptors, result }

@@ -82,7 +82,7 @@ struct WaitQueue {
     wake_first: Arc<Notify>,
     denial: CachedDenial,
     /// The denial with which the first waiter left, and its cost, until another waiter gets a different decision.
-    rejection: Option<(CachedDenial, u32)>,
+    rejection: Option<(CachedDenial, u64)>,
 }
 
 impl WaitQueue {
@@ -102,7 +102,7 @@ impl WaitQueue {
     }
 
     /// The denial that was too long for an earlier waiter of at most this cost.
-    fn rejection(&self, cost: u32) -> Option<Descriptor> {
+    fn rejection(&self, cost: u64) -> Option<Descriptor> {
         let (denial, _) = self.rejection.as_ref().filter(|(_, least)| *least <= cost)?;
         denial.unexpired_denial()
     }
@@ -232,7 +232,7 @@ impl WaitQueues {
     }
 
     /// The last denial of the first waiter of a queue, if there is one, as it applies to this cost.
-    pub(super) fn denial(&self, queue_key: &QueueKey, cost: u32) -> Option<Descriptor> {
+    pub(super) fn denial(&self, queue_key: &QueueKey, cost: u64) -> Option<Descriptor> {
         self.queues().get(queue_key).map(|queue| queue.rejection(cost).unwrap_or_else(|| queue.denial.later()))
     }
 
@@ -323,7 +323,7 @@ impl Waiter {
 
     /// Doubles the number of active waiters after it was admitted, up to the `room` for requests like it. Only the first waiter may do
     /// this, so that a denied waiter is not overtaken repeatedly by cheaper ones.
-    pub(super) fn widen(&self, room: u32) {
+    pub(super) fn widen(&self, room: u64) {
         if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
             && queue.first() == Some(self.number)
         {
@@ -403,7 +403,7 @@ impl Waiter {
 
     /// Stores a denial that it cannot wait for, if it is the first waiter. Followers that cost as much and cannot wait either are rejected
     /// without a call.
-    pub(super) fn set_rejection(&self, denial: CachedDenial, cost: u32) {
+    pub(super) fn set_rejection(&self, denial: CachedDenial, cost: u64) {
         if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
             && queue.first() == Some(self.number)
         {
@@ -412,7 +412,7 @@ impl Waiter {
     }
 
     /// The unexpired denial of an earlier waiter that could not wait for it and cost no more.
-    pub(super) fn rejection(&self, cost: u32) -> Option<Descriptor> {
+    pub(super) fn rejection(&self, cost: u64) -> Option<Descriptor> {
         self.queues.queues().get(&self.queue_key)?.rejection(cost)
     }
 }

@@ -22,11 +22,11 @@ const LONG: Duration = Duration::from_secs(3_600);
 const SHORT: Duration = Duration::from_secs(1);
 
 /// All algorithms, with a quota of `limit` per [`LONG`].
-fn limits(limit: u32) -> [Limit; 4] {
+fn limits(limit: u64) -> [Limit; 4] {
     limits_of(limit, LONG)
 }
 
-fn limits_of(limit: u32, window: Duration) -> [Limit; 4] {
+fn limits_of(limit: u64, window: Duration) -> [Limit; 4] {
     let quota = Quota::new(limit, window).unwrap();
     [quota.fixed_window(), quota.sliding_log().unwrap(), quota.sliding_window(), quota.token_bucket()]
 }
@@ -242,7 +242,7 @@ pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B
 /// No interval as long as the window contains more than the quota of a sliding log, and all of the quota can be used.
 pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + Clone>(store: B) {
     const LIMIT: usize = 4;
-    let [_, log, ..] = limits_of(LIMIT as u32, SHORT);
+    let [_, log, ..] = limits_of(LIMIT as u64, SHORT);
     let limiter = limiter(&store, "sliding", log);
     let start = Instant::now();
     let mut admitted = Vec::new();
@@ -275,10 +275,10 @@ pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
     assert!(wait >= decision.reset_after() && wait <= Duration::from_secs(3_600), "{decision:?}");
 }
 
-/// Windows of ten years and costs of four billion are counted.
+/// Windows of ten years and costs of nine quadrillion are counted.
 pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitStore + Clone>(store: B) {
     let [_, log, ..] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
-    let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
+    let largest = Quota::new(Quota::MAX_UNITS, Quota::MAX_WINDOW).unwrap();
     for limit in [largest.fixed_window(), log] {
         let most = limit.quota().limit();
         let limiter = limiter(&store, "longest", limit);
@@ -358,15 +358,21 @@ pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
     let fraction = |elapsed: Duration| (elapsed.as_secs_f64() / SHORT.as_secs_f64() - 1.0).min(1.0) * 100.0;
     let (least, most) = (fraction(asked) - 1.5, fraction(start.elapsed()) + 1.5);
-    assert!((least..=most).contains(&f64::from(left)), "{left} is not between {least} and {most}");
+    assert!((least..=most).contains(&(left as f64)), "{left} is not between {least} and {most}");
 }
 
 /// The largest quotas and windows, and unusual ones, do not overflow.
 pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Clone>(store: B) {
-    let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
+    let largest = [1 << 32, 1 << 40, Quota::MAX_UNITS - 1, Quota::MAX_UNITS]
+        .map(|limit| Quota::new(limit, Quota::MAX_WINDOW).unwrap());
     let slowest = Quota::new(1, Quota::MAX_WINDOW).unwrap();
     let odd = Quota::new(999_999_937, Duration::from_micros(86_400_000_001)).unwrap();
-    for quota in [largest, slowest, odd, Quota::per_second(u32::MAX)] {
+    for quota in largest.into_iter().chain([
+        slowest,
+        odd,
+        Quota::per_second(u64::from(u32::MAX)),
+        Quota::per_second(Quota::MAX_UNITS),
+    ]) {
         for limit in [quota.token_bucket(), quota.sliding_window(), quota.fixed_window()] {
             let most = limit.capacity();
             let limiter = limiter(&store, "largest", limit);
@@ -395,7 +401,7 @@ fn policy_limiter<B: RateLimitStore + Clone>(store: &B, policy: Policy) -> Limit
     Limiter::new(store.clone(), policy).deadline(Duration::from_secs(10))
 }
 
-fn left(decision: &Decision) -> Vec<u32> {
+fn left(decision: &Decision) -> Vec<u64> {
     decision.limits().iter().map(LimitStatus::remaining).collect()
 }
 
@@ -604,7 +610,7 @@ pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
     limiter.settle("alice", receipt, -10).await.unwrap();
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
     // Without the first charge, the bucket would have been full before the second.
-    let most = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u32 / 100 + 1;
+    let most = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u64 / 100 + 1;
     assert!(left <= most, "{left} of 10 are left, and at most {most} are correct");
 
     // While other requests keep the bucket from filling up, the whole refund counts.
@@ -678,7 +684,7 @@ pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) 
 pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "deep", limit);
-        for change in [3, i64::from(u32::MAX), i64::MAX] {
+        for change in [3, u32::MAX.into(), i64::MAX] {
             limiter.settle("alice", Receipt::at_micros(0), change).await.unwrap();
         }
         let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();

@@ -271,11 +271,11 @@ impl State {
 }
 
 impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.faults.around(Verb::Check, self.inner.check(policy, key, cost)).await
     }
 
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         // Without a decision here, the caller continues with `check`, which meets the fault.
         if self.faults.state().is_faulty() {
             return None;
@@ -298,7 +298,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
         Some(decisions)
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.faults.around(Verb::Peek, self.inner.peek(policy, key, cost)).await
     }
 

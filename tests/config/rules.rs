@@ -271,14 +271,16 @@ const BAD: &[Bad] = &[
     ("[policies.a]\nlimits = [\n  LIMIT,\n  { quota = 1, per = \"1s\", algorithm = \"magic\" },\n]\nRULE", "unknown variant `magic`, expected one of `token_bucket`", "policies.a.limits[1].algorithm", 4),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", burst = 2 }]\nRULE", "only a token bucket takes a burst", "policies.a.limits[0].burst", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"token_bucket\", burst = 0 }]\nRULE", "a burst of 0 denies every request; if you want this, set a quota of 0", "policies.a.limits[0].burst", 2),
+    ("[policies.a]\nlimits = [{ quota = 9007199254740992, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "9007199254740992 units cannot be counted exactly; a quota or a burst is at most 9007199254740991", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"token_bucket\", burst = 9007199254740992 }]\nRULE", "9007199254740992 units cannot be counted exactly; a quota or a burst is at most 9007199254740991", "policies.a.limits[0].burst", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1d\", algorithm = \"token_bucket\", burst = 4000 }]\nRULE", "a bucket of 4000 takes longer than 3660 days to fill", "policies.a.limits[0].burst", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"5ms\", algorithm = \"fixed_window\" }]\nRULE", "a window of 5ms is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"3661d\", algorithm = \"fixed_window\" }]\nRULE", "is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = 60, algorithm = \"fixed_window\" }]\nRULE", "invalid type: integer `60`, expected a time as text with its unit", "policies.a.limits[0].per", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1 fortnight\", algorithm = \"fixed_window\" }]\nRULE", "invalid value: string \"1 fortnight\", expected a time", "policies.a.limits[0].per", 2),
-    ("[policies.a]\nlimits = [{ quota = -1, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid value: integer `-1`, expected u32", "policies.a.limits[0].quota", 2),
-    ("[policies.a]\nlimits = [{ quota = 1.5, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: floating point `1.5`, expected u32", "policies.a.limits[0].quota", 2),
-    ("[policies.a]\nlimits = [{ quota = 1979-05-27, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: a date or time, expected u32", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = -1, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid value: integer `-1`, expected u64", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 1.5, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: floating point `1.5`, expected u64", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 1979-05-27, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: a date or time, expected u64", "policies.a.limits[0].quota", 2),
     ("[policies.a]\nlimits = [{ quota = 10001, per = \"1s\", algorithm = \"sliding_log\" }]\nRULE", "a sliding log remembers every request, so its quota is at most 10000", "policies.a.limits[0].quota", 2),
     ("[policies.a]\nlimits = [LIMIT, LIMIT]\nRULE", "limits[0] has the same window and algorithm", "policies.a.limits[1]", 2),
     ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", name = \"n\" },\n{ quota = 1, per = \"2s\", algorithm = \"fixed_window\", name = \"n\" }]\nRULE", "limits[0] has this name already", "policies.a.limits[1].name", 3),
@@ -1235,11 +1237,11 @@ async fn until(condition: impl Fn() -> bool) {
 struct Failing;
 
 impl RateLimitStore for Failing {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         Err(StoreError::unavailable("connection refused"))
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.check(policy, key, cost).await
     }
 
@@ -1261,12 +1263,12 @@ impl RateLimitStore for Failing {
 struct Gated(MemoryBackend, Arc<tokio::sync::Notify>);
 
 impl RateLimitStore for Gated {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.1.notified().await;
         self.0.check(policy, key, cost).await
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.0.peek(policy, key, cost).await
     }
 

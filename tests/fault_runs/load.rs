@@ -119,7 +119,7 @@ impl Callers {
     pub fn new(backend: AnyBackend) -> Self {
         let admitted = Admitted::default();
         let witness = Witness { store: backend, admitted: Arc::clone(&admitted) };
-        let policy = Policy::new(NAME, Quota::per_day(QUOTA as u32).fixed_window());
+        let policy = Policy::new(NAME, Quota::per_day(QUOTA as u64).fixed_window());
         let services = POLICIES.map(|on_store_error| {
             let layer = RateLimitLayer::new(witness.clone(), policy.clone())
                 .key(|subject: &String| subject.clone())
@@ -183,7 +183,7 @@ struct Witness {
 }
 
 impl RateLimitStore for Witness {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         note(|trace| trace.seen = Seen::GivenUp);
         let decision = self.store.check(policy, key, cost).await;
         note(|trace| {
@@ -201,7 +201,7 @@ impl RateLimitStore for Witness {
         decision
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }
 

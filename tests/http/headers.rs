@@ -184,7 +184,7 @@ async fn problem_names_the_limits_of_all_denying_policies() {
         .and(per("total", Quota::per_day(3)), GlobalKey)
         .and(per("free", Quota::per_day(9)), GlobalKey)
         .and(per("trial", Quota::per_day(1)).shadow(), GlobalKey)
-        .cost(|request: &Request<()>| request.uri().path().len() as u32);
+        .cost(|request: &Request<()>| request.uri().path().len() as u64);
     let service = layer.clone().layer(hello());
     let ask = async |path: &str| ask(&service, Request::get(path).body(()).unwrap()).await;
     let wait_of = |answer: &Answer| answer.retry_after();
@@ -628,7 +628,7 @@ async fn full_quota_has_no_reset() {
 
 #[tokio::test(start_paused = true)]
 async fn fields_are_lists_of_a_string_with_integers() {
-    let service = layer(Quota::per_minute(u32::MAX).fixed_window()).layer(hello());
+    let service = layer(Quota::per_minute(u32::MAX.into()).fixed_window()).layer(hello());
     let answer = ask(&service, request()).await;
     assert_eq!(answer.policies(), [Member::of("api", &[("q", 4_294_967_295), ("w", 60)])]);
     assert_eq!(answer.standing(), [Member::of("api", &[("r", 4_294_967_294), ("t", 60)])]);
@@ -697,7 +697,7 @@ proptest! {
     #[test]
     fn fields_parse_for_any_policy(
         name in prop::collection::vec(any::<char>(), 0..80),
-        limit in prop_oneof![any::<u32>(), 0..3_u32],
+        limit in some_units(),
         window in prop_oneof![
             (1_u64..316_224_000).prop_map(Duration::from_secs),
             (10_000_u64..316_224_000_000_000).prop_map(Duration::from_micros),
@@ -716,7 +716,7 @@ proptest! {
 
             let whole_seconds = (window.subsec_nanos() == 0).then_some(window.as_secs() as i64);
             let rounded_up = (window.as_nanos().div_ceil(1_000_000_000)) as i64;
-            let told = [("q", Some(i64::from(limit))), ("w", whole_seconds)];
+            let told = [("q", Some(limit.min(999_999_999_999_999) as i64)), ("w", whole_seconds)];
             let told: Vec<_> = told.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
             for answer in [&first, &second] {
                 prop_assert_eq!(answer.policies(), [Member::of(policy.name(), &told)]);
@@ -848,7 +848,7 @@ fn tightest_of_stacked_layers_sets_single_values() {
     use HeaderVersion::{Draft6, Draft7, LegacyDelta};
 
     let key = Key::from("k1");
-    let known = |name: &str, remaining: u32, reset: u64| {
+    let known = |name: &str, remaining: u64, reset: u64| {
         let status = LimitStatus::new(9, remaining, Duration::ZERO, Duration::from_secs(reset));
         (Policy::new(name, Quota::per_minute(9).fixed_window()), Decision::new([status]))
     };
@@ -887,7 +887,7 @@ fn tightest_of_stacked_layers_sets_single_values() {
 
 #[tokio::test(start_paused = true)]
 async fn stacked_layers_of_several_limits_add_a_line_each() {
-    let named = |name: &str, limit: u32| {
+    let named = |name: &str, limit: u64| {
         let policy = Policy::new(name, Quota::per_second(limit).fixed_window());
         RateLimitLayer::new(MemoryBackend::new(), policy.limit(Quota::per_hour(100).fixed_window()))
     };
@@ -904,7 +904,7 @@ async fn stacked_layers_of_several_limits_add_a_line_each() {
 
 #[test]
 fn burst_is_announced_with_its_fill_time() {
-    let told = |limit: u32, burst: u32| {
+    let told = |limit: u64, burst: u64| {
         let policy = api(Quota::per_second(limit).burst(burst).unwrap().token_bucket());
         announced(&HttpResponder::new(), &[LimitInfo::new(&policy)])[POLICY].to_str().unwrap().to_owned()
     };
@@ -1137,7 +1137,7 @@ proptest! {
     fn fields_are_byte_for_byte_what_sfv_writes(
         name in prop::collection::vec(prop_oneof![any::<char>(), prop::char::range(' ', '~')], 0..60),
         limits in prop::collection::vec(some_limit(), 1..=5),
-        statuses in prop::collection::vec((any::<u32>(), some_wait(), some_wait()), 5),
+        statuses in prop::collection::vec((some_units(), some_wait(), some_wait()), 5),
         with_pk in any::<bool>(),
     ) {
         let mut policy = Policy::new(String::from_iter(name), limits[0].0);
@@ -1150,7 +1150,7 @@ proptest! {
                 policy = policy.named(name);
             }
         }
-        let status = |(remaining, retry, reset): &(u32, Duration, Duration)| LimitStatus::new(u32::MAX, *remaining, *retry, *reset);
+        let status = |(remaining, retry, reset): &(u64, Duration, Duration)| LimitStatus::new(Quota::MAX_UNITS, *remaining, *retry, *reset);
         let decision = Decision::new(statuses[..limits.len()].iter().map(status));
         let key = Key::from("203.0.113.7");
         let mut answer = HttpResponder::new();
@@ -1162,15 +1162,17 @@ proptest! {
         let headers = announced(&answer, &[LimitInfo::of(&policy, &key, Some(&decision))]);
 
         let whole = |wait: Duration| wait.as_nanos().div_ceil(1_000_000_000) as i64;
+        // Structured fields have no larger integers.
+        let shown = |units: u64| units.min(999_999_999_999_999) as i64;
         let policies = policy.limit_names().zip(policy.limits()).map(|(name, limit)| {
             let is_told = limit.period().subsec_nanos() == 0 && !limit.period().is_zero();
             let window = is_told.then(|| whole(limit.period()));
-            (name, [("q", Some(i64::from(limit.capacity()))), ("w", window)])
+            (name, [("q", Some(shown(limit.capacity()))), ("w", window)])
         });
         prop_assert_eq!(&headers[POLICY], &written_by_sfv(policies, pk.as_deref()));
         let standings = policy.limit_names().zip(decision.limits()).map(|(name, status)| {
             let more = status.retry_after().unwrap_or(Duration::MAX).min(status.reset_after());
-            (name, [("r", Some(i64::from(status.remaining()))), ("t", Some(whole(more)).filter(|t| *t > 0))])
+            (name, [("r", Some(shown(status.remaining()))), ("t", Some(whole(more)).filter(|t| *t > 0))])
         });
         prop_assert_eq!(&headers[STANDING], &written_by_sfv(standings, pk.as_deref()));
 
@@ -1183,13 +1185,17 @@ proptest! {
     }
 }
 
+fn some_units() -> impl Strategy<Value = u64> {
+    prop_oneof![any::<u32>().prop_map(u64::from), 0..3_u64, 0..=Quota::MAX_UNITS]
+}
+
 fn some_limit() -> impl Strategy<Value = (Limit, Option<String>)> {
     let window = prop_oneof![
         (1_u64..316_224_000).prop_map(Duration::from_secs),
         (10_000_u64..316_224_000_000_000).prop_map(Duration::from_micros),
         (10_u64..3_000).prop_map(Duration::from_millis),
     ];
-    let limit = (prop_oneof![any::<u32>(), 0..3_u32], window, 0..5_u8).prop_map(|(units, window, algorithm)| {
+    let limit = (some_units(), window, 0..5_u8).prop_map(|(units, window, algorithm)| {
         let quota = Quota::new(units, window).unwrap();
         match algorithm {
             0 => quota.fixed_window(),
@@ -1494,7 +1500,7 @@ const UNREADABLE: &[(&str, &str)] = &[("x-rate-limit-limit", "1 or 2"), ("x-rate
 /// The fields that a client gets from two layers in front of an upstream that sends the fields `upstream`.
 async fn fields_of(
     answer: HttpResponder,
-    quota: u32,
+    quota: u64,
     upstream: &'static [(&'static str, &'static str)],
 ) -> Vec<(String, String)> {
     let proxy = service_fn(move |_: Request<()>| {
@@ -1609,7 +1615,7 @@ async fn metadata_of_a_grpc_upstream_is_replaced_by_default() {
 async fn plan_is_found_by_the_api_key_of_an_axum_request() {
     #[derive(Clone, Debug, PartialEq)]
     struct ApiKey(String);
-    let per_hour = |units: u32| Policy::new("api", Quota::per_hour(units).fixed_window());
+    let per_hour = |units: u64| Policy::new("api", Quota::per_hour(units).fixed_window());
     let plans = PolicyResolver::of_input(move |ApiKey(key)| async move {
         tokio::task::yield_now().await;
         let quota = match &*key {
@@ -1703,11 +1709,11 @@ fn failing() -> Store<fn() -> Result<Decision, StoreError>> {
 }
 
 impl<F: Fn() -> Result<Decision, StoreError> + Sync> RateLimitStore for Store<F> {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         self.0()
     }
 
-    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
     }
 

@@ -568,11 +568,11 @@ impl Drop for Server {
 struct Broken;
 
 impl RateLimitStore for Broken {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         Err(StoreError::unavailable("redis://:hunter2@10.0.0.1/ refused the connection"))
     }
 
-    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
     }
 

@@ -12,8 +12,8 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use tollgate::Policy;
 use tollgate::rate_limit::{Algorithm, Decision, Limit, Outcome};
+use tollgate::{Policy, Quota};
 
 /// All limits of a policy for one subject, as its docs describe them.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub struct Expected {
 /// What it has to say of one limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectedLimit {
-    pub remaining: u32,
+    pub remaining: u64,
     pub retry_after: Option<Duration>,
     pub reset_after: Duration,
 }
@@ -56,18 +56,18 @@ impl Model {
     }
 
     /// A request passes if all limits have room, and is charged to all of them or to none.
-    pub fn check(&mut self, now: u64, cost: u32) -> Expected {
+    pub fn check(&mut self, now: u64, cost: u64) -> Expected {
         let asked = self.peek(now, cost);
         if asked.outcome != Outcome::Allowed || cost == 0 {
             return asked;
         }
-        self.counts.iter_mut().for_each(|count| count.charge(now, cost.into()));
+        self.counts.iter_mut().for_each(|count| count.charge(now, cost));
         // How it stands behind the charge. Nothing is asked for any more, so nothing is in the way.
         self.peek(now, 0)
     }
 
     /// The same without the charge.
-    pub fn peek(&mut self, now: u64, cost: u32) -> Expected {
+    pub fn peek(&mut self, now: u64, cost: u64) -> Expected {
         let limits: Vec<ExpectedLimit> = self.counts.iter_mut().map(|count| count.expected(now, cost)).collect();
         let longest = limits.iter().filter_map(|limit| limit.retry_after).max();
         let (outcome, retry_after) = if now < self.blocked_until {
@@ -81,18 +81,18 @@ impl Model {
     }
 
     /// What is charged afterwards is charged even if it does not fit, up to a debt of a whole quota.
-    pub fn charge_anyway(&mut self, now: u64, units: u32) {
-        self.counts.iter_mut().for_each(|count| count.charge_anyway(now, units.into()));
+    pub fn charge_anyway(&mut self, now: u64, units: u64) {
+        self.counts.iter_mut().for_each(|count| count.charge_anyway(now, units));
     }
 
     /// Gives back units that were charged at the instant `at`, as far as they still count.
     /// Gives back units of the charge with this number, which was made at the instant `at`.
-    pub fn give_back(&mut self, now: u64, charge: usize, at: u64, units: u32) {
+    pub fn give_back(&mut self, now: u64, charge: usize, at: u64, units: u64) {
         let mut buckets = 0;
         for count in &mut self.counts {
             buckets += usize::from(matches!(count.kind, Kind::TokenBucket { .. }));
             // A receipt says of no more than two buckets how much was missing.
-            count.give_back(now, (buckets <= 2).then_some(charge), at, units.into());
+            count.give_back(now, (buckets <= 2).then_some(charge), at, units);
         }
     }
 
@@ -130,8 +130,10 @@ struct Charge {
 
 /// Into how many parts tokens are cut, so that rates which differ by a millionth can be told apart.
 const PARTS: u128 = 10_000_000;
-/// How many of these parts a bucket may be short of, where rounding is allowed: 2.2 millionths.
-const SLOWER: u128 = 22;
+/// How many of these parts a bucket may be short of, where rounding is allowed: a ten-millionth.
+const SLOWER: u128 = 1;
+/// How many steps of a sliding window there are at least, where rounding is allowed.
+const STEPS: u64 = 67_000_000;
 /// Products above this are too large to be counted exactly.
 const EXACT: u128 = 1 << 51;
 
@@ -144,9 +146,10 @@ fn token(limit: Limit) -> u128 {
     u128::from(window(limit)) * PARTS
 }
 
-/// Whether the numbers of this limit are so large that the docs allow rounding.
+/// Whether the numbers of this limit are so large that the docs allow rounding. A window that does not fade is never rounded.
 fn may_be_rounded(limit: Limit) -> bool {
-    u128::from(limit.capacity()) * u128::from(window(limit)) > EXACT
+    let fades = matches!(limit.algorithm(), Algorithm::TokenBucket | Algorithm::SlidingWindow);
+    fades && u128::from(limit.capacity()) * u128::from(window(limit)) > EXACT
 }
 
 fn sum(charges: &[Charge]) -> u64 {
@@ -215,11 +218,7 @@ impl Count {
                 let elapsed = u128::from(now - opened);
                 // The share of the window before this one that is less than a window ago, rounded up.
                 let faded = |elapsed: u128| (u128::from(sum(before)) * (window - elapsed)).div_ceil(window) as u64;
-                let step = if may_be_rounded(self.limit) {
-                    (u128::from(self.limit.capacity()) * window).div_ceil(EXACT)
-                } else {
-                    0
-                };
+                let step = if may_be_rounded(self.limit) { window.div_ceil(STEPS.into()) } else { 0 };
                 let least = faded((elapsed + step).min(window));
                 let most = faded(elapsed.saturating_sub(step));
                 sum(charges) + least..=sum(charges) + most
@@ -248,16 +247,16 @@ impl Count {
     }
 
     /// How the limit stands, and how long somebody has to wait who wants `cost`. Only where nothing may be rounded.
-    fn expected(&mut self, now: u64, cost: u32) -> ExpectedLimit {
+    fn expected(&mut self, now: u64, cost: u64) -> ExpectedLimit {
         self.pass_time(now);
         assert!(!may_be_rounded(self.limit), "{:?} may be rounded", self.limit);
-        let (used, capacity) = (*self.used_at(now).end(), u64::from(self.limit.capacity()));
-        let fits = |used: RangeInclusive<u64>| used.end() + u64::from(cost) <= capacity;
+        let (used, capacity) = (*self.used_at(now).end(), self.limit.capacity());
+        let fits = |used: RangeInclusive<u64>| used.end() + cost <= capacity;
         let retry_after = (cost > 0 && !fits(used..=used)).then(|| Duration::from_micros(self.wait(now, fits)));
         // Until more is left than now. A debt has to be paid before that.
         let left = |used: u64| capacity.saturating_sub(used);
         let reset = if used == 0 { 0 } else { self.wait(now, |then| left(*then.end()) > left(used)) };
-        ExpectedLimit { remaining: left(used) as u32, retry_after, reset_after: Duration::from_micros(reset) }
+        ExpectedLimit { remaining: left(used), retry_after, reset_after: Duration::from_micros(reset) }
     }
 
     pub fn charge(&mut self, now: u64, units: u64) {
@@ -275,7 +274,7 @@ impl Count {
 
     fn charge_anyway(&mut self, now: u64, units: u64) {
         self.pass_time(now);
-        let most = 2 * u64::from(self.limit.capacity());
+        let most = (2 * self.limit.capacity()).min(Quota::MAX_UNITS);
         if let Kind::TokenBucket { missing, .. } = &mut self.kind {
             // A bucket can also lack a part of a token.
             let (token, most) = (token(self.limit), u128::from(most) * token(self.limit));

@@ -128,7 +128,7 @@ struct Flaky {
 }
 
 impl RateLimitStore for Flaky {
-    async fn check(&self, policy: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         if self.broken.load(Ordering::Relaxed) && policy.name() != "firm" {
             Err(StoreError::unavailable("connection refused"))
         } else {
@@ -136,7 +136,7 @@ impl RateLimitStore for Flaky {
         }
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.check(policy, key, cost).await
     }
 
@@ -161,10 +161,10 @@ async fn outage_logs_one_line_at_start_and_end() {
     let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
     // Each request is a number, which is its cost.
     let service = RateLimitLayer::new(store.clone(), policy)
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
-    let ask = |cost: u32| {
+        .layer(service_fn(async |_: u64| Ok::<_, BoxError>(())));
+    let ask = |cost: u64| {
         let service = service.clone();
         async move { drop(service.oneshot(cost).await) }
     };

@@ -251,11 +251,11 @@ fn timed_out_waiter_is_no_fallback_poll() {
 struct Down;
 
 impl RateLimitStore for Down {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         Err(StoreError::unavailable("connection refused"))
     }
 
-    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         Err(StoreError::unavailable("connection refused"))
     }
 
@@ -1008,7 +1008,7 @@ fn undecided_requests_are_counted_per_policy() {
 /// Regression: store errors were counted although the decision needed no store.
 #[test]
 fn zero_deadline_is_no_error_if_no_store_is_needed() {
-    let policy = |name: &'static str, quota: u32| Policy::new(name, Quota::per_hour(quota).fixed_window());
+    let policy = |name: &'static str, quota: u64| Policy::new(name, Quota::per_hour(quota).fixed_window());
     let trials = [policy("api", 100).shadow(), policy("total", 100).shadow()];
     let never = [policy("api", 0), policy("total", 100)];
     for ([api, total], outcomes) in

@@ -119,8 +119,8 @@ fn four_processes_with_leases_never_exceed_a_window() {
     }
 }
 
-/// Returns how often each number of units was left after a grant, over all processes.
-fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
+/// How often each number was left after a grant, over all processes.
+fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u64, u64> {
     let mut grants = HashMap::new();
     for line in hammer_and_listen(server, algorithm) {
         *grants.entry(line.parse().expect("a worker prints numbers")).or_default() += 1;

@@ -62,7 +62,7 @@ where
     Limiter::new(store.clone(), policy.clone()).deadline(MINUTE)
 }
 
-fn fixed(limit: u32) -> Policy {
+fn fixed(limit: u64) -> Policy {
     Policy::new("fixed", Quota::per_minute(limit).fixed_window())
 }
 
@@ -79,8 +79,8 @@ struct State {
     fails: AtomicBool,
     there: AtomicU64,
     back: AtomicU64,
-    charges: Mutex<Vec<(u64, u64, u32)>>,
-    given_back: Mutex<Vec<(u64, u32)>>,
+    charges: Mutex<Vec<(u64, u64, u64)>>,
+    given_back: Mutex<Vec<(u64, u64)>>,
 }
 
 impl<S> Slow<S> {
@@ -107,7 +107,7 @@ impl<S> Slow<S> {
 }
 
 impl<S: RateLimitStore + Sync> RateLimitStore for Slow<S> {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.inner.checks.fetch_add(1, Ordering::Relaxed);
         let _ = ASKED.try_with(|asked| asked.set(true));
         self.pause(&self.inner.there).await;
@@ -134,13 +134,13 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Slow<S> {
         self.store.check_all(requests).await
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         self.pause(&self.inner.there).await;
-        self.inner.given_back.lock().unwrap().push((receipt.as_micros(), change.unsigned_abs() as u32));
+        self.inner.given_back.lock().unwrap().push((receipt.as_micros(), change.unsigned_abs()));
         self.store.settle(policy, key, receipt, change).await
     }
 
@@ -426,7 +426,7 @@ async fn check_now_returns_cached_denial() {
 /// An operation on a store.
 #[derive(Clone, Debug)]
 enum Act {
-    Check { key: u8, cost: u32 },
+    Check { key: u8, cost: u64 },
     Settle { which: usize, change: i64 },
     Block { key: u8, ms: u64 },
     Reset { key: u8 },
@@ -435,7 +435,7 @@ enum Act {
 
 fn act() -> impl Strategy<Value = Act> {
     prop_oneof![
-        10 => (0_u8..3, 0_u32..5).prop_map(|(key, cost)| Act::Check { key, cost }),
+        10 => (0_u8..3, 0_u64..5).prop_map(|(key, cost)| Act::Check { key, cost }),
         1 => (0_usize..8, -4_i64..3).prop_map(|(which, change)| Act::Settle { which, change }),
         1 => (0_u8..3, 0_u64..60).prop_map(|(key, ms)| Act::Block { key, ms }),
         1 => (0_u8..3).prop_map(|key| Act::Reset { key }),
@@ -667,7 +667,7 @@ async fn give_back_returns_all_held_units() {
 #[tokio::test(start_paused = true)]
 async fn under_admission_is_at_most_the_idle_shares() {
     const QUOTA: u64 = 10_000;
-    let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u32));
+    let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u64));
     let mut admitted = 0;
     let mut idle = Vec::new();
     for _ in 0..4 {
@@ -766,8 +766,8 @@ async fn waiters_survive_a_cancelled_refill() {
         assert!(timeout(Duration::from_secs(10), caller).await.expect("a caller is stuck").unwrap().is_allowed());
     }
     assert_eq!(slow.checks(), asked + 20);
-    assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u32>(), 19);
-    // The drawn units are available to all callers.
+    assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u64>(), 19);
+    // What it has drawn is there for all of them.
     let stats = store.stats();
     assert!(
         stats.held > 20 && stats.drawn == before.drawn + stats.held && stats.expired == before.expired,
@@ -897,9 +897,9 @@ async fn hanging_store_costs_one_lease() {
     }
     callers.join_all().await;
     let after = store.stats();
-    let charged = slow.inner.charges.lock().unwrap()[charges..].iter().map(|(.., cost)| cost).sum::<u32>();
+    let charged = slow.inner.charges.lock().unwrap()[charges..].iter().map(|(.., cost)| cost).sum::<u64>();
     assert_eq!(after.draws, before.draws + 1);
-    let lost = (after.drawn - before.drawn) as u32;
+    let lost = (after.drawn - before.drawn) as u64;
     assert!(charged <= 2_000 + lost, "{charged} units for 2,000 requests, {before:?} {after:?}");
     assert_eq!(after.drawn, after.handed_out + after.given_back + after.expired + after.held);
     // Once the store recovers, leases work as before.
@@ -1010,8 +1010,8 @@ async fn prefetch_is_exact_for_costs_of_any_size() {
         while limiter.check_cost("alice", cost).await.unwrap().is_allowed() {
             admitted += cost;
         }
-        // The units left are fewer than the cost, or are held for smaller requests.
-        let held = store.stats().held as u32;
+        // What is left over is too little, or is held for smaller requests.
+        let held = store.stats().held as u64;
         assert!(admitted + held <= 1_000 && admitted + held + cost > 1_000, "{admitted} by {cost}, {held} held");
         assert!(held < cost, "{held} held from requests of {cost}");
         for _ in 0..held {
@@ -1129,7 +1129,7 @@ tokio::task_local! {
 #[derive(Clone, Debug)]
 struct Traffic {
     tasks: usize,
-    cost: u32,
+    cost: u64,
     pause_us: u64,
     there_us: u64,
     back_us: u64,
@@ -1138,7 +1138,7 @@ struct Traffic {
 fn traffic() -> impl Strategy<Value = Traffic> {
     let way = || prop_oneof![Just(0_u64), 1_u64..300, 300_u64..5_000, 5_000_u64..60_000];
     let pause = prop_oneof![1_u64..100, 100_u64..3_000, 3_000_u64..40_000];
-    (1_usize..6, 1_u32..5, pause, way(), way()).prop_map(|(tasks, cost, pause_us, there_us, back_us)| Traffic {
+    (1_usize..6, 1_u64..5, pause, way(), way()).prop_map(|(tasks, cost, pause_us, there_us, back_us)| Traffic {
         tasks,
         cost,
         pause_us,
@@ -1155,16 +1155,16 @@ fn next(state: &mut u64, below: u64) -> u64 {
     (*state >> 20) % below.max(1)
 }
 
-/// An admission: the instant of the charge, the instant of the decision if a lease decided, and the cost.
-type Admission = (u64, Option<u64>, u32);
+/// An admission: when it was charged, when it was decided if that was not in the store, and what it cost.
+type Admission = (u64, Option<u64>, u64);
 
 /// The events of a simulation.
 #[derive(Debug, Default)]
 struct Seen {
     /// The instant, the end of the window, the units.
-    charges: Vec<(u64, u64, u32)>,
+    charges: Vec<(u64, u64, u64)>,
     /// The instant of the charge, the units.
-    given_back: Vec<(u64, u32)>,
+    given_back: Vec<(u64, u64)>,
     admissions: Vec<Admission>,
 }
 
@@ -1189,7 +1189,7 @@ async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u6
                         sleep(Duration::from_micros(next(&mut random, 2 * traffic.pause_us))).await;
                     }
                     slow.takes(next(&mut random, traffic.there_us + 1), next(&mut random, traffic.back_us + 1));
-                    let cost = 1 + next(&mut random, traffic.cost.into()) as u32;
+                    let cost = 1 + next(&mut random, traffic.cost.into()) as u64;
                     ASKED.with(|asked| asked.set(false));
                     // A few callers give up after 1 ms.
                     let time_limit = if next(&mut random, 50) == 0 { Duration::from_millis(1) } else { MINUTE };
@@ -1222,7 +1222,7 @@ proptest! {
     #[test]
     fn processes_with_prefetch_never_exceed_a_window(
         traffic in prop::collection::vec(traffic(), 1..5),
-        quota in prop_oneof![5_u32..60, 60_u32..3_000],
+        quota in prop_oneof![5_u64..60, 60_u64..3_000],
         window_ms in 10_u64..200,
         seed in 1_u64..u64::MAX,
     ) {
@@ -1234,10 +1234,10 @@ proptest! {
         let window_of: BTreeMap<u64, u64> = charges.iter().map(|(at, ends, _)| (*at, *ends)).collect();
         let mut charged: BTreeMap<u64, i64> = BTreeMap::new();
         for (_, ends, units) in charges {
-            *charged.entry(ends).or_default() += i64::from(units);
+            *charged.entry(ends).or_default() += units as i64;
         }
         for (at, units) in given_back {
-            *charged.entry(window_of[&at]).or_default() -= i64::from(units);
+            *charged.entry(window_of[&at]).or_default() -= units as i64;
         }
         let mut admitted: BTreeMap<u64, i64> = BTreeMap::new();
         for (at, local, cost) in admissions {
@@ -1245,11 +1245,11 @@ proptest! {
             if let Some(decided) = local {
                 prop_assert!(decided < ends, "charged at {}, handed out at {}, {} after the end", at, decided, decided - ends);
             }
-            *admitted.entry(ends).or_default() += i64::from(cost);
+            *admitted.entry(ends).or_default() += cost as i64;
         }
         for (ends, units) in admitted {
-            prop_assert!(units <= i64::from(quota), "{} of {} in the window that ends at {}", units, quota, ends);
-            // Even if the window was not used up: no request used units that were not charged, or that were given back.
+            prop_assert!(units <= quota as i64, "{} of {} in the window that ends at {}", units, quota, ends);
+            // Whether or not the window was used up: nobody had what was not charged, or was given back.
             prop_assert!(units <= charged[&ends], "{} of {} charged, window {}", units, charged[&ends], ends);
         }
     }

@@ -30,7 +30,7 @@ fn tokens() -> Policy {
     Policy::new("tokens", Quota::per_hour(100).fixed_window())
 }
 
-async fn left(store: &impl RateLimitStore) -> u32 {
+async fn left(store: &impl RateLimitStore) -> u64 {
     store.peek(&tokens(), &Key::GLOBAL, 1).await.unwrap().remaining().unwrap()
 }
 
@@ -82,7 +82,7 @@ async fn handler_settles_reserved_cost() {
     assert_eq!((decision.outcome(), decision.remaining()), (Outcome::Allowed, Some(60)));
 }
 
-fn per_hour(name: &str, limit: u32) -> Policy {
+fn per_hour(name: &str, limit: u64) -> Policy {
     Policy::new(name, Quota::per_hour(limit).fixed_window())
 }
 
@@ -97,8 +97,8 @@ async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible
     Ok(response)
 }
 
-/// Returns the decision that the handler reported, and the decision in the response extensions.
-async fn read<S, B>(service: S) -> (Option<String>, Option<(Option<u32>, u32)>)
+/// What the handler has read, and what layers further out read in the response.
+async fn read<S, B>(service: S) -> (Option<String>, Option<(Option<u64>, u64)>)
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
 {
@@ -210,7 +210,7 @@ async fn extensions_can_be_disabled() {
 /// Counts the chunks that it yields, and settles on the handle's last value when it ends or is dropped.
 struct Metered {
     limit: RateLimitHandle,
-    chunks: u32,
+    chunks: u64,
 }
 
 impl Body for Metered {
@@ -454,11 +454,11 @@ async fn grpc_call_broken_before_trailers_is_a_failure() {
 struct Slow(MemoryBackend);
 
 impl RateLimitStore for Slow {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.0.check(policy, key, cost).await
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.0.peek(policy, key, cost).await
     }
 
@@ -479,12 +479,12 @@ impl RateLimitStore for Slow {
 #[tokio::test(start_paused = true)]
 async fn corrections_block_no_request_and_are_bounded() {
     let store = MemoryBackend::new();
-    let many = RateLimitHandle::MAX_PENDING as u32 + 100;
+    let many = RateLimitHandle::MAX_PENDING as u64 + 100;
     let policy = Policy::new("many", Quota::per_hour(many).fixed_window());
     let mut service = RateLimitLayer::new(Slow(store.clone()), policy.clone())
         .responder(ErrorResponder)
         .charge_on(|_: Result<&(), &BoxError>| false)
-        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+        .layer(service_fn(async |_: u64| Ok::<_, BoxError>(())));
     let start = tokio::time::Instant::now();
     for turn in 0..many {
         service.ready().await.unwrap().call(turn).await.unwrap();

@@ -200,7 +200,7 @@ async fn acquire_waits_as_long_as_needed_and_never_in_vain() {
 fn racing_threads_never_exceed_a_sliding_log() {
     const LIMIT: usize = 200;
     const WINDOW: Duration = Duration::from_millis(20);
-    let policy = Policy::new("race", Quota::new(LIMIT as u32, WINDOW).unwrap().sliding_log().unwrap());
+    let policy = Policy::new("race", Quota::new(LIMIT as u64, WINDOW).unwrap().sliding_log().unwrap());
     let limiter = Limiter::new(MemoryBackend::new(), policy);
     let start = Instant::now();
     let admitted = Mutex::new(Vec::new());

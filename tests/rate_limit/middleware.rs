@@ -356,14 +356,26 @@ async fn hanging_store_is_a_timeout_if_the_layer_denies() {
     assert_no_more_calls(service, &mut inner);
 }
 
+/// The literal is a `u64` without a suffix.
+#[tokio::test(start_paused = true)]
+async fn closure_with_integer_literal_is_a_cost() {
+    type Request = http::Request<()>;
+    let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour(5)).responder(ErrorResponder);
+    let hello = service_fn(async |_: Request| Ok::<_, BoxError>(()));
+    let service = layer.cost(|_: &Request| 3).layer(hello);
+    service.clone().oneshot(Request::new(())).await.unwrap();
+    let limited = service.oneshot(Request::new(())).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!((limited.cost(), limited.decision().remaining()), (3, Some(2)));
+}
+
 #[tokio::test(start_paused = true)]
 async fn free_request_passes_a_failing_store_but_no_block() {
     let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));
     let layer = RateLimitLayer::new(store.clone(), policy.clone()).responder(ErrorResponder);
     let service = layer
         .on_store_error(RateLimitFallback::Deny)
-        .cost(|cost: &u32| *cost)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .cost(|cost: &u64| *cost)
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     for _ in 0..3 {
         assert_eq!(service.clone().oneshot(0).await.unwrap(), 0);
     }
@@ -376,10 +388,10 @@ async fn free_request_passes_a_failing_store_but_no_block() {
     Limiter::new(store.clone(), policy).block(Key::GLOBAL, Duration::from_secs(60)).await.unwrap();
     let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(refused.decision().outcome(), Outcome::Blocked);
-    let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u32| *cost);
+    let nothing = RateLimitLayer::new(store, per_hour(0)).responder(ErrorResponder).cost(|cost: &u64| *cost);
     assert!(
         nothing
-            .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)))
+            .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)))
             .oneshot(0)
             .await
             .unwrap_err()
@@ -820,8 +832,8 @@ async fn resolver_is_called_with_the_input_of_the_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn resolver_added_last_is_called() {
-    let by_input = || PolicyResolver::of_input(|quota: u32| ready(Ok::<_, BoxError>(per_hour(quota))));
+async fn resolver_that_is_named_last_is_the_one_that_is_asked() {
+    let by_input = || PolicyResolver::of_input(|quota: u64| ready(Ok::<_, BoxError>(per_hour(quota))));
     let by_key = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1))));
     let layer = || layer(MemoryBackend::new(), per_hour(0));
     let passed = async |calls: Vec<Result<(), BoxError>>| calls.iter().filter(|call| call.is_ok()).count();
@@ -846,7 +858,7 @@ async fn resolver_added_last_is_called() {
 
 #[tokio::test(start_paused = true)]
 async fn waiting_request_is_resolved_by_its_input_each_time() {
-    let plans = PolicyResolver::of_input(|units: u32| {
+    let plans = PolicyResolver::of_input(|units: u64| {
         ready(Ok::<_, BoxError>(Policy::new("plan", Quota::per_second(units).fixed_window())))
     });
     let service = layer(MemoryBackend::new(), per_hour(0))
@@ -870,7 +882,7 @@ async fn forgotten_resolver_answer_applies_a_new_plan_at_once() {
         let (asked, quota) = (Arc::clone(&asked), Arc::clone(&quota));
         move |_| {
             asked.fetch_add(1, Relaxed);
-            ready(Ok::<_, BoxError>(per_hour(quota.load(Relaxed) as u32)))
+            ready(Ok::<_, BoxError>(per_hour(quota.load(Relaxed) as u64)))
         }
     });
     let service = layer(MemoryBackend::new(), per_hour(0))
@@ -1084,8 +1096,8 @@ async fn hanging_resolver_delays_a_stale_answer_by_half_a_deadline() {
     assert_eq!(start.elapsed(), Duration::from_millis(50));
 }
 
-/// Answers with a quota of `limit` after `time`, and counts the calls.
-fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u32) -> PolicyResolver {
+/// Answers with so many per hour after so long, and counts how often it is asked.
+fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u64) -> PolicyResolver {
     let asked = Arc::clone(asked);
     PolicyResolver::new(move |_| {
         asked.fetch_add(1, Relaxed);
@@ -1441,7 +1453,7 @@ impl Login {
         layer(self.0.store().clone(), self.0.policy().clone())
     }
 
-    async fn left(&self) -> Option<u32> {
+    async fn left(&self) -> Option<u64> {
         let store = self.0.store();
         RateLimitStore::peek(store, self.0.policy(), &Key::GLOBAL, 1).await.unwrap().remaining()
     }
@@ -1757,7 +1769,7 @@ async fn clones_of_clones_share_circuit_and_counts() {
 #[tokio::test(start_paused = true)]
 async fn request_above_the_local_share_is_not_denied_for_good() {
     let store = Store::failing(StoreError::timeout);
-    let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u32);
+    let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u64);
     let service = layer.layer(service_fn(echo));
     assert!(service.clone().oneshot("four").await.unwrap_err().is::<StoreError>());
     assert!(service.clone().oneshot("of").await.is_ok());
@@ -1878,7 +1890,7 @@ async fn impossible_request_does_not_use_up_the_probe() {
     });
     let total = Policy::new("total", Quota::per_hour(9).fixed_window());
     let service = layer(&store, per_hour(3))
-        .cost(|request: &&str| request.len() as u32)
+        .cost(|request: &&str| request.len() as u64)
         .and(total, tollgate::GlobalKey)
         .layer(service_fn(echo));
     for _ in 0..5 {
@@ -2047,7 +2059,7 @@ async fn cost_of_0_passes_and_charges_nothing() {
 async fn cost_above_the_quota_is_denied_without_a_store_call() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(3));
-    for cost in [4, u32::MAX] {
+    for cost in [4, u64::from(u32::MAX), u64::MAX] {
         let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
         assert_eq!(error.decision().outcome(), Outcome::Never);
         assert_eq!(error.retry_after(), None, "no wait helps");
@@ -2062,7 +2074,7 @@ async fn cost_above_the_quota_is_denied_without_a_store_call() {
 async fn quota_of_0_denies_without_a_store_call() {
     let store = Store::counting();
     let service = weighted(&store, per_hour(0));
-    for cost in [0, 1, u32::MAX] {
+    for cost in [0, 1, u64::from(u32::MAX), u64::MAX] {
         let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
         assert_eq!(error.decision(), &Decision::never([0]));
     }
@@ -2123,7 +2135,7 @@ async fn polling_again_after_an_answer_panics() {
 
 // Helpers.
 
-fn per_hour(limit: u32) -> Policy {
+fn per_hour(limit: u64) -> Policy {
     Policy::new("test", Quota::per_hour(limit).fixed_window())
 }
 
@@ -2137,8 +2149,8 @@ fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
 fn weighted(
     store: impl IntoStore<Store: RateLimitStore + Clone + Send + Sync + 'static>,
     policy: Policy,
-) -> impl Service<u32, Response = (), Error = BoxError, Future: Send> + Clone {
-    layer(store, policy).cost(|units: &u32| *units).layer(service_fn(async |_: u32| Ok::<_, Broken>(())))
+) -> impl Service<u64, Response = (), Error = BoxError, Future: Send> + Clone {
+    layer(store, policy).cost(|units: &u64| *units).layer(service_fn(async |_: u64| Ok::<_, Broken>(())))
 }
 
 /// Wraps a mock in the layer.
@@ -2291,7 +2303,7 @@ impl Service<Arc<()>> for Holding {
 }
 
 type AnswerFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
-type Check = dyn Fn(&Policy, &Key, u32) -> AnswerFuture<Decision, StoreError> + Send + Sync;
+type Check = dyn Fn(&Policy, &Key, u64) -> AnswerFuture<Decision, StoreError> + Send + Sync;
 
 /// A store whose decisions come from a closure, and which counts its calls.
 #[derive(Clone)]
@@ -2303,7 +2315,7 @@ struct Store {
 impl Store {
     fn new<F, Fut>(check: F) -> Self
     where
-        F: Fn(&Policy, &Key, u32) -> Fut + Send + Sync + 'static,
+        F: Fn(&Policy, &Key, u64) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = Result<Decision, StoreError>> + Send + 'static,
     {
         Self { check: Arc::new(move |policy, key, cost| Box::pin(check(policy, key, cost))), asked: Arc::default() }
@@ -2348,12 +2360,12 @@ impl Store {
 }
 
 impl RateLimitStore for Store {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         (self.check)(policy, key, cost).await
     }
 
-    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, _: &Policy, _: &Key, _: u64) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
     }
 

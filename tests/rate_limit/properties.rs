@@ -12,7 +12,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Builder;
 use tokio::time::{Instant, advance};
 use tollgate::rate_limit::store::RateLimitStore;
-use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, Receipt};
+use tollgate::rate_limit::{Algorithm, BurstQuota, Decision, Limit, LimitStatus, Outcome, Receipt};
 use tollgate::{Key, MemoryBackend, Policy, Quota};
 
 const MICROSECOND: Duration = Duration::from_micros(1);
@@ -36,13 +36,13 @@ struct Step {
 /// Costs and changes are in thousandths of the smallest capacity, rounded down. 0 stands for one unit.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
-    Check(u32),
+    Check(u64),
     CheckNothing,
-    Peek(u32),
-    // The first field selects a charge, counted back from the last one.
-    GiveBack(usize, u32),
-    ChargeAnyway(u32),
-    // In millionths of the window.
+    Peek(u64),
+    // Of the charge so many before.
+    GiveBack(usize, u64),
+    ChargeAnyway(u64),
+    // In parts per million of the window.
     Block(u64),
     Reset,
 }
@@ -52,7 +52,17 @@ fn algorithms() -> impl Strategy<Value = Algorithm> {
     prop_oneof![2 => Just(TokenBucket), 1 => Just(FixedWindow), 1 => Just(SlidingWindow), 1 => Just(SlidingLog)]
 }
 
-/// Limits that are counted exactly: the product of capacity and window is at most 2^51.
+/// The largest product of capacity and window in us that is counted exactly by every algorithm. A fixed window has no such bound.
+const EXACT: u64 = 1 << 51;
+
+/// Quotas around the bounds of integers and doubles.
+fn large() -> impl Strategy<Value = u64> {
+    let around = |middle: u64| middle - 20..middle + 20;
+    let most = Quota::MAX_UNITS;
+    prop_oneof![around(1 << 32), around(1 << 40), around(1 << 51), most - 20..=most, (1 << 32)..=most]
+}
+
+/// Limits that are counted exactly.
 fn limits() -> impl Strategy<Value = Limit> {
     let window = prop_oneof![
         Just(Quota::MIN_WINDOW),
@@ -62,14 +72,21 @@ fn limits() -> impl Strategy<Value = Limit> {
         Just(Duration::from_micros(3_661_000_007)),
         Just(Duration::from_secs(30 * 86_400)),
     ];
-    let units = prop_oneof![1 => Just(1_u32), 6 => 1_u32..13, 3 => 13_u32..400];
+    let units = prop_oneof![2 => Just(1_u64), 12 => 1_u64..13, 6 => 13_u64..400, 3 => large()];
     // Up to twice the quota.
-    let burst = prop_oneof![3 => Just(None), 2 => (0_u32..2_001).prop_map(Some)];
+    let burst = prop_oneof![3 => Just(None), 2 => (0_u64..2_001).prop_map(Some)];
     (algorithms(), window, units, burst).prop_map(|(algorithm, window, units, burst)| {
+        let exact = EXACT / window.as_micros() as u64;
+        let units = match algorithm {
+            Algorithm::FixedWindow => units,
+            Algorithm::SlidingLog => units.min(400),
+            _ => units.min(exact),
+        };
         let quota = Quota::new(units, window).unwrap();
         match (algorithm, burst) {
             (Algorithm::TokenBucket, Some(share)) => {
-                quota.burst((units * share / 1_000).max(1)).unwrap().token_bucket()
+                let burst = u128::from(units) * u128::from(share) / 1_000;
+                quota.burst((burst as u64).clamp(1, exact)).unwrap().token_bucket()
             }
             _ => limit(algorithm, quota),
         }
@@ -102,8 +119,8 @@ fn pauses() -> impl Strategy<Value = u64> {
     ]
 }
 
-fn costs() -> impl Strategy<Value = u32> {
-    prop_oneof![10 => Just(0_u32), 4 => 0..200_u32, 2 => 0..1_001_u32]
+fn costs() -> impl Strategy<Value = u64> {
+    prop_oneof![10 => Just(0_u64), 4 => 0..200_u64, 2 => 0..1_001_u64]
 }
 
 /// Only the operation that a layer calls by default.
@@ -116,9 +133,9 @@ fn verbs() -> impl Strategy<Value = Verb> {
     prop_oneof![
         200 => checks(),
         10 => Just(Verb::CheckNothing),
-        40 => (0..1_001_u32).prop_map(Verb::Peek),
-        40 => (0..20_usize, 0..1_001_u32).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
-        10 => (0..2_500_u32).prop_map(Verb::ChargeAnyway),
+        40 => (0..1_001_u64).prop_map(Verb::Peek),
+        40 => (0..20_usize, 0..1_001_u64).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
+        10 => (0..2_500_u64).prop_map(Verb::ChargeAnyway),
         4 => (0..1_500_000_u64).prop_map(Verb::Block),
         2 => Just(Verb::Reset),
     ]
@@ -149,8 +166,8 @@ struct Subject {
     policy: Policy,
     key: Key,
     epoch: Instant,
-    // The charges, with the units that are not given back yet.
-    charges: Vec<(Receipt, u32)>,
+    // What was charged and not given back.
+    charges: Vec<(Receipt, u64)>,
 }
 
 impl Subject {
@@ -166,13 +183,13 @@ impl Subject {
         self.epoch.elapsed().as_micros() as u64
     }
 
-    /// The largest cost that can be admitted.
-    fn capacity(&self) -> u32 {
+    /// The most that can be asked for at once.
+    fn capacity(&self) -> u64 {
         self.policy.limits().iter().map(Limit::capacity).min().unwrap()
     }
 
-    fn units(&self, share: u32) -> u32 {
-        if share == 0 { 1 } else { (u64::from(share) * u64::from(self.capacity()) / 1_000) as u32 }
+    fn units(&self, share: u64) -> u64 {
+        if share == 0 { 1 } else { (u128::from(share) * u128::from(self.capacity()) / 1_000) as u64 }
     }
 
     fn share_of_window(&self, of: usize, parts: u64) -> Duration {
@@ -180,7 +197,7 @@ impl Subject {
         Duration::from_micros((window * u128::from(parts) / 1_000_000) as u64)
     }
 
-    async fn check(&mut self, cost: u32) -> Decision {
+    async fn check(&mut self, cost: u64) -> Decision {
         let decision = self.backend.check(&self.policy, &self.key, cost).await.unwrap();
         if let Some(receipt) = decision.receipt() {
             self.charges.push((receipt, cost));
@@ -188,12 +205,12 @@ impl Subject {
         decision
     }
 
-    async fn peek(&self, cost: u32) -> Decision {
+    async fn peek(&self, cost: u64) -> Decision {
         self.backend.peek(&self.policy, &self.key, cost).await.unwrap()
     }
 
-    /// Returns the charge this many charges before the last one, and the units to give back: at most the units left of it.
-    fn charge_to_give_back(&mut self, before: usize, share: u32) -> Option<(Receipt, u32)> {
+    /// The charge so many before, and how much of it this is to give back: no more than is left of it.
+    fn charge_to_give_back(&mut self, before: usize, share: u64) -> Option<(Receipt, u64)> {
         let units = self.units(share);
         let index = self.charges.len().checked_sub(before + 1)?;
         let (receipt, left) = &mut self.charges[index];
@@ -213,12 +230,12 @@ impl Subject {
             Verb::Peek(cost) => return Some(self.peek(self.units(cost)).await),
             Verb::GiveBack(before, share) => {
                 if let Some((receipt, units)) = self.charge_to_give_back(before, share) {
-                    self.settle(receipt, -i64::from(units)).await;
+                    self.settle(receipt, -(units as i64)).await;
                 }
             }
             Verb::ChargeAnyway(share) => {
                 let units = self.units(share);
-                self.settle(Receipt::at_micros(0), units.into()).await;
+                self.settle(Receipt::at_micros(0), units as i64).await;
             }
             Verb::Block(parts) => {
                 let time = self.share_of_window(step.of, parts);
@@ -336,16 +353,16 @@ fn refund_never_exceeds_the_charge() {
         let charges = subject.charges.clone();
         for (receipt, units) in charges.iter().chain(&charges) {
             let before = left(&subject.peek(0).await);
-            subject.settle(*receipt, -i64::from(*units)).await;
+            subject.settle(*receipt, -(*units as i64)).await;
             let after = left(&subject.peek(0).await);
             for ((before, after), limit) in before.iter().zip(&after).zip(&trace.limits) {
                 prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
             }
         }
-        // After any refunds, at most the capacity is admitted at once.
-        let mut admitted = 0;
-        while subject.check(1).await.is_allowed() {
-            admitted += 1;
+        // Nobody gets more at once than there is, whatever was given back. A large quota is used up in a thousand steps.
+        let (mut admitted, step) = (0, (subject.capacity() / 1_000).max(1));
+        while subject.check(step).await.is_allowed() {
+            admitted += step;
             prop_assert!(admitted <= subject.capacity());
         }
         // An unknown key has nothing to give back.
@@ -364,7 +381,7 @@ fn refund_at_once_undoes_the_charge() {
         let before = subject.peek(1).await;
         let cost = before.remaining().unwrap_or(0);
         if let Some(receipt) = subject.check(cost).await.receipt() {
-            subject.settle(receipt, -i64::from(cost)).await;
+            subject.settle(receipt, -(cost as i64)).await;
             prop_assert_eq!(subject.peek(1).await, before);
         }
         Ok(())
@@ -374,8 +391,8 @@ fn refund_at_once_undoes_the_charge() {
 #[test]
 fn retry_after_is_exact_to_the_microsecond() {
     let waits = Cell::new(0);
-    let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u32, 12));
-    for_all(120, asked, async |(trace, costs): (Trace, Vec<u32>)| {
+    let asked = (traces(verbs(), 60), prop::collection::vec(0..1_001_u64, 12));
+    for_all(120, asked, async |(trace, costs): (Trace, Vec<u64>)| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
         for cost in costs {
@@ -444,15 +461,14 @@ fn units_become_available_at_reset_after() {
     });
 }
 
-/// Returns the most units that the documentation allows within a span of `length` us, both ends included.
-fn worst_case(limit: Limit, length: u64) -> u64 {
-    let (quota, window) = (u64::from(limit.quota().limit()), limit.quota().window().as_micros() as u64);
+/// The most that the docs let pass in a span of `length` us, both ends included.
+fn worst_case(limit: Limit, length: u64) -> u128 {
+    let (quota, window) = (u128::from(limit.quota().limit()), limit.quota().window().as_micros());
+    let length = u128::from(length);
     let windows = length / window + 1;
     match limit.algorithm() {
-        Algorithm::TokenBucket => {
-            u64::from(limit.capacity()) + (u128::from(quota) * u128::from(length) / u128::from(window)) as u64
-        }
-        // The end of one window, and all windows that can begin within the span.
+        Algorithm::TokenBucket => u128::from(limit.capacity()) + quota * length / window,
+        // The end of one window, and every window that can begin in the span.
         Algorithm::FixedWindow => quota * (windows + 1),
         Algorithm::SlidingWindow if windows == 1 => 2 * quota - 1,
         Algorithm::SlidingWindow => quota * (windows + 1),
@@ -466,12 +482,12 @@ fn no_span_exceeds_the_worst_case() {
     for_all(120, traces(checks(), 300), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
-        let charges: Vec<_> = subject.charges.iter().map(|(at, units)| (at.as_micros(), u64::from(*units))).collect();
+        let charges: Vec<_> = subject.charges.iter().map(|(at, units)| (at.as_micros(), *units)).collect();
         admitted_in_total.set(admitted_in_total.get() + charges.len());
         for (first, (start, _)) in charges.iter().enumerate() {
             let mut admitted = 0;
             for (end, units) in &charges[first..] {
-                admitted += units;
+                admitted += u128::from(*units);
                 for limit in &trace.limits {
                     let most = worst_case(*limit, end - start);
                     prop_assert!(admitted <= most, "{} in {} us of {:?}", admitted, end - start, limit);
@@ -489,11 +505,11 @@ async fn worst_cases_occur() {
     let quota = Quota::per_minute(10);
     for (limit, most) in [(quota.token_bucket(), 19), (quota.fixed_window(), 20), (quota.sliding_window(), 18)] {
         let mut subject = Subject::new(&[limit]);
-        // The window opens long before the burst of requests.
-        let early = u32::from(limit.algorithm() != Algorithm::TokenBucket);
+        // The window opens long before the crowd comes.
+        let early = u64::from(limit.algorithm() != Algorithm::TokenBucket);
         let _ = subject.check(early).await;
         advance(Duration::from_secs(60) - MICROSECOND).await;
-        let (start, mut admitted) = (Instant::now(), early * u32::from(limit.algorithm() == Algorithm::FixedWindow));
+        let (start, mut admitted) = (Instant::now(), early * u64::from(limit.algorithm() == Algorithm::FixedWindow));
         while start.elapsed() < Duration::from_secs(60) {
             if subject.check(1).await.is_allowed() {
                 admitted += 1;
@@ -514,7 +530,7 @@ async fn even_requests_get_the_sliding_quota_less_one() {
         for number in 0..20 {
             let mut admitted = 0;
             for _ in 0..quota {
-                admitted += u32::from(subject.check(1).await.is_allowed());
+                admitted += u64::from(subject.check(1).await.is_allowed());
                 advance(Duration::from_micros(60_000_000_u64.div_ceil(quota.into()))).await;
             }
             assert!((quota - 1..=quota).contains(&admitted), "{admitted} of {quota} in window {number}");
@@ -530,29 +546,32 @@ fn huge_limits() -> impl Strategy<Value = Limit> {
         2 => 10_000..longest,
         2 => 10_000..86_400_000_000_u64,
     ];
-    let units = prop_oneof![1 => Just(u32::MAX), 4 => 1_000_000..u32::MAX, 1 => 1..u32::MAX];
+    let units = prop_oneof![2 => large(), 2 => 1_000_000..1_u64 << 32, 1 => 1..1_u64 << 32];
     let algorithm = prop_oneof![Just(Algorithm::TokenBucket), Just(Algorithm::SlidingWindow)];
-    (algorithm, window, units).prop_map(|(algorithm, window, units)| {
-        limit(algorithm, Quota::new(units, Duration::from_micros(window)).unwrap())
+    let burst = prop_oneof![2 => Just(None), 1 => prop_oneof![1..1_000_u64, large()].prop_map(Some)];
+    (algorithm, window, units, burst).prop_map(|(algorithm, window, units, burst)| {
+        let quota = Quota::new(units, Duration::from_micros(window)).unwrap();
+        let burst = burst.filter(|_| algorithm == Algorithm::TokenBucket).and_then(|burst| quota.burst(burst).ok());
+        burst.map_or_else(|| limit(algorithm, quota), BurstQuota::token_bucket)
     })
 }
 
 #[test]
-fn largest_numbers_are_rounded_only_as_documented() {
-    let steps = prop::collection::vec((pauses(), 0..1_001_u32), 1..60);
-    for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u32)>)| {
+fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
+    let steps = prop::collection::vec((pauses(), 0..1_001_u64), 1..60);
+    for_all(300, (huge_limits(), steps), async |(limit, steps): (Limit, Vec<(u64, u64)>)| {
         let mut subject = Subject::new(&[limit]);
         let mut count = Count::new(limit);
-        let capacity = u64::from(limit.capacity());
+        let capacity = limit.capacity();
         for (pause, cost) in steps {
             advance(subject.share_of_window(0, pause)).await;
             let (now, cost) = (subject.now(), subject.units(cost));
             let decision = subject.check(cost).await;
             let used = count.used_at(now);
-            let fits = |used: u64| used + u64::from(cost) <= capacity;
+            let fits = |used: u64| used + cost <= capacity;
             if decision.is_allowed() {
                 prop_assert!(fits(*used.start()), "{} of {} fitted into {:?}", cost, capacity, used);
-                count.charge(now, cost.into());
+                count.charge(now, cost);
             } else {
                 prop_assert!(!fits(*used.end()), "{} of {} did not fit into {:?}", cost, capacity, used);
                 let wait = decision.retry_after().unwrap().as_micros() as u64;

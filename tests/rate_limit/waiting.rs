@@ -17,12 +17,12 @@ use tollgate::{
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceExt, service_fn};
 
-const ACME: u32 = 1;
-const GLOBEX: u32 = 2;
-const INITECH: u32 = 3;
+const ACME: u64 = 1;
+const GLOBEX: u64 = 2;
+const INITECH: u64 = 3;
 
-/// A customer and the number of the call.
-type Call = (u32, u32);
+/// A customer and a number.
+type Call = (u64, u64);
 
 /// One call every 100 ms for each customer.
 fn policy() -> Policy {
@@ -41,7 +41,7 @@ fn ms(ms: u64) -> Duration {
 /// Services that record which calls they served, and when.
 struct Calls {
     begun: Instant,
-    served: Arc<Mutex<Vec<(u32, u128)>>>,
+    served: Arc<Mutex<Vec<(u64, u128)>>>,
 }
 
 impl Calls {
@@ -61,7 +61,7 @@ impl Calls {
         BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).responder(ErrorResponder).layer(inner))
     }
 
-    fn served(&self) -> Vec<(u32, u128)> {
+    fn served(&self) -> Vec<(u64, u128)> {
         self.served.lock().unwrap().clone()
     }
 }
@@ -210,9 +210,9 @@ async fn cheap_waiter_is_not_rejected_with_an_expensive_one() {
     let service = RateLimitLayer::new(store.clone(), second)
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     let take_all = async || while other.check(Key::GLOBAL).await.unwrap().is_allowed() {};
     take_all().await;
     let large = tokio::spawn(service.clone().oneshot(4));
@@ -237,9 +237,9 @@ async fn cached_wait_is_forgotten_after_an_admission() {
     let service = RateLimitLayer::new(store.clone(), second)
         .wait(Duration::from_secs(5))
         .deadline(Duration::from_secs(1))
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+        .layer(service_fn(async |cost: u64| Ok::<_, BoxError>(cost)));
     while other.check(Key::GLOBAL).await.unwrap().is_allowed() {}
     let large = tokio::spawn(service.clone().oneshot(4));
     sleep(ms(1)).await;
@@ -301,7 +301,7 @@ async fn waiters_that_call_together_keep_their_order() {
         outcome.unwrap().unwrap();
     }
     let served = served.lock().unwrap().clone();
-    let (large, small) = served.iter().partition::<Vec<u32>, _>(|number| *number % 10 == 7);
+    let (large, small) = served.iter().partition::<Vec<u64>, _>(|number| *number % 10 == 7);
     assert!(large.is_sorted() && small.is_sorted(), "{served:?}");
     for number in large {
         let passed_by = served.iter().take_while(|other| **other != number).filter(|other| **other > number).count();
@@ -493,7 +493,7 @@ async fn unpolled_waiter_holds_up_no_other() {
         if let Some(first) = first {
             first.await.unwrap().unwrap();
         }
-        let mut numbers: Vec<u32> = calls.served().iter().map(|(number, _)| *number).collect();
+        let mut numbers: Vec<u64> = calls.served().iter().map(|(number, _)| *number).collect();
         assert_eq!(numbers, if is_asking.is_none() { vec![0, 1, 3, 4] } else { vec![0, 3, 4] }, "{is_asking:?}");
         // The future keeps its position in front of later calls.
         let last = tokio::spawn(service.clone().oneshot((ACME, 5)));
@@ -610,7 +610,7 @@ async fn shadow_policy_counts_a_waiter_once() {
     let service = layer
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Another process sometimes takes the room.
@@ -669,7 +669,7 @@ async fn waiter_without_enforced_policy_is_counted_once() {
         .and(policy(), |_: &Call| "all")
         .wait(Duration::from_secs(10))
         .key(|(customer, _): &Call| *customer)
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() < 3)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
     // Another process sometimes takes the room, so the first waiter has to call the store more than once.
@@ -693,9 +693,9 @@ async fn impossible_cost_and_store_error_are_not_waited_for() {
     let service = layer
         .max_waiters_in_total(1)
         .on_store_error(RateLimitFallback::Deny)
-        .cost(|cost: &u32| *cost)
+        .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
-        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+        .layer(service_fn(async |_: u64| Ok::<_, BoxError>(())));
     let begun = Instant::now();
     let never = async || {
         let refused = service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap();
@@ -763,7 +763,7 @@ async fn refund_during_an_outage_reaches_waiters() {
     let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
     let service = RateLimitLayer::new(store, minute)
         .wait(Duration::from_secs(90))
-        .charge_on(|_: Result<&u32, &BoxError>| false)
+        .charge_on(|_: Result<&u64, &BoxError>| false)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(10)).await;
@@ -784,7 +784,7 @@ async fn refund_wakes_a_waiter() {
     for several in [false, true] {
         let store = FaultStore::new(MemoryBackend::new());
         let layer = RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(90));
-        let layer = layer.key(|(customer, _): &Call| *customer).charge_on(|_: Result<&u32, &BoxError>| false);
+        let layer = layer.key(|(customer, _): &Call| *customer).charge_on(|_: Result<&u64, &BoxError>| false);
         let inner = service_fn(async |(_, number): Call| {
             sleep(ms(10)).await;
             Ok::<_, BoxError>(number)
@@ -794,7 +794,7 @@ async fn refund_wakes_a_waiter() {
             // The calls wait in the queue of the added policy.
             let each = RateLimitLayer::new(store.clone(), total).wait(Duration::from_secs(90));
             let each = each.and(minute.clone(), |(customer, _): &Call| *customer);
-            let each = each.charge_on(|_: Result<&u32, &BoxError>| false);
+            let each = each.charge_on(|_: Result<&u64, &BoxError>| false);
             BoxCloneService::new(each.responder(ErrorResponder).layer(inner))
         } else {
             BoxCloneService::new(layer.responder(ErrorResponder).layer(inner))
@@ -829,7 +829,7 @@ async fn refund_of_two_units_admits_two_waiters() {
     let service = RateLimitLayer::new(store, minute)
         .wait(Duration::from_secs(90))
         .cost(|(_, number): &Call| if *number == 0 { 2 } else { 1 })
-        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() != 0)
+        .charge_on(|answer: Result<&u64, &BoxError>| *answer.unwrap() != 0)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, number): Call| {
             sleep(ms(30)).await;
@@ -1097,7 +1097,7 @@ async fn waiters_for_two_limits_keep_their_order_in_both() {
         outcome.unwrap().unwrap();
     }
     let served = calls.served();
-    let (acme, others) = served.iter().partition::<Vec<&(u32, u128)>, _>(|(number, _)| number % 3 == 0);
+    let (acme, others) = served.iter().partition::<Vec<&(u64, u128)>, _>(|(number, _)| number % 3 == 0);
     for (calls, of) in [(&acme, "one customer"), (&others, "the others")] {
         assert!(calls.is_sorted(), "{of}: {served:?}");
     }
@@ -1110,13 +1110,13 @@ async fn waiters_for_two_limits_keep_their_order_in_both() {
 async fn free_call_does_not_wait() {
     let own = RateLimitLayer::new(MemoryBackend::new(), policy());
     let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
-    let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u32| ACME);
-    let inner = || service_fn(async |_: u32| Ok::<_, BoxError>(()));
-    let services: [BoxCloneService<u32, (), BoxError>; 2] = [
+    let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u64| ACME);
+    let inner = || service_fn(async |_: u64| Ok::<_, BoxError>(()));
+    let services: [BoxCloneService<u64, (), BoxError>; 2] = [
         BoxCloneService::new(
             own.wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
-                .cost(|cost: &u32| *cost)
+                .cost(|cost: &u64| *cost)
                 .responder(ErrorResponder)
                 .layer(inner()),
         ),
@@ -1124,7 +1124,7 @@ async fn free_call_does_not_wait() {
             several
                 .wait(Duration::from_secs(9))
                 .max_waiters_in_total(1)
-                .cost(|cost: &u32| *cost)
+                .cost(|cost: &u64| *cost)
                 .responder(ErrorResponder)
                 .layer(inner()),
         ),

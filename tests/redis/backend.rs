@@ -49,7 +49,7 @@ async fn connect(server: &RedisServer) -> RedisBackend {
 }
 
 /// One policy per algorithm, each `limit` per minute.
-fn policies(limit: u32) -> [Policy; 2] {
+fn policies(limit: u64) -> [Policy; 2] {
     let quota = Quota::per_minute(limit);
     [Policy::new("fixed", quota.fixed_window()), Policy::new("log", quota.sliding_log().unwrap())]
 }

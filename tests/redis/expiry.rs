@@ -39,15 +39,15 @@ struct Step {
 /// Costs are percentages of the smallest capacity, rounded down. 0 stands for one unit.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
-    Check(u32),
+    Check(u64),
     CheckNothing,
-    CheckAll(u32),
+    CheckAll(u64),
     // This many concurrent requests of one unit, which are batched.
     CheckTogether(usize),
-    Peek(u32),
+    Peek(u64),
     // Refunds part of an earlier charge, counted back from the last one.
-    GiveBack(usize, u32),
-    ChargeAnyway(u32),
+    GiveBack(usize, u64),
+    ChargeAnyway(u64),
     Block(u64),
     Unblock,
     Reset,
@@ -62,7 +62,7 @@ fn limits() -> impl Strategy<Value = Limit> {
     ];
     // Some windows expire during a trace.
     let window = prop_oneof![Just(20_u64), Just(300), Just(60_000)];
-    (algorithm, window, 1_u32..20, 1_u32..40).prop_map(|(algorithm, window, units, burst)| {
+    (algorithm, window, 1_u64..20, 1_u64..40).prop_map(|(algorithm, window, units, burst)| {
         let quota = Quota::new(units, Duration::from_millis(window)).unwrap();
         match algorithm {
             Algorithm::TokenBucket => quota.burst(burst).unwrap().token_bucket(),
@@ -75,13 +75,13 @@ fn limits() -> impl Strategy<Value = Limit> {
 
 fn traces() -> impl Strategy<Value = Trace> {
     let verb = prop_oneof![
-        20 => (0..60_u32).prop_map(Verb::Check),
+        20 => (0..60_u64).prop_map(Verb::Check),
         2 => Just(Verb::CheckNothing),
-        6 => (0..60_u32).prop_map(Verb::CheckAll),
+        6 => (0..60_u64).prop_map(Verb::CheckAll),
         3 => (10..20_usize).prop_map(Verb::CheckTogether),
-        6 => (0..101_u32).prop_map(Verb::Peek),
-        6 => (0..6_usize, 0..101_u32).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
-        3 => (0..250_u32).prop_map(Verb::ChargeAnyway),
+        6 => (0..101_u64).prop_map(Verb::Peek),
+        6 => (0..6_usize, 0..101_u64).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
+        3 => (0..250_u64).prop_map(Verb::ChargeAnyway),
         3 => prop_oneof![1_u64..50, 1_000_u64..600_000].prop_map(Verb::Block),
         2 => Just(Verb::Unblock),
         2 => Just(Verb::Reset),
@@ -147,7 +147,7 @@ impl Bench {
         let all = trace.plans.iter().flatten();
         let longest = all.map(|limit| limit.period().max(limit.quota().window())).max().unwrap() * 2 + GRACE;
         let longest = longest * 5 / 4 + GRACE;
-        let mut charges: Vec<(usize, Key, Receipt, u32)> = Vec::new();
+        let mut charges: Vec<(usize, Key, Receipt, u64)> = Vec::new();
         // Plans whose limits differ in algorithm or window have separate counts and blocks.
         let shape = |plan: usize| -> Vec<(Algorithm, Duration)> {
             let window = |limit: &Limit| match limit.algorithm() {
@@ -162,7 +162,7 @@ impl Bench {
             let plan = step.plan % policies.len();
             let (policy, key) = (&policies[plan], Key::from(format!("subject-{}", step.subject)));
             let capacity = policy.limits().iter().map(Limit::capacity).min().unwrap();
-            let units = |share: u32| if share == 0 { 1 } else { share * capacity / 100 };
+            let units = |share: u64| if share == 0 { 1 } else { share * capacity / 100 };
             let (looked, before) = (Instant::now(), look(&mut self.connection));
 
             let Self { runtime, backend, .. } = self;
@@ -202,11 +202,11 @@ impl Bench {
                     let given = units(share).min(*left);
                     *left -= given;
                     let policy = &policies[*plan];
-                    runtime.block_on(backend.settle(policy, key, *receipt, -i64::from(given))).unwrap();
+                    runtime.block_on(backend.settle(policy, key, *receipt, -(given as i64))).unwrap();
                     given > 0
                 }
                 Verb::ChargeAnyway(share) => {
-                    let change = units(share).into();
+                    let change = units(share) as i64;
                     runtime.block_on(backend.settle(policy, &key, Receipt::at_micros(0), change)).unwrap();
                     change > 0
                 }

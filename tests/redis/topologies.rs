@@ -708,7 +708,7 @@ mod on_a_cluster {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn keys_spread_over_all_primaries_with_their_quotas() {
         const SUBJECTS: u32 = 600;
-        const QUOTA: u32 = 3;
+        const QUOTA: u64 = 3;
         let cluster = CLUSTER.get(Cluster::start);
         let primaries = cluster.primaries();
         let keys = || primaries.iter().map(|index| cluster.nodes[*index].query::<u64>("DBSIZE")).collect::<Vec<_>>();
@@ -721,7 +721,7 @@ mod on_a_cluster {
             tasks.spawn(async move {
                 let mut admitted = 0;
                 for _ in 0..2 * QUOTA {
-                    admitted += u32::from(limiter.check(subject).await.unwrap().is_allowed());
+                    admitted += u64::from(limiter.check(subject).await.unwrap().is_allowed());
                 }
                 admitted
             });

@@ -116,7 +116,7 @@ impl<S> Recorder<S> {
 }
 
 impl<S: RateLimitStore + Sync> RateLimitStore for Recorder<S> {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         let decision = self.store.check(policy, key, cost).await?;
         if let Some(receipt) = decision.receipt() {
             let at = receipt.as_micros();
@@ -127,7 +127,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Recorder<S> {
         Ok(decision)
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }
 

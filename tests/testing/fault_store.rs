@@ -310,7 +310,7 @@ async fn immediate_decision_does_not_bypass_a_fault() {
 #[tokio::test(start_paused = true)]
 async fn exhausted_client_has_no_quota_left() {
     let minute = Quota::per_minute(7);
-    let huge = Quota::per_day(u32::MAX);
+    let huge = Quota::per_day(u32::MAX.into());
     let limits = [
         minute.fixed_window(),
         minute.sliding_window(),

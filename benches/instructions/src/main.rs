@@ -22,7 +22,7 @@ mod server;
 
 /// Longer than any call takes under callgrind.
 const DEADLINE: Duration = Duration::from_secs(60);
-const QUOTA: u32 = 1_000_000_000;
+const QUOTA: u64 = 1_000_000_000;
 
 fn main() {
     let mut words = env::args().skip(1);

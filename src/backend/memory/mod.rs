@@ -336,7 +336,7 @@ mod tests {
         #[test]
         fn total_weight_matches_counts_and_stays_within_capacity(
             capacity in 1_usize..700,
-            steps in prop::collection::vec((0_u32..90, 0_u8..20, 1_u32..40, 0_u64..400), 1..400),
+            steps in prop::collection::vec((0_u32..90, 0_u8..20, 1_u64..40, 0_u64..400), 1..400),
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
             runtime.block_on(async {

@@ -12,7 +12,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
 use crate::rate_limit::store::{Charged, RateLimitStore, Request};
-use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, Receipt};
+use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, Receipt, as_change};
 
 /// The counts of one key.
 #[derive(Clone)]
@@ -146,7 +146,7 @@ impl Counts {
     }
 
     /// The state of all limits, and how long a request of `cost` has to wait.
-    fn decide(&self, cost: u32) -> Decision {
+    fn decide(&self, cost: u64) -> Decision {
         let status = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.status(terms, self.last, cost),
             LimitCount::Log(log) => log.status(terms, self.last, cost),
@@ -161,7 +161,7 @@ impl Counts {
         }
     }
 
-    fn charge(&mut self, units: u32) {
+    fn charge(&mut self, units: u64) {
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
                 LimitCount::Plain(count) => count.charge(terms, self.last, units),
@@ -170,7 +170,7 @@ impl Counts {
         }
     }
 
-    fn refund(&mut self, receipt: Receipt, units: u32) {
+    fn refund(&mut self, receipt: Receipt, units: u64) {
         let (at, mut buckets) = (receipt.as_micros(), receipt.missing());
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
@@ -187,7 +187,8 @@ impl Counts {
 
 /// The used share of a limit, in 1/65,536.
 pub(super) fn share_of(used: u64, terms: &LimitParams) -> u64 {
-    (used << 16) / u64::from(terms.capacity).max(1)
+    let share = (u128::from(used) << 16) / u128::from(terms.capacity.max(1));
+    u64::try_from(share).unwrap_or(u64::MAX)
 }
 
 impl LimitCount {
@@ -206,15 +207,15 @@ impl SlidingLog {
         }
     }
 
-    fn status(&self, terms: &LimitParams, now: u64, cost: u32) -> LimitStatus {
-        let capacity = u64::from(terms.capacity);
+    fn status(&self, terms: &LimitParams, now: u64, cost: u64) -> LimitStatus {
+        let capacity = terms.capacity;
         let until_gone = |time: u64| Duration::from_micros(time + terms.span - now);
         let mut retry = Duration::ZERO;
-        if cost > 0 && self.used + u64::from(cost) > capacity {
+        if cost > 0 && self.used.saturating_add(cost) > capacity {
             // Wait until enough of the oldest requests have left the window.
             let mut still_used = self.used;
             for &(time, units) in &self.requests {
-                if still_used + u64::from(cost) <= capacity {
+                if still_used.saturating_add(cost) <= capacity {
                     break;
                 }
                 still_used -= u64::from(units);
@@ -231,12 +232,13 @@ impl SlidingLog {
                 break;
             }
         }
-        LimitStatus::new(terms.capacity, capacity.saturating_sub(self.used) as u32, retry, reset)
+        LimitStatus::new(capacity, capacity.saturating_sub(self.used), retry, reset)
     }
 
-    fn charge(&mut self, terms: &LimitParams, now: u64, units: u32) {
-        let most = (2 * u64::from(terms.capacity)).saturating_sub(self.used);
-        let units = u64::from(units).min(most) as u32;
+    fn charge(&mut self, terms: &LimitParams, now: u64, units: u64) {
+        let most = (2 * terms.capacity).saturating_sub(self.used);
+        // It fits into a `u32`: see `Quota::MAX_SLIDING_LOG`.
+        let units = units.min(most) as u32;
         if units > 0 {
             self.make_room(terms.capacity);
             self.requests.push_back((now, units));
@@ -245,7 +247,7 @@ impl SlidingLog {
     }
 
     /// Reserves space for one more request, and never for more than the quota allows. Shrinks the log some time after a burst.
-    fn make_room(&mut self, limit: u32) {
+    fn make_room(&mut self, limit: u64) {
         let (len, capacity) = (self.requests.len(), self.requests.capacity());
         if len == capacity {
             self.requests.reserve_exact(len.max(4).min((limit as usize).saturating_sub(len).max(1)));
@@ -254,17 +256,17 @@ impl SlidingLog {
         }
     }
 
-    fn refund(&mut self, at: u64, units: u32) {
+    fn refund(&mut self, at: u64, units: u64) {
         let mut left = units;
         let mut index = self.requests.partition_point(|(time, _)| *time < at);
         while left > 0
             && let Some((time, cost)) = self.requests.get_mut(index)
             && *time == at
         {
-            let given_back = left.min(*cost);
-            *cost -= given_back;
+            let given_back = left.min((*cost).into());
+            *cost -= given_back as u32;
             left -= given_back;
-            self.used -= u64::from(given_back);
+            self.used -= given_back;
             if *cost == 0 {
                 self.requests.remove(index);
             } else {
@@ -285,7 +287,7 @@ enum Verb {
 
 impl MemoryBackend {
     /// A check, with a fast path for a policy of one limit.
-    fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
+    fn check_one(&self, policy: &Policy, key: &Key, cost: u64) -> Decision {
         if policy.terms().len() > 1 {
             return self.decide(policy, key, cost, |_| Verb::Check);
         }
@@ -306,7 +308,7 @@ impl MemoryBackend {
     }
 
     /// Charges a request if it is allowed. `None` if it is denied, or if existing counts need the slow path. Then nothing is charged.
-    fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+    fn charge_one(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
         let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
@@ -320,7 +322,7 @@ impl MemoryBackend {
         decision.is_allowed().then(|| Charged { is_near_limit: decision.is_near_limit() })
     }
 
-    fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
+    fn decide(&self, policy: &Policy, key: &Key, cost: u64, verb: impl FnOnce(u64) -> Verb) -> Decision {
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
         let now = self.now_us();
@@ -358,7 +360,7 @@ impl MemoryBackend {
             if !denied && !decision.is_allowed() {
                 for (index, charged) in decisions.iter_mut().enumerate() {
                     if let Some(receipt) = charged.receipt() {
-                        let _ = act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
+                        let _ = act(index, Verb::Settle(receipt, -as_change(requests[index].cost)));
                         // Report the refunded request as not charged.
                         *charged = act(index, Verb::Peek);
                     }
@@ -381,7 +383,7 @@ impl MemoryBackend {
         hash: u64,
         policy: &Policy,
         key: &Key,
-        cost: u32,
+        cost: u64,
         verb: Verb,
         now: u64,
     ) -> Decision {
@@ -433,7 +435,7 @@ impl MemoryBackend {
 
 impl Counts {
     /// Executes `verb`. Returns the decision, and whether the counts changed.
-    fn act(&mut self, policy: &Policy, cost: u32, verb: Verb, now: u64) -> (Decision, bool) {
+    fn act(&mut self, policy: &Policy, cost: u64, verb: Verb, now: u64) -> (Decision, bool) {
         if let Verb::BlockUntil(until) = verb {
             self.blocked_until = until;
             return (self.decide(0), true);
@@ -444,7 +446,7 @@ impl Counts {
         self.bring_up_to(now);
         let changed = match verb {
             Verb::Settle(receipt, change) => {
-                let units = u32::try_from(change.unsigned_abs()).unwrap_or(u32::MAX);
+                let units = change.unsigned_abs();
                 if change < 0 {
                     self.refund(receipt, units);
                 } else {
@@ -489,10 +491,10 @@ impl Counts {
         })
     }
 
-    fn fits(&self, cost: u32) -> bool {
+    fn fits(&self, cost: u64) -> bool {
         let fits = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
             LimitCount::Plain(count) => count.fits(terms, self.last, cost),
-            LimitCount::Log(log) => log.used + u64::from(cost) <= u64::from(terms.capacity),
+            LimitCount::Log(log) => log.used.saturating_add(cost) <= terms.capacity,
         };
         self.blocked_until <= self.last && self.limits.iter().zip(self.policy.terms()).all(fits)
     }
@@ -512,15 +514,15 @@ impl Counts {
 
 // `async` although nothing waits, so that a call that is never polled does not charge.
 impl RateLimitStore for MemoryBackend {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         Ok(self.check_one(policy, key, cost))
     }
 
-    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         Some(self.check_one(policy, key, cost))
     }
 
-    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
         self.charge_one(policy, key, cost)
     }
 
@@ -532,7 +534,7 @@ impl RateLimitStore for MemoryBackend {
         Some(self.check_together(requests))
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         Ok(self.decide(policy, key, cost, |_| Verb::Peek))
     }
 

@@ -32,7 +32,7 @@ enum Counters {
 // The fields after the first are in the order of `Count`, so that the conversion does not distinguish the variants.
 #[derive(Clone, Copy)]
 enum One {
-    TokenBucket { last: u64, since: u64, debt: u64 },
+    TokenBucket { part: u32, last: u64, since: u64, debt: u64 },
     FixedWindow { last: u64, start: u64, used: u64 },
     // Windows are computed from their start. A clock that was read before the last update is slightly behind, which is harmless.
     SlidingWindow { previous: u64, start: u64, current: u64 },
@@ -56,7 +56,7 @@ impl One {
     #[inline]
     const fn new(last: u64, count: Count) -> Self {
         match count {
-            Count::TokenBucket { since, debt } => Self::TokenBucket { last, since, debt },
+            Count::TokenBucket { since, debt, part } => Self::TokenBucket { part, last, since, debt },
             Count::FixedWindow { start, used } => Self::FixedWindow { last, start, used },
             Count::SlidingWindow { start, previous, current } => Self::SlidingWindow { start, previous, current },
         }
@@ -66,7 +66,7 @@ impl One {
     #[inline]
     const fn get(self) -> (u64, Count) {
         match self {
-            Self::TokenBucket { last, since, debt } => (last, Count::TokenBucket { since, debt }),
+            Self::TokenBucket { part, last, since, debt } => (last, Count::TokenBucket { since, debt, part }),
             Self::FixedWindow { last, start, used } => (last, Count::FixedWindow { start, used }),
             Self::SlidingWindow { start, previous, current } => {
                 (start, Count::SlidingWindow { start, previous, current })
@@ -164,7 +164,7 @@ impl Slot {
 
     /// The fast path for nearly all checks: a policy with one limit that is not a log. Returns `None` for any other check.
     #[inline]
-    pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Decision> {
+    pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u64, now_us: u64) -> Option<Decision> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
         let is_charged = cost > 0 && count.charge_if_it_fits(terms, now_us, cost);
         *one = One::new(now_us, count);
@@ -175,7 +175,7 @@ impl Slot {
 
     /// Like [`check_only_limit`](Self::check_only_limit), without a decision. Also returns `None` if the request is denied.
     #[inline]
-    pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Charged> {
+    pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u64, now_us: u64) -> Option<Charged> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
         if !count.charge_if_it_fits(terms, now_us, cost) {
             return None;

@@ -16,7 +16,7 @@ use super::stores::rate_limit;
 use super::{RedisBackend, RedisOptions};
 use crate::key::Key;
 use crate::rate_limit::store::{RateLimitStore, Request};
-use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, Receipt};
+use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, Receipt, as_change};
 use crate::{MemoryBackend, StoreError};
 
 #[path = "delay_queue_differential.rs"]
@@ -42,7 +42,7 @@ struct Trace {
     shape: Vec<(Algorithm, Duration)>,
     change: QuotaChange,
     // Units for each of the limits. Now and then, a key changes to another of these plans.
-    plans: Vec<Vec<u32>>,
+    plans: Vec<Vec<u64>>,
     steps: Vec<Step>,
 }
 
@@ -59,15 +59,15 @@ struct Step {
 #[derive(Clone, Debug)]
 enum Verb {
     // Costs in thousandths of the smallest capacity, rounded down; 0 for one unit.
-    Check { cost: u32 },
-    CheckTwo { cost: u32, other: u32 },
+    Check { cost: u64 },
+    CheckTwo { cost: u64, other: u64 },
     // The keys and costs of a batch.
-    CheckMany { asked: Vec<(u8, u32)> },
-    Peek { cost: u32 },
+    CheckMany { asked: Vec<(u8, u64)> },
+    Peek { cost: u64 },
     // With the receipt `charge` charges ago.
-    Refund { charge: usize, cost: u32 },
+    Refund { charge: usize, cost: u64 },
     // With the plan that is `after` positions after that of the step, and the receipt `charge` charges ago or none.
-    Charge { cost: u32, after: usize, charge: Option<usize> },
+    Charge { cost: u64, after: usize, charge: Option<usize> },
     Block { share: u64 },
     Reset,
 }
@@ -91,7 +91,15 @@ fn traces() -> impl Strategy<Value = Trace> {
         2 => prop::collection::vec((algorithm, window), 2..5),
     ];
     let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
-    let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
+    let most = Quota::MAX_UNITS;
+    let large = prop_oneof![
+        2 => (1 << 32) - 20..(1 << 32) + 20_u64,
+        2 => (1 << 40) - 20..(1 << 40) + 20_u64,
+        1 => (1 << 51) - 20..(1 << 51) + 20_u64,
+        2 => most - 20..=most,
+        2 => (32..53_u32, any::<u64>()).prop_map(|(bits, random)| 1 << bits | random & ((1 << bits) - 1)),
+    ];
+    let units = prop_oneof![6 => 1_u64..12, 4 => 90_u64..300, 1 => 1_000_000_u64..4_000_000_000, 2 => large];
     let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
     // Usually about as many pauses in a window as a log has entries, sometimes at the edge of a window or beyond it.
     let pause = prop_oneof![
@@ -101,15 +109,15 @@ fn traces() -> impl Strategy<Value = Trace> {
         2 => 999_990..1_000_010_u64,
         1 => 0..3_000_000_u64,
     ];
-    let cost = prop_oneof![60 => Just(0_u32), 6 => 0..30_u32, 1 => 0..1_001_u32];
+    let cost = prop_oneof![60 => Just(0_u64), 6 => 0..30_u64, 1 => 0..1_001_u64];
     // Resets are rare, so that logs grow long enough to be trimmed.
     let verb = prop_oneof![
         400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
-        40 => (cost.clone(), 0..3_u32).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
+        40 => (cost.clone(), 0..3_u64).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
         40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|asked| Verb::CheckMany { asked }),
-        80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
+        80 => (0..1_001_u64).prop_map(|cost| Verb::Peek { cost }),
         60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
-        12 => (0..2_001_u32, 0..3_usize, prop::option::of(0..3_usize))
+        12 => (0..2_001_u64, 0..3_usize, prop::option::of(0..3_usize))
             .prop_map(|(cost, after, charge)| Verb::Charge { cost, after, charge }),
         2 => (0..1_500_000_u64).prop_map(|share| Verb::Block { share }),
         1 => Just(Verb::Reset),
@@ -132,8 +140,8 @@ fn traces() -> impl Strategy<Value = Trace> {
     })
 }
 
-fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
-    let quota = |units: u32| Quota::new(units, window).unwrap();
+fn limit_of(algorithm: Algorithm, window: Duration, units: u64) -> Limit {
+    let quota = |units: u64| Quota::new(units, window).unwrap();
     match algorithm {
         // Sometimes with a burst other than the quota.
         Algorithm::TokenBucket if units.is_multiple_of(3) => quota(units).burst(units / 2 + 1).unwrap().token_bucket(),
@@ -216,15 +224,15 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             limits.fold(policy, Policy::limit).on_quota_change(trace.change)
         })
         .collect();
-    let mut charges: Vec<(usize, Key, u32, [Receipt; 2])> = Vec::new();
+    let mut charges: Vec<(usize, Key, u64, [Receipt; 2])> = Vec::new();
     for (number, step) in trace.steps.iter().enumerate() {
         let window = trace.shape[step.of % trace.shape.len()].1;
         pair.pause(Duration::from_micros(window.as_micros() as u64 / 1_000 * step.pause / 1_000));
         let plan = step.plan % policies.len();
         let policy = &policies[plan];
-        let key = Key::from(u32::from(step.subject));
+        let key = Key::from(u64::from(step.subject));
         let least = policy.limits().iter().map(Limit::capacity).min().unwrap();
-        let cost_of = |share: u32| if share == 0 { 1 } else { (u64::from(share) * u64::from(least) / 1_000) as u32 };
+        let cost_of = |share: u64| if share == 0 { 1 } else { (u128::from(share) * u128::from(least) / 1_000) as u64 };
         let decisions = match &step.verb {
             &Verb::Check { cost } => {
                 let cost = cost_of(cost);
@@ -245,7 +253,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 pair.both(|memory| memory.check_all(&requests), |redis| redis.check_all(&requests))
             }
             Verb::CheckMany { asked } => {
-                let asked = asked.iter().map(|&(subject, cost)| (Key::from(u32::from(subject)), cost_of(cost)));
+                let asked = asked.iter().map(|&(subject, cost)| (Key::from(u64::from(subject)), cost_of(cost)));
                 let asked: Vec<_> = asked.collect();
                 let one_by_one = async |memory: &MemoryBackend| {
                     let mut decisions = Vec::new();
@@ -268,7 +276,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 let (plan, key, left, receipts) = &mut charges[charge];
                 let units = cost_of(cost).min(*left);
                 *left -= units;
-                let (policy, [memory, redis], change) = (&policies[*plan], *receipts, -i64::from(units));
+                let (policy, [memory, redis], change) = (&policies[*plan], *receipts, -as_change(units));
                 pair.both(|to| to.settle(policy, key, memory, change), |to| to.settle(policy, key, redis, change));
                 continue;
             }
@@ -276,7 +284,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 let charge = charge.and_then(|charge| charges.len().checked_sub(charge + 1));
                 let (key, [memory, redis]) =
                     charge.map_or((key, [Receipt::at_micros(0); 2]), |charge| (charges[charge].1, charges[charge].3));
-                let (policy, change) = (&policies[(plan + after) % policies.len()], i64::from(cost_of(cost)));
+                let (policy, change) = (&policies[(plan + after) % policies.len()], as_change(cost_of(cost)));
                 pair.both(|to| to.settle(policy, &key, memory, change), |to| to.settle(policy, &key, redis, change));
                 continue;
             }
@@ -355,7 +363,7 @@ fn counts_survive_clock_set_back_to_1970() {
 /// Regression: a sliding log started again after the clock was set back by more than its window. It admitted 40 requests instead of 20.
 #[test]
 fn clock_set_back_admits_no_more_in_any_real_window() {
-    const UNITS: u32 = 20;
+    const UNITS: u64 = 20;
     const WINDOW_S: u64 = 60;
     let server = RedisServer::start();
     let mut pair = Pair::new(&server);
@@ -389,7 +397,7 @@ fn clock_set_back_admits_no_more_in_any_real_window() {
                 assert!(within <= most as usize, "{name}: {within} within a window from {begin} s on");
             }
             // Each step back of the clock costs at most a window, and single requests get nearly all of the quota.
-            assert!(admitted.len() as u32 > 5 * (UNITS - 2), "{name}: only {} were admitted", admitted.len());
+            assert!(admitted.len() as u64 > 5 * (UNITS - 2), "{name}: only {} were admitted", admitted.len());
             pair.check_expiries();
             pair.reset(&policy, &key);
         }
@@ -408,7 +416,7 @@ fn refund_from_before_clock_set_back_makes_no_room() {
         let mut set = |clock_s: u64| {
             let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
         };
-        let check = |cost: u32| pair.redis_runtime.block_on(pair.redis.check(&policy, &key, cost)).unwrap();
+        let check = |cost: u64| pair.redis_runtime.block_on(pair.redis.check(&policy, &key, cost)).unwrap();
         let noon_s = START_US / 1_000_000;
         set(noon_s);
         let receipt = check(5).receipt().unwrap();
@@ -473,7 +481,7 @@ impl RedisBackend {
     }
 
     /// Checks all of these in one batch, as if other calls were in flight.
-    async fn check_together(&self, policy: &Policy, asked: &[(Key, u32)]) -> Result<Vec<Decision>, StoreError> {
+    async fn check_together(&self, policy: &Policy, asked: &[(Key, u64)]) -> Result<Vec<Decision>, StoreError> {
         let super::Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
         let replies = if keys.iter().all(|keys| keys.len() == 1) && asked.iter().all(|(_, cost)| *cost > 0) {

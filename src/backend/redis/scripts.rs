@@ -100,17 +100,17 @@ impl ToRedisArgs for Subject<'_> {
 /// The descriptors of one policy: see the header of `rate_limit_check_many.lua`.
 pub(crate) struct Group<'a> {
     pub(crate) packed: &'a EncodedLimits,
-    pub(crate) costs: SmallVec<[u32; 64]>,
+    pub(crate) costs: SmallVec<[u64; 64]>,
 }
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         let EncodedLimits { terms, limits, format, ttl_ms, .. } = self.packed;
-        let mut head = SmallVec::<[u8; 8 + 4 * 64]>::new();
+        let mut head = SmallVec::<[u8; 8 + 7 * 64]>::new();
         head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
         if self.costs.iter().any(|cost| *cost != 1) {
-            head.extend(self.costs.iter().flat_map(|cost| cost.to_le_bytes()));
+            self.costs.iter().for_each(|cost| head.extend_from_slice(&cost.to_le_bytes()[..7]));
         }
         out.write_arg(&head);
         out.write_arg(terms);
@@ -168,7 +168,7 @@ impl Scripts {
             CheckMode::Check => self.check.call(servers, &keys, ("check", subjects)).await,
             CheckMode::Peek => self.check.call(servers, &keys, ("peek", subjects)).await,
             CheckMode::Settle(receipt) => {
-                let missing: Vec<u32> = receipt.missing().take(Receipt::BUCKETS).collect();
+                let missing: Vec<u64> = receipt.missing().take(Receipt::BUCKETS).collect();
                 self.check.call(servers, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
             }
         }
@@ -180,12 +180,12 @@ impl Scripts {
         &self,
         servers: &Servers,
         key: &str,
-        cost: u32,
+        cost: u64,
         packed: &EncodedLimits,
     ) -> Result<Value, StoreError> {
         let EncodedLimits { terms, limits, counts, ttl_ms, .. } = packed;
-        let mut request = SmallVec::<[u8; 128]>::new();
-        request.extend_from_slice(&cost.to_le_bytes());
+        let mut request = SmallVec::<[u8; 160]>::new();
+        request.extend_from_slice(&cost.to_le_bytes()[..7]);
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         for length in [limits.len() + counts, limits.len()] {
             request.extend_from_slice(&(length as u16).to_le_bytes());

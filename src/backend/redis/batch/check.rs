@@ -53,7 +53,7 @@ struct Pending {
     sum: u64,
     // The key of the counts in Redis.
     counts: String,
-    cost: u32,
+    cost: u64,
     reply: oneshot::Sender<Result<Reply, RedisError>>,
 }
 
@@ -78,7 +78,7 @@ impl CheckBatcher {
         policy: &Policy,
         key: &Key,
         counts: String,
-        cost: u32,
+        cost: u64,
     ) -> Option<Result<Reply, StoreError>> {
         let waiting = |reply| Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply };
         let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that sends checks to redis has ended"));
@@ -177,7 +177,7 @@ fn unreadable() -> RedisError {
 pub(crate) async fn together(
     servers: &Servers,
     scripts: &Scripts,
-    asked: impl Iterator<Item = (&Policy, &Key, String, u32)>,
+    asked: impl Iterator<Item = (&Policy, &Key, String, u64)>,
 ) -> Result<Vec<Reply>, StoreError> {
     let (batch, answers): (Vec<_>, Vec<_>) = asked
         .map(|(policy, key, counts, cost)| {

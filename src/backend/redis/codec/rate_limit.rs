@@ -6,7 +6,7 @@ pub(crate) use crate::rate_limit::EncodedLimits;
 use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 /// The first byte of the value of a blocked key. The end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
 /// The status in a reply that is more than the counts.
@@ -30,8 +30,8 @@ const fn code(algorithm: Algorithm) -> u8 {
 /// How many numbers the count of a limit has.
 const fn numbers(algorithm: Algorithm) -> usize {
     match algorithm {
-        Algorithm::TokenBucket | Algorithm::FixedWindow => 2,
-        Algorithm::SlidingWindow => 3,
+        Algorithm::FixedWindow => 2,
+        Algorithm::TokenBucket | Algorithm::SlidingWindow => 3,
         Algorithm::SlidingLog => 0,
     }
 }
@@ -41,16 +41,16 @@ pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
     // Plus one for the time of the last update.
     let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
     let (mut all, mut limits) = (Vec::new(), vec![VERSION]);
-    for LimitParams { algorithm, span, step, capacity } in terms {
-        let (span, step, capacity) = (span.to_le_bytes(), step.to_le_bytes(), capacity.to_le_bytes());
-        let rate = [&span[..7], &step[..5]].concat();
+    for LimitParams { algorithm, span, step, parts, capacity } in terms {
+        let [span, step, capacity] = [span, step, capacity].map(|number| number.to_le_bytes());
+        let rate = [&span[..7], &step[..7], &parts.to_le_bytes()].concat();
         all.push(code(*algorithm));
         all.extend(&rate);
-        all.extend(capacity);
+        all.extend(&capacity[..7]);
         if *algorithm == Algorithm::TokenBucket {
             limits.extend(&rate);
         }
-        limits.extend(capacity);
+        limits.extend(&capacity[..7]);
     }
     let layout = format!("<{}", "d".repeat(numbers));
     EncodedLimits {
@@ -71,7 +71,7 @@ pub(crate) fn is_admitted(reply: &[u8]) -> bool {
 /// How long counts matter after they were written, debts included, plus a quarter, because the scripts do not write the expiry each time.
 fn time_to_live_ms(terms: &[LimitParams]) -> u64 {
     let longest = terms.iter().map(|terms| match terms.algorithm {
-        Algorithm::TokenBucket => (2 * terms.full()).div_ceil(terms.step.max(1)),
+        Algorithm::TokenBucket => terms.longest_refill(),
         Algorithm::SlidingWindow => 2 * terms.span,
         Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
     });
@@ -88,7 +88,7 @@ fn time_to_live_ms(terms: &[LimitParams]) -> u64 {
 /// ```
 ///
 /// The length tells the first form from the second, which never has that length without logs.
-pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
+pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
     let is_short = policy.logs().next().is_none() && reply.len() == policy.packed(encode).counts;
     let (status, now) =
@@ -100,7 +100,7 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
     let mut log_statuses = policy
         .logs()
         .map(|terms| {
-            let remaining = u64::from(terms.capacity).saturating_sub(reader.integer(5)?) as u32;
+            let remaining = terms.capacity.saturating_sub(reader.integer(5)?);
             let [retry, reset] = [reader.integer(INSTANT)?, reader.integer(INSTANT)?].map(Duration::from_micros);
             Some(LimitStatus::new(terms.capacity, remaining, retry, reset))
         })
@@ -201,10 +201,11 @@ impl Reader<'_> {
     /// The stored terms of the limit at the position of this one.
     fn terms(&mut self, terms: &LimitParams) -> Option<LimitParams> {
         if terms.algorithm == Algorithm::TokenBucket {
-            let (span, step, capacity) = (self.integer(7)?, self.integer(5)?, self.integer(4)? as u32);
-            return (span > 0).then_some(LimitParams { span, step, capacity, ..*terms });
+            let [span, step] = [self.integer(7)?, self.integer(7)?];
+            let (parts, capacity) = (self.integer(4)? as u32, self.integer(7)?);
+            return (span > 0 && parts > 0).then_some(LimitParams { span, step, parts, capacity, ..*terms });
         }
-        Some(terms.with_capacity(self.integer(4)? as u32))
+        Some(terms.with_capacity(self.integer(7)?))
     }
 
     /// `None` for a log.
@@ -215,7 +216,9 @@ impl Reader<'_> {
         // Another program may have stored a later start.
         let start = self.number()?.min(now);
         Some(match algorithm {
-            Algorithm::TokenBucket => Count::TokenBucket { since: start, debt: self.number()? },
+            Algorithm::TokenBucket => {
+                Count::TokenBucket { since: start, debt: self.number()?, part: u32::try_from(self.number()?).ok()? }
+            }
             Algorithm::FixedWindow => Count::FixedWindow { start, used: self.number()? },
             Algorithm::SlidingWindow => {
                 Count::SlidingWindow { start, previous: self.number()?, current: self.number()? }

@@ -13,7 +13,9 @@ use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::store::{RateLimitStore, Request};
-use crate::rate_limit::{Charge, Decision, Policy, Quota, QuotaChange, Receipt, give_back, one_after_the_other};
+use crate::rate_limit::{
+    Charge, Decision, Policy, Quota, QuotaChange, Receipt, as_change, give_back, one_after_the_other,
+};
 use crate::reach::Reach;
 
 /// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
@@ -21,7 +23,7 @@ use crate::reach::Reach;
 pub(crate) const MAX_REFUNDS: usize = 1_024;
 
 impl RedisBackend {
-    async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: CheckMode) -> Result<Decision, StoreError> {
+    async fn decide(&self, policy: &Policy, key: &Key, cost: u64, verb: CheckMode) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         if let (CheckMode::Check, 1.., None) = (verb, cost, policy.logs().next()) {
             let reply = self.check_plain(policy, key, cost).await?;
@@ -30,14 +32,14 @@ impl RedisBackend {
             }
         }
         let keys = keys.rate_limit(policy, key);
-        let subject = subject(policy, &keys, cost.into());
+        let subject = subject(policy, &keys, as_change(cost));
         // Boxed to keep the fast path's future small.
         let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[subject])).await?;
         read(text(&reply)?, policy, cost, verb)
     }
 
     /// Checks a key without logs, directly or in a batch.
-    async fn check_plain(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Reply, StoreError> {
+    async fn check_plain(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Reply, StoreError> {
         let Inner { servers, keys, scripts, check_batcher, .. } = &*self.inner;
         let mut place = None;
         if let Some(check_batcher) = check_batcher {
@@ -90,13 +92,13 @@ fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
     }
 }
 
-pub(crate) fn read(reply: &[u8], policy: &Policy, cost: u32, verb: CheckMode) -> Result<Decision, StoreError> {
+pub(crate) fn read(reply: &[u8], policy: &Policy, cost: u64, verb: CheckMode) -> Result<Decision, StoreError> {
     let decision = rate_limit::decision(reply, policy, cost, matches!(verb, CheckMode::Check));
     decision.ok_or_else(|| unexpected_reply(&redis::Value::BulkString(reply.to_vec())))
 }
 
 impl RateLimitStore for RedisBackend {
-    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.decide(policy, key, cost, CheckMode::Check).await
     }
 
@@ -118,7 +120,7 @@ impl RateLimitStore for RedisBackend {
         let subjects: Vec<_> = requests
             .iter()
             .zip(&keys)
-            .map(|(request, keys)| subject(&request.policy, keys, request.cost.into()))
+            .map(|(request, keys)| subject(&request.policy, keys, as_change(request.cost)))
             .collect();
         if !servers.are_together(subjects.iter().flat_map(|subject| subject.keys.first()).map(String::as_str)) {
             return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
@@ -137,7 +139,7 @@ impl RateLimitStore for RedisBackend {
         decisions.map(|(request, reply)| read(text(reply)?, &request.policy, request.cost, verb)).collect()
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
         self.decide(policy, key, cost, CheckMode::Peek).await
     }
 
@@ -145,7 +147,7 @@ impl RateLimitStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         // No charge is larger.
-        let most = i64::from(u32::MAX);
+        let most = Quota::MAX_UNITS as i64;
         let subject = subject(policy, &keys, change.clamp(-most, most));
         scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[subject]).await.map(drop)
     }
