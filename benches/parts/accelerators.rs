@@ -147,6 +147,6 @@ async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
         events.extend(task.await.expect("no call fails"));
     }
     events.extend(recorders.iter().flat_map(Recorder::take));
-    let windows = Windows::of(&events, QUOTA.into(), WINDOW);
-    (windows, windows.used(QUOTA.into()))
+    let windows = Windows::of(&events, QUOTA, WINDOW);
+    (windows, windows.used(QUOTA))
 }

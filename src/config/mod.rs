@@ -94,7 +94,7 @@
 //! | `policies.<name>.limits` | a list of limits |
 //! | `policies.<name>.mode` | `enforce`, `shadow` or `{ percent = 0..=100 }`: see [`Mode`](crate::rate_limit::Mode) |
 //! | `policies.<name>.on_quota_change` | `keep`, `reset` or `proportional`: see [`QuotaChange`](crate::rate_limit::QuotaChange) |
-//! | `limits[].quota` | units; 0 denies everything, also with a `burst` |
+//! | `limits[].quota` | units, at most 2^53 - 1; 0 denies everything, also with a `burst` |
 //! | `limits[].per` | the window, a time |
 //! | `limits[].algorithm` | `token_bucket`, `fixed_window`, `sliding_window` or `sliding_log`: see [`Quota`](crate::Quota); there is no default |
 //! | `limits[].burst` | the size of a token bucket; defaults to the quota |

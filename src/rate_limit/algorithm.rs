@@ -94,6 +94,12 @@ impl LimitParams {
         if self.parts == 1 {
             return (debt.saturating_sub(elapsed.saturating_mul(self.step)), 0);
         }
+        self.refilled_in_parts(debt, part, elapsed)
+    }
+
+    // Cold, like the other rare cases, so that the common case is inlined.
+    #[cold]
+    fn refilled_in_parts(&self, debt: u64, part: u32, elapsed: u64) -> (u64, u32) {
         let parts = u128::from(self.parts);
         let left = self.in_parts(debt, part).saturating_sub(u128::from(elapsed) * u128::from(self.step));
         ((left / parts) as u64, (left % parts) as u32)
@@ -106,6 +112,11 @@ impl LimitParams {
             // The common case, a whole number of us per token, without a slow division.
             return if self.step == 1 { debt } else { debt.div_ceil(self.step.max(1)) };
         }
+        self.time_to_refill_parts(debt, part)
+    }
+
+    #[cold]
+    fn time_to_refill_parts(&self, debt: u64, part: u32) -> u64 {
         self.in_parts(debt, part).div_ceil(self.step.max(1).into()) as u64
     }
 
@@ -117,6 +128,13 @@ impl LimitParams {
     #[cfg(feature = "redis")]
     pub(crate) fn longest_refill(&self) -> u64 {
         self.time_to_refill(self.most() * self.span, 0)
+    }
+
+    /// The units of the last window that still count, so long after the start of the current one.
+    // Not inlined, so that the other algorithms are.
+    #[inline(never)]
+    fn faded(&self, previous: u64, elapsed: u64) -> u64 {
+        scale_up(previous, (self.span - elapsed).div_ceil(self.step), self.steps())
     }
 
     /// The length of a sliding window in time units.
@@ -194,10 +212,7 @@ impl Count {
         match *self {
             Self::TokenBucket { debt, part, .. } => rounded_up(debt, part).div_ceil(params.span),
             Self::FixedWindow { used, .. } => used,
-            Self::SlidingWindow { start, previous, current } => {
-                let rest = (params.span - (now - start)).div_ceil(params.step);
-                current + scale_up(previous, rest, params.steps())
-            }
+            Self::SlidingWindow { start, previous, current } => current + params.faded(previous, now - start),
         }
     }
 
@@ -371,7 +386,7 @@ fn rounded_up(debt: u64, part: u32) -> u64 {
 fn scale_up(value: u64, by: u64, of: u64) -> u64 {
     match value.checked_mul(by) {
         Some(product) => product.div_ceil(of),
-        None => u64::try_from((u128::from(value) * u128::from(by)).div_ceil(of.into())).unwrap_or(u64::MAX),
+        None => scale_wide(value, by, of, of - 1),
     }
 }
 
@@ -381,8 +396,15 @@ fn scale_down(value: u64, by: u64, of: u64) -> u64 {
     match value.checked_mul(by) {
         _ if of == 0 => 0,
         Some(product) => product / of,
-        None => u64::try_from(u128::from(value) * u128::from(by) / u128::from(of)).unwrap_or(u64::MAX),
+        None => scale_wide(value, by, of, 0),
     }
+}
+
+/// `(value * by + rounding) / of`.
+#[cold]
+fn scale_wide(value: u64, by: u64, of: u64, rounding: u64) -> u64 {
+    let scaled = (u128::from(value) * u128::from(by) + u128::from(rounding)) / u128::from(of);
+    u64::try_from(scaled).unwrap_or(u64::MAX)
 }
 
 /// Converts the states of a policy from `old` to `new` parameters. `None` for a limit that starts from zero. Algorithms and windows are the
@@ -453,7 +475,7 @@ mod tests {
         #[test]
         fn bucket_products_are_exact_and_rates_hardly_slower(quota in quotas(), burst in units()) {
             let most = u128::from(Quota::MAX_UNITS);
-            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(|quota| quota.token_bucket())];
+            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(super::super::quota::BurstQuota::token_bucket)];
             for limit in limits.into_iter().flatten() {
                 let LimitParams { span, step, capacity, parts, .. } = LimitParams::new(limit);
                 let [span, step, capacity, parts] = [span, step, capacity, parts.into()].map(u128::from);

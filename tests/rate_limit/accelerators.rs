@@ -560,7 +560,7 @@ async fn cold_key_is_counted_exactly() {
     // One request every 20 ms does not qualify a key for a lease.
     for turn in 1..=100 {
         let _ = limiter.check("alice").await.unwrap();
-        assert_eq!(slow.checks(), u64::from(turn));
+        assert_eq!(slow.checks(), turn);
         let peek = backend.peek(&policy, &Key::from("alice"), 1).await.unwrap();
         assert_eq!(peek.remaining(), Some(1_000 - turn));
         advance(Duration::from_millis(20)).await;
@@ -608,7 +608,7 @@ async fn unused_units_are_given_back() {
         admitted += 1;
     }
     let held = store.stats().held;
-    let left = |decision: Decision| u64::from(decision.remaining().unwrap());
+    let left = |decision: Decision| decision.remaining().unwrap();
     assert_eq!(left(limiter.peek("alice").await.unwrap()), 1_000 - admitted - held);
     advance(Duration::from_millis(500)).await;
     // The next request finds the lease expired and gives the rest back. Then it charges its own cost or draws a smaller lease.
@@ -667,7 +667,7 @@ async fn give_back_returns_all_held_units() {
 #[tokio::test(start_paused = true)]
 async fn under_admission_is_at_most_the_idle_shares() {
     const QUOTA: u64 = 10_000;
-    let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u64));
+    let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA));
     let mut admitted = 0;
     let mut idle = Vec::new();
     for _ in 0..4 {
@@ -677,7 +677,7 @@ async fn under_admission_is_at_most_the_idle_shares() {
         admitted += u64::from(QuotaPrefetch::<()>::PROMOTE_AFTER);
         let mut most = 0;
         loop {
-            let left = u64::from(limiter.peek("alice").await.unwrap().remaining().unwrap());
+            let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
             assert!(limiter.check("alice").await.unwrap().is_allowed());
             admitted += 1;
             let held = store.stats().held;
@@ -899,7 +899,7 @@ async fn hanging_store_costs_one_lease() {
     let after = store.stats();
     let charged = slow.inner.charges.lock().unwrap()[charges..].iter().map(|(.., cost)| cost).sum::<u64>();
     assert_eq!(after.draws, before.draws + 1);
-    let lost = (after.drawn - before.drawn) as u64;
+    let lost = after.drawn - before.drawn;
     assert!(charged <= 2_000 + lost, "{charged} units for 2,000 requests, {before:?} {after:?}");
     assert_eq!(after.drawn, after.handed_out + after.given_back + after.expired + after.held);
     // Once the store recovers, leases work as before.
@@ -1011,7 +1011,7 @@ async fn prefetch_is_exact_for_costs_of_any_size() {
             admitted += cost;
         }
         // What is left over is too little, or is held for smaller requests.
-        let held = store.stats().held as u64;
+        let held = store.stats().held;
         assert!(admitted + held <= 1_000 && admitted + held + cost > 1_000, "{admitted} by {cost}, {held} held");
         assert!(held < cost, "{held} held from requests of {cost}");
         for _ in 0..held {
@@ -1189,7 +1189,7 @@ async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u6
                         sleep(Duration::from_micros(next(&mut random, 2 * traffic.pause_us))).await;
                     }
                     slow.takes(next(&mut random, traffic.there_us + 1), next(&mut random, traffic.back_us + 1));
-                    let cost = 1 + next(&mut random, traffic.cost.into()) as u64;
+                    let cost = 1 + next(&mut random, traffic.cost);
                     ASKED.with(|asked| asked.set(false));
                     // A few callers give up after 1 ms.
                     let time_limit = if next(&mut random, 50) == 0 { Duration::from_millis(1) } else { MINUTE };

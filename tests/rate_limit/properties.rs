@@ -531,7 +531,7 @@ async fn even_requests_get_the_sliding_quota_less_one() {
             let mut admitted = 0;
             for _ in 0..quota {
                 admitted += u64::from(subject.check(1).await.is_allowed());
-                advance(Duration::from_micros(60_000_000_u64.div_ceil(quota.into()))).await;
+                advance(Duration::from_micros(60_000_000_u64.div_ceil(quota))).await;
             }
             assert!((quota - 1..=quota).contains(&admitted), "{admitted} of {quota} in window {number}");
         }
@@ -579,7 +579,7 @@ fn the_largest_numbers_are_rounded_as_documented_and_no_more() {
                 let most = count.wait(now, |used| fits(*used.end()));
                 prop_assert!((least..=most).contains(&wait), "{} is not from {} to {}", wait, least, most);
             }
-            let (used, seen) = (count.used_at(now), capacity - u64::from(decision.remaining().unwrap()));
+            let (used, seen) = (count.used_at(now), capacity - decision.remaining().unwrap());
             prop_assert!(used.contains(&seen), "{} is not in {:?}: {:?}", seen, used, limit);
         }
         Ok(())

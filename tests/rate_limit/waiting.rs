@@ -131,7 +131,7 @@ async fn wait_queue_drains_after_a_burst() {
     });
     assert!(last_of_line.is_some_and(|place| place < 2_100), "{last_of_line:?}");
     let asked = store.faults().calls(Verb::Check);
-    assert!(asked < u64::from(number) * 11 / 10, "{asked} store calls for {number} calls");
+    assert!(asked < number * 11 / 10, "{asked} questions for {number} calls");
 }
 
 /// Regression: the latency of the store was added to each wait. A queue that five calls started lost a seventh of the quota's rate.
@@ -291,7 +291,7 @@ async fn waiters_that_call_together_keep_their_order() {
         let call = service.clone().oneshot((ACME, number));
         // Some calls give up, also during their own store call or those of their neighbours.
         match number % 6 {
-            5 => leaving.push(tokio::spawn(timeout(ms(900 + 3 * u64::from(number)), call))),
+            5 => leaving.push(tokio::spawn(timeout(ms(900 + 3 * number), call))),
             _ => drop(waiting.spawn(call)),
         }
         // The first call starts the queue.
@@ -575,7 +575,7 @@ async fn refund_goes_to_the_first_polled_waiter() {
         .charge_on(|_: Result<&(), &BoxError>| false)
         .responder(ErrorResponder)
         .layer(service_fn(async |(_, after): Call| {
-            sleep(ms(after.into())).await;
+            sleep(ms(after)).await;
             Ok::<_, BoxError>(())
         }));
     let begun = Instant::now();

@@ -188,7 +188,7 @@ async fn a_sliding_log_stays_small() {
     // Spans many windows, so that far more entries expire than stay alive.
     for _ in 0..6_000 {
         let remaining = limiter.check("alice").await.unwrap().remaining().unwrap();
-        let alive = u64::from(Quota::MAX_SLIDING_LOG - remaining);
+        let alive = Quota::MAX_SLIDING_LOG - remaining;
         let bytes: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
         assert!(bytes <= 6 + 12 * (alive + alive / 4 + 65), "{bytes} bytes for {alive} requests");
         cuts += u32::from(bytes < before);
@@ -268,7 +268,7 @@ async fn lifted_block_after_a_clock_step_keeps_counts() {
     let _ = limiter.check_cost("alice", 9).await.unwrap();
     let mut value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
     // The last update follows the version and the capacity.
-    let last = 1 + 4;
+    let last = 1 + 7;
     let ahead = f64::from_le_bytes(value[last..last + 8].try_into().unwrap()) + 3_600e6;
     value[last..last + 8].copy_from_slice(&ahead.to_le_bytes());
     let _: () = redis::cmd("SET").arg(key).arg(value).arg("PX").arg(4_000_000).query(&mut connection).unwrap();
@@ -313,9 +313,9 @@ async fn future_counts_deny_no_longer_than_before() {
         assert!(limiter.check_cost("alice", 2).await.unwrap().is_allowed());
         let before = limiter.peek("alice").await.unwrap();
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-        let terms = 1 + 16 + 2 * 4;
-        // After the terms come last update, full-since and debt of the bucket, then start and use of two windows.
-        let moved = [0, 1, 3, 5].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
+        let terms = 1 + 25 + 2 * 7;
+        // After the terms come last update, full-since, debt and part of the bucket, then start and use of two windows.
+        let moved = [0, 1, 4, 6].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
             let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
             value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
             value
