@@ -21,7 +21,7 @@ const CALLS: u64 = 10_000;
 const BURST: u32 = 1_000_000_000;
 
 fn main() {
-    let policy = || Policy::new("memory", Quota::per_day(BURST).token_bucket());
+    let policy = || Policy::new("memory", Quota::per_day(BURST.into()).token_bucket());
     let limiter = Limiter::new(MemoryBackend::new(), policy());
     let key = Key::from("client-1");
     count("limiter", || assert!(now(limiter.check(key)).expect("memory does not fail").is_allowed()));

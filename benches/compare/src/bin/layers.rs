@@ -120,7 +120,7 @@ async fn compare() {
 
 fn ours() -> RateLimitLayer<MemoryBackend, PeerIp> {
     let bucket = Quota::new(1, PERIOD)
-        .and_then(|quota| quota.burst(QUOTA))
+        .and_then(|quota| quota.burst(QUOTA.into()))
         .expect("the bucket refills in a year")
         .token_bucket();
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", bucket)).key(peer_ip())

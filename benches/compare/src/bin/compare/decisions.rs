@@ -51,7 +51,7 @@ pub enum Decider {
 
 impl Decider {
     pub async fn tollgate(url: &str, name: &str, quota: u32) -> Self {
-        let policy = Policy::new(name, Quota::per_hour(quota).fixed_window());
+        let policy = Policy::new(name, Quota::per_hour(quota.into()).fixed_window());
         let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
         // Longer than any call here, so late replies are measured, not abandoned.
         Self::Tollgate(Limiter::new(backend, policy).deadline(Duration::from_secs(10)))

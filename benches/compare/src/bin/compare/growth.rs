@@ -72,7 +72,7 @@ async fn processes(url: String, count: u32, time: Duration) -> Figures {
 async fn limited(url: &str, name: &str, limits: u32) -> Decider {
     let quota = |number: u32| {
         let window = Duration::from_secs(3_600 + u64::from(number));
-        Quota::new(GENEROUS, window).expect("an hour is a window").fixed_window()
+        Quota::new(GENEROUS.into(), window).expect("an hour is a window").fixed_window()
     };
     let policy = (1..limits).fold(Policy::new(name, quota(0)), |policy, number| policy.limit(quota(number)));
     let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
@@ -89,7 +89,7 @@ async fn ceiling_of(server: &RedisServer, decider: &Decider) -> Ceiling {
 
 async fn pooled(url: &str, connections: u32) -> Decider {
     let options = RedisOptions::from_url(url).expect("the URL is well-formed").connections(connections);
-    let policy = Policy::new("pooled", Quota::per_hour(GENEROUS).fixed_window());
+    let policy = Policy::new("pooled", Quota::per_hour(GENEROUS.into()).fixed_window());
     Decider::Tollgate(
         Limiter::new(options.connect().await.expect("Redis accepts the connection"), policy)
             .deadline(Duration::from_secs(10)),

@@ -94,7 +94,7 @@ async fn router(layer: &str, url: &str) -> Router {
         "tollgate-default" => app.layer(layers::ours(GENEROUS)),
         "tollgate-redis" => {
             let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
-            let policy = Policy::new("http", Quota::per_day(GENEROUS).token_bucket());
+            let policy = Policy::new("http", Quota::per_day(GENEROUS.into()).token_bucket());
             app.layer(RateLimitLayer::new(backend, policy).key(peer_ip()).deadline(Duration::from_secs(10)))
         }
         "tower_governor" => app.layer(governor()),

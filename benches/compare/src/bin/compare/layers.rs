@@ -28,7 +28,8 @@ pub const GENEROUS: u32 = 1_000_000_000;
 
 /// Allows `burst` requests at once, and refills as many within a day.
 pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
-    RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst).token_bucket())).key(peer_ip())
+    RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst.into()).token_bucket()))
+        .key(peer_ip())
 }
 
 /// The type of a layer in an axum router, or around one.

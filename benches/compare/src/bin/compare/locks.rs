@@ -28,7 +28,8 @@ pub enum Locker {
 impl Locker {
     pub async fn both(url: &str) -> [(&'static str, Self); 2] {
         let backend = RedisBackend::connect(url).await.expect("Redis accepts the connection");
-        let locks = Locks::new(backend, "default").ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+        let locks =
+            Locks::new(backend, "default").ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
         [("tollgate", Self::Tollgate(locks)), ("rslock", Self::Rslock(LockManager::new(vec![url.to_owned()])))]
     }
 

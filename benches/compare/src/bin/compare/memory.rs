@@ -63,7 +63,7 @@ pub fn now<T>(call: impl Future<Output = T>) -> T {
 /// All buckets refill `burst` in a day, so none refills during a trial with a `burst` below a thousand.
 fn deciders(keys: u64, burst: u32) -> [(&'static str, Arc<dyn Decide>); 4] {
     let names = || (0..keys).map(|key| format!("client-{key}"));
-    let bucket = Quota::per_day(burst).token_bucket();
+    let bucket = Quota::per_day(burst.into()).token_bucket();
     let limiter = || Limiter::new(MemoryBackend::new(), Policy::new("memory", bucket));
     let (yes_or_no, told, prepared) = (limiter(), limiter(), limiter());
     let yes_or_no = async move |name: &String| yes_or_no.try_acquire(name).await.expect("memory does not fail");
