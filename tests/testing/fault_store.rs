@@ -337,7 +337,7 @@ async fn exhausted_client_has_no_quota_left() {
 }
 
 #[tokio::test]
-#[should_panic(expected = "what `alice` has left cannot be used up while it is blocked")]
+#[should_panic(expected = "cannot exhaust `alice`: it is blocked")]
 async fn blocked_client_cannot_be_exhausted() {
     let limiter = Limiter::new(MemoryBackend::new(), policy());
     limiter.block("alice", Duration::from_secs(60)).await.unwrap();
@@ -345,7 +345,7 @@ async fn blocked_client_cannot_be_exhausted() {
 }
 
 #[tokio::test]
-#[should_panic(expected = "since the store fails")]
+#[should_panic(expected = "cannot exhaust `alice`: the store failed")]
 async fn exhaust_panics_if_the_store_fails() {
     let (limiter, faults) = store();
     faults.fail(Failure::Unavailable);
