@@ -226,7 +226,7 @@ impl<V> PolicyResolver<V> {
     /// #[derive(Clone)]
     /// struct ApiKey(String);
     ///
-    /// async fn quota_of(ApiKey(key): &ApiKey) -> Result<u32, BoxError> {
+    /// async fn quota_of(ApiKey(key): &ApiKey) -> Result<u64, BoxError> {
     ///     Ok(if key == "the-api-key-of-alice" { 1_000 } else { 100 }) // or a database query
     /// }
     ///
