@@ -352,7 +352,7 @@ async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Order
             // A worker that was stopped right after the grant never learned of it.
             if until > 0 || is_lost {
                 let key =
-                    KEYS.iter().position(|key| *key == lease.lock().subject().as_str()).expect("the key is in `KEYS`");
+                    KEYS.iter().position(|key| *key == lease.lock().key().as_str()).expect("the key is in `KEYS`");
                 let (is_lost, reads) = (u8::from(is_lost), u8::from(reads));
                 let mut out = io::stdout().lock();
                 writeln!(out, "{key} {} {from} {until} {is_lost} {reads}", lease.fence())
