@@ -187,7 +187,7 @@ pub const FAULTS: &[Fault] = &[
     })
     .after_a_timeout()
     .short(),
-    fault("refused for 1 s: reset, and nobody listens", Network, Fails::Some, Nothing, |d, _| {
+    fault("refused for 1 s: reset, and no listener", Network, Fails::Some, Nothing, |d, _| {
         trouble(d.proxy(), SECOND, |proxy| {
             proxy.door(Door::Closed);
             proxy.reset();

@@ -143,7 +143,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             proxy.reset();
         })
     }),
-    fault("refused for 1 s: reset, and nobody listens", Network, |d, _| {
+    fault("refused for 1 s: reset, and no listener", Network, |d, _| {
         trouble(d.proxy(), SECOND, |proxy| {
             proxy.door(Door::Closed);
             proxy.reset();

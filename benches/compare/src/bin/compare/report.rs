@@ -291,8 +291,8 @@ impl Report {
              all contenders take turns, except in \"What it costs\" at the end. A cell has the calls per second with the minimum and the \
              maximum of all rounds, in parentheses their ratio to the ceiling of the same round, and the 99th percentile of the time of \
              a call. A contender whose median is better than the best rounds of all others is first, and bold. Without such a contender, \
-             the result is a tie. The contender of ours that does the same work as the peers is compared with them: `tollgate`, or the \
-             one that the table names. Peers are set up as their own documentation recommends.\n\n",
+             the result is a tie. Peers are compared with `tollgate`, or with the contender that the table names, because it does the \
+             same work. Peers are set up as their own documentation recommends.\n\n",
         );
         let _ = writeln!(out, "```text\n{}\n```\n", self.verdict().join("\n"));
         for table in &self.tables {
