@@ -9,7 +9,7 @@ pub enum OnMissingKey {
     /// The layer rejects the request: 400 with HTTP.
     #[default]
     Reject,
-    /// The request passes without a limit, lock or record.
+    /// The request passes without a lock or record. A rate limit counts it only under the other keys that it has.
     Pass,
 }
 
@@ -23,9 +23,10 @@ pub enum OnStoreError {
     /// The layer rejects the request: 503 with HTTP, the [`StoreError`](crate::StoreError) without.
     #[default]
     Deny,
-    /// The request passes without a lock or record, and without a handle in its extensions. The metrics of the layer count such requests.
+    /// The request passes without a lock or record, and without a handle in its extensions. The [metrics](crate::lock#metrics) of locks count
+    /// such requests.
     ///
-    /// A request that [waits](crate::LockLayer::wait) for another one does not pass when the store fails: it keeps waiting, and is rejected
-    /// at the end of its wait.
+    /// With an `IdempotencyLayer`, a request that waits for one in flight does not pass when the store fails. It keeps waiting, and is
+    /// rejected at the end of its wait.
     Allow,
 }

@@ -1,8 +1,7 @@
 //! Parses TOML, YAML and JSON into the same tree.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::Path;
 

@@ -1,3 +1,5 @@
+//! An attempt at an operation, which its owner settles or drops.
+
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

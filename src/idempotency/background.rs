@@ -1,3 +1,5 @@
+//! Settles attempts in the background, after their requests have ended.
+
 use std::error::Error as _;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,3 +1,5 @@
+//! The state of one request for an operation, and its store calls.
+
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

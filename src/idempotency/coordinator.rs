@@ -1,3 +1,5 @@
+//! The state that all attempts of a layer share.
+
 use std::error::Error as _;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};

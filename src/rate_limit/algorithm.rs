@@ -459,6 +459,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::rate_limit::BurstQuota;
 
     fn units() -> impl Strategy<Value = u64> {
         let any_size = (0..53_u32, any::<u64>()).prop_map(|(bits, random)| 1 << bits | random & ((1 << bits) - 1));
@@ -475,7 +476,7 @@ mod tests {
         #[test]
         fn bucket_products_are_exact_and_rates_hardly_slower(quota in quotas(), burst in units()) {
             let most = u128::from(Quota::MAX_UNITS);
-            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(super::super::quota::BurstQuota::token_bucket)];
+            let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(BurstQuota::token_bucket)];
             for limit in limits.into_iter().flatten() {
                 let LimitParams { span, step, capacity, parts, .. } = LimitParams::new(limit);
                 let [span, step, capacity, parts] = [span, step, capacity, parts.into()].map(u128::from);

@@ -443,7 +443,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         Ok(self)
     }
 
-    /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
+    /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`]. If a request [counts under several
+    /// keys](Self::and), this applies to each of them.
     pub fn on_missing_key(self, policy: OnMissingKey) -> Self {
         self.change(|core| core.on_missing_key = policy)
     }

@@ -42,7 +42,7 @@ fn limiter<B: RateLimitStore + Clone>(store: &B, name: &str, limit: Limit) -> Li
 }
 
 /// Each algorithm admits exactly the quota, and a denial says how long to wait.
-pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) {
+pub async fn quota_is_admitted_exactly<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "quota", limit);
         for left in (0..5).rev() {
@@ -62,7 +62,7 @@ pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) 
 }
 
 /// The use of one key under one policy does not count for other keys or other policies.
-pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(store: B) {
+pub async fn keys_and_policies_have_separate_counts<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let (api, login) = (limiter(&store, "api", limit), limiter(&store, "login", limit));
         for limiter in [&api, &login] {
@@ -75,7 +75,7 @@ pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(
 }
 
 /// Two policies with the same name share their counts.
-pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(store: B) {
+pub async fn policies_with_one_name_share_counts<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let (here, there) = (limiter(&store, "shared", limit), limiter(&store, "shared", limit));
         assert!(here.check("alice").await.unwrap().is_allowed());
@@ -85,7 +85,7 @@ pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(
 }
 
 /// A client whose large cost is denied can still use a small cost that fits, after any number of denials.
-pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
+pub async fn denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(10) {
         let limiter = limiter(&store, "denial", limit);
         assert_eq!(limiter.check_cost("alice", 7).await.unwrap().remaining(), Some(3));
@@ -99,7 +99,7 @@ pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// A denied request fits after `retry_after`, and does not fit after half of it.
-pub async fn waiting_as_told_is_enough_and_not_too_much<B: RateLimitStore + Clone>(store: B) {
+pub async fn retry_after_is_exact<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(3, SHORT) {
         let limiter = limiter(&store, "wait", limit);
         let mut tries = 1;
@@ -142,7 +142,7 @@ async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -
 }
 
 /// A cost of 0 is admitted even if no quota is left, and charges nothing.
-pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
+pub async fn zero_cost_passes_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let limiter = limiter(&store, "nothing", limit);
         let decision = limiter.check_cost("alice", 0).await.unwrap();
@@ -154,7 +154,7 @@ pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitSto
 }
 
 /// A peek returns the decision of a check. It charges nothing, so it can be repeated.
-pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
+pub async fn peek_predicts_a_check_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "peek", limit);
         for _ in 0..3 {
@@ -169,7 +169,7 @@ pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitSto
 }
 
 /// A reset forgets one key and no other. The reset of an unknown key is not an error.
-pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
+pub async fn reset_clears_one_key<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "reset", limit);
         limiter.reset("nobody").await.unwrap();
@@ -183,7 +183,7 @@ pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// `reset_after` is zero while nothing is used, and then no longer than a count is kept.
-pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(store: B) {
+pub async fn unused_quota_has_no_reset_time<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
         let limiter = limiter(&store, "untouched", limit);
         assert_eq!(limiter.peek("alice").await.unwrap().reset_after(), Duration::ZERO);
@@ -193,7 +193,7 @@ pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(
 }
 
 /// If a limit is lowered below the used units, the client is denied, for no longer than the new limit lasts.
-pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
+pub async fn lower_limit_keeps_counts<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(10).into_iter().zip(limits(4)) {
         let longest = lifetime(after);
         let (before, after) = (limiter(&store, "lower", before), limiter(&store, "lower", after));
@@ -205,7 +205,7 @@ pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(sto
 }
 
 /// If a limit is raised, the used units still count.
-pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
+pub async fn higher_limit_keeps_counts<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(2).into_iter().zip(limits(5)) {
         let (before, after) = (limiter(&store, "higher", before), limiter(&store, "higher", after));
         assert!(before.check_cost("alice", 2).await.unwrap().is_allowed());
@@ -214,7 +214,7 @@ pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(st
 }
 
 /// A limit with another window is another limit.
-pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
+pub async fn new_window_length_starts_new_counts<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(1).into_iter().zip(limits_of(1, LONG * 2)) {
         // A bucket has no window, only a rate.
         if before.algorithm() == Algorithm::TokenBucket {
@@ -227,7 +227,7 @@ pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// A fixed window opens with its first charge, and all units are available again at its end.
-pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B) {
+pub async fn fixed_window_ends_at_once<B: RateLimitStore + Clone>(store: B) {
     let window = SHORT * 3;
     let [fixed, ..] = limits_of(3, window);
     let limiter = limiter(&store, "fixed", fixed);
@@ -240,7 +240,7 @@ pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B
 }
 
 /// No interval as long as the window contains more than the quota of a sliding log, and all of the quota can be used.
-pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + Clone>(store: B) {
+pub async fn sliding_log_is_exact_in_every_window<B: RateLimitStore + Clone>(store: B) {
     const LIMIT: usize = 4;
     let [_, log, ..] = limits_of(LIMIT as u64, SHORT);
     let limiter = limiter(&store, "sliding", log);
@@ -263,7 +263,7 @@ pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + C
 }
 
 /// A log holds ten thousand requests.
-pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
+pub async fn full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
     let limit = Quota::new(Quota::MAX_SLIDING_LOG, Duration::from_secs(3_600)).unwrap().sliding_log().unwrap();
     let limiter = limiter(&store, "full", limit);
     for left in (0..Quota::MAX_SLIDING_LOG).rev() {
@@ -276,7 +276,7 @@ pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// Windows of ten years and costs of nine quadrillion are counted.
-pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitStore + Clone>(store: B) {
+pub async fn longest_windows_and_largest_costs_are_counted<B: RateLimitStore + Clone>(store: B) {
     let [_, log, ..] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
     let largest = Quota::new(Quota::MAX_UNITS, Quota::MAX_WINDOW).unwrap();
     for limit in [largest.fixed_window(), log] {
@@ -292,7 +292,7 @@ pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitS
 }
 
 /// Concurrent callers get exactly the quota in total, and no two of them see the same number of remaining units.
-pub async fn racing_callers_get_the_quota_between_them<B>(store: B)
+pub async fn racing_callers_share_the_quota<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
@@ -312,7 +312,7 @@ where
 }
 
 /// A key may consist of any bytes, and has its own count.
-pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
+pub async fn any_bytes_are_a_rate_limit_key<B: RateLimitStore + Clone>(store: B) {
     let huge = vec![b'x'; 1 << 20];
     let mut other_huge = huge.clone();
     other_huge.push(b'y');
@@ -330,7 +330,7 @@ pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// A token bucket refills token by token, and never holds more than its burst.
-pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(store: B) {
+pub async fn bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(store: B) {
     // One token per second.
     let bucket = Quota::new(5, SHORT * 5).unwrap().burst(3).unwrap().token_bucket();
     let limiter = limiter(&store, "bucket", bucket);
@@ -346,7 +346,7 @@ pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(
 }
 
 /// The units that were used in the last window fade evenly during the next.
-pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
+pub async fn sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     let [_, _, sliding, _] = limits_of(100, SHORT);
     let limiter = limiter(&store, "fades", sliding);
     let start = Instant::now();
@@ -362,7 +362,7 @@ pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
 }
 
 /// The largest quotas and windows, and unusual ones, do not overflow.
-pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Clone>(store: B) {
+pub async fn largest_numbers_fit_every_algorithm<B: RateLimitStore + Clone>(store: B) {
     let largest = [1 << 32, 1 << 40, Quota::MAX_UNITS - 1, Quota::MAX_UNITS]
         .map(|limit| Quota::new(limit, Quota::MAX_WINDOW).unwrap());
     let slowest = Quota::new(1, Quota::MAX_WINDOW).unwrap();
@@ -406,7 +406,7 @@ fn left(decision: &Decision) -> Vec<u64> {
 }
 
 /// A policy with several limits charges all of them or none.
-pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore + Clone>(store: B) {
+pub async fn several_limits_are_charged_all_or_none<B: RateLimitStore + Clone>(store: B) {
     let limiter = policy_limiter(&store, four_limits("together"));
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![1, 3, 5, 7]));
@@ -422,7 +422,7 @@ pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore
 }
 
 /// A denial lists every violated limit, and the wait is the longest of theirs.
-pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateLimitStore + Clone>(store: B) {
+pub async fn denial_names_violated_limits_and_longest_wait<B: RateLimitStore + Clone>(store: B) {
     let limits = limits_of(4, LONG).into_iter().chain(limits_of(4, LONG * 4));
     let policy = limits.fold(Policy::new("roomy", Quota::per_day(100).fixed_window()), Policy::limit);
     let limiter = policy_limiter(&store, policy);
@@ -437,7 +437,7 @@ pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateL
 }
 
 /// `charge_now` charges like `check`, and reports whether the key is near a limit. If it returns `None`, nothing was charged.
-pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore + Clone>(store: B) {
+pub async fn charge_without_details_equals_a_decision<B: RateLimitStore + Clone>(store: B) {
     let (alice, cost) = (Key::from("alice"), 3);
     for limit in limits(20) {
         let policy = Policy::new("yes", limit);
@@ -461,7 +461,7 @@ pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore 
 
 /// `check_now` and `check_all_now` charge like `check` and `check_all`, all requests or none, and return the same decisions. If they return
 /// `None`, nothing was charged.
-pub async fn an_answer_without_waiting_charges_as_a_decision_does<B>(store: B)
+pub async fn immediate_decision_equals_a_decision<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
 {
@@ -519,7 +519,7 @@ where
 }
 
 /// `Limiter::try_acquire` charges like `check`, and returns whether the request is allowed. A denied request is not charged.
-pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(store: B) {
+pub async fn try_acquire_equals_a_decision<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
         let limiter = limiter(&store, "acquire", limit);
         for left in (0..3).rev() {
@@ -536,7 +536,7 @@ pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(s
 }
 
 /// `check_all` charges every key or none.
-pub async fn several_subjects_are_charged_together_or_not_at_all<B>(store: B)
+pub async fn several_keys_are_charged_all_or_none<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
 {
@@ -566,7 +566,7 @@ where
 /// A key that occurs twice in `check_all` is charged for both requests, or not at all.
 ///
 /// Once, both were decided by the counts before the call, and only one was charged.
-pub async fn one_subject_twice_is_charged_twice<B>(store: B)
+pub async fn repeated_key_is_charged_twice<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
 {
@@ -586,7 +586,7 @@ where
 }
 
 /// Refunded units can be used again.
-pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
+pub async fn refunded_units_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "refund", limit);
         let decision = limiter.check_cost("alice", 4).await.unwrap();
@@ -600,7 +600,7 @@ pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(sto
 }
 
 /// A refund never leaves more tokens in a bucket than if the request had not been charged.
-pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
+pub async fn refund_creates_no_tokens<B: RateLimitStore + Clone>(store: B) {
     // One token every tenth of a second.
     let limiter = limiter(&store, "tokens", Quota::new(10, SHORT).unwrap().token_bucket());
     let start = Instant::now();
@@ -628,7 +628,7 @@ fn limiter_of_a_busy_bucket<B: RateLimitStore + Clone>(store: &B) -> Limiter<B> 
 }
 
 /// A charge of an ended window is not refunded in another window, and a refund does not create a key.
-pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone>(store: B) {
+pub async fn refund_has_no_effect_on_a_later_window<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(5, SHORT / 4) {
         let limiter = limiter(&store, "late", limit);
         let late = limiter.check_cost("alice", 5).await.unwrap().receipt().unwrap();
@@ -653,7 +653,7 @@ pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone
 }
 
 /// A refund of more units than were used restores the whole quota, and no more.
-pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(store: B) {
+pub async fn refund_is_at_most_the_used_units<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "over", limit);
         let receipt = limiter.check_cost("alice", 2).await.unwrap().receipt().unwrap();
@@ -667,7 +667,7 @@ pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(s
 }
 
 /// A later charge counts even if it does not fit.
-pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) {
+pub async fn later_charge_becomes_debt<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "debt", limit);
         let receipt = limiter.check_cost("alice", 4).await.unwrap().receipt().unwrap();
@@ -681,7 +681,7 @@ pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) 
 }
 
 /// A debt is paid within at most twice the window.
-pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(store: B) {
+pub async fn debt_is_at_most_the_quota<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "deep", limit);
         for change in [3, u32::MAX.into(), i64::MAX] {
@@ -695,7 +695,7 @@ pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(st
 /// A debt that was made in two windows is no deeper.
 ///
 /// Once, each of the two windows of a sliding window held a debt of a whole quota, which made three quotas in total.
-pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(store: B) {
+pub async fn debt_over_two_windows_is_at_most_the_quota<B: RateLimitStore + Clone>(store: B) {
     let [_, _, sliding, _] = limits_of(5, SHORT);
     let limiter = limiter(&store, "windows", sliding);
     let opened = Instant::now();
@@ -707,7 +707,7 @@ pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(sto
 }
 
 /// A block denies every request, and keeps the counts. It ends after its time, with a block of no duration, or with a reset.
-pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
+pub async fn block_denies_and_keeps_counts<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "block", limit);
         assert_eq!(limiter.check_cost("alice", 2).await.unwrap().remaining(), Some(3));
@@ -735,7 +735,7 @@ pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store
 }
 
 /// If the quota changes, the counts change as [`QuotaChange`] says.
-pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
+pub async fn quota_change_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
     let cases = [(QuotaChange::Keep, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
     for (change, expected) in cases {
         for (free, pro) in limits(100).into_iter().zip(limits(1_000)) {
@@ -760,7 +760,7 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
 /// A correction of a charge under an older plan does not affect the units that were used under the newer plan since.
 ///
 /// Once, the correction cut these units to twice the older quota, or removed them.
-pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
+pub async fn correction_under_another_quota_keeps_counts<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
     for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
         for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
@@ -787,7 +787,7 @@ pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore 
 /// A later charge counts under the quota that the client has changed to, if that is larger.
 ///
 /// Once, each charge cut the count to twice the older quota, so that far more was admitted than the newer quota allows.
-pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimitStore + Clone>(store: B) {
+pub async fn later_charge_counts_under_a_larger_quota<B: RateLimitStore + Clone>(store: B) {
     let hour = Duration::from_secs(3_600);
     for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
         for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
@@ -819,7 +819,7 @@ pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimit
 }
 
 /// Concurrent callers under several limits get exactly the tightest of them in total.
-pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
+pub async fn racing_callers_share_the_tightest_limit<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {

@@ -95,7 +95,7 @@ async fn state<S: DelayQueueStore>(store: &S, id: &str) -> Option<State> {
 }
 
 /// A pushed job is claimed once, unchanged, and removed when it is done.
-pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(store: S) {
+pub async fn job_is_claimed_once_and_removed_when_done<S: DelayQueueStore>(store: S) {
     let mut new = job("a");
     new.headers.insert("traceparent", "00-1-2-3");
     push(&store, &[new.clone()]).await;
@@ -111,7 +111,7 @@ pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(
 }
 
 /// A job is claimed after its delay, and not before. The reply to an earlier claim says how long to wait.
-pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
+pub async fn job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
     let delay = SHORT;
     push(&store, &[later("a", delay)]).await;
     let early = ask(&store, 1).await;
@@ -133,7 +133,7 @@ pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S)
 }
 
 /// An extended lease lasts. Without an extension, the lease ends, and the job is claimed again with a larger token.
-pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store: S) {
+pub async fn job_returns_when_its_lease_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a"), job("b")]).await;
     let first = store.claim(&queue(), &[], &claim(2, SHORT)).await.unwrap().jobs;
     let extended = store.extend(&queue(), &[first[0].ticket()], LONG).await.unwrap();
@@ -150,7 +150,7 @@ pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store
 }
 
 /// A push with the id of a waiting or running job changes nothing. If the job is done or dead, the push adds a new job.
-pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
+pub async fn id_is_unique<S: DelayQueueStore>(store: S) {
     let exists = Admission::Exists(JobId::from("a"));
     let other = NewJob { payload: [7].into(), ..later("a", LONG) };
     push(&store, &[job("a")]).await;
@@ -174,7 +174,7 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
 }
 
 /// A batch gets a reply for each job, in order, also if an id occurs twice or the queue has too little space.
-pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
+pub async fn batch_replies_are_in_order<S: DelayQueueStore>(store: S) {
     let exists = |id: &str| Admission::Exists(JobId::from(id));
     let twins = [job("a"), later("a", Duration::from_secs(60))];
     assert_eq!(store.push(&queue(), &twins, 3).await.unwrap(), [Admission::New, exists("a")]);
@@ -201,7 +201,7 @@ pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
 }
 
 /// A unique key keeps other jobs out until its job is done, until its job is claimed, or for a time.
-pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
+pub async fn unique_key_excludes_other_jobs<S: DelayQueueStore>(store: S) {
     let exists = |id: &str| Admission::Exists(JobId::from(id));
     let while_there = UniqueFor::WaitingOrRunning;
     assert_eq!(add(&store, with_key("a", while_there)).await, Admission::New);
@@ -340,7 +340,7 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
 }
 
 /// A dead job keeps no other job out, with any key. A replayed job takes its key again, or stays dead if another job holds the key.
-pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S) {
+pub async fn replayed_job_takes_its_unique_key_again<S: DelayQueueStore>(store: S) {
     let refused = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
     let replay = async |id: &str| store.replay(&queue(), &[JobId::from(id)]).await.unwrap()[0];
     for key in ["user", ""] {
@@ -372,7 +372,7 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
 }
 
 /// Higher priorities come first, then earlier due times, then smaller ids.
-pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S) {
+pub async fn jobs_are_ordered_by_priority_due_time_and_id<S: DelayQueueStore>(store: S) {
     let of = |id: &str, priority| NewJob { priority, ..job(id) };
     let ago = |id: &str, secs| NewJob { due: Due::At(UNIX_EPOCH + Duration::from_secs(secs)), ..job(id) };
     // A due time in the past means now.
@@ -384,7 +384,7 @@ pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S
 }
 
 /// A claim returns no more jobs than its limit, and says whether more jobs are due.
-pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S) {
+pub async fn claim_returns_at_most_its_limit<S: DelayQueueStore>(store: S) {
     let jobs: Vec<_> = (0..MAX_BATCH + 10).map(|i| job(&format!("{i:04}"))).collect();
     push(&store, &jobs).await;
     let some = ask(&store, 3).await;
@@ -405,7 +405,7 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
 }
 
 /// Each failure uses up an attempt. After the last one, the job is dead, with the reason. A snooze or a release uses none.
-pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
+pub async fn attempts_are_counted_and_released<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 2, ..job("a") }]).await;
     for ending in [AckKind::Snooze { delay: Duration::ZERO }, AckKind::Release, retry(Duration::ZERO)] {
         let jobs = take(&store, &["a"]).await;
@@ -426,7 +426,7 @@ pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
 }
 
 /// A retried or snoozed job waits for the given delay. A released job keeps its place.
-pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
+pub async fn retried_or_snoozed_job_waits_for_its_delay<S: DelayQueueStore>(store: S) {
     push(&store, &["a", "b", "c", "d"].map(job)).await;
     let jobs = take(&store, &["a", "b", "c", "d"]).await;
     let endings = [AckKind::Snooze { delay: SHORT }, retry(SHORT), AckKind::Release, retry(Duration::ZERO)];
@@ -439,7 +439,7 @@ pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
 }
 
 /// A snoozed job keeps its place among the jobs of its priority, by its first due time, after any number of snoozes.
-pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
+pub async fn snoozed_job_keeps_its_position<S: DelayQueueStore>(store: S) {
     let (a, snooze) = (JobId::from("a"), AckKind::Snooze { delay: SHORT });
     push(&store, &[job("a")]).await;
     let first_due = store.get(&queue(), &a).await.unwrap().unwrap().due_at;
@@ -472,7 +472,7 @@ pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
 }
 
 /// A claim returns as many jobs with an ended snooze as its limit allows.
-pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(store: S) {
+pub async fn claim_takes_all_snoozed_jobs_within_its_limit<S: DelayQueueStore>(store: S) {
     let jobs: Vec<_> = (0..100).map(|number| job(&number.to_string())).collect();
     push(&store, &jobs).await;
     // The snooze of the job with the highest priority ends last.
@@ -491,7 +491,7 @@ pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(stor
 }
 
 /// If the worker of a job dies in each attempt, the job is dead after the last one.
-pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
+pub async fn crash_loop_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 3, ..job("a") }]).await;
     for attempt in 1..=3 {
         let Claimed { jobs, expired, .. } = store.claim(&queue(), &[], &claim(1, Claim::MIN_LEASE)).await.unwrap();
@@ -508,7 +508,7 @@ pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
 }
 
 /// A cancellation removes a waiting job. The worker of a running job is notified, and the job is not retried.
-pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
+pub async fn cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     let [a, b, c] = ["a", "b", "c"].map(JobId::from);
     assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Missing);
     push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
@@ -600,7 +600,7 @@ async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new:
 }
 
 /// Only a waiting job can be rescheduled or replaced. Other jobs stay unchanged, and the reply says so.
-pub async fn changes_are_for_what_waits<S: DelayQueueStore>(store: S) {
+pub async fn only_waiting_jobs_can_be_changed<S: DelayQueueStore>(store: S) {
     let id = JobId::from("a");
     let (far, queue) = (Due::In(LONG * 60), queue());
     assert_eq!(store.reschedule(&queue, &id, far).await.unwrap(), Changed::Missing);
@@ -622,7 +622,7 @@ pub async fn changes_are_for_what_waits<S: DelayQueueStore>(store: S) {
 }
 
 /// Counts and lists cover all jobs, and each state has its order.
-pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
+pub async fn queue_can_be_inspected<S: DelayQueueStore>(store: S) {
     assert_eq!(store.counts(&queue()).await.unwrap(), Counts::default());
     push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
     sleep(Duration::from_millis(50)).await;
@@ -644,7 +644,7 @@ pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
 }
 
 /// A paused queue grants no claims. Running jobs continue.
-pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
+pub async fn paused_queue_grants_no_jobs<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a")]).await;
     let jobs = take(&store, &["a"]).await;
     store.pause(&queue(), true).await.unwrap();
@@ -658,7 +658,7 @@ pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
 }
 
 /// A purge removes all waiting jobs, and keeps running and dead jobs.
-pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
+pub async fn queue_is_purged<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a")]).await;
     take(&store, &["a"]).await;
     let jobs: Vec<_> = (0..300).map(|i| later(&i.to_string(), LONG)).collect();
@@ -672,7 +672,7 @@ pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
 }
 
 /// Dead jobs are limited in number and age. They can be replayed with all of their attempts, or removed.
-pub async fn the_dead_are_kept_in_bounds_and_can_be_replayed<S: DelayQueueStore>(store: S) {
+pub async fn dead_jobs_are_bounded_and_can_be_replayed<S: DelayQueueStore>(store: S) {
     for id in ["a", "b", "c", "d"] {
         push(&store, &[NewJob { max_attempts: 1, ..job(id) }]).await;
         let jobs = take(&store, &[id]).await;
@@ -694,7 +694,7 @@ pub async fn the_dead_are_kept_in_bounds_and_can_be_replayed<S: DelayQueueStore>
 }
 
 /// An idle worker is woken by a job that is due earlier than the last reply said.
-pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) {
+pub async fn earlier_job_wakes_waiting_worker<S: DelayQueueStore>(store: S) {
     let worker = claim(1, LONG);
     let mut wakeups = store.watch(&queue(), worker.worker).await;
     push(&store, &[later("z", LONG)]).await;
@@ -718,7 +718,7 @@ pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) 
 }
 
 /// Names and ids of any length and bytes are distinct, and payloads of any bytes come back unchanged.
-pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store: S) {
+pub async fn any_bytes_are_a_name_id_and_payload<S: DelayQueueStore>(store: S) {
     let long = "}{".repeat(10_000);
     let names = ["", "{", "a:b", "a", "b:a", "#1", "ä\r\n\0", &long];
     let payloads: [&[u8]; 3] = [b"", b"\0\xff\r\n$-1", &[7; 60_000]];
@@ -747,7 +747,7 @@ pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store:
 }
 
 /// The longest delays are kept, and so is a due time in the far future.
-pub async fn the_longest_delays_are_kept<S: DelayQueueStore>(store: S) {
+pub async fn longest_delays_are_kept<S: DelayQueueStore>(store: S) {
     let far = UNIX_EPOCH + Duration::from_secs(200 * 365 * 86_400);
     push(&store, &[later("a", Due::MAX_DELAY), later("b", Duration::MAX), NewJob { due: Due::At(far), ..job("c") }])
         .await;
@@ -759,7 +759,7 @@ pub async fn the_longest_delays_are_kept<S: DelayQueueStore>(store: S) {
 }
 
 /// Concurrent workers claim different jobs, and no job is left over.
-pub async fn racing_workers_share_the_jobs<S: DelayQueueStore + Send + Sync + 'static>(store: S) {
+pub async fn racing_workers_share_jobs<S: DelayQueueStore + Send + Sync + 'static>(store: S) {
     const JOBS: usize = 1_000;
     let store = Arc::new(store);
     let jobs: Vec<_> = (0..JOBS).map(|i| job(&format!("{i:04}"))).collect();

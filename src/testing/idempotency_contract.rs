@@ -11,9 +11,8 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound};
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound, Token};
 use crate::idempotency::{Checkpoint, Operation};
-use crate::lock::store::Token;
 
 /// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -54,7 +53,7 @@ fn is_in_flight(begun: &Begun) -> bool {
 }
 
 /// A new operation is granted once. Other callers learn that it is in flight, and for how long at most.
-pub async fn an_operation_is_granted_once<S: IdempotencyStore>(store: S) {
+pub async fn operation_is_granted_once<S: IdempotencyStore>(store: S) {
     let (_, attempt) = take(&store, &operation("a"), &claim(LONG)).await;
     assert_eq!(attempt, 1);
     for _ in 0..3 {
@@ -69,7 +68,7 @@ pub async fn an_operation_is_granted_once<S: IdempotencyStore>(store: S) {
 }
 
 /// The same key in another scope is another operation, and so is another key.
-pub async fn scopes_and_keys_are_apart<S: IdempotencyStore>(store: S) {
+pub async fn scopes_and_keys_are_separate<S: IdempotencyStore>(store: S) {
     for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
         let (operation, claim) = (Operation::new(scope, key), claim(LONG));
         take(&store, &operation, &claim).await;
@@ -84,7 +83,7 @@ pub async fn scopes_and_keys_are_apart<S: IdempotencyStore>(store: S) {
 }
 
 /// If a token begins its operation again, it gets the same reply, and the lease lasts for its whole time again.
-pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
+pub async fn begin_can_be_repeated<S: IdempotencyStore>(store: S) {
     let (operation, claim) = (operation("a"), claim(SHORT));
     let granted = take(&store, &operation, &claim).await;
     for _ in 0..4 {
@@ -95,7 +94,7 @@ pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
 }
 
 /// A call that does not wait returns the same reply as a call that waits. If the store would have to wait, it does nothing.
-pub async fn what_is_said_at_once_is_so<S: IdempotencyStore>(store: S) {
+pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
     let (operation, claim) = (operation("a"), claim(LONG));
     let at_once = store.begin_now(&operation, &claim).transpose().unwrap();
     let begun = store.begin(&operation, &claim).await.unwrap();
@@ -116,7 +115,7 @@ pub async fn what_is_said_at_once_is_so<S: IdempotencyStore>(store: S) {
 }
 
 /// Every later caller gets the stored response unchanged, with the fingerprint of the request body.
-pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
+pub async fn response_is_stored_unchanged<S: IdempotencyStore>(store: S) {
     let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();
     for (number, answer) in [b"".as_slice(), b"\0\r\n{}", &all_bytes].into_iter().enumerate() {
         let (operation, claim) = (Operation::new("kept", number), claim(LONG));
@@ -133,7 +132,7 @@ pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
 }
 
 /// A response that is too large leaves a mark, and the operation does not begin again.
-pub async fn an_answer_that_is_not_kept_leaves_a_mark<S: IdempotencyStore>(store: S) {
+pub async fn omitted_response_leaves_a_mark<S: IdempotencyStore>(store: S) {
     let claim = claim(LONG);
     take(&store, &operation("a"), &claim).await;
     let mark = Completion { is_kept: false, ..completion(b"200") };
@@ -144,7 +143,7 @@ pub async fn an_answer_that_is_not_kept_leaves_a_mark<S: IdempotencyStore>(store
 }
 
 /// Another head is a mismatch in each state, also after the response was stored. A mismatch does not remove the response.
-pub async fn another_request_is_told_nothing_but_that<S: IdempotencyStore>(store: S) {
+pub async fn different_request_is_a_mismatch_in_every_state<S: IdempotencyStore>(store: S) {
     let first = claim(SHORT);
     let other = Claim { head: Digest([8; 16]), takes_over: true, ..claim(SHORT) };
     let mismatch = async |state: &str| {
@@ -163,7 +162,7 @@ pub async fn another_request_is_told_nothing_but_that<S: IdempotencyStore>(store
 }
 
 /// Once, a live attempt was taken for an abandoned one. While the lease lasts, no other attempt begins, not even with a takeover.
-pub async fn a_live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
+pub async fn live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
     let first = claim(SHORT);
     take(&store, &operation("a"), &first).await;
     for _ in 0..6 {
@@ -176,7 +175,7 @@ pub async fn a_live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
 }
 
 /// Once, an abandoned attempt completed while it was taken over. A takeover after the completion changes nothing.
-pub async fn a_completed_answer_is_never_taken_over<S: IdempotencyStore>(store: S) {
+pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
@@ -200,7 +199,7 @@ pub async fn a_completed_answer_is_never_taken_over<S: IdempotencyStore>(store: 
 }
 
 /// If its lease ends, an attempt has an unknown outcome until another attempt takes over. After that, its holder can change nothing.
-pub async fn who_was_taken_over_changes_nothing<S: IdempotencyStore>(store: S) {
+pub async fn superseded_attempt_changes_nothing<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     let (fence, _) = take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
@@ -223,7 +222,7 @@ pub async fn who_was_taken_over_changes_nothing<S: IdempotencyStore>(store: S) {
 }
 
 /// A renewal restores an ended lease, and stores the fingerprint of the body.
-pub async fn a_lease_comes_back_unless_somebody_took_over<S: IdempotencyStore>(store: S) {
+pub async fn late_renewal_succeeds_without_a_takeover<S: IdempotencyStore>(store: S) {
     let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
     take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
@@ -236,7 +235,7 @@ pub async fn a_lease_comes_back_unless_somebody_took_over<S: IdempotencyStore>(s
 }
 
 /// A released operation can begin again, with a larger fence and only with another token.
-pub async fn what_is_given_back_is_begun_again<S: IdempotencyStore>(store: S) {
+pub async fn released_operation_begins_again<S: IdempotencyStore>(store: S) {
     let (mut last, mut heads) = (0, 0..);
     for attempt in 1..5 {
         // The next request may be another one.
@@ -254,7 +253,7 @@ pub async fn what_is_given_back_is_begun_again<S: IdempotencyStore>(store: S) {
 }
 
 /// If a claim is released before it arrives, it has no effect. So a client can release a claim without knowing whether it arrived.
-pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(store: S) {
+pub async fn early_release_cancels_a_late_claim<S: IdempotencyStore>(store: S) {
     let lost = claim(LONG);
     assert!(store.release(&operation("a"), &lost).await.unwrap());
     assert!(is_in_flight(&store.begin(&operation("a"), &lost).await.unwrap()));
@@ -264,7 +263,7 @@ pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(sto
 }
 
 /// The next attempt gets the last checkpoint and the fingerprint of the body, after a takeover and after a release.
-pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(store: S) {
+pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
     let note = |number| Checkpoint::new(number, "charged", &[0, number as u8, 255]).unwrap();
     let granted = async |claim: &Claim| match store.begin(&operation("a"), claim).await.unwrap() {
         Begun::Granted { attempt, payload, checkpoint, .. } => (attempt, payload, checkpoint),
@@ -294,7 +293,7 @@ pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(stor
 }
 
 /// A checkpoint that arrives late does not replace a later one. A checkpoint renews the lease.
-pub async fn a_checkpoint_that_comes_late_changes_nothing<S: IdempotencyStore>(store: S) {
+pub async fn late_checkpoint_changes_nothing<S: IdempotencyStore>(store: S) {
     let note = |number, data: &[u8]| Checkpoint::new(number, "", data).unwrap();
     let first = claim(SHORT);
     take(&store, &operation("a"), &first).await;
@@ -311,7 +310,7 @@ pub async fn a_checkpoint_that_comes_late_changes_nothing<S: IdempotencyStore>(s
 }
 
 /// An attempt with a checkpoint may have had effects, so its key stays bound to the request after a release.
-pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
+pub async fn checkpoint_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let first = claim(LONG);
     take(&store, &operation("a"), &first).await;
     let note = Checkpoint::new(1, "charged", b"").unwrap();
@@ -328,7 +327,7 @@ pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
 /// A renewal that arrives after a later checkpoint does not reduce the known part of the body.
 ///
 /// Once, it did. Another request whose body began alike was taken for the same request, and got the checkpoint.
-pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
+pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
     let read = |len, is_whole| Payload { len, is_whole: Some(is_whole), digest: Digest([len as u8; 16]) };
     let note = Checkpoint::new(1, "charged", b"").unwrap();
     let first = claim(LONG);
@@ -360,7 +359,7 @@ pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) 
 /// the next one must be the same request.
 ///
 /// Once, the release removed both.
-pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(store: S) {
+pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
     assert!(store.renew(&operation("a"), &first, &payload(5)).await.unwrap());
@@ -397,7 +396,7 @@ pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(sto
 }
 
 /// Watchers get a notification when the operation is completed, and when it is released. A renewal sends none.
-pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
+pub async fn watcher_is_notified<S: IdempotencyStore>(store: S) {
     for number in 0..2_u32 {
         let (operation, claim) = (Operation::new("watched", number), claim(LONG));
         take(&store, &operation, &claim).await;
@@ -425,7 +424,7 @@ pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
 }
 
 /// A response is kept for its retention. Then the operation is free again.
-pub async fn an_answer_is_forgotten_when_its_time_is_over<S: IdempotencyStore>(store: S) {
+pub async fn response_expires_after_its_retention<S: IdempotencyStore>(store: S) {
     let claim = claim(LONG);
     take(&store, &operation("a"), &claim).await;
     let brief = Completion { retention: Claim::MIN_RETENTION, ..completion(b"x") };
@@ -436,7 +435,7 @@ pub async fn an_answer_is_forgotten_when_its_time_is_over<S: IdempotencyStore>(s
 }
 
 /// Of many concurrent calls, exactly one begins the operation.
-pub async fn one_of_many_racing_begins<S: IdempotencyStore + Send + Sync + 'static>(store: S) {
+pub async fn one_of_many_racing_requests_begins<S: IdempotencyStore + Send + Sync + 'static>(store: S) {
     let store = Arc::new(store);
     for round in 0..10 {
         let mut racing = JoinSet::new();
@@ -453,7 +452,7 @@ pub async fn one_of_many_racing_begins<S: IdempotencyStore + Send + Sync + 'stat
 
 /// A scope with the maximum number of records gets no new one, and the reply says when to retry. Existing records and other scopes work as
 /// before. A store that counts approximately may refuse later, but refuses in the end.
-pub async fn a_scope_has_a_bounded_number_of_records<S: IdempotencyStore>(store: S) {
+pub async fn records_of_a_scope_are_bounded<S: IdempotencyStore>(store: S) {
     const MOST: u64 = 3;
     let bounded = |scope: &str| Claim { bound: Some(RecordBound { scope: scope.into(), most: MOST }), ..claim(LONG) };
     let operation = |scope: &str, number: u64| Operation::new((scope, number % 2), number);

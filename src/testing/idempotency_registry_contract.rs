@@ -12,12 +12,10 @@ use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, Payload};
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, Payload, Token};
 use crate::idempotency::{
-    Answer, Checkpoint, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus,
+    Answer, Checkpoint, Cursor, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus,
 };
-use crate::lock::Cursor;
-use crate::lock::store::Token;
 
 /// A lease that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -58,7 +56,7 @@ fn is_about(duration: Duration, expected: Duration) -> bool {
 }
 
 /// An operator can see an operation in each of its states.
-pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn every_state_can_be_inspected<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).deadline(Duration::from_secs(10));
     assert_eq!(admin.inspect(&operation()).await.unwrap(), None);
 
@@ -91,7 +89,7 @@ pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store
 }
 
 /// The record has a mark for a takeover. The mark is not a checkpoint.
-pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn takeover_mark_is_not_a_checkpoint<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     take(&store, &claim(SHORT)).await;
     sleep(SHORT * 3).await;
     let second = Claim { takes_over: true, ..claim(LONG) };
@@ -107,7 +105,7 @@ pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clon
 }
 
 /// Whatever the state was, the next request begins a forgotten operation, with a larger fence. The previous attempt can change nothing.
-pub async fn what_is_forgotten_is_begun_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn forgotten_operation_begins_again<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let mut last = (0, 0);
     for turn in 0..4 {
@@ -133,7 +131,7 @@ pub async fn what_is_forgotten_is_begun_anew<S: IdempotencyRegistry + Clone + Sy
 }
 
 /// If an operation has changed since an operator inspected it, the operator's call does nothing.
-pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn changed_operation_is_left_alone<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let first = claim(SHORT);
     take(&store, &first).await;
@@ -186,7 +184,7 @@ async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Paylo
 
 /// An operator can complete an operation of unknown outcome with a response. The next request gets the response, and the original attempt
 /// can change nothing.
-pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
     let (first, payload, unknown) = lose(&store).await;
     for _ in 0..2 {
@@ -220,7 +218,7 @@ pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone
 
 /// If an operation was completed with a wrong response by an operator, the operator can replace it. The record must not have changed since
 /// the inspection. The next request gets the new response.
-pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
     let (first, payload, unknown) = lose(&store).await;
     assert!(admin.complete(&unknown, answer("a longer answer")).await.unwrap());
@@ -249,7 +247,7 @@ pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry
 }
 
 /// An operator cannot complete an operation in another state, or with the status of another state.
-pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn only_unknown_operations_can_be_completed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let complete = async |status: &OperationStatus| admin.complete(status, answer("charged")).await.unwrap();
     let (first, payload, unknown) = lose(&store).await;
@@ -339,7 +337,7 @@ pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store:
 }
 
 /// A watcher gets a notification when an operator forgets or completes the operation.
-pub async fn whoever_waits_is_told<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+pub async fn waiter_is_notified_of_a_manual_change<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     take(&store, &claim(LONG)).await;
     let mut wakeups = store.watch(&operation()).await;
     // A precautionary notification may arrive now.

@@ -68,7 +68,7 @@ async fn busy<S: LockStore>(store: &S, lock: &LockKey) -> Duration {
 }
 
 /// A free lock is granted. A held lock is not, and the reply says for how long it may be held.
-pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S) {
+pub async fn free_lock_is_granted_and_held_lock_is_not<S: LockStore>(store: S) {
     take(&store, &lock("a"), &claim(LONG)).await;
     for _ in 0..3 {
         let remaining = busy(&store, &lock("a")).await;
@@ -86,7 +86,7 @@ pub async fn keys_and_names_are_separate_locks<S: LockStore>(store: S) {
 
 /// If the token of the holder acquires the lock again, it gets the same reply, and the lease lasts for its whole time again. With a quorum,
 /// other servers may have replied in time than before, with another fence.
-pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
+pub async fn acquisition_can_be_repeated<S: LockStore>(store: S) {
     for fences in [1, 16] {
         let claim = Claim { fences, ..claim(SHORT) };
         let lock = LockKey::new("again", fences);
@@ -119,7 +119,7 @@ pub async fn fences_rise_with_every_grant<S: LockStore>(store: S) {
 }
 
 /// Without renewals, a lease expires after its time, and not before.
-pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
+pub async fn lease_expires<S: LockStore>(store: S) {
     let begun = Instant::now();
     let dead = claim(SHORT);
     take(&store, &lock("a"), &dead).await;
@@ -143,7 +143,7 @@ pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
 }
 
 /// A lease that is renewed in time does not expire.
-pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
+pub async fn renewal_extends_a_lease<S: LockStore>(store: S) {
     let claim = claim(SHORT);
     take(&store, &lock("a"), &claim).await;
     for _ in 0..4 {
@@ -162,7 +162,7 @@ pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
 }
 
 /// A renewal does not restore an expired lease, although no other client has acquired the lock.
-pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
+pub async fn ended_lease_cannot_be_renewed<S: LockStore>(store: S) {
     let dead = claim(Claim::MIN_TTL);
     take(&store, &lock("a"), &dead).await;
     sleep(Claim::MIN_TTL * 2).await;
@@ -173,7 +173,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
 }
 
 /// Each renewal of a batch has its own reply, in order, for any size of the batch.
-pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
+pub async fn many_leases_are_renewed_in_one_call<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal::new(LockKey::new("many", i), claim(LONG).token, LONG)).collect();
     for renewal in renewals.iter().step_by(3) {
@@ -186,7 +186,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
 }
 
 /// Only the token of the holder releases a lease. A second release is harmless.
-pub async fn only_the_holder_gives_a_lease_back<S: LockStore>(store: S) {
+pub async fn only_the_holder_releases_a_lease<S: LockStore>(store: S) {
     let (holder, other) = (claim(LONG), claim(LONG));
     assert_eq!(store.release(&lock("a"), &holder.token).await.unwrap(), Released::default());
     take(&store, &lock("a"), &holder).await;
@@ -200,7 +200,7 @@ pub async fn only_the_holder_gives_a_lease_back<S: LockStore>(store: S) {
 }
 
 /// A key may consist of any bytes, and has its own lock.
-pub async fn any_bytes_are_a_lock<S: LockStore>(store: S) {
+pub async fn any_bytes_are_a_lock_key<S: LockStore>(store: S) {
     let subjects: [&[u8]; 8] =
         [b"", b"{", b"}{", b"{a}", b"a:b", b"\0\xff\n", &[b'x'; 1 << 20], "\u{1F512}".as_bytes()];
     for subject in subjects {
@@ -212,7 +212,7 @@ pub async fn any_bytes_are_a_lock<S: LockStore>(store: S) {
 }
 
 /// Of many concurrent callers, exactly one gets the lock.
-pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn one_of_many_racing_callers_gets_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     for round in 0..5_u32 {
         let mut callers = JoinSet::new();
         for _ in 0..50 {
@@ -225,7 +225,7 @@ pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync
 }
 
 /// Any number of locks can be acquired and released at the same time, independently of each other.
-pub async fn many_who_ask_at_the_same_time_are_answered_one_by_one<S>(store: S)
+pub async fn concurrent_locks_are_independent<S>(store: S)
 where
     S: LockStore + Clone + Send + Sync + 'static,
 {
@@ -266,7 +266,7 @@ where
 }
 
 /// A release notifies all watchers. It also works after they have gone.
-pub async fn a_release_wakes_those_who_watch<S: LockStore>(store: S) {
+pub async fn release_wakes_watchers<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
     let (mut one, mut other) = (store.watch(&lock("a"), None).await, store.watch(&lock("a"), None).await);
@@ -310,7 +310,7 @@ pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync
 }
 
 /// A waiter gets the lock soon after its release, in the same client and in another one.
-pub async fn who_waits_gets_the_lock_when_it_is_given_back<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn waiter_gets_the_released_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let here = locks(&store);
     for (there, is_dropped) in
         [(here.clone(), false), (here.clone(), true), (locks(&store), false), (locks(&store), true)]
@@ -332,7 +332,7 @@ pub async fn who_waits_gets_the_lock_when_it_is_given_back<S: LockStore + Clone 
 }
 
 /// A wait ends after its time, and a caller with no time does not wait.
-pub async fn waiting_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn wait_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let here = locks(&store);
     let _lease = here.lock("a").await.unwrap();
     for there in [here.clone(), locks(&store)] {
@@ -347,7 +347,7 @@ pub async fn waiting_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(
 }
 
 /// A waiter gets the lock of a dead holder when the lease has expired.
-pub async fn who_waits_gets_the_lock_of_the_dead<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn waiter_gets_the_lock_of_a_dead_holder<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let begun = Instant::now();
     let fence = take(&store, &LockKey::new("default", "a"), &claim(SHORT * 2)).await;
     let lease = locks(&store).lock("a").await.unwrap();
@@ -357,7 +357,7 @@ pub async fn who_waits_gets_the_lock_of_the_dead<S: LockStore + Clone + Send + S
 }
 
 /// Within one client, waiters are served in order of arrival.
-pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn waiters_are_served_in_order<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let served = Arc::new(Mutex::new(Vec::new()));
@@ -379,7 +379,7 @@ pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sy
 }
 
 /// The number of waiters is limited, and a waiter that leaves makes room for another.
-pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn wait_queue_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_waiters(2).wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let waiter = || {
@@ -401,7 +401,7 @@ pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(sto
 }
 
 /// A lease is renewed while a handle exists.
-pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn held_lease_is_renewed<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let lease = here.lock("a").ttl(SHORT).await.unwrap();
     let ends = Instant::now() + SHORT * 4;
@@ -416,7 +416,7 @@ pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync +
 }
 
 /// The lock is released with the last handle of a lease, and all handles have the same fence.
-pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn second_handle_keeps_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let outer = here.lock("a").await.unwrap();
     let (inner, innermost) = (outer.reenter(), outer.reenter().reenter());
@@ -431,7 +431,7 @@ pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + '
 }
 
 /// A lease is lost after its maximum hold time. The lock is free after the holder has released the lost lease.
-pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn max_hold_ends_a_lease<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_hold(SHORT);
     let begun = Instant::now();
     let lease = locks.lock("a").await.unwrap();
@@ -445,7 +445,7 @@ pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Se
 }
 
 /// A body runs under the lock, is dropped when the lease is lost, and may not wait for the lock that it holds.
-pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn run_drops_its_body_if_the_lease_is_lost<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store), locks(&store));
     let outcome = here.run("a", async |lease| {
         assert!(there.try_lock("a").await.is_err_and(|error| error.is_busy()));
@@ -468,7 +468,7 @@ pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Sen
 }
 
 /// Invalid times are rejected with the name of the setting. The largest valid times work.
-pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn invalid_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store);
     for ttl in [Duration::ZERO, Duration::from_millis(1), Duration::from_secs(86_400 * 365), Duration::MAX] {
         let error = locks.lock("a").ttl(ttl).await.unwrap_err();
@@ -494,7 +494,7 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
 }
 
 /// After the start of a shutdown, no lock is granted, and waiters get an error. The shutdown ends when the last lease is released.
-pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn shutdown_waits_for_held_leases<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store);
     let lease = locks.lock("a").await.unwrap();
     let waiter = tokio::spawn(locks.lock("a").into_future());
@@ -514,7 +514,7 @@ pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Syn
 }
 
 /// A request for any segment gets a free one. If no segment is free, it waits.
-pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn any_free_segment_is_granted<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
     let (here, there) = (Segmented::new(&here, "sku:1", 10), Segmented::new(&there, "sku:1", 10));
     let mut taken = Vec::new();
@@ -547,7 +547,7 @@ pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'stat
 
 /// A semaphore admits as many holders as it has permits. The permits of dead holders count until they expire. A waiter gets in when a
 /// permit is released.
-pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn semaphore_grants_its_permits<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let semaphore = || Semaphore::new(store.clone(), "semaphores", 3).deadline(Duration::from_secs(10)).wait(LONG);
     let (here, there) = (semaphore(), semaphore());
     let claim = Claim { kind: LockKind::Semaphore, permits: 3, ..claim(SHORT * 2) };
@@ -596,7 +596,7 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
 }
 
 /// Concurrent holders never exceed the number of permits. The largest number of permits works as well.
-pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn permits_are_exact<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let clients =
         [(); 2].map(|()| Semaphore::new(store.clone(), "semaphores", 5).deadline(Duration::from_secs(10)).wait(LONG));
     let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
@@ -628,7 +628,7 @@ pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync 
 }
 
 /// Of several keys, all locks are acquired or none, in any order and with repeated keys. Concurrent requests do not deadlock.
-pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn several_locks_are_taken_all_or_none<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
     let all = here.lock_all(["b", "a", "c", "a"]).await.unwrap();
     let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().key().as_str().to_owned()).collect();
@@ -694,7 +694,7 @@ fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
 }
 
 /// Several leases are acquired in one step, or none. A repeated acquisition changes nothing, and each fence is larger than all before it.
-pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn several_leases_are_taken_in_one_step<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = in_one_shard(&store, 3);
     let wanted = |ttl| locks.iter().map(|lock| (*lock, Claim { fences: 7, ..claim(ttl) })).collect::<Vec<_>>();
     let fences = |answers: Vec<Acquired>| {
@@ -751,11 +751,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
 }
 
 /// Waiters are served in order of arrival, across clients, also if waiters between them give up.
-pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
-    S: LockStore + Clone + Send + Sync + 'static,
->(
-    store: S,
-) {
+pub async fn fair_locks_are_granted_in_order<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = Observed::new(store);
     let clients = [(); 3].map(|()| locks(&store).fair().wait(LONG));
     let lease = clients[0].lock("a").await.unwrap();
@@ -794,7 +790,7 @@ pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
 }
 
 /// A dead waiter blocks the waiters behind it until its position has expired and a waiter polls.
-pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn dead_waiter_loses_its_position<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).fair().wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let begun = Instant::now();
@@ -809,7 +805,7 @@ pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'sta
 }
 
 /// Readers share the lock, up to the number of permits. A writer holds it alone. Each grant has a larger fence.
-pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn readers_share_and_writers_exclude<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (rw_locks(&store), rw_locks(&store));
     let (one, other) = (here.read("a").await.unwrap(), there.read("a").await.unwrap());
     let third = there.try_read("a").await.unwrap();
@@ -845,7 +841,7 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
 
 /// Readers that arrive while a writer waits are queued behind it, and hold the lock together after it. Writers are queued behind readers,
 /// too.
-pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn readers_wait_behind_a_waiting_writer<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = Observed::new(store);
     let clients = [rw_locks(&store), rw_locks(&store)];
     let reader = clients[0].read("a").await.unwrap();
@@ -881,7 +877,7 @@ pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send 
 }
 
 /// A dead reader blocks a writer until its own lease expires, even if other readers come and go meanwhile.
-pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let lock = LockKey::new("rw_locks", "a");
     let (dead, alive) = (in_line(true, SHORT), in_line(true, LONG));
     let begun = Instant::now();
@@ -904,7 +900,7 @@ pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 's
 
 /// A queued waiter keeps its position with repeated calls. It loses the position without them, and gives it up with a release. A client
 /// that does not wait never overtakes a waiter.
-pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
+pub async fn polling_keeps_a_queue_position<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
     let [first, dead, leaving, last] = [(); 4].map(|()| in_line(false, LONG));
@@ -939,7 +935,7 @@ pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
 }
 
 /// Only the next queued waiter is notified. If it leaves, the waiter behind it is next.
-pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
+pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
     let holder = in_line(false, LONG);
     take(&store, &lock("a"), &holder).await;
     let waiting = [(); 3].map(|()| in_line(false, LONG));
@@ -978,7 +974,7 @@ pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
 }
 
 /// If no waiter is queued, a release notifies the other watchers, even if the holder acquired the lease through the queue.
-pub async fn where_there_is_no_line_all_who_watch_are_told<S: LockStore>(store: S) {
+pub async fn without_a_queue_all_watchers_are_notified<S: LockStore>(store: S) {
     for holder in [in_line(false, LONG), in_line(true, LONG)] {
         take(&store, &lock("a"), &holder).await;
         let mut wakeups = store.watch(&lock("a"), None).await;
@@ -1029,7 +1025,7 @@ pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync +
 }
 
 /// A waiter that gives up leaves the queue, and does not block others. This holds for readers and writers.
-pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn abandoned_wait_leaves_the_queue<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = Observed::new(store);
     let (here, there) = (rw_locks(&store), rw_locks(&store));
     let reader = here.read("a").await.unwrap();
@@ -1084,7 +1080,7 @@ fn of_every_kind() -> Vec<Claim> {
 /// kind.
 ///
 /// Once, a permit was granted beside an exclusive lock of the same key.
-pub async fn a_key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     for (at, held) in of_every_kind().into_iter().enumerate() {
         let lock = LockKey::new("kinds", at as u32);
         for wanted in of_every_kind() {
@@ -1204,7 +1200,7 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
 /// carries its output.
 ///
 /// Once, the release reported success.
-pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+pub async fn release_reports_a_lost_lease<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = &Tokens { inner: store, tokens: Arc::default() };
     let is_told = |outcome: Result<u32, RunError<u32>>| match outcome {
         Err(RunError::Unprotected { lost, output: 7 }) => assert_eq!(lost.reason(), LossReason::Taken),

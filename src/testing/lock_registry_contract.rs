@@ -37,7 +37,7 @@ async fn until<F: Future<Output = bool>>(what: &str, mut is_so: impl FnMut() -> 
 }
 
 /// An operator can see the holder of a lock, with its name if it has one, until the holder releases the lock.
-pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+pub async fn holder_can_be_inspected<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let admin = &admin(&store);
     let status = admin.inspect("a").await.unwrap();
     assert!(!status.is_held() && status.holders.is_empty() && status.last_fence == 0, "{status:?}");
@@ -72,7 +72,7 @@ pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'stati
 }
 
 /// An operator can see all holders of a semaphore, up to a maximum number, each with its own name.
-pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+pub async fn permit_holders_are_listed_separately<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let names = ["north", "east", "south"];
     let client = |name| {
         Semaphore::new(store.clone(), "semaphores", 200).deadline(LONG).ttl(Duration::from_secs(20)).holder(name)
@@ -104,7 +104,7 @@ pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + 
 
 /// After a forced release, waiters can acquire the lock at once, with a larger fence. The previous holder notices the loss at its next
 /// renewal.
-pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+pub async fn lock_can_be_force_released<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).ttl(Duration::from_secs(3)), locks(&store).wait(LONG));
     let admin = admin(&store);
     let unheld = admin.force_unlock("a").await.unwrap();
@@ -129,7 +129,7 @@ pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 's
 
 /// After a forced release, the first queued waiter gets the lock at once. The release notifies all waiters, since it does not single out
 /// one.
-pub async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+pub async fn first_waiter_gets_a_force_released_lock<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let admin = admin(&store);
     let store = Observed::new(store);
     let (here, there) = (locks(&store).fair().wait(LONG), locks(&store).fair().wait(LONG));

@@ -151,46 +151,46 @@ macro_rules! rate_limit_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [contract:
-                exactly_the_quota_is_admitted
-                subjects_and_policies_are_counted_apart
-                policies_of_one_name_share_their_counts
-                a_denial_charges_nothing
-                waiting_as_told_is_enough_and_not_too_much
-                a_cost_of_nothing_always_passes_and_charges_nothing
-                a_peek_tells_what_a_check_would_and_charges_nothing
-                a_reset_forgets_one_subject
-                an_untouched_quota_has_nothing_to_reset
-                a_lower_limit_keeps_what_was_counted
-                a_higher_limit_keeps_what_was_counted
-                another_window_starts_afresh
-                a_fixed_window_ends_all_at_once
-                a_sliding_log_never_admits_more_in_any_window
-                a_full_sliding_log_works
-                the_longest_windows_and_the_largest_costs_are_counted
-                racing_callers_get_the_quota_between_them
-                any_bytes_are_a_subject
-                a_bucket_refills_evenly_up_to_its_burst
-                a_sliding_window_fades
-                the_largest_numbers_fit_into_every_algorithm
-                several_limits_are_charged_together_or_not_at_all
-                the_answer_names_every_violated_limit_and_the_longest_wait
-                a_yes_without_details_charges_as_a_decision_does
-                an_answer_without_waiting_charges_as_a_decision_does
-                try_acquire_says_what_a_decision_would
-                several_subjects_are_charged_together_or_not_at_all
-                one_subject_twice_is_charged_twice
-                what_is_given_back_can_be_used_again
-                giving_back_makes_no_tokens
-                nothing_is_given_back_into_another_window
-                more_is_never_given_back_than_was_used
-                a_charge_afterwards_is_a_debt
-                a_debt_is_never_deeper_than_the_quota
-                a_debt_over_two_windows_is_no_deeper
-                a_block_denies_and_forgets_nothing
-                a_change_of_quota_keeps_resets_or_scales
-                a_correction_under_another_quota_forgets_nothing
-                what_is_charged_afterwards_counts_under_a_larger_quota
-                racing_callers_of_several_limits_get_the_tightest_between_them
+                quota_is_admitted_exactly
+                keys_and_policies_have_separate_counts
+                policies_with_one_name_share_counts
+                denial_charges_nothing
+                retry_after_is_exact
+                zero_cost_passes_and_charges_nothing
+                peek_predicts_a_check_and_charges_nothing
+                reset_clears_one_key
+                unused_quota_has_no_reset_time
+                lower_limit_keeps_counts
+                higher_limit_keeps_counts
+                new_window_length_starts_new_counts
+                fixed_window_ends_at_once
+                sliding_log_is_exact_in_every_window
+                full_sliding_log_works
+                longest_windows_and_largest_costs_are_counted
+                racing_callers_share_the_quota
+                any_bytes_are_a_rate_limit_key
+                bucket_refills_evenly_up_to_its_burst
+                sliding_window_fades
+                largest_numbers_fit_every_algorithm
+                several_limits_are_charged_all_or_none
+                denial_names_violated_limits_and_longest_wait
+                charge_without_details_equals_a_decision
+                immediate_decision_equals_a_decision
+                try_acquire_equals_a_decision
+                several_keys_are_charged_all_or_none
+                repeated_key_is_charged_twice
+                refunded_units_can_be_used_again
+                refund_creates_no_tokens
+                refund_has_no_effect_on_a_later_window
+                refund_is_at_most_the_used_units
+                later_charge_becomes_debt
+                debt_is_at_most_the_quota
+                debt_over_two_windows_is_at_most_the_quota
+                block_denies_and_keeps_counts
+                quota_change_keeps_resets_or_scales
+                correction_under_another_quota_keeps_counts
+                later_charge_counts_under_a_larger_quota
+                racing_callers_share_the_tightest_limit
             ] [] $($told)+
         }
     };
@@ -209,49 +209,49 @@ macro_rules! lock_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [lock_contract:
-                a_free_lock_is_granted_and_a_held_one_is_not
+                free_lock_is_granted_and_held_lock_is_not
                 keys_and_names_are_separate_locks
-                an_acquisition_may_be_asked_again
+                acquisition_can_be_repeated
                 fences_rise_with_every_grant
-                a_lease_ends_by_itself
-                a_renewal_lets_a_lease_last
-                a_lease_that_has_ended_does_not_come_back
-                many_leases_are_renewed_at_once
-                only_the_holder_gives_a_lease_back
-                any_bytes_are_a_lock
-                one_of_many_racing_gets_the_lock
-                many_who_ask_at_the_same_time_are_answered_one_by_one
-                a_release_wakes_those_who_watch
+                lease_expires
+                renewal_extends_a_lease
+                ended_lease_cannot_be_renewed
+                many_leases_are_renewed_in_one_call
+                only_the_holder_releases_a_lease
+                any_bytes_are_a_lock_key
+                one_of_many_racing_callers_gets_the_lock
+                concurrent_locks_are_independent
+                release_wakes_watchers
                 one_at_a_time_with_rising_fences
-                who_waits_gets_the_lock_when_it_is_given_back
-                waiting_ends_in_time
-                who_waits_gets_the_lock_of_the_dead
-                those_who_wait_are_served_in_order
-                a_line_is_bounded
-                a_held_lease_outlives_its_time
-                a_handle_more_keeps_the_lock
-                nothing_is_held_for_longer_than_it_may_be
-                a_body_runs_under_the_lock_and_no_longer
-                bad_times_are_refused_by_name
-                a_shutdown_waits_for_what_is_held
-                any_free_segment_will_do
-                a_semaphore_lets_in_so_many_at_a_time
-                permits_are_counted_to_the_unit
-                several_locks_are_taken_together_or_not_at_all
-                leases_are_taken_together_in_one_step
-                fair_locks_are_had_in_the_order_in_which_they_were_asked_for
-                the_dead_lose_their_place
-                readers_share_and_writers_do_not
-                readers_do_not_pass_a_writer_who_waits
-                a_dead_reader_expires_alone
-                a_place_in_line_is_kept_by_asking
-                only_who_is_next_is_told
-                where_there_is_no_line_all_who_watch_are_told
+                waiter_gets_the_released_lock
+                wait_ends_in_time
+                waiter_gets_the_lock_of_a_dead_holder
+                waiters_are_served_in_order
+                wait_queue_is_bounded
+                held_lease_is_renewed
+                second_handle_keeps_the_lock
+                max_hold_ends_a_lease
+                run_drops_its_body_if_the_lease_is_lost
+                invalid_times_are_refused_by_name
+                shutdown_waits_for_held_leases
+                any_free_segment_is_granted
+                semaphore_grants_its_permits
+                permits_are_exact
+                several_locks_are_taken_all_or_none
+                several_leases_are_taken_in_one_step
+                fair_locks_are_granted_in_order
+                dead_waiter_loses_its_position
+                readers_share_and_writers_exclude
+                readers_wait_behind_a_waiting_writer
+                dead_reader_expires_alone
+                polling_keeps_a_queue_position
+                only_the_next_waiter_is_notified
+                without_a_queue_all_watchers_are_notified
                 readers_and_writers_never_meet
-                who_gives_up_leaves_the_line
-                a_key_is_held_as_one_kind
+                abandoned_wait_leaves_the_queue
+                key_is_held_as_one_kind
                 fences_are_larger_than_the_floor
-                a_loss_that_the_release_finds_is_told
+                release_reports_a_lost_lease
             ] [] $($told)+
         }
     };
@@ -270,28 +270,28 @@ macro_rules! idempotency_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [idempotency_contract:
-                an_operation_is_granted_once
-                scopes_and_keys_are_apart
-                a_beginning_may_be_asked_again
-                what_is_said_at_once_is_so
-                an_answer_is_kept_as_it_was
-                an_answer_that_is_not_kept_leaves_a_mark
-                another_request_is_told_nothing_but_that
-                a_live_attempt_is_never_taken_over
-                a_completed_answer_is_never_taken_over
-                who_was_taken_over_changes_nothing
-                a_lease_comes_back_unless_somebody_took_over
-                what_is_given_back_is_begun_again
-                what_is_given_up_on_its_way_claims_nothing
-                a_checkpoint_is_found_by_the_next_attempt
-                a_checkpoint_that_comes_late_changes_nothing
-                a_checkpoint_keeps_the_request
-                what_is_known_of_a_body_stays_known
-                what_was_taken_over_stays_the_same_request
-                who_watches_is_told
-                an_answer_is_forgotten_when_its_time_is_over
-                one_of_many_racing_begins
-                a_scope_has_a_bounded_number_of_records
+                operation_is_granted_once
+                scopes_and_keys_are_separate
+                begin_can_be_repeated
+                immediate_reply_is_correct
+                response_is_stored_unchanged
+                omitted_response_leaves_a_mark
+                different_request_is_a_mismatch_in_every_state
+                live_attempt_is_never_taken_over
+                completed_operation_is_never_taken_over
+                superseded_attempt_changes_nothing
+                late_renewal_succeeds_without_a_takeover
+                released_operation_begins_again
+                early_release_cancels_a_late_claim
+                next_attempt_finds_the_checkpoint
+                late_checkpoint_changes_nothing
+                checkpoint_keeps_the_fingerprint
+                known_part_of_a_body_stays_known
+                takeover_keeps_the_fingerprint
+                watcher_is_notified
+                response_expires_after_its_retention
+                one_of_many_racing_requests_begins
+                records_of_a_scope_are_bounded
             ] [] $($told)+
         }
     };
@@ -310,10 +310,10 @@ macro_rules! lock_registry_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [lock_registry_contract:
-                a_holder_can_be_seen
-                holders_of_permits_are_told_apart
-                a_lock_can_be_taken_away
-                who_is_first_in_line_gets_what_is_taken_away
+                holder_can_be_inspected
+                permit_holders_are_listed_separately
+                lock_can_be_force_released
+                first_waiter_gets_a_force_released_lock
                 held_locks_are_listed
             ] [] $($told)+
         }
@@ -333,15 +333,15 @@ macro_rules! idempotency_registry_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [idempotency_registry_contract:
-                each_state_can_be_seen
-                what_was_taken_over_has_no_checkpoint
-                what_is_forgotten_is_begun_anew
-                what_is_not_as_it_was_found_is_left_alone
-                what_is_unknown_is_completed_by_hand
-                what_is_not_unknown_is_not_completed_by_hand
-                what_was_completed_by_hand_is_completed_anew
+                every_state_can_be_inspected
+                takeover_mark_is_not_a_checkpoint
+                forgotten_operation_begins_again
+                changed_operation_is_left_alone
+                unknown_operation_can_be_completed
+                only_unknown_operations_can_be_completed
+                manual_completion_can_be_replaced
                 operations_are_listed
-                whoever_waits_is_told
+                waiter_is_notified_of_a_manual_change
             ] [] $($told)+
         }
     };
@@ -360,35 +360,35 @@ macro_rules! delay_queue_contract {
     ($($told:tt)+) => {
         $crate::__contract! {
             @read [delay_queue_contract:
-                a_job_is_claimed_once_and_gone_when_it_is_done
-                a_job_is_not_claimed_before_it_is_due
-                a_job_comes_back_when_its_lease_has_ended
-                an_id_is_there_once
-                a_batch_is_answered_in_order
-                a_unique_key_keeps_others_out
+                job_is_claimed_once_and_removed_when_done
+                job_is_not_claimed_before_it_is_due
+                job_returns_when_its_lease_ends
+                id_is_unique
+                batch_replies_are_in_order
+                unique_key_excludes_other_jobs
                 removed_job_releases_its_unique_key
                 expired_unique_key_of_a_cancelled_run_blocks_no_job
                 key_of_an_occurrence_outlives_its_cancellation
-                a_replayed_job_keeps_others_out_again
-                jobs_come_by_priority_then_due_then_id
-                no_more_is_claimed_than_was_asked_for
-                attempts_are_counted_and_given_back
-                what_is_put_back_waits
-                snoozed_job_keeps_its_place
-                claim_takes_as_many_snoozed_jobs_as_it_may
-                a_crash_loop_ends
-                a_cancellation_has_one_outcome
+                replayed_job_takes_its_unique_key_again
+                jobs_are_ordered_by_priority_due_time_and_id
+                claim_returns_at_most_its_limit
+                attempts_are_counted_and_released
+                retried_or_snoozed_job_waits_for_its_delay
+                snoozed_job_keeps_its_position
+                claim_takes_all_snoozed_jobs_within_its_limit
+                crash_loop_ends
+                cancellation_has_one_outcome
                 new_job_waits_for_the_cancelled_run
                 new_job_outlives_the_worker_of_the_cancelled_run
-                changes_are_for_what_waits
-                a_queue_can_be_looked_at
-                a_paused_queue_lends_nothing
-                a_queue_is_drained
-                the_dead_are_kept_in_bounds_and_can_be_replayed
-                who_waits_is_woken_by_an_earlier_job
-                any_bytes_are_a_name_an_id_and_a_payload
-                the_longest_delays_are_kept
-                racing_workers_share_the_jobs
+                only_waiting_jobs_can_be_changed
+                queue_can_be_inspected
+                paused_queue_grants_no_jobs
+                queue_is_purged
+                dead_jobs_are_bounded_and_can_be_replayed
+                earlier_job_wakes_waiting_worker
+                any_bytes_are_a_name_id_and_payload
+                longest_delays_are_kept
+                racing_workers_share_jobs
             ] [] $($told)+
         }
     };

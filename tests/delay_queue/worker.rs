@@ -19,7 +19,6 @@ use support::stores::delegate_queue;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::OnMissingKey;
 use tollgate::delay_queue::store::{Ack, Claim, Claimed, DelayQueueStore, MAX_BATCH, QueueKey};
 use tollgate::delay_queue::{
     Backoff, Cancelled, Codec, DelayQueue, DelayQueueWorker, Due, Event, Events, Job, JobId, JobResponder,
@@ -30,8 +29,8 @@ use tollgate::lock::LeaseHandle;
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore, TestJob};
 use tollgate::{
-    BoxError, ErrorResponder, GlobalKey, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer,
-    RedisBackend, StoreError,
+    BoxError, ErrorResponder, GlobalKey, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey, Policy, Quota,
+    RateLimitLayer, RedisBackend, StoreError,
 };
 use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 

@@ -9,13 +9,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::{Router, routing::get};
+use axum::Router;
+use axum::routing::get;
 use bytes::{Buf, BufMut};
-use http::{Request, Response, StatusCode, uri::PathAndQuery};
+use http::uri::PathAndQuery;
+use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1::SendRequest;
-use hyper_util::{rt::TokioIo, service::TowerToHyperService};
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
@@ -30,9 +33,11 @@ use tollgate::{
     StoreError,
 };
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::server::NamedService;
+use tonic::service::Routes;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status, server::NamedService, service::Routes};
+use tonic::{Code, Status};
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, service_fn};
 

@@ -19,9 +19,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep};
-use tollgate::OnMissingKey;
-use tollgate::OnStoreError;
-use tollgate::Reach;
 use tollgate::grpc::GrpcResponder;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::store::IdempotencyStore;
@@ -35,7 +32,7 @@ use tollgate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder}
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     ConfigError, ErrorResponder, GlobalKey, IdempotencyLayer, Key, Limiter, LockError, LockLayer, MemoryBackend,
-    Policy, Quota, RateLimitLayer,
+    OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, Reach,
 };
 use tower::limit::ConcurrencyLimitLayer;
 use tower::util::BoxCloneService;

@@ -14,7 +14,6 @@ use futures_util::future::join_all;
 use support::server::RedisServer;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::Reach;
 use tollgate::idempotency::store::IdempotencyStore;
 use tollgate::idempotency::{
     Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, Idempotent, OnUnknown, Operation, OperationError,
@@ -22,7 +21,7 @@ use tollgate::idempotency::{
 };
 use tollgate::lock::{RunError, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
+use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, Reach, RedisBackend};
 
 // Long, because on Redis this is real time, and a busy machine must not fail the tests.
 const LEASE: Duration = Duration::from_secs(2);

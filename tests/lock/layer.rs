@@ -17,9 +17,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::OnMissingKey;
-use tollgate::OnStoreError;
-use tollgate::Reach;
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
@@ -30,7 +27,7 @@ use tollgate::responder::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     BoxError, ConfigError, ErrorResponder, GlobalKey, HttpResponder, LockError, LockLayer, Locks, MemoryBackend,
-    first_of,
+    OnMissingKey, OnStoreError, Reach, first_of,
 };
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};

@@ -14,11 +14,12 @@ use support::shared::patient;
 use support::stores::delegate_lock;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
-use tollgate::Reach;
 use tollgate::lock::store::{Acquired, Claim, LockStore, Released, Token};
 use tollgate::lock::{Cursor, LeaseState, LockAdmin, LockKey, LossReason, Redlock, ReleaseOutcome, RwLocks, Semaphore};
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{ConfigError, GlobalKey, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
+use tollgate::{
+    ConfigError, GlobalKey, Lease, LockError, LockLayer, Locks, MemoryBackend, Reach, RedisBackend, StoreError,
+};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -36,31 +37,31 @@ macro_rules! claims {
     };
     (#[$attribute:meta] $store:expr) => {
         claims! { @each [#[$attribute]] [$store]
-            a_free_lock_is_granted_and_a_held_one_is_not
+            free_lock_is_granted_and_held_lock_is_not
             keys_and_names_are_separate_locks
-            an_acquisition_may_be_asked_again
+            acquisition_can_be_repeated
             fences_rise_with_every_grant
-            a_lease_ends_by_itself
-            a_renewal_lets_a_lease_last
-            a_lease_that_has_ended_does_not_come_back
-            many_leases_are_renewed_at_once
-            only_the_holder_gives_a_lease_back
-            any_bytes_are_a_lock
-            a_release_wakes_those_who_watch
+            lease_expires
+            renewal_extends_a_lease
+            ended_lease_cannot_be_renewed
+            many_leases_are_renewed_in_one_call
+            only_the_holder_releases_a_lease
+            any_bytes_are_a_lock_key
+            release_wakes_watchers
             one_at_a_time_with_rising_fences
-            who_waits_gets_the_lock_when_it_is_given_back
-            waiting_ends_in_time
-            who_waits_gets_the_lock_of_the_dead
-            those_who_wait_are_served_in_order
-            a_line_is_bounded
-            a_held_lease_outlives_its_time
-            a_handle_more_keeps_the_lock
-            nothing_is_held_for_longer_than_it_may_be
-            a_body_runs_under_the_lock_and_no_longer
-            bad_times_are_refused_by_name
-            a_shutdown_waits_for_what_is_held
-            any_free_segment_will_do
-            several_locks_are_taken_together_or_not_at_all
+            waiter_gets_the_released_lock
+            wait_ends_in_time
+            waiter_gets_the_lock_of_a_dead_holder
+            waiters_are_served_in_order
+            wait_queue_is_bounded
+            held_lease_is_renewed
+            second_handle_keeps_the_lock
+            max_hold_ends_a_lease
+            run_drops_its_body_if_the_lease_is_lost
+            invalid_times_are_refused_by_name
+            shutdown_waits_for_held_leases
+            any_free_segment_is_granted
+            several_locks_are_taken_all_or_none
         }
     };
 }

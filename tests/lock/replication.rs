@@ -15,14 +15,14 @@ use support::shared::patient;
 use support::stores::delegate_lock;
 use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
-use tollgate::OnStoreError;
 use tollgate::lock::store::{Acquired, Claim, LockStore, Renewal, Replicas};
 use tollgate::lock::{
     CircuitBreaker, LeaseState, LockAdmin, LockKey, LossReason, ReleaseOutcome, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    ErrorResponder, GlobalKey, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
+    ErrorResponder, GlobalKey, LockError, LockLayer, Locks, MemoryBackend, OnStoreError, RedisBackend, RedisOptions,
+    StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 

@@ -13,11 +13,10 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::OnStoreError;
 use tollgate::lock::store::LockStore;
 use tollgate::lock::{ReleaseOutcome, RwLocks, Segmented, Semaphore};
 use tollgate::testing::FaultStore;
-use tollgate::{GlobalKey, LockError, LockLayer, Locks, MemoryBackend};
+use tollgate::{GlobalKey, LockError, LockLayer, Locks, MemoryBackend, OnStoreError};
 use tower::{Layer, ServiceExt, service_fn};
 
 use crate::support::server::RedisServer;

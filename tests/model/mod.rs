@@ -1,11 +1,10 @@
-//! What the algorithms mean, written down as plainly as possible: to be read beside the docs of `Quota`, and to be believed.
+//! A model of the algorithms, as simple as possible. Read it beside the docs of `Quota`.
 //!
-//! Nothing here is shared with the crate, nothing is packed, scaled or clever. A count is a list of charges, time is looked
-//! at from charge to charge, a share is a fraction of integers, and how long something takes is found by trying. Instants
-//! are microseconds.
+//! It shares no code with the crate, and packs and scales nothing. A count is a list of charges. Time moves from charge to charge. A share
+//! is a fraction of integers. Waits are found by trying. Instants are microseconds.
 //!
-//! Where the docs allow rounding, a count is a range: at least what exact arithmetic says of the most generous reading of
-//! them, at most what it says of the least generous one. Everywhere else both ends are the same.
+//! Where the docs allow rounding, a count is a range. It is at least the exact count by the most generous reading of the docs, and at most
+//! the exact count by the least generous one. Everywhere else both ends are equal.
 
 #![allow(unreachable_pub)]
 
@@ -15,23 +14,23 @@ use std::time::Duration;
 use tollgate::rate_limit::{Algorithm, Decision, Limit, Outcome};
 use tollgate::{Policy, Quota};
 
-/// All limits of a policy for one subject, as its docs describe them.
+/// All limits of a policy for one key, by the docs of the policy.
 #[derive(Clone, Debug)]
 pub struct Model {
     counts: Vec<Count>,
     blocked_until: u64,
 }
 
-/// What a decision has to say.
+/// The expected decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expected {
     pub outcome: Outcome,
-    /// Of the decision as a whole.
+    /// The outcome of the decision as a whole.
     pub retry_after: Option<Duration>,
     pub limits: Vec<ExpectedLimit>,
 }
 
-/// What it has to say of one limit.
+/// The expected status of one limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectedLimit {
     pub remaining: u64,
@@ -62,7 +61,7 @@ impl Model {
             return asked;
         }
         self.counts.iter_mut().for_each(|count| count.charge(now, cost));
-        // How it stands behind the charge. Nothing is asked for any more, so nothing is in the way.
+        // The status after the charge. A cost of zero fits always.
         self.peek(now, 0)
     }
 
@@ -80,7 +79,7 @@ impl Model {
         Expected { outcome, retry_after, limits }
     }
 
-    /// What is charged afterwards is charged even if it does not fit, up to a debt of a whole quota.
+    /// A later charge counts even if it does not fit, up to a debt of a whole quota.
     pub fn charge_anyway(&mut self, now: u64, units: u64) {
         self.counts.iter_mut().for_each(|count| count.charge_anyway(now, units));
     }
@@ -91,7 +90,7 @@ impl Model {
         let mut buckets = 0;
         for count in &mut self.counts {
             buckets += usize::from(matches!(count.kind, Kind::TokenBucket { .. }));
-            // A receipt says of no more than two buckets how much was missing.
+            // A receipt has the missing tokens of two buckets at most.
             count.give_back(now, (buckets <= 2).then_some(charge), at, units);
         }
     }
@@ -101,7 +100,7 @@ impl Model {
     }
 }
 
-/// What one limit has counted.
+/// The count of one limit.
 #[derive(Clone, Debug)]
 pub struct Count {
     limit: Limit,
@@ -110,8 +109,8 @@ pub struct Count {
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// A bucket that holds the capacity and is refilled with `limit` tokens per window, continuously. What is missing in it as of
-    /// `updated`, at the fastest rate that the docs allow and at the slowest. It was last seen full at `full_at`. `charges` has the
+    /// A bucket that holds the capacity and is refilled with `limit` tokens per window, continuously. It stores the missing tokens at
+    /// `updated`, by the fastest and by the slowest rate that the docs allow. The bucket was last full at `full_at`. `charges` has the
     /// tokens, or parts of one, that were missing after each charge.
     TokenBucket { missing: [u128; 2], updated: u64, full_at: u64, charges: Vec<[u64; 2]> },
     /// A window that opens with its first charge, and closes together with all charges in it.
@@ -141,7 +140,7 @@ fn window(limit: Limit) -> u64 {
     limit.quota().window().as_micros() as u64
 }
 
-/// What one token is worth: as many parts as flow in within a window, for each of the quota.
+/// The worth of one token: the parts that flow in within a window, divided by the quota.
 fn token(limit: Limit) -> u128 {
     u128::from(window(limit)) * PARTS
 }
@@ -203,7 +202,7 @@ impl Count {
         }
     }
 
-    /// The units in use at the instant `now`, if nobody comes before that. Part of a unit is a unit.
+    /// The units in use at the instant `now`, without further charges. A part of a unit counts as a unit.
     pub fn used_at(&self, now: u64) -> RangeInclusive<u64> {
         let mut then = self.clone();
         then.pass_time(now);
@@ -216,7 +215,7 @@ impl Count {
             Kind::SlidingWindow { opened, before, charges } => {
                 let window = u128::from(window(self.limit));
                 let elapsed = u128::from(now - opened);
-                // The share of the window before this one that is less than a window ago, rounded up.
+                // The share of the previous window within the last window length, rounded up.
                 let faded = |elapsed: u128| (u128::from(sum(before)) * (window - elapsed)).div_ceil(window) as u64;
                 let step = if may_be_rounded(self.limit) { window.div_ceil(STEPS.into()) } else { 0 };
                 let least = faded((elapsed + step).min(window));
@@ -226,9 +225,9 @@ impl Count {
         }
     }
 
-    /// How long it takes from `now` on until `enough` is true of what is in use: found by trying. What is in use only becomes less.
+    /// The time from `now` until `enough` is true of the units in use, found by trying. Without charges, they only decrease.
     pub fn wait(&self, now: u64, enough: impl Fn(RangeInclusive<u64>) -> bool) -> u64 {
-        // A debt of a whole quota is paid, and a window that closes has faded, within three periods.
+        // Within three periods a debt of a whole quota is paid, and a closed window has faded.
         let (mut not_enough, mut long_enough) =
             (0, 3 * self.limit.period().as_micros() as u64 + 3 * window(self.limit));
         if enough(self.used_at(now)) {
@@ -246,7 +245,7 @@ impl Count {
         long_enough
     }
 
-    /// How the limit stands, and how long somebody has to wait who wants `cost`. Only where nothing may be rounded.
+    /// The status of the limit, and the wait for a request of `cost`. Only where the docs allow no rounding.
     fn expected(&mut self, now: u64, cost: u64) -> ExpectedLimit {
         self.pass_time(now);
         assert!(!may_be_rounded(self.limit), "{:?} may be rounded", self.limit);
@@ -289,8 +288,8 @@ impl Count {
         self.pass_time(now);
         let rates = [PARTS, if may_be_rounded(self.limit) { PARTS - SLOWER } else { PARTS }];
         match &mut self.kind {
-            // Since it was full, what was charged before that does not count; and of the rest no more is given back than what
-            // cannot have flowed in since.
+            // Charges from before the bucket was full do not count. Of the others, at most the tokens that cannot have flowed in since are
+            // refunded.
             Kind::TokenBucket { missing, full_at, charges, .. } => {
                 if at >= *full_at {
                     let noted = charge.map_or([0; 2], |charge| charges[charge]);
@@ -311,7 +310,7 @@ impl Count {
     }
 }
 
-/// Takes units away from what was charged at the instant `at`.
+/// Removes units from the charge at the instant `at`.
 fn take(charges: &mut [Charge], at: u64, mut units: u64) {
     for charge in charges.iter_mut().filter(|charge| charge.at == at) {
         let taken = units.min(charge.units);

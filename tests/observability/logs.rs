@@ -23,7 +23,6 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use support::server::{RedisServer, free_port, version, wait_until};
 use tokio::sync::Barrier;
 use tokio::time::{advance, sleep, timeout};
-use tollgate::OnStoreError;
 use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{
@@ -37,7 +36,8 @@ use tollgate::responder::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExtractKey, GlobalKey, IdempotencyLayer, Job, Key, Limiter,
-    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions,
+    StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};

@@ -767,7 +767,7 @@ async fn waiters_survive_a_cancelled_refill() {
     }
     assert_eq!(slow.checks(), asked + 20);
     assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u64>(), 19);
-    // What it has drawn is there for all of them.
+    // The prefetched units serve all requests.
     let stats = store.stats();
     assert!(
         stats.held > 20 && stats.drawn == before.drawn + stats.held && stats.expired == before.expired,
@@ -1010,7 +1010,7 @@ async fn prefetch_is_exact_for_costs_of_any_size() {
         while limiter.check_cost("alice", cost).await.unwrap().is_allowed() {
             admitted += cost;
         }
-        // What is left over is too little, or is held for smaller requests.
+        // The remaining units are too few, or are held for smaller requests.
         let held = store.stats().held;
         assert!(admitted + held <= 1_000 && admitted + held + cost > 1_000, "{admitted} by {cost}, {held} held");
         assert!(held < cost, "{held} held from requests of {cost}");
@@ -1155,7 +1155,7 @@ fn next(state: &mut u64, below: u64) -> u64 {
     (*state >> 20) % below.max(1)
 }
 
-/// An admission: when it was charged, when it was decided if that was not in the store, and what it cost.
+/// An admission: the time of its charge, the time of a local decision, and the cost.
 type Admission = (u64, Option<u64>, u64);
 
 /// The events of a simulation.
@@ -1249,7 +1249,7 @@ proptest! {
         }
         for (ends, units) in admitted {
             prop_assert!(units <= quota as i64, "{} of {} in the window that ends at {}", units, quota, ends);
-            // Whether or not the window was used up: nobody had what was not charged, or was given back.
+            // Also in a window that is not used up, no admission lacks a charge.
             prop_assert!(units <= charged[&ends], "{} of {} charged, window {}", units, charged[&ends], ends);
         }
     }

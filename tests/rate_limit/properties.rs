@@ -166,7 +166,7 @@ struct Subject {
     policy: Policy,
     key: Key,
     epoch: Instant,
-    // What was charged and not given back.
+    // Charges that were not refunded.
     charges: Vec<(Receipt, u64)>,
 }
 
@@ -359,7 +359,7 @@ fn refund_never_exceeds_the_charge() {
                 prop_assert!(after >= before && after - before <= *units && *after <= limit.capacity());
             }
         }
-        // Nobody gets more at once than there is, whatever was given back. A large quota is used up in a thousand steps.
+        // Refunds never admit more than the capacity at once. A large quota is used up in a thousand steps.
         let (mut admitted, step) = (0, (subject.capacity() / 1_000).max(1));
         while subject.check(step).await.is_allowed() {
             admitted += step;

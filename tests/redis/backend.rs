@@ -17,7 +17,6 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, broadcast, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::timeout;
-use tollgate::Reach;
 use tollgate::delay_queue::{DelayQueueWorker, Job, Recurring, Schedule};
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{Idempotent, Operation};
@@ -25,7 +24,7 @@ use tollgate::rate_limit::Decision;
 use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::{
     AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Limiter, MemoryBackend,
-    Policy, Quota, QuotaPrefetch, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    Policy, Quota, QuotaPrefetch, RateLimitLayer, Reach, RedisBackend, RedisOptions, StoreError,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};

@@ -7,16 +7,14 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use super::MemoryBackend;
 use super::queue::{CallTime, ClockOrigin, JobState, Queue};
-use super::shares;
+use super::{MemoryBackend, shares};
 use crate::delay_queue::store::{
-    Ack, Admission, Claim, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId,
+    Ack, Admission, Claim, Claimed, DelayQueueStore, Extended, JobLease, Notifications, QueueKey, WorkerId,
 };
 use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, Priority, State, StoredJob};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::store::Notifications;
 use crate::reach::Reach;
 
 /// How many bytes each job of the capacity provides, on average.

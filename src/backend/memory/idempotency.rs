@@ -13,11 +13,11 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use super::shares::{Amount, NoRoom, Shares};
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload};
-use crate::idempotency::{Answer, Checkpoint, Operation, OperationPage, OperationState, OperationStatus};
+use crate::idempotency::store::{
+    Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
+};
+use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
-use crate::lock::Cursor;
-use crate::lock::store::{Notifications, Token};
 use crate::reach::Reach;
 
 /// More than the number of threads that would lock shards at once.

@@ -11,10 +11,8 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::store::LockRegistry;
-use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
-use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockPage, LockStatus};
-use crate::lock::{LockKey, LockKind};
+use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Queueing, Released, Renewal, Token};
+use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockKey, LockKind, LockPage, LockStatus};
 use crate::reach::Reach;
 
 /// More than the number of threads that would lock shards at once.

@@ -2,9 +2,10 @@
 //! for good.
 
 use super::*;
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::store::{
+    Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload, Token,
+};
 use crate::idempotency::{Answer, Checkpoint, Operation, OperationState, OperationStatus};
-use crate::lock::store::Token;
 
 const TOKENS: usize = 4;
 /// The model's token of operations that were forgotten or completed by an operator.

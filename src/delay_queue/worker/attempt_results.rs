@@ -1,3 +1,5 @@
+//! Turns the end of an attempt into the result to record.
+
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

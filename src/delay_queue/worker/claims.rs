@@ -1,3 +1,5 @@
+//! Decodes the reply to a claim.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, SystemTime};
 

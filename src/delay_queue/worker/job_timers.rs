@@ -1,3 +1,5 @@
+//! Decides when a running job is renewed, stopped, dropped or abandoned.
+
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -92,7 +94,7 @@ impl JobTimers {
         self.extend_at = self.extend_at.map(|_| sent + lease / 3);
     }
 
-    /// Notes that the lease is lost, says the store in reply to a call sent at `sent`. Its reply counts, whatever the local clock says.
+    /// Notes that the lease is lost: the store has said so in its reply to a call sent at `sent`. The reply counts, not the local clock.
     pub(crate) fn lease_lost(&mut self, sent: Instant) {
         self.lease_ends = sent.min(self.lease_ends);
         self.extend_at = None;

@@ -1,3 +1,5 @@
+//! One part of the queue: results to record, and when to claim.
+
 use std::collections::VecDeque;
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! A result that the store has not recorded yet.
+
 use std::sync::Arc;
 use std::time::Duration;
 

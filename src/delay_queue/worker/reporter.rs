@@ -1,3 +1,5 @@
+//! Logs, metrics and events of a worker.
+
 use std::mem;
 use std::time::Duration;
 

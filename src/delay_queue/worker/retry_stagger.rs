@@ -1,3 +1,5 @@
+//! Staggers retries, so that jobs do not return together.
+
 use std::time::Duration;
 
 use tokio::time::Instant;

@@ -1,3 +1,5 @@
+//! The running jobs of a worker, each in its own task.
+
 use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::mem;

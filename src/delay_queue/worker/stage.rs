@@ -1,3 +1,5 @@
+//! The stages of a worker's shutdown.
+
 use std::time::Duration;
 
 use tokio::time::Instant;

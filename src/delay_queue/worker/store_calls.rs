@@ -1,3 +1,5 @@
+//! The store calls of a worker that are in flight.
+
 use std::time::Duration;
 
 use tokio::task::{Id, JoinError, JoinSet};

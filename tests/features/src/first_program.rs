@@ -11,7 +11,7 @@ mod program {
     include!(concat!(env!("OUT_DIR"), "/first_program.rs"));
 }
 
-/// Where the program listens. Whoever asks for a port of the system's choice is given another one for a while.
+/// The address of the program. The system does not assign the same free port again for a while.
 fn address() -> &'static str {
     static ADDRESS: LazyLock<String> = LazyLock::new(|| {
         let listener = net::TcpListener::bind("127.0.0.1:0").expect("a port is free");

@@ -1,4 +1,4 @@
-//! What is said where a feature is missing, and that the first program of the docs needs no others than it names.
+//! Errors for missing features, and the first program of the docs with only the features that it names.
 #![cfg(test)]
 
 #[cfg(feature = "first-program")]
@@ -45,7 +45,7 @@ async fn encryption_needs_a_feature() {
         assert_eq!(refusal(url).await, missing, "{url}");
         assert_eq!(tollgate::RedisOptions::from_url(url).err(), Some(missing.clone()), "{url}");
     }
-    // Which others do not, and nobody answers there.
+    // This URL needs no feature. No server listens there.
     let error = tollgate::connect("redis://127.0.0.1:1/").await.unwrap_err();
     assert!(matches!(error, ConnectError::Store(_)), "{error:?}");
 }

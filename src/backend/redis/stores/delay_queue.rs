@@ -13,12 +13,11 @@ use crate::backend::redis::topology::Servers;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::delay_queue::store::{
     Ack, Admission, Claim, Claimed, ClaimedJob, DelayQueueStore, Died, Expired, Extended, Finished, JobLease,
-    MAX_BATCH, QueueKey, WorkerId, batch_len,
+    MAX_BATCH, Notifications, QueueKey, WorkerId, batch_len,
 };
 use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, PreparedPush, Priority, State, StoredJob};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::store::Notifications;
 use crate::reach::Reach;
 
 impl DelayQueueStore for RedisBackend {

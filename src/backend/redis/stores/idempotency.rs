@@ -9,11 +9,11 @@ use crate::backend::redis::error::{is_refused_for_now, unexpected_reply};
 use crate::backend::redis::keys::PARTS;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
-use crate::idempotency::{Answer, Checkpoint, Operation, OperationPage, OperationState, OperationStatus};
+use crate::idempotency::store::{
+    Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
+};
+use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
-use crate::lock::Cursor;
-use crate::lock::store::{Notifications, Token};
 use crate::reach::Reach;
 
 impl IdempotencyStore for RedisBackend {
