@@ -14,6 +14,7 @@ use crate::lock::{Cursor, ForceReleased, LockKey, LockPage, LockStatus};
 use crate::rate_limit::store::{Charged, RateLimitStore, Request};
 use crate::rate_limit::{Decision, Policy, Receipt};
 use crate::reach::Reach;
+use crate::store::shutdown::{ShutdownReport, ShutdownTarget};
 
 /// Connects to the backend of a URL.
 ///
@@ -177,6 +178,25 @@ impl AnyBackend {
             Self::Redis(backend) => backend.ping().await,
         }
     }
+
+    /// Closes everything that was made from this backend in this process, waits for it, and returns what was left: see
+    /// [`backend`](crate::backend#shutdown). Takes no longer than `deadline`, also while Redis does not answer.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// # use std::time::Duration;
+    /// # use tollgate::Locks;
+    /// let backend = tollgate::connect("memory:").await?;
+    /// let locks = Locks::new(backend.clone(), "orders");
+    /// // At the end of `main`:
+    /// println!("{}", backend.shutdown(Duration::from_secs(25)).await);
+    /// # assert!(locks.lock("42").await.is_err());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
+        delegate!(self, backend => backend.shutdown(deadline).await)
+    }
 }
 
 impl RateLimitStore for AnyBackend {
@@ -219,6 +239,10 @@ impl RateLimitStore for AnyBackend {
     fn reach(&self) -> Reach {
         delegate!(self, store => RateLimitStore::reach(store))
     }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        delegate!(self, store => RateLimitStore::add_to_shutdown(store, target));
+    }
 }
 
 impl LockStore for AnyBackend {
@@ -260,6 +284,10 @@ impl LockStore for AnyBackend {
 
     fn reach(&self) -> Reach {
         delegate!(self, store => LockStore::reach(store))
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        delegate!(self, store => LockStore::add_to_shutdown(store, target));
     }
 }
 
@@ -333,6 +361,10 @@ impl IdempotencyStore for AnyBackend {
 
     fn reach(&self) -> Reach {
         delegate!(self, store => IdempotencyStore::reach(store))
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        delegate!(self, store => IdempotencyStore::add_to_shutdown(store, target));
     }
 }
 
@@ -437,6 +469,10 @@ impl DelayQueueStore for AnyBackend {
 
     fn identity(&self) -> Option<usize> {
         delegate!(self, store => DelayQueueStore::identity(store))
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        delegate!(self, store => DelayQueueStore::add_to_shutdown(store, target));
     }
 }
 

@@ -8,6 +8,58 @@
 //! [`connect`] selects a backend by URL at run time, and `connect_with` also takes options for Redis. Backends are cheap to clone, and
 //! clones share all state.
 //!
+//! # Shutdown
+//!
+//! `backend.shutdown(deadline)` is one call for the end of a program. It closes everything that was made from the backend and its clones,
+//! and waits for all of it at the same time. First stop accepting requests, then call it:
+//!
+//! ```no_run
+//! # #[cfg(feature = "http")] {
+//! use std::time::Duration;
+//! use axum::{Router, routing::get};
+//! use tollgate::{BoxError, Policy, Quota, RateLimitLayer};
+//!
+//! # async fn serve(stopped: impl Future<Output = ()> + Send + 'static) -> Result<(), BoxError> {
+//! let backend = tollgate::connect("redis://127.0.0.1/").await?;
+//! let failures = Policy::new("failures", Quota::per_minute(5).fixed_window());
+//! let limit = RateLimitLayer::new(backend.clone(), failures).charge_on(tollgate::http::failures());
+//! let app: Router = Router::new().route("/login", get(async || "welcome")).layer(limit);
+//!
+//! let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+//! axum::serve(listener, app).with_graceful_shutdown(stopped).await?;
+//! let report = backend.shutdown(Duration::from_secs(25)).await;
+//! if !report.is_clean() {
+//!     eprintln!("{report}"); // the shutdown is incomplete: it left 1 unfinished job, 2 held leases
+//! }
+//! # Ok(())
+//! # }
+//! # }
+//! ```
+//!
+//! | made from the backend | from the call on | the shutdown waits until |
+//! | --- | --- | --- |
+//! | workers of queues | claim no more jobs, as after the signal of [`run_until`](crate::DelayQueueWorker::run_until) | `run` or `run_until` has returned |
+//! | recurring schedules | push no more jobs | `run` or `run_until` has returned |
+//! | locks, semaphores and their layers | grant nothing: [`LockError::Closed`](crate::LockError::Closed), also for waiters | each lease is released |
+//! | rate limit layers | limit as before | no [correction](crate::rate_limit::RateLimitHandle) is in flight |
+//! | idempotency layers | reject requests that have a key: 503 with HTTP | no handler runs, detached or not, and the store has all results |
+//! | [`Idempotent`](crate::idempotency::Idempotent) | executes operations as before | the store has the results of finished operations |
+//! | queues, [`Limiter`](crate::Limiter), admin types | work as before | |
+//!
+//! There is no default deadline. The [defaults of a worker](crate::DelayQueueWorker::grace) fit into 25 s, and Kubernetes kills a process
+//! 30 s after the signal. While Redis is down, the call takes no longer than its deadline either. At the deadline it returns and stops
+//! nothing: leftover work continues until the process ends. The [`ShutdownReport`] has the number of each kind.
+//!
+//! A running job whose lock is refused is snoozed, and the attempt does not count. Locks and workers that you make from the backend
+//! afterwards are closed from the beginning. A closed backend does not open again. A further call waits again.
+//!
+//! The shutdown reaches through wrappers such as [`DenyCache`](crate::DenyCache). A [`Redlock`](crate::lock::Redlock) is closed by the
+//! shutdown of any of its backends. Other backends, and other processes on the same Redis, are not affected. For the held units of a
+//! [`QuotaPrefetch`](crate::QuotaPrefetch), call its `give_back`.
+//!
+//! If you drop the future of `shutdown`, the backend stays closed. If you drop a backend without a shutdown, nothing is closed, since its
+//! workers, locks and layers have clones of it.
+//!
 //! # Examples
 //!
 //! A backend that the operator selects:
@@ -50,3 +102,4 @@ mod any;
 #[cfg(feature = "redis")]
 pub use self::any::connect_with;
 pub use self::any::{AnyBackend, connect};
+pub use crate::store::shutdown::{ShutdownReport, ShutdownTarget};

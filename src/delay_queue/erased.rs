@@ -14,6 +14,7 @@ use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::deadline::Deadline;
 use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 
 pub(crate) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
@@ -50,6 +51,7 @@ pub(crate) trait DynStore: Send + Sync {
     fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, deadline: Duration) -> Call<Vec<bool>>;
     fn reach(&self) -> Reach;
     fn identity(&self) -> Option<usize>;
+    fn add_to_shutdown(&self, target: &ShutdownTarget);
 }
 
 fn with_deadline<T>(call: impl Future<Output = Result<T, StoreError>> + Send + 'static, deadline: Duration) -> Call<T> {
@@ -140,5 +142,9 @@ impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
 
     fn identity(&self) -> Option<usize> {
         DelayQueueStore::identity(self)
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        DelayQueueStore::add_to_shutdown(self, target);
     }
 }

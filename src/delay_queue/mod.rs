@@ -254,6 +254,7 @@ pub mod store;
 
 mod worker;
 
+mod activity;
 mod erased;
 mod metrics;
 mod notices;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::task::yield_now;
 
+use super::activity::ActivityGuard;
 use super::codec::{Codec, Json};
 use super::erased::{Call, DynStore};
 use super::error::QueueError;
@@ -26,6 +27,7 @@ use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 use crate::store::deadline::require_nonzero_deadline;
 use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 
 /// How many ids a bulk push generates before it yields to other tasks.
 const IDS_PER_YIELD: u32 = 1_024;
@@ -151,6 +153,13 @@ impl<T, C> DelayQueue<T, C> {
             client: Arc::new(StoreClient::new(name, CircuitBreaker::new(), 1)),
         };
         Self { handle, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
+    }
+
+    /// Adds a worker or schedule that starts to the shutdown of the backend.
+    pub(crate) fn start_activity(&self) -> ActivityGuard {
+        let guard = ActivityGuard::new();
+        self.handle.store.add_to_shutdown(&ShutdownTarget::new(guard.activity()));
+        guard
     }
 
     /// The name of the queue.

@@ -3,7 +3,6 @@ use std::fmt;
 use std::future::{Future, pending};
 use std::iter::successors;
 use std::mem;
-use std::pin::pin;
 use std::str::FromStr;
 #[cfg(test)]
 use std::sync::{
@@ -211,7 +210,7 @@ where
         Ok(is_removed)
     }
 
-    /// Pushes jobs for as long as the schedule has times.
+    /// Pushes jobs for as long as the schedule has times, or until the [backend is shut down](crate::backend#shutdown).
     ///
     /// While the store fails or the queue is full, it retries. A job that cannot be pushed for another reason is skipped and logged. If a job
     /// can be pushed only after its time, it is pushed late, and the times that have passed meanwhile are skipped. Their number is logged,
@@ -228,11 +227,14 @@ where
         self.run_until(pending()).await;
     }
 
-    /// Pushes jobs until `shutdown` completes: see [`run`](Self::run).
+    /// Pushes jobs until `shutdown` completes, or the [backend is shut down](crate::backend#shutdown): see [`run`](Self::run).
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) {
-        let mut shutdown = pin!(shutdown);
+        let guard = self.queue.start_activity();
         tokio::select! {
-            () = &mut shutdown => {}
+            // After the shutdown no further job is pushed.
+            biased;
+            () = guard.activity().closed() => {}
+            () = shutdown => {}
             () = self.push_all() => {}
         }
     }

@@ -14,6 +14,7 @@ use crate::key::Key;
 use crate::reach::Reach;
 
 pub use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 
 /// The store of delay queues, which a backend implements. Each job is in one state at a time, and every transition is one atomic step.
 ///
@@ -148,6 +149,12 @@ pub trait DelayQueueStore {
     #[doc(hidden)]
     fn identity(&self) -> Option<usize> {
         None
+    }
+
+    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        let _ = target;
     }
 }
 

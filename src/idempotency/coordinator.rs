@@ -1,8 +1,8 @@
 //! The state that all attempts of a layer share.
 
 use std::error::Error as _;
-use std::pin::pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -17,6 +17,7 @@ use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
 /// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
 /// Attempts above this number are left to the end of their lease.
@@ -38,6 +39,7 @@ pub(crate) struct Coordinator {
     waiting: AtomicUsize,
     background: AtomicUsize,
     idle: Notify,
+    is_closed: AtomicBool,
 }
 
 /// The settings for store calls.
@@ -84,16 +86,15 @@ impl CircuitObserver for Coordinator {
 }
 
 impl Coordinator {
-    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Arc<Self> {
         Self::over(Arc::new(store), Terms::default())
     }
 
-    fn over(store: Arc<dyn DynStore>, terms: Terms) -> Self {
+    fn over(store: Arc<dyn DynStore>, terms: Terms) -> Arc<Self> {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
         let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), OutageTracker::of_a_store());
         let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
-        let idle = Notify::new();
-        Self {
+        let coordinator = Arc::new(Self {
             store,
             terms,
             circuit,
@@ -104,12 +105,15 @@ impl Coordinator {
             waiting,
             waiting_per_scope,
             background,
-            idle,
-        }
+            idle: Notify::new(),
+            is_closed: AtomicBool::new(false),
+        });
+        coordinator.store.add_to_shutdown(&ShutdownTarget::new(&coordinator));
+        coordinator
     }
 
     /// The same store with other settings.
-    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Self {
+    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Arc<Self> {
         let mut terms = self.terms.clone();
         change(&mut terms);
         Self::over(Arc::clone(&self.store), terms)
@@ -144,7 +148,7 @@ impl Coordinator {
         self.store.reach()
     }
 
-    /// Counts a new attempt, unless the maximum in total or for its scope is reached.
+    /// Counts a new attempt, unless the backend is shut down, or the maximum in total or for its scope is reached.
     pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MostRunning) -> Result<Running, Rejection> {
         // First, so that a caller with too many requests gets 429 even if the process is full.
         let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
@@ -154,6 +158,10 @@ impl Coordinator {
         match Running::new(self, |home| &home.running, most.in_total) {
             Some(mut running) => {
                 running.scope = Some((|home| &home.running_per_scope, entered));
+                // Checked after the attempt is counted: a shutdown that begins meanwhile sees the attempt, or is seen here.
+                if self.is_closed.load(Ordering::SeqCst) {
+                    return Err(StoreError::unavailable("the backend is shut down").into());
+                }
                 Ok(running)
             }
             None => {
@@ -187,16 +195,39 @@ impl Coordinator {
         Running::new(self, |home| &home.background, MAX_BACKGROUND)
     }
 
+    /// The number of running attempts and background tasks.
+    fn count_left(&self) -> usize {
+        self.running.load(Ordering::SeqCst) + self.background.load(Ordering::SeqCst)
+    }
+
     /// Waits until no attempt runs and no background task is left.
     pub(crate) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            if self.running.load(Ordering::Acquire) == 0 && self.background.load(Ordering::Acquire) == 0 {
+            if self.count_left() == 0 {
                 return;
             }
             idle.await;
         }
+    }
+}
+
+impl Work for Coordinator {
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.count_left() == 0
+    }
+
+    fn wait_idle(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(Self::wait_idle(self))
+    }
+
+    fn left(&self) -> ShutdownReport {
+        ShutdownReport { handlers: self.count_left(), ..ShutdownReport::default() }
     }
 }
 
@@ -222,7 +253,7 @@ impl Running {
     fn new(home: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
         // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
         let add = |running| (running < most).then_some(running + 1);
-        count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
+        count(home).fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).ok()?;
         Some(Self { home: Arc::clone(home), count, scope: None })
     }
 }
@@ -248,7 +279,7 @@ mod tests {
     /// Regression: `wait_idle` never returned. The last handler ended while a rejected one was counted, so it was not the last.
     #[test]
     fn rejected_work_is_never_counted() {
-        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let home = Coordinator::new(MemoryBackend::new());
         thread::scope(|scope| {
             let rejected =
                 scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
@@ -261,7 +292,7 @@ mod tests {
 
     #[test]
     fn rejected_or_ended_work_is_not_counted_for_its_scope() {
-        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let home = Coordinator::new(MemoryBackend::new());
         let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
         let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
         assert!(matches!(home.admit(&alice, most), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));
@@ -272,7 +303,7 @@ mod tests {
 
     #[test]
     fn one_scope_has_at_most_half_of_waiters() {
-        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let home = Coordinator::new(MemoryBackend::new());
         let [alice, bob] = ["alice", "bob"].map(Key::from);
         let waiting =
             [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| home.register_waiter(scope, 4).unwrap());
@@ -284,7 +315,7 @@ mod tests {
 
     #[test]
     fn refused_waiter_is_not_counted_for_its_scope() {
-        let home = Arc::new(Coordinator::new(MemoryBackend::new()));
+        let home = Coordinator::new(MemoryBackend::new());
         let alice = Key::from("alice");
         let waiting = home.register_waiter(None, 1).unwrap();
         assert!(home.register_waiter(Some(&alice), 1).is_none());

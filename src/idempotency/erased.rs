@@ -8,6 +8,7 @@ use crate::error::StoreError;
 use crate::reach::Reach;
 use crate::store::deadline::Deadline;
 use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 use crate::store::token::Token;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -47,6 +48,7 @@ pub(super) trait DynStore: Send + Sync {
     fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool>;
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
     fn reach(&self) -> Reach;
+    fn add_to_shutdown(&self, target: &ShutdownTarget);
 }
 
 impl<S: IdempotencyStore + Send + Sync> DynStore for S {
@@ -108,5 +110,9 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
 
     fn reach(&self) -> Reach {
         IdempotencyStore::reach(self)
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        IdempotencyStore::add_to_shutdown(self, target);
     }
 }

@@ -108,7 +108,7 @@ impl Idempotent {
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
         let name = Key::new(name.as_ref());
         Self {
-            home: Arc::new(Coordinator::new(store).with(|terms| terms.name = name.as_str().into())),
+            home: Coordinator::new(store).with(|terms| terms.name = name.as_str().into()),
             name,
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
@@ -199,14 +199,14 @@ impl Idempotent {
     /// The longest duration of a store call. Defaults to 100 ms. Zero is an [`OperationError::Config`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.home = Arc::new(self.home.with(|terms| terms.limit = deadline));
+        self.home = self.home.with(|terms| terms.limit = deadline);
         self
     }
 
     /// When to stop calling a failing store for new operations. Defaults to [`CircuitBreaker::new`].
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.home = Arc::new(self.home.with(|terms| terms.breaker = breaker));
+        self.home = self.home.with(|terms| terms.breaker = breaker);
         self
     }
 

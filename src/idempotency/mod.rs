@@ -336,7 +336,7 @@
 //!
 //! If the client disconnects before its handler starts, the operation is released in the background. If it disconnects later, the
 //! handler still runs to its end ([`OnDisconnect`]), for at most `max_runtime`. At the end of a program,
-//! `IdempotencyLayer::wait_idle` waits for both.
+//! `IdempotencyLayer::wait_idle` and the [shutdown of the backend](crate::backend#shutdown) wait for both.
 //!
 //! A panic of a handler reaches the caller as without this layer. It counts as a failure: see [`ResponsePolicy`].
 

@@ -13,6 +13,7 @@ use crate::reach::Reach;
 
 pub use super::admin::IdempotencyRegistry;
 pub use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
 
 /// What idempotency needs from a backend: one record for each operation. Every change of a record is one atomic step, and needs
@@ -117,6 +118,12 @@ pub trait IdempotencyStore {
 
     /// The reach within which an operation is executed once.
     fn reach(&self) -> Reach;
+
+    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        let _ = target;
+    }
 }
 
 /// Identifies an operation: the key that the client chose, within the scope of the client.

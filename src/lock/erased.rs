@@ -10,6 +10,7 @@ use super::store::{Acquired, Claim, LockStore, Notifications, Released, Renewal,
 use crate::error::StoreError;
 use crate::reach::Reach;
 use crate::store::deadline::Deadline;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Nearly always one.
 pub(super) type Wanted = SmallVec<[(LockKey, Claim); 1]>;
@@ -30,6 +31,7 @@ pub(super) trait DynStore: Send + Sync {
     fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>>;
     fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Notifications>;
     fn reach(&self) -> Reach;
+    fn add_to_shutdown(&self, target: &ShutdownTarget);
 }
 
 impl<S: LockStore + Send + Sync + 'static> DynStore for S {
@@ -74,5 +76,9 @@ impl<S: LockStore + Send + Sync + 'static> DynStore for S {
 
     fn reach(&self) -> Reach {
         LockStore::reach(self)
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        LockStore::add_to_shutdown(self, target);
     }
 }

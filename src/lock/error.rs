@@ -26,7 +26,7 @@ pub enum LockError {
     OtherKind(OtherKind),
     /// The lease was lost while its body ran. The body was cancelled.
     Lost(Lost),
-    /// [`Locks::shutdown`](super::Locks::shutdown) was called.
+    /// [`Locks::shutdown`](super::Locks::shutdown) was called, or the [shutdown of the backend](crate::backend#shutdown).
     Closed(Closed),
     /// A setting is invalid; the store was not called.
     Config(ConfigError),
@@ -290,7 +290,12 @@ impl fmt::Display for Closed {
     }
 }
 
-impl Error for Closed {}
+impl Error for Closed {
+    // For a job of a delay queue: another process can run it, and the attempt does not count.
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(ContentionHint::FOR_LONG)
+    }
+}
 
 /// The lease is lost, or may be. That is final.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -155,8 +155,9 @@ impl LocalQueues {
         Place { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_back: false }
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.locks.load(Ordering::SeqCst) == 0
+    /// The number of locks with a leader or waiters.
+    pub(super) fn len(&self) -> usize {
+        self.locks.load(Ordering::SeqCst)
     }
 
     /// No code panics while it holds the lock, so a poisoned shard is intact.

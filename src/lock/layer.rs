@@ -278,7 +278,7 @@ impl<K, A, D> LockLayer<K, A, D> {
 
     /// Admits no more requests, and waits until every lock of this layer and its clones is released, also by detached handlers.
     /// New requests are rejected as for a store error. See [`Locks::shutdown`], which does this for [shared
-    /// locks](LockLayer::with_locks).
+    /// locks](LockLayer::with_locks). The [shutdown of the backend](crate::backend#shutdown) closes all layers, and has a deadline.
     pub async fn shutdown(&self) {
         self.settings.locks.shutdown().await;
     }

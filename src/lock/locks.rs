@@ -17,6 +17,7 @@ use crate::error::ConfigError;
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Locks by key, for one piece of work at a time.
 ///
@@ -139,7 +140,9 @@ impl Locks {
             heeds_circuit: false,
             replication: Replication::Primary,
         };
-        Self { shared: Arc::new(shared), terms }
+        let shared = Arc::new(shared);
+        shared.store.add_to_shutdown(&ShutdownTarget::new(&shared));
+        Self { shared, terms }
     }
 
     /// The name of these locks.
@@ -390,7 +393,8 @@ impl Locks {
     /// [`LockError::Closed`]. Applies to all clones.
     ///
     /// This takes as long as the holders do. A failed release takes until the lease has expired. After an acquisition without a
-    /// reply, possible late grants are released for five more seconds. Wrap it in `tokio::time::timeout`.
+    /// reply, possible late grants are released for five more seconds. Wrap it in `tokio::time::timeout`, or use the
+    /// [shutdown of the backend](crate::backend#shutdown), which has a deadline.
     pub async fn shutdown(&self) {
         self.shared.close();
         self.shared.wait_idle().await;

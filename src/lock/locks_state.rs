@@ -1,6 +1,6 @@
 use std::error::Error;
 use std::future::{Future, ready};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
@@ -16,6 +16,7 @@ use super::renewal::RenewalScheduler;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
+use crate::store::shutdown::{ShutdownReport, Work};
 
 /// The state that all clones of one [`Locks`](super::Locks) and their leases share.
 pub(super) struct Shared {
@@ -37,8 +38,10 @@ pub(super) struct Shared {
     asking: AtomicUsize,
     is_closed: AtomicBool,
     closing: Notify,
-    // Releases in progress, and background tasks.
-    background: AtomicUsize,
+    // Releases in progress, and detached requests without a lease.
+    releases: AtomicUsize,
+    // Tasks in the background, also those of releases.
+    tasks: AtomicUsize,
     /// Acquisitions with an unknown outcome that are being undone.
     pub(super) undone: AtomicUsize,
     idle: Notify,
@@ -61,7 +64,8 @@ impl Shared {
             asking: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),
-            background: AtomicUsize::new(0),
+            releases: AtomicUsize::new(0),
+            tasks: AtomicUsize::new(0),
             undone: AtomicUsize::new(0),
             idle: Notify::new(),
             runtime: Mutex::new(None),
@@ -128,12 +132,19 @@ impl Shared {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            // In this order: an item that moves to the next collection is in both for a moment, and is seen in one of them.
-            if self.gate.is_empty() && self.keeper.is_empty() && self.background.load(Ordering::SeqCst) == 0 {
+            if Work::is_idle(self) {
                 return;
             }
             idle.await;
         }
+    }
+
+    /// The number of leases that are held, acquired or released.
+    fn leases(&self) -> usize {
+        // In this order: an item that moves to the next collection is in both for a moment, and is seen in one of them.
+        let (locks, leases, releases) = (self.gate.len(), self.keeper.len(), self.releases.load(Ordering::SeqCst));
+        // The queue of a lock stays while its lease is held or released.
+        locks.max(leases + releases)
     }
 
     /// Call this when an item has ended.
@@ -166,7 +177,7 @@ impl Shared {
             tracing::debug!("no runtime to give a lease back in: it will expire");
             return;
         };
-        let running = Running::new(self);
+        let running = Running::task(self);
         drop(runtime.spawn(async move {
             task.await;
             drop(running);
@@ -183,6 +194,24 @@ impl Shared {
         {
             drop(runtime.spawn(ready(())));
         }
+    }
+}
+
+impl Work for Shared {
+    fn close(&self) {
+        Self::close(self);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.leases() == 0 && self.tasks.load(Ordering::SeqCst) == 0
+    }
+
+    fn wait_idle(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(Self::wait_idle(self))
+    }
+
+    fn left(&self) -> ShutdownReport {
+        ShutdownReport { leases: self.leases(), ..ShutdownReport::default() }
     }
 }
 
@@ -221,23 +250,36 @@ impl Drop for WaiterGuard<'_> {
 }
 
 /// Counts an item until it ends in any way.
-pub(super) struct Running(Arc<Shared>);
+pub(super) struct Running {
+    home: Arc<Shared>,
+    count: fn(&Shared) -> &AtomicUsize,
+}
 
 impl Running {
+    /// A release, or a detached request without a lease.
     pub(super) fn new(home: &Arc<Shared>) -> Self {
-        home.background.fetch_add(1, Ordering::SeqCst);
-        Self(Arc::clone(home))
+        Self::counted(home, |home| &home.releases)
+    }
+
+    /// A task in the background.
+    fn task(home: &Arc<Shared>) -> Self {
+        Self::counted(home, |home| &home.tasks)
+    }
+
+    fn counted(home: &Arc<Shared>, count: fn(&Shared) -> &AtomicUsize) -> Self {
+        count(home).fetch_add(1, Ordering::SeqCst);
+        Self { home: Arc::clone(home), count }
     }
 
     pub(super) const fn home(&self) -> &Arc<Shared> {
-        &self.0
+        &self.home
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.0.background.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.ended();
+        if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.home.ended();
         }
     }
 }

@@ -16,6 +16,7 @@ use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///
@@ -432,6 +433,11 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     fn reach(&self) -> Reach {
         let is_shared = self.stores.iter().all(|store| store.reach() > Reach::Process);
         if is_shared { Reach::Quorum } else { Reach::Process }
+    }
+
+    /// The shutdown of any of the backends closes the locks.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.stores.iter().for_each(|store| store.add_to_shutdown(target));
     }
 }
 

@@ -87,8 +87,9 @@ impl RenewalScheduler {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.state().holds.is_empty()
+    /// The number of leases.
+    pub(super) fn len(&self) -> usize {
+        self.state().holds.len()
     }
 
     pub(super) fn look_again(&self, hold: &Grant) {

@@ -10,6 +10,7 @@ use crate::reach::Reach;
 
 pub use super::admin::LockRegistry;
 pub use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
 
 /// What locks need from a backend: leases that are acquired, renewed and released, each in one atomic step.
@@ -79,6 +80,12 @@ pub trait LockStore {
 
     /// The reach of the leases.
     fn reach(&self) -> Reach;
+
+    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        let _ = target;
+    }
 }
 
 /// The parameters of an acquisition.

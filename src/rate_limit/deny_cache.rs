@@ -10,6 +10,7 @@ use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Caches denials, and denies further requests of the same key without a store call.
 ///
@@ -320,5 +321,9 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
 
     fn reach(&self) -> Reach {
         self.store.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.store.add_to_shutdown(target);
     }
 }

@@ -2,7 +2,7 @@ use std::fmt;
 use std::future::Future;
 use std::mem;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -18,6 +18,7 @@ use super::wait_queue::{QueueKey, WaitQueues};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::deadline::Deadline;
+use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
 /// The charge of a request, with methods to correct it while the request is handled, and the [decision](Self::decision) that admitted it.
 /// It is in the extensions of every HTTP request that was counted and admitted.
@@ -56,8 +57,8 @@ use crate::store::deadline::Deadline;
 ///
 /// The correction is sent in the background, on any thread, within the deadline of the layer. If the store fails, or more than
 /// [1,024](Self::MAX_PENDING) corrections are in flight, the charge stays as it was. This also happens if the runtime ends first: before
-/// your program ends, wait for [`RateLimitLayer::wait_idle`](super::RateLimitLayer::wait_idle). Lost corrections are
-/// [counted](crate::rate_limit#metrics).
+/// your program ends, [shut the backend down](crate::backend#shutdown), or wait for
+/// [`RateLimitLayer::wait_idle`](super::RateLimitLayer::wait_idle). Lost corrections are [counted](crate::rate_limit#metrics).
 #[derive(Clone)]
 pub struct RateLimitHandle {
     state: Arc<ChargeState>,
@@ -291,19 +292,44 @@ impl Drop for Adjustment {
 pub(super) struct InFlight {
     count: AtomicUsize,
     idle: Notify,
+    is_in_shutdown: AtomicBool,
 }
 
 impl InFlight {
+    /// Adds the corrections to the shutdown of the backend, once.
+    pub(super) fn add_to_shutdown(self: &Arc<Self>, store: &impl RateLimitStore) {
+        if !self.is_in_shutdown.swap(true, Ordering::Relaxed) {
+            store.add_to_shutdown(&ShutdownTarget::new(self));
+        }
+    }
+
     /// Waits until there is none.
     pub(super) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            if self.count.load(Ordering::Acquire) == 0 {
+            if self.is_idle() {
                 return;
             }
             idle.await;
         }
+    }
+}
+
+impl Work for InFlight {
+    /// Corrections are short, and are still made during the shutdown.
+    fn close(&self) {}
+
+    fn is_idle(&self) -> bool {
+        self.count.load(Ordering::Acquire) == 0
+    }
+
+    fn wait_idle(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(Self::wait_idle(self))
+    }
+
+    fn left(&self) -> ShutdownReport {
+        ShutdownReport { corrections: self.count.load(Ordering::Acquire), ..ShutdownReport::default() }
     }
 }
 

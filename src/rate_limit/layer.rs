@@ -557,7 +557,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Waits until no [correction](RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive. It
     /// covers all clones of this layer, and layers derived from it with the methods above. It takes no longer than the
-    /// [deadline](Self::deadline), unless new corrections begin meanwhile.
+    /// [deadline](Self::deadline), unless new corrections begin meanwhile. The [shutdown of the backend](crate::backend#shutdown) waits for the
+    /// corrections of all layers.
     ///
     /// ```no_run
     /// # #[cfg(feature = "http")] {
@@ -740,6 +741,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
                 // Another request may have set it before.
                 let _ = self.core.runtime.set(runtime);
             }
+            self.core.in_flight.add_to_shutdown(&*self.core.store);
             Arc::new(Settler {
                 policy: self.core.policy.clone(),
                 store: B::clone(&self.core.store),

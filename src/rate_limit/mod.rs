@@ -65,7 +65,8 @@
 //! An admitted request is charged its cost at once, so that requests in flight count. You can correct the charge afterwards. [`ChargeOn`]
 //! corrects it by the response, with presets for HTTP and gRPC. A handler corrects it through the [`RateLimitHandle`] in the extensions of
 //! the request. Use this also to reserve an estimate and settle the actual amount later. Corrections are sent to the store in the
-//! background. Before your program ends, and after a graceful shutdown, wait for [`RateLimitLayer::wait_idle`].
+//! background. Before your program ends, and after a graceful shutdown, wait for them: with the
+//! [shutdown of the backend](crate::backend#shutdown), or with [`RateLimitLayer::wait_idle`] for one layer.
 //!
 //! Each layer that a request passes charges it. If a layer is on a router and its clone is on a nested router, a request for a nested route
 //! is charged twice. Put the layer on one of them, or give the two layers policies with different names.

@@ -21,6 +21,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::panics::discard_joined;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Draws units from the store in advance for frequently used keys, and hands them out in this process.
 ///
@@ -806,5 +807,9 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
 
     fn reach(&self) -> Reach {
         self.store.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.store.add_to_shutdown(target);
     }
 }

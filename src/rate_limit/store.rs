@@ -10,6 +10,7 @@ use super::quota::Quota;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// The operations that rate limiting needs from a backend. Each decision is atomic.
 ///
@@ -100,6 +101,12 @@ pub trait RateLimitStore {
     /// Returns how widely the counts are shared. Defaults to this process.
     fn reach(&self) -> Reach {
         Reach::Process
+    }
+
+    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        let _ = target;
     }
 }
 

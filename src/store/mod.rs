@@ -5,4 +5,5 @@ pub(crate) mod cursor;
 pub(crate) mod deadline;
 pub(crate) mod notifications;
 pub(crate) mod sharded_refs;
+pub(crate) mod shutdown;
 pub(crate) mod token;

@@ -15,6 +15,7 @@ use crate::lock::{Cursor, ForceReleased, LockKey, LockPage, LockStatus};
 use crate::rate_limit::store::{RateLimitStore, Request};
 use crate::rate_limit::{Decision, Policy, Receipt};
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// A store with faults that a test injects. It also counts its calls. See the [module docs](super) for an example.
 ///
@@ -317,6 +318,10 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
     fn reach(&self) -> Reach {
         self.inner.reach()
     }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
+    }
 }
 
 impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
@@ -363,6 +368,10 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
     fn reach(&self) -> Reach {
         self.inner.reach()
     }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
+    }
 }
 
 impl<S: LockStore + Sync> LockStore for FaultStore<S> {
@@ -404,6 +413,10 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
 
     fn reach(&self) -> Reach {
         self.inner.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
     }
 }
 
@@ -528,6 +541,10 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
 
     fn identity(&self) -> Option<usize> {
         self.inner.identity()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
     }
 }
 

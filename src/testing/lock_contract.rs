@@ -22,6 +22,7 @@ use crate::lock::{
     Segment, Segmented, Semaphore,
 };
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 use crate::testing::observed::Observed;
 
 /// A lease that does not end during a test, even on a slow machine.
@@ -1193,6 +1194,10 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
 
     fn reach(&self) -> Reach {
         self.inner.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
     }
 }
 

@@ -9,6 +9,7 @@ use crate::error::StoreError;
 use crate::lock::LockKey;
 use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Released, Renewal, Token};
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// How long the tests wait for waiters, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -80,5 +81,9 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
 
     fn reach(&self) -> Reach {
         self.inner.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
     }
 }

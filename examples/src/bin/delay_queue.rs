@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 use std::{env, iter};
 
-use tokio::sync::watch;
 use tollgate::BoxError;
 use tollgate::delay_queue::{Backoff, DelayQueue, DelayQueueWorker, Job, Outcome};
 use tower::{ServiceBuilder, service_fn};
@@ -68,14 +67,13 @@ async fn send(job: Job<String>, tally: Arc<Tally>) -> Result<(), BoxError> {
 
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
-    let queue =
-        DelayQueue::<String>::new(tollgate::connect(&store).await?, "example:mail").deadline(Duration::from_secs(2));
+    let backend = tollgate::connect(&store).await?;
+    let queue = DelayQueue::<String>::new(backend.clone(), "example:mail").deadline(Duration::from_secs(2));
 
     let tally = Arc::new(Tally::default());
-    let (stop, stopped) = watch::channel(false);
     let workers: Vec<_> = (0..2)
         .map(|_| {
-            let (tally, mut stopped) = (Arc::clone(&tally), stopped.clone());
+            let tally = Arc::clone(&tally);
             let service = ServiceBuilder::new()
                 .concurrency_limit(8)
                 .timeout(Duration::from_secs(10))
@@ -83,10 +81,7 @@ async fn run() -> Result<(), BoxError> {
             let worker = DelayQueueWorker::new(queue.clone(), service)
                 .lease(Duration::from_secs(5))
                 .backoff(Backoff::fixed(Duration::from_millis(200)));
-            tokio::spawn(worker.run_until(async move {
-                // Also ends if the sender is gone.
-                let _ = stopped.wait_for(|stopped| *stopped).await;
-            }))
+            tokio::spawn(worker.run())
         })
         .collect();
 
@@ -108,7 +103,8 @@ async fn run() -> Result<(), BoxError> {
         () = all_done => {}
         _ = tokio::signal::ctrl_c() => println!("stopping"),
     }
-    stop.send_replace(true);
+    // Ends the workers after their running jobs.
+    println!("{}", backend.shutdown(Duration::from_secs(25)).await);
     for worker in workers {
         worker.await??;
     }

@@ -16,6 +16,7 @@ use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, Priorit
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// How many bytes each job of the capacity provides, on average.
 const JOB_SHARE: usize = 1_024;
@@ -330,6 +331,10 @@ impl DelayQueueStore for MemoryBackend {
 
     fn identity(&self) -> Option<usize> {
         Some(Arc::as_ptr(&self.inner).addr())
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

@@ -19,6 +19,7 @@ use crate::idempotency::store::{
 use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -677,6 +678,10 @@ impl IdempotencyStore for MemoryBackend {
 
     fn reach(&self) -> Reach {
         Reach::Process
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

@@ -14,6 +14,7 @@ use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Queueing, Released, Renewal, Token};
 use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockKey, LockKind, LockPage, LockStatus};
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -594,6 +595,10 @@ impl LockStore for MemoryBackend {
 
     fn reach(&self) -> Reach {
         Reach::Process
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

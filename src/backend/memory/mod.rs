@@ -25,6 +25,7 @@ use self::lock::LockTable;
 use self::shard::Shard;
 use crate::key::Key;
 use crate::rate_limit::{Policy, Quota};
+use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 
 /// Keeps all state in this process: no server, no background task, and the same decisions as with Redis.
 ///
@@ -92,6 +93,7 @@ struct Inner {
     asks: Arc<LockTable>,
     operations: Arc<OperationTable>,
     queues: QueueTable,
+    shutdown: ShutdownRegistry,
 }
 
 /// A shard in its own cache lines, so that processors that lock adjacent shards do not slow each other down.
@@ -154,6 +156,7 @@ impl MemoryBackend {
                 asks: Arc::new(LockTable::new(keys.max(1))),
                 operations: Arc::new(OperationTable::new(keys.max(1))),
                 queues: QueueTable::new(keys.max(1)),
+                shutdown: ShutdownRegistry::default(),
             }),
         }
     }
@@ -168,6 +171,12 @@ impl MemoryBackend {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Closes everything that was made from this backend, waits for it, and returns what was left: see
+    /// [`backend`](crate::backend#shutdown). Takes no longer than `deadline`.
+    pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
+        self.inner.shutdown.shutdown(deadline).await
     }
 
     /// The time in microseconds that rate limits use.
@@ -278,6 +287,11 @@ mod tests {
     use crate::rate_limit::store::RateLimitStore;
 
     impl MemoryBackend {
+        /// The number of targets of the shutdown.
+        pub(crate) fn shutdown_targets(&self) -> usize {
+            self.inner.shutdown.len()
+        }
+
         /// The total weight, computed from all counts.
         fn weighed(&self) -> usize {
             self.inner.shards.iter().map(|shard| lock(shard).weight()).sum()

@@ -13,6 +13,7 @@ use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, carry_over, receipt};
 use crate::rate_limit::store::{Charged, RateLimitStore, Request};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, Receipt, as_change};
+use crate::store::shutdown::ShutdownTarget;
 
 /// The counts of one key.
 #[derive(Clone)]
@@ -554,5 +555,9 @@ impl RateLimitStore for MemoryBackend {
         let removed = self.lock(home).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }

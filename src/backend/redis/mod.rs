@@ -186,6 +186,7 @@ use self::scripts::Scripts;
 use self::stores::lock::LockLinks;
 use self::topology::{Connections, Servers};
 use crate::error::{ConnectError, StoreError};
+use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 
 pub use self::options::RedisOptions;
 /// Re-exported for [`RedisBackend::from_pool`]: the pool crate with bb8 and the Redis client in it.
@@ -216,6 +217,7 @@ struct Inner {
     lock_batcher: OnceLock<LockBatcher>,
     // Created at the first push.
     pushes: OnceLock<PushBatcher>,
+    shutdown: ShutdownRegistry,
 }
 
 impl RedisBackend {
@@ -290,6 +292,12 @@ impl RedisBackend {
         }
     }
 
+    /// Closes everything that was made from this backend in this process, waits for it, and returns what was left: see
+    /// [`backend`](crate::backend#shutdown). Takes no longer than `deadline`, also while Redis does not answer.
+    pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
+        self.inner.shutdown.shutdown(deadline).await
+    }
+
     /// Wraps connections after a check of the servers.
     async fn new(connections: Connections, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
@@ -314,7 +322,20 @@ impl RedisBackend {
             .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
         let (lock_batcher, pushes) = (OnceLock::new(), OnceLock::new());
         let refunds = Arc::new(Semaphore::new(stores::rate_limit::MAX_REFUNDS));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, check_batcher, refunds, locks, lock_batcher, pushes }) }
+        let shutdown = ShutdownRegistry::default();
+        Self {
+            inner: Arc::new(Inner {
+                servers,
+                keys,
+                scripts,
+                check_batcher,
+                refunds,
+                locks,
+                lock_batcher,
+                pushes,
+                shutdown,
+            }),
+        }
     }
 }
 

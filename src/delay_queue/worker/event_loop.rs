@@ -21,6 +21,7 @@ use super::running_jobs::{Ended, RunningJobs};
 use super::stage::Stage;
 use super::store_calls::{Reply, StoreCalls};
 use super::{Settings, WorkerError};
+use crate::delay_queue::activity::Activity;
 use crate::delay_queue::codec::Codec;
 use crate::delay_queue::job::Job;
 use crate::delay_queue::queue::DelayQueue;
@@ -157,12 +158,18 @@ where
     C: Codec<T> + Send + Sync + 'static,
     T: Send + 'static,
 {
-    pub(crate) async fn run(mut self, shutdown: impl Future<Output = ()>) -> Result<(), WorkerError> {
+    pub(crate) async fn run(
+        mut self,
+        shutdown: impl Future<Output = ()>,
+        activity: &Activity,
+    ) -> Result<(), WorkerError> {
         let mut shutdown = pin!(shutdown);
         let (_watchers, mut wakeups) = self.watch();
         let mut now = Instant::now();
         loop {
-            match plan(now, &self.state()) {
+            let state = self.state();
+            activity.set_jobs(state.left());
+            match plan(now, &state) {
                 Action::LogSummary => self.reporter.log_summary(now),
                 Action::CheckJobs => self.check_jobs(now),
                 Action::Enter(stage) => self.enter(stage, now),

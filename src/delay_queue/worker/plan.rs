@@ -149,6 +149,11 @@ impl State<'_> {
         self.acks_in_flight + self.parts.iter().map(|part| part.pending_acks.len()).sum::<usize>()
     }
 
+    /// How many jobs run or have a result that is not recorded.
+    pub(crate) fn left(&self) -> usize {
+        self.running + self.unrecorded()
+    }
+
     /// How many instances of the service should be ready, counting jobs of the calls in flight.
     fn wanted(&self, now: Instant) -> usize {
         let failures = self.parts.iter().filter(|part| part.has_work(now)).map(|part| part.failures).min();

@@ -467,7 +467,7 @@ mod tests {
         let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
         let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
-        OperationContext::new(&Arc::new(Coordinator::new(MemoryBackend::new())), operation, claim, reading)
+        OperationContext::new(&Coordinator::new(MemoryBackend::new()), operation, claim, reading)
     }
 
     fn post(uri: &str) -> Request<()> {

@@ -19,6 +19,7 @@ use crate::delay_queue::{Cancelled, Changed, Counts, Due, JobId, NewJob, Prepare
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
@@ -216,6 +217,10 @@ impl DelayQueueStore for RedisBackend {
 
     fn identity(&self) -> Option<usize> {
         Some(Arc::as_ptr(&self.inner).addr())
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

@@ -15,6 +15,7 @@ use crate::idempotency::store::{
 use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
@@ -78,6 +79,10 @@ impl IdempotencyStore for RedisBackend {
 
     fn reach(&self) -> Reach {
         Reach::Redis
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

@@ -18,6 +18,7 @@ use crate::error::StoreError;
 use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Replicas, Token};
 use crate::lock::{LockKey, LockKind};
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// The connections that only locks use, opened on demand.
 pub(crate) struct LockLinks {
@@ -184,6 +185,10 @@ impl LockStore for RedisBackend {
 
     fn reach(&self) -> Reach {
         Reach::Redis
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
 

@@ -17,6 +17,7 @@ use crate::rate_limit::{
     Charge, Decision, Policy, Quota, QuotaChange, Receipt, as_change, give_back, one_after_the_other,
 };
 use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
 
 /// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
 /// end early if the caller is dropped.
@@ -169,5 +170,9 @@ impl RateLimitStore for RedisBackend {
 
     fn reach(&self) -> Reach {
         Reach::Redis
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
     }
 }
