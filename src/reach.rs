@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::error::ConfigError;
-
 /// The processes among which leases exclude each other, quotas are shared, operations run once and queues are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
@@ -14,13 +12,6 @@ pub enum Reach {
     Redis,
     /// All processes with the same independent stores, by majority: see [`Redlock`](crate::lock::Redlock).
     Quorum,
-}
-
-impl Reach {
-    /// An error if this is less than `needed`.
-    pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {
-        if self < needed { Err(ConfigError::ReachTooSmall { needed, has: self }) } else { Ok(()) }
-    }
 }
 
 impl fmt::Display for Reach {

@@ -1,12 +1,14 @@
 use std::fmt;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::{ArcSwap, Guard};
+use arc_swap::Guard;
 
+use super::blocking::blocking;
+use super::current_rules::CurrentRules;
 use super::error::RulesError;
-use super::rules::{CompiledRules, Rules, read};
+use super::rules::{CompiledRules, Rules};
 use super::watch::RulesWatch;
 
 /// Holds the rules that layers enforce, and changes them at runtime.
@@ -38,39 +40,29 @@ use super::watch::RulesWatch;
 /// ```
 #[derive(Clone)]
 pub struct RulesHandle {
-    state: Arc<State>,
-}
-
-struct State {
-    rules: ArcSwap<CompiledRules>,
-    last_error: Mutex<Option<RulesError>>,
+    current: Arc<CurrentRules>,
 }
 
 impl RulesHandle {
     /// Creates a handle with `rules`, like [`Rules::handle`].
     #[must_use]
     pub fn new(rules: Rules) -> Self {
-        Self { state: Arc::new(State { rules: ArcSwap::new(rules.inner), last_error: Mutex::default() }) }
+        Self { current: Arc::new(CurrentRules::new(rules)) }
     }
 
     /// The current rules.
     #[must_use]
     pub fn rules(&self) -> Rules {
-        Rules { inner: self.state.rules.load_full() }
+        self.current.rules()
     }
 
     pub(super) fn current(&self) -> Guard<Arc<CompiledRules>> {
-        self.state.rules.load()
+        self.current.load()
     }
 
     /// Replaces the rules. Later requests are subject to `rules`.
     pub fn reload(&self, rules: Rules) {
-        *self.error() = None;
-        if self.rules() != rules {
-            let count = rules.len();
-            self.state.rules.store(rules.inner);
-            tracing::info!(rules = count, "the rules were changed");
-        }
+        self.current.reload(rules);
     }
 
     /// Reads a file like [`Rules::from_path`] and replaces the rules. Does not block a runtime thread.
@@ -85,7 +77,7 @@ impl RulesHandle {
     pub async fn reload_path(&self, path: impl Into<PathBuf>) -> Result<(), RulesError> {
         let path = path.into();
         let rules = blocking(&path, |path| Rules::from_path(path)).await;
-        rules.map(|rules| self.reload(rules)).inspect_err(|error| self.set_error(error))
+        rules.map(|rules| self.reload(rules)).inspect_err(|error| self.current.set_error(error))
     }
 
     /// Watches a file: checks it once per second, and loads the rules when the file changes.
@@ -114,21 +106,22 @@ impl RulesHandle {
     ///
     /// If called outside a tokio runtime.
     pub fn watch_every(&self, interval: Duration, path: impl Into<PathBuf>) -> RulesWatch {
-        RulesWatch::start(self.clone(), path.into(), interval)
+        RulesWatch::start(Arc::clone(&self.current), path.into(), interval)
     }
 
     /// The error of the last attempt to load rules. `None` if the last attempt succeeded, including by [`reload`](Self::reload).
     #[must_use]
     pub fn last_error(&self) -> Option<RulesError> {
-        self.error().clone()
+        self.current.last_error()
     }
+}
 
-    pub(super) fn set_error(&self, error: &RulesError) {
-        *self.error() = Some(error.clone());
-    }
-
-    fn error(&self) -> MutexGuard<'_, Option<RulesError>> {
-        self.state.last_error.lock().unwrap_or_else(PoisonError::into_inner)
+// Beside the other conversions, since the rules do not know their handle.
+impl Rules {
+    /// Creates a handle, which can replace the rules while layers enforce them.
+    #[must_use]
+    pub fn handle(self) -> RulesHandle {
+        RulesHandle::new(self)
     }
 }
 
@@ -148,24 +141,4 @@ impl fmt::Debug for RulesHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RulesHandle").field("rules", &self.rules()).field("last_error", &self.last_error()).finish()
     }
-}
-
-/// Runs `work` on a thread that may block.
-async fn blocking<T: Send + 'static>(
-    path: &Path,
-    work: impl FnOnce(&Path) -> Result<T, RulesError> + Send + 'static,
-) -> Result<T, RulesError> {
-    let owned = path.to_owned();
-    let result = tokio::task::spawn_blocking(move || work(&owned)).await;
-    // The runtime is shutting down, or the parser has panicked. Such a bug must not end the task that watches the file.
-    result.unwrap_or_else(|error| Err(RulesError::unreadable(error.into()).in_file(path)))
-}
-
-pub(super) async fn read_blocking(path: &Path) -> Result<Vec<u8>, RulesError> {
-    blocking(path, read).await
-}
-
-/// Parses the contents of a file.
-pub(super) async fn parse_blocking(bytes: Vec<u8>, path: &Path) -> Result<Rules, RulesError> {
-    blocking(path, move |path| Rules::from_bytes(&bytes, path)).await
 }

@@ -199,7 +199,9 @@
 //! [`QuotaChange`](crate::rate_limit::QuotaChange). Waiting requests stay under the old rules, in their own wait queue. Warnings about
 //! [addresses](crate::http::ClientIp#logs) are logged anew.
 
+mod blocking;
 mod charge;
+mod current_rules;
 mod error;
 mod format;
 mod future;

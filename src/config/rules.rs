@@ -13,7 +13,6 @@ use serde::Deserialize;
 
 use super::error::RulesError;
 use super::format::Format;
-use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normalize;
@@ -27,7 +26,7 @@ use crate::rate_limit::{Limit, Policy, Quota, RateLimitFallback};
 
 /// The rules of a file: which requests are limited, and how. See the [module docs](crate::config) for the format.
 ///
-/// Rules are parsed and checked as a whole, and are immutable. A [`RulesHandle`] replaces them at runtime. Two values are equal if they have
+/// Rules are parsed and checked as a whole, and are immutable. A [`RulesHandle`](super::RulesHandle) replaces them at runtime. Two values are equal if they have
 /// the same contents, in any format. Cheap to clone.
 #[derive(Clone)]
 pub struct Rules {
@@ -118,7 +117,7 @@ impl Rules {
 
     /// Reads rules from a file with the extension `.toml`, `.yaml`, `.yml` or `.json`.
     ///
-    /// Blocks the thread while it reads. [`RulesHandle::reload_path`] does not.
+    /// Blocks the thread while it reads. [`RulesHandle::reload_path`](super::RulesHandle::reload_path) does not.
     ///
     /// # Errors
     ///
@@ -205,12 +204,6 @@ impl Rules {
         }
         found
     }
-
-    /// Creates a handle, which can replace the rules while layers enforce them.
-    #[must_use]
-    pub fn handle(self) -> RulesHandle {
-        RulesHandle::new(self)
-    }
 }
 
 impl PartialEq for Rules {
@@ -294,8 +287,15 @@ impl CompiledRules {
         Matches { found, matching }
     }
 
+    /// Records the rules that a request matches. A request also logs the report of unmatched rules, because a task could outlive the rules.
+    pub(super) fn record(&self, matches: &Matches) {
+        if self.usage.record(matches.matching, Rules::UNMATCHED_AFTER) {
+            self.report_unmatched();
+        }
+    }
+
     /// Logs the rules that no request has matched.
-    pub(super) fn report_unmatched(&self) {
+    fn report_unmatched(&self) {
         let unmatched: Vec<&RuleDef> = self.usage.unmatched().map(|index| &self.file.rules[index]).collect();
         if unmatched.is_empty() {
             return;

@@ -1,10 +1,9 @@
 use std::cell::Cell;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use tokio::time::Instant;
-
-use super::rules::{CompiledRules, Matches, Rules};
 
 /// Which rules have matched a request since they were loaded.
 pub(super) struct Usage {
@@ -28,26 +27,21 @@ impl Usage {
         matched.filter(|(_, matched)| !matched.load(Ordering::Relaxed)).map(|(index, _)| index)
     }
 
-    /// Whether to report now. True once.
-    fn is_due(&self) -> bool {
-        let first = *self.first_request.get_or_init(Instant::now);
-        first.elapsed() >= Rules::UNMATCHED_AFTER && !self.reported.swap(true, Ordering::Relaxed)
-    }
-}
-
-impl CompiledRules {
-    /// Records the rules that a request matches. A request also logs the report of unmatched rules, because a task could outlive the rules.
-    pub(super) fn record(&self, matches: &Matches) {
-        for index in matches.matching.into_iter().flatten() {
-            let matched = &self.usage.matched[index];
+    /// Records that rules have matched a request. True if the unmatched rules are to be reported now, `after` this time; once.
+    pub(super) fn record(&self, matching: [Option<usize>; 2], after: Duration) -> bool {
+        for index in matching.into_iter().flatten() {
+            let matched = &self.matched[index];
             // Store only once, to avoid contention on the cache line.
             if !matched.load(Ordering::Relaxed) {
                 matched.store(true, Ordering::Relaxed);
             }
         }
-        if !self.usage.reported.load(Ordering::Relaxed) && checks_clock() && self.usage.is_due() {
-            self.report_unmatched();
-        }
+        !self.reported.load(Ordering::Relaxed) && checks_clock() && self.is_due(after)
+    }
+
+    fn is_due(&self, after: Duration) -> bool {
+        let first = *self.first_request.get_or_init(Instant::now);
+        first.elapsed() >= after && !self.reported.swap(true, Ordering::Relaxed)
     }
 }
 

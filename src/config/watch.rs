@@ -1,13 +1,16 @@
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
-use super::handle::{RulesHandle, parse_blocking, read_blocking};
+use super::blocking::{parse_blocking, read_blocking};
+use super::current_rules::CurrentRules;
+use super::error::RulesError;
 
-/// Watches a rules file until it is dropped: see [`RulesHandle::watch`].
+/// Watches a rules file until it is dropped: see [`RulesHandle::watch`](super::RulesHandle::watch).
 #[derive(Debug)]
 #[must_use = "dropping this stops watching the file"]
 pub struct RulesWatch {
@@ -18,9 +21,9 @@ pub struct RulesWatch {
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 
 impl RulesWatch {
-    pub(super) fn start(handle: RulesHandle, path: PathBuf, period: Duration) -> Self {
+    pub(super) fn start(current: Arc<CurrentRules>, path: PathBuf, period: Duration) -> Self {
         let period = period.max(Duration::from_millis(1));
-        Self { task: tokio::spawn(watch(handle, path, period)) }
+        Self { task: tokio::spawn(watch(current, path, period)) }
     }
 }
 
@@ -38,7 +41,7 @@ enum Version {
     Unreadable(String),
 }
 
-async fn watch(handle: RulesHandle, path: PathBuf, period: Duration) {
+async fn watch(current: Arc<CurrentRules>, path: PathBuf, period: Duration) {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut loaded = None;
@@ -59,9 +62,9 @@ async fn watch(handle: RulesHandle, path: PathBuf, period: Duration) {
             Err(error) => Err(error),
         };
         match rules {
-            Ok(rules) => handle.reload(rules),
+            Ok(rules) => current.reload(rules),
             Err(error) => {
-                handle.set_error(&error);
+                current.set_error(&error);
                 let cause = std::error::Error::source(&error).map(tracing::field::display);
                 tracing::error!(%error, cause, line = error.line(), "the rules stay unchanged: {error}");
             }
@@ -69,7 +72,7 @@ async fn watch(handle: RulesHandle, path: PathBuf, period: Duration) {
     }
 }
 
-async fn read_version(path: &Path) -> (Version, Result<Vec<u8>, super::RulesError>) {
+async fn read_version(path: &Path) -> (Version, Result<Vec<u8>, RulesError>) {
     let bytes = read_blocking(path).await;
     let version = match &bytes {
         Ok(bytes) => Version::Read(Sha256::digest(bytes).into()),

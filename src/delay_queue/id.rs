@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::store::MAX_BATCH;
+use super::limits::MAX_BATCH;
 use crate::error::StoreError;
 use crate::key::{Key, ParseKeyError};
 

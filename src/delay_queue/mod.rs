@@ -243,9 +243,11 @@ mod codec;
 mod error;
 mod id;
 mod job;
+mod limits;
 mod outcome;
 mod push;
 mod queue;
+mod queue_handle;
 mod record;
 mod removal;
 #[cfg(feature = "cron")]
@@ -272,14 +274,15 @@ pub(crate) use self::id::UniqueIds;
 #[cfg(feature = "testing")]
 pub(crate) use self::job::Canceller;
 pub use self::job::{Cancellation, Extensions, Job};
+pub use self::limits::MAX_NOTE;
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
-pub use self::record::{Due, FailureInfo, Headers, NewJob, Priority, Reason, StoredJob, Unique, UniqueFor};
+pub use self::record::{Due, FailureInfo, Headers, NewJob, Priority, Reason, State, StoredJob, Unique, UniqueFor};
 pub use self::removal::{Cancel, Purge};
 pub use self::responder::JobResponder;
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
-pub use self::store::{Cancelled, Changed, Counts, DeadLimits, MAX_NOTE, State};
+pub use self::store::{Cancelled, Changed, Counts, DeadLimits};
 pub use self::worker::events::{Event, Events};
 pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::error::QueueError;
 use super::id::JobId;
-use super::queue::QueueHandle;
+use super::queue_handle::QueueHandle;
 use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
 use super::store::{Admission, QueueKey};
 use super::worker::store_client::CircuitWait;

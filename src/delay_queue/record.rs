@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::id::JobId;
-use super::store::{MAX_NOTE, State};
+use super::limits::MAX_NOTE;
 use crate::key::Key;
 
 /// When a job is due.
@@ -131,6 +131,18 @@ impl NewJob {
     pub fn size(&self) -> usize {
         self.payload.len() + self.headers.size()
     }
+}
+
+/// The state of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum State {
+    /// The job waits until it is due and a worker has capacity.
+    Waiting,
+    /// A worker has claimed the job.
+    Running,
+    /// The job is not tried again, and is kept for inspection.
+    Dead,
 }
 
 /// A job as stored.

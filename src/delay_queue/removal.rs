@@ -4,7 +4,7 @@ use std::pin::Pin;
 
 use super::error::QueueError;
 use super::id::JobId;
-use super::queue::QueueHandle;
+use super::queue_handle::QueueHandle;
 #[cfg(doc)]
 use super::record::UniqueFor;
 use super::store::{Cancelled, MAX_BATCH};

@@ -13,6 +13,8 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
 
+pub use super::limits::{MAX_BATCH, MAX_NOTE};
+pub use super::record::State;
 pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
 
@@ -157,9 +159,6 @@ pub trait DelayQueueStore {
         let _ = target;
     }
 }
-
-/// The largest number of jobs, or leases, in one call.
-pub const MAX_BATCH: usize = 256;
 
 /// About the largest size of the jobs in one call, in bytes, since the server does nothing else during the call.
 const MAX_BATCH_BYTES: usize = 1_024 * 1_024;
@@ -402,9 +401,6 @@ impl AckKind {
     }
 }
 
-/// How many bytes of an error text are stored.
-pub const MAX_NOTE: usize = 1_024;
-
 /// The result of finishing a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -554,18 +550,6 @@ pub enum Changed {
     Dead,
     /// There is no job with this id, or it is done.
     Missing,
-}
-
-/// The state of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum State {
-    /// The job waits until it is due and a worker has capacity.
-    Waiting,
-    /// A worker has claimed the job.
-    Running,
-    /// The job is not tried again, and is kept for inspection.
-    Dead,
 }
 
 /// The number of jobs in a queue.

@@ -2,7 +2,9 @@ use std::borrow::Cow;
 use std::error::Error;
 use std::fmt;
 
-use super::{ConfigError, StoreError, causes};
+use super::cause::causes;
+use super::config::ConfigError;
+use super::store::StoreError;
 
 /// Connecting to a backend failed.
 ///

@@ -1,18 +1,18 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use ::http::header::{FORWARDED, HeaderMap};
+use ::http::header::HeaderMap;
 use ::http::request::Parts;
 use ::http::{Extensions, HeaderName, HeaderValue, Request};
 use ipnet::{IpNet, Ipv4Net};
 
+use super::address::{IPV6_PREFIX, canonical, is_private, network_of};
 use super::client_ip_log::Warnings;
-use super::forwarded::{self, canonical};
-use super::key::{self, IPV6_PREFIX, header_name};
+use super::forwarded;
+use super::forwarding_header::ForwardingHeader;
+use super::key::{self, header_name};
 use crate::error::ConfigError;
 use crate::key::{ExtractKey, Key, Or, first_of, lack};
-
-pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 /// Amazon CloudFront writes an address and a port into this header, and puts no brackets around IPv6 addresses.
 static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfront-viewer-address");
@@ -105,21 +105,6 @@ pub struct ClientIp {
     on_unreadable: OnUnreadable,
     ipv6_prefix: u8,
     warnings: Arc<Warnings>,
-}
-
-/// The header that proxies write and [`ClientIp`] reads.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ForwardingHeader {
-    /// `X-Forwarded-For`: a list of addresses.
-    XForwardedFor,
-    /// `Forwarded` (RFC 7239): a list of elements with the address in `for`.
-    Forwarded,
-    /// A header that holds one address, such as `CF-Connecting-IP` or `X-Real-IP`: see [`ClientIp::single_header`].
-    Single(HeaderName),
-    /// A header that holds one address and its port, such as `CloudFront-Viewer-Address`. The port follows the last colon, whether or not an
-    /// IPv6 address has brackets: `2001:db8::1:443` is `2001:db8::1` with port 443.
-    SingleWithPort(HeaderName),
 }
 
 /// The key of a request if a trusted proxy wrote a value without an address. Defaults to [`Peer`](Self::Peer).
@@ -379,7 +364,7 @@ impl ClientIp {
     }
 
     fn key_of(&self, ip: IpAddr) -> Key {
-        Key::from(key::network_of(ip, self.ipv6_prefix))
+        Key::from(network_of(ip, self.ipv6_prefix))
     }
 
     /// Follows the hops until the first that is not trusted.
@@ -405,16 +390,6 @@ impl<B> ExtractKey<Request<B>> for ClientIp {
 impl ExtractKey<Parts> for ClientIp {
     fn extract_key(&self, parts: &Parts) -> Option<Key> {
         self.client_ip_of(parts).map(|ip| self.key_of(ip))
-    }
-}
-
-impl ForwardingHeader {
-    pub(super) fn name(&self) -> &HeaderName {
-        match self {
-            Self::XForwardedFor => &X_FORWARDED_FOR,
-            Self::Forwarded => &FORWARDED,
-            Self::Single(name) | Self::SingleWithPort(name) => name,
-        }
     }
 }
 
@@ -484,17 +459,6 @@ pub(crate) fn contain_every_address(nets: impl IntoIterator<Item = IpNet>) -> bo
     Nets::new(nets).entire_family().is_some()
 }
 
-/// Whether this address is not routable on the internet: private, loopback, link-local or of a carrier-grade NAT.
-pub(super) fn is_private(ip: IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(v4) => {
-            let is_carrier_nat = v4.to_bits() >> 22 == 0x6440_0000 >> 22; // 100.64.0.0/10
-            v4.is_private() || v4.is_loopback() || v4.is_link_local() || is_carrier_nat
-        }
-        IpAddr::V6(v6) => v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -531,18 +495,5 @@ mod tests {
         assert!(nets(&["::/0"]).contains(v6));
         assert!(!nets(&["0.0.0.0/0"]).contains(v6));
         assert!(!nets(&["0.0.0.1/32"]).contains(v6));
-    }
-
-    #[test]
-    fn private_addresses_are_recognized() {
-        let private =
-            ["10.9.8.7", "172.31.0.1", "192.168.0.1", "127.0.0.2", "169.254.1.1", "100.64.0.0", "100.127.255.255"];
-        for ip in private.into_iter().chain(["::1", "fc00::1", "fdff::1", "fe80::1", "febf::1"]) {
-            assert!(is_private(ip.parse().unwrap()), "{ip}");
-        }
-        let public = ["172.32.0.1", "100.63.255.255", "100.128.0.0", "8.8.8.8", "::2", "2001:db8::1", "fec0::1"];
-        for ip in public {
-            assert!(!is_private(ip.parse().unwrap()), "{ip}");
-        }
     }
 }

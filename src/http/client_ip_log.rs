@@ -8,7 +8,7 @@ use std::time::Duration;
 use ::http::header::{FORWARDED, HeaderMap, HeaderValue};
 use tokio::time::Instant;
 
-use super::client_ip::{ForwardingHeader, X_FORWARDED_FOR};
+use super::forwarding_header::{ForwardingHeader, X_FORWARDED_FOR};
 
 /// The warnings that an extractor and its clones have logged.
 #[derive(Debug, Default)]

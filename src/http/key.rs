@@ -1,13 +1,13 @@
 use std::cell::Cell;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Once;
 
 use ::http::header::{FORWARDED, HeaderMap};
 use ::http::request::Parts;
 use ::http::{Extensions, HeaderName, Request};
 
-use super::client_ip::{X_FORWARDED_FOR, is_private};
-use super::forwarded::canonical;
+use super::address::{IPV6_PREFIX, canonical, is_private, network_of};
+use super::forwarding_header::X_FORWARDED_FOR;
 use crate::key::{ExtractKey, Key, Or, first_of, lack};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
@@ -216,26 +216,6 @@ fn axum_peer(extensions: &Extensions) -> Option<&SocketAddr> {
     extensions.get().map(|ConnectInfo::<SocketAddr>(peer)| peer).or_else(mock)
 }
 
-/// The default length of the IPv6 prefix that one client controls.
-pub(super) const IPV6_PREFIX: u8 = 64;
-
-/// The first 96 bits of an IPv4 address that NAT64 translated to IPv6: 64:ff9b::/96 (RFC 6052).
-const NAT64: u128 = 0x0064_ff9b << 64;
-
-/// The address without the bits that one client controls.
-#[inline]
-pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
-    // All mapped addresses are in one /64, and so are all translated ones: convert them to IPv4 before the prefix is cut.
-    match canonical(ip) {
-        IpAddr::V4(v4) => v4.into(),
-        IpAddr::V6(v6) if v6.to_bits() >> 32 == NAT64 => Ipv4Addr::from_bits(v6.to_bits() as u32).into(),
-        IpAddr::V6(v6) => {
-            let host_bits = u32::from(128_u8.saturating_sub(ipv6_prefix));
-            Ipv6Addr::from_bits(v6.to_bits() & u128::MAX.checked_shl(host_bits).unwrap_or(0)).into()
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -247,34 +227,6 @@ mod tests {
         for _ in 0..2 * (u16::MAX / SAMPLE_EVERY) {
             assert!(is_sampled());
             assert!((1..SAMPLE_EVERY).all(|_| !is_sampled()));
-        }
-    }
-
-    #[test]
-    fn ipv6_addresses_of_one_client_share_a_network() {
-        let cases = [
-            ("203.0.113.7", "203.0.113.7"),
-            ("::ffff:203.0.113.7", "203.0.113.7"),
-            ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
-            ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
-            ("64:ff9b::203.0.113.7", "203.0.113.7"),
-            // Other NAT64 prefixes belong to single networks, so they are not converted.
-            ("64:ff9b:1::203.0.113.7", "64:ff9b:1::"),
-            ("64:ff9b::1:203.0.113.7", "64:ff9b::"),
-            ("164:ff9b::203.0.113.7", "164:ff9b::"),
-            ("::1", "::"),
-        ];
-        for (peer, client) in cases {
-            assert_eq!(network_of(peer.parse().unwrap(), IPV6_PREFIX), client.parse::<IpAddr>().unwrap(), "{peer}");
-        }
-        let all = "2001:db8:1:2:3:4:5:6".parse().unwrap();
-        for (prefix, client) in
-            [(32, "2001:db8::"), (48, "2001:db8:1::"), (56, "2001:db8:1::"), (128, "2001:db8:1:2:3:4:5:6")]
-        {
-            assert_eq!(network_of(all, prefix), client.parse::<IpAddr>().unwrap(), "/{prefix}");
-        }
-        for ipv6 in ["::ffff:203.0.113.7", "64:ff9b::203.0.113.7"] {
-            assert_eq!(network_of(ipv6.parse().unwrap(), 32), IpAddr::from([203, 0, 113, 7]));
         }
     }
 

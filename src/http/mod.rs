@@ -327,6 +327,7 @@
 //! # }
 //! ```
 
+mod address;
 mod authorization;
 mod body;
 mod charge;
@@ -335,6 +336,7 @@ mod client_ip_log;
 #[cfg(feature = "axum")]
 mod extract;
 mod forwarded;
+mod forwarding_header;
 mod headers;
 mod idempotency;
 mod key;
@@ -352,9 +354,10 @@ pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 #[cfg(feature = "config")]
 pub(crate) use self::client_ip::contain_every_address;
-pub use self::client_ip::{ClientIp, ForwardingHeader, OnUnreadable};
+pub use self::client_ip::{ClientIp, OnUnreadable};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};
+pub use self::forwarding_header::ForwardingHeader;
 pub use self::headers::EXPOSED_HEADERS;
 pub use self::idempotency::{
     FingerprintedBody, Idempotency, IdempotencyFuture, IdempotencyLayer, IdempotentBody, Unscoped,

@@ -3,131 +3,13 @@ use std::future::Future;
 use std::time::Duration;
 
 use super::answer::Answer;
-use super::checkpoint::Checkpoint;
-use super::store::{Claim, IdempotencyStore, Operation};
+use super::operation::Operation;
+use super::status::{OperationPage, OperationState, OperationStatus};
+use super::store::{Claim, IdempotencyRegistry};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::cursor::Cursor;
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
-
-/// What operators need from a backend, and requests do not: inspect an operation, forget it, or complete it by hand.
-pub trait IdempotencyRegistry: IdempotencyStore {
-    /// The state of an operation. `None` if it has no record.
-    fn inspect(
-        &self,
-        operation: &Operation,
-    ) -> impl Future<Output = Result<Option<OperationStatus>, StoreError>> + Send;
-
-    /// Frees an operation for any request, if it still has the state and the fence in `status`. The check and the change are one
-    /// atomic step. False if the operation has changed; then nothing changes. A repeated call returns the same until the next
-    /// attempt begins.
-    fn forget(&self, status: &OperationStatus) -> impl Future<Output = Result<bool, StoreError>> + Send;
-
-    /// Completes an operation with a response that is stored for `retention`, if its outcome is still unknown and it has the
-    /// fence in `status`. The check and the change are one atomic step. The fingerprints of the request stay. The attempt that
-    /// began the operation can no longer change it.
-    ///
-    /// Also replaces a response that an earlier call stored, if the operation is still [completed](OperationState::Completed) as
-    /// in `status`.
-    ///
-    /// False if the operation has changed, or if `status` has another state; then nothing changes. A repeated call with the same
-    /// response returns the same.
-    fn complete_unknown(
-        &self,
-        status: &OperationStatus,
-        answer: &Answer,
-        retention: Duration,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
-
-    /// The operations of a scope, or all operations. Scans about `most` stored entries, and returns the operations with a record
-    /// among them and the next cursor.
-    fn list(
-        &self,
-        scope: Option<&Key>,
-        from: Cursor,
-        most: usize,
-    ) -> impl Future<Output = Result<OperationPage, StoreError>> + Send;
-}
-
-/// The state of an operation, for operators.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct OperationStatus {
-    /// The operation.
-    pub operation: Operation,
-    /// Its state.
-    pub state: OperationState,
-    /// The fence of the last attempt. 0 if there was none.
-    pub fence: u64,
-    /// Number of attempts, as far as they are remembered.
-    pub attempts: u32,
-    /// The last checkpoint. `None` also after the operation was completed.
-    pub checkpoint: Option<Checkpoint>,
-    /// How long the record is still stored, unless the operation changes.
-    pub kept_for: Duration,
-}
-
-impl OperationStatus {
-    /// For stores: an operation without attempts and checkpoint, whose record expires now. Set the fields as needed.
-    #[must_use]
-    pub const fn new(operation: Operation, state: OperationState) -> Self {
-        Self { operation, state, fence: 0, attempts: 0, checkpoint: None, kept_for: Duration::ZERO }
-    }
-}
-
-/// The state of an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OperationState {
-    /// Free: the next request executes it.
-    Free,
-    /// An attempt is running.
-    InFlight {
-        /// Until the lease ends, unless it is renewed.
-        remaining: Duration,
-    },
-    /// The operation was begun, and its lease ended without a result.
-    Unknown {
-        /// How long ago the lease ended, by the clock of the store.
-        since: Duration,
-    },
-    /// The operation is completed.
-    Completed {
-        /// Whether the whole response is stored.
-        is_kept: bool,
-    },
-}
-
-impl OperationState {
-    /// Whether both are the same state, whatever their times are.
-    pub(crate) fn is_like(self, other: Self) -> bool {
-        match (self, other) {
-            (Self::Free, Self::Free)
-            | (Self::InFlight { .. }, Self::InFlight { .. })
-            | (Self::Unknown { .. }, Self::Unknown { .. }) => true,
-            (Self::Completed { is_kept }, Self::Completed { is_kept: other }) => is_kept == other,
-            _ => false,
-        }
-    }
-}
-
-/// A page of a [list](IdempotencyAdmin::list).
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct OperationPage {
-    /// The operations. A page may be empty although more pages follow.
-    pub operations: Vec<OperationStatus>,
-    /// The cursor of the next page. `None` after the last page.
-    pub next: Option<Cursor>,
-}
-
-impl OperationPage {
-    /// For stores: a page with these fields.
-    #[must_use]
-    pub const fn new(operations: Vec<OperationStatus>, next: Option<Cursor>) -> Self {
-        Self { operations, next }
-    }
-}
 
 /// Inspects, completes and forgets operations. For operators and their tools.
 ///

@@ -10,10 +10,11 @@ use tokio::time::Instant;
 use super::background::{BackgroundSettle, Settled};
 use super::checkpoint::Checkpoint;
 use super::context::{OperationContext, Settlement};
-use super::handle::HasPayload;
+use super::has_payload::HasPayload;
 use super::metrics::Ended;
 use super::store::{Begun, Payload};
 use crate::error::StoreError;
+use crate::store::circuit::Circuit;
 
 /// The result of a claim.
 pub(crate) enum Begin<P: HasPayload + 'static> {
@@ -42,7 +43,7 @@ pub(crate) struct Attempt<P: HasPayload + 'static> {
 
 /// What to do with an attempt that is dropped.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum DropAction {
+enum DropAction {
     /// Release it. The claim may not have been granted.
     GiveBackClaim,
     /// Like `Leave`, but release it if its own work panics.
@@ -56,18 +57,41 @@ pub(super) enum DropAction {
 }
 
 impl<P: HasPayload + 'static> Attempt<P> {
-    pub(super) const fn new(order: Arc<OperationContext<P>>, end: DropAction) -> Self {
+    /// Begins the operation, or returns its state.
+    ///
+    /// # Cancellation
+    ///
+    /// If you drop the future, a claim that was granted meanwhile is released in the background.
+    pub(crate) async fn begin(order: &Arc<OperationContext<P>>) -> Result<Begin<P>, StoreError> {
+        order.begins();
+        let mut attempt = Self::new(Arc::clone(order), DropAction::GiveBackClaim);
+        let begun = order.claim().await;
+        if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
+            attempt.end = DropAction::Settled;
+        }
+        let begun = begun?;
+        if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
+            // Another attempt may have started by now, and this one has not.
+            return Err(StoreError::timeout());
+        }
+        Ok(attempt.begun(begun))
+    }
+
+    /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
+    ///
+    /// Call it at once: the lease is assumed to begin when the context was created.
+    pub(crate) fn begin_now(order: &Arc<OperationContext<P>>) -> Option<Result<Begin<P>, StoreError>> {
+        let begun = order.claim_now()?;
+        Some(begun.map(|begun| Self::new(Arc::clone(order), DropAction::Settled).begun(begun)))
+    }
+
+    const fn new(order: Arc<OperationContext<P>>, end: DropAction) -> Self {
         let [is_at_work, is_answering, is_told] = [const { AtomicBool::new(false) }; 3];
         Self { order, end, is_at_work, is_answering, is_told }
     }
 
-    /// Sets what happens to the attempt when it is dropped.
-    pub(super) const fn on_drop(&mut self, end: DropAction) {
-        self.end = end;
-    }
-
     /// The result of the claim, from the reply of the store.
-    pub(super) fn begun(mut self, begun: Begun) -> Begin<P> {
+    fn begun(mut self, begun: Begun) -> Begin<P> {
         match begun {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 self.end = DropAction::Leave;

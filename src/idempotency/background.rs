@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tracing::Instrument as _;
 
 use super::context::{OperationContext, Settlement};
-use super::handle::HasPayload;
+use super::has_payload::HasPayload;
 use super::metrics::Ended;
 use crate::error::StoreError;
 

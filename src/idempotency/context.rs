@@ -8,15 +8,13 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::attempt::{Attempt, Begin, DropAction};
 use super::checkpoint::Checkpoint;
 use super::coordinator::Coordinator;
-use super::handle::HasPayload;
+use super::has_payload::HasPayload;
 use super::metrics::Ended;
 use super::store::{Begun, Claim, Completion, Operation, Payload};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::store::circuit::Circuit;
 use crate::store::notifications::Notifications;
 use crate::store::token::Token;
 
@@ -138,42 +136,27 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         Ok(Self::new(&self.home, self.operation, claim, self.body.anew()))
     }
 
-    /// Begins the operation, or returns its state.
-    ///
-    /// # Cancellation
-    ///
-    /// If you drop the future, a claim that was granted meanwhile is released in the background.
-    pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
-        let Self { home, operation, claim, .. } = &**self;
+    /// Claims the operation, or returns its state.
+    pub(super) async fn claim(&self) -> Result<Begun, StoreError> {
+        let Self { home, operation, claim, .. } = self;
+        home.circuit.admit()?;
+        home.noted(home.store.begin(operation, claim, home.terms().limit).await)
+    }
+
+    /// Like [`claim`](Self::claim), if the reply is available without waiting. `None` if not, and then nothing was done.
+    pub(super) fn claim_now(&self) -> Option<Result<Begun, StoreError>> {
+        let Self { home, operation, claim, .. } = self;
+        // A call that may not reach the store cannot be a probe.
+        home.circuit.admit_no_probe().ok()?;
+        Some(home.noted(home.store.begin_now(operation, claim)?))
+    }
+
+    /// Notes that the claim is sent now, and the runtime that it is sent in.
+    pub(super) fn begins(&self) {
         *self.sent_at() = Instant::now();
         if let Ok(runtime) = Handle::try_current() {
             self.runtime.get_or_init(|| runtime);
         }
-        let mut attempt = Attempt::new(Arc::clone(self), DropAction::GiveBackClaim);
-        let begun = match home.circuit.admit() {
-            Ok(()) => home.noted(home.store.begin(operation, claim, home.terms().limit).await),
-            Err(error) => Err(error),
-        };
-        if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
-            attempt.on_drop(DropAction::Settled);
-        }
-        let begun = begun?;
-        if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
-            // Another attempt may have started by now, and this one has not.
-            return Err(StoreError::timeout());
-        }
-        Ok(attempt.begun(begun))
-    }
-
-    /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
-    ///
-    /// Call it at once: the lease is assumed to begin when the context was created.
-    pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin<P>, StoreError>> {
-        let Self { home, operation, claim, .. } = &**self;
-        // A call that may not reach the store cannot be a probe.
-        home.circuit.admit_no_probe().ok()?;
-        let begun = home.noted(home.store.begin_now(operation, claim)?);
-        Some(begun.map(|begun| Attempt::new(Arc::clone(self), DropAction::Settled).begun(begun)))
     }
 
     /// Notifications for a waiter of the operation.

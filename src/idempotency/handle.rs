@@ -3,7 +3,8 @@ use std::sync::Arc;
 
 use super::checkpoint::{Checkpoint, CheckpointError};
 use super::context::OperationContext;
-use super::store::{Operation, Payload};
+use super::has_payload::HasPayload;
+use super::operation::Operation;
 use crate::key::Key;
 
 /// The operation that a handler executes.
@@ -31,19 +32,6 @@ pub struct IdempotencyHandle {
     attempt: u32,
     fence: u64,
     last: Option<Arc<Checkpoint>>,
-}
-
-/// The reader of a request body, which knows the fingerprint of the part that was read.
-pub(crate) trait HasPayload: Send + Sync {
-    fn payload(&self) -> Payload;
-
-    /// Whether the body is known to match that of the previous attempt, as far as that attempt has read it.
-    fn is_known(&self) -> bool;
-
-    /// The same reader, before any part was read.
-    fn anew(&self) -> Self
-    where
-        Self: Sized;
 }
 
 impl IdempotencyHandle {

@@ -12,7 +12,8 @@ use super::answer::{MARK, read, written};
 use super::attempt::{Attempt, Begin, Granted};
 use super::context::{OperationContext, Settlement};
 use super::coordinator::Coordinator;
-use super::handle::{HasPayload, IdempotencyHandle};
+use super::handle::IdempotencyHandle;
+use super::has_payload::HasPayload;
 use super::metrics::Verdict;
 use super::operation_error::{Failed, OperationError, cause_of};
 use super::policy::{OnUnknown, ResponsePolicy};
@@ -308,7 +309,7 @@ impl Idempotent {
         let takes_over = self.on_unknown == OnUnknown::Retry;
         let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
         let order = OperationContext::new(&self.home, operation, claim, Nothing);
-        order.begin_or_wait(order.begin_now(), self.wait, self.max_waiting).await
+        order.begin_or_wait(Attempt::begin_now(&order), self.wait, self.max_waiting).await
     }
 
     /// The result without an execution.

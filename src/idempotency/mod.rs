@@ -343,9 +343,11 @@
 mod admin;
 mod answer;
 mod checkpoint;
+mod operation;
 mod per_scope;
 mod policy;
 mod rejection;
+mod status;
 pub mod store;
 
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
@@ -358,6 +360,7 @@ mod coordinator;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod erased;
 mod handle;
+mod has_payload;
 mod idempotent;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod metrics;
@@ -373,16 +376,17 @@ pub(crate) use self::coordinator::{Coordinator, MostRunning, Running};
 pub use crate::store::circuit::CircuitBreaker;
 pub use crate::store::cursor::Cursor;
 
-pub use self::admin::{IdempotencyAdmin, OperationPage, OperationState, OperationStatus};
+pub use self::admin::IdempotencyAdmin;
 pub use self::answer::Answer;
 pub use self::checkpoint::{Checkpoint, CheckpointError};
-#[cfg(feature = "http")]
-pub(crate) use self::handle::HasPayload;
 pub use self::handle::IdempotencyHandle;
+#[cfg(feature = "http")]
+pub(crate) use self::has_payload::HasPayload;
 pub use self::idempotent::{Done, Idempotent};
 #[cfg(feature = "http")]
 pub(crate) use self::metrics::Verdict;
+pub use self::operation::Operation;
 pub use self::operation_error::{Failed, OperationError};
 pub use self::policy::{OnDisconnect, OnUnknown, ResponsePolicy};
 pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
-pub use self::store::Operation;
+pub use self::status::{OperationPage, OperationState, OperationStatus};

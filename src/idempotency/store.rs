@@ -1,17 +1,18 @@
 //! For people who write a backend: what idempotency needs from a store.
 
-use std::fmt;
 use std::future::Future;
-use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::Answer;
 use super::checkpoint::Checkpoint;
+use super::status::{OperationPage, OperationStatus};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::cursor::Cursor;
 
-pub use super::admin::IdempotencyRegistry;
+pub use super::operation::Operation;
 pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
@@ -126,67 +127,43 @@ pub trait IdempotencyStore {
     }
 }
 
-/// Identifies an operation: the key that the client chose, within the scope of the client.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Operation {
-    scope: Key,
-    key: Key,
-}
+/// What operators need from a backend, and requests do not: inspect an operation, forget it, or complete it by hand.
+pub trait IdempotencyRegistry: IdempotencyStore {
+    /// The state of an operation. `None` if it has no record.
+    fn inspect(
+        &self,
+        operation: &Operation,
+    ) -> impl Future<Output = Result<Option<OperationStatus>, StoreError>> + Send;
 
-// Hand-written, because a key is an array of the maximum length, and most keys are short.
-impl Hash for Operation {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.scope.as_hashed().hash(state);
-        self.key.as_hashed().hash(state);
-    }
-}
+    /// Frees an operation for any request, if it still has the state and the fence in `status`. The check and the change are one
+    /// atomic step. False if the operation has changed; then nothing changes. A repeated call returns the same until the next
+    /// attempt begins.
+    fn forget(&self, status: &OperationStatus) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-/// Stands for a colon within a scope. Keys do not contain this escape otherwise.
-const COLON: &str = "%3A";
+    /// Completes an operation with a response that is stored for `retention`, if its outcome is still unknown and it has the
+    /// fence in `status`. The check and the change are one atomic step. The fingerprints of the request stay. The attempt that
+    /// began the operation can no longer change it.
+    ///
+    /// Also replaces a response that an earlier call stored, if the operation is still [completed](super::OperationState::Completed) as
+    /// in `status`.
+    ///
+    /// False if the operation has changed, or if `status` has another state; then nothing changes. A repeated call with the same
+    /// response returns the same.
+    fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-impl Operation {
-    /// Parses the text of an operation from the log or from
-    /// [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation). `None` for other text.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        let (scope, key) = name.split_once(':')?;
-        Some(Self { scope: Key::stored(&scope.replace(COLON, ":"))?, key: Key::stored(key)? })
-    }
-
-    /// The operation with this key, within this scope.
-    pub fn new(scope: impl Into<Key>, key: impl Into<Key>) -> Self {
-        Self { scope: scope.into(), key: key.into() }
-    }
-
-    /// The scope of the client.
-    #[must_use]
-    pub const fn scope(&self) -> &Key {
-        &self.scope
-    }
-
-    /// The key that the client chose.
-    #[must_use]
-    pub const fn key(&self) -> &Key {
-        &self.key
-    }
-}
-
-impl fmt::Debug for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Operation({self})")
-    }
-}
-
-/// The scope and the key, separated by a colon. Colons within the scope are escaped, so that [`parse`](Operation::parse) can find
-/// the separator.
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (number, part) in self.scope.as_str().split(':').enumerate() {
-            f.write_str(if number > 0 { COLON } else { "" })?;
-            f.write_str(part)?;
-        }
-        write!(f, ":{}", self.key)
-    }
+    /// The operations of a scope, or all operations. Scans about `most` stored entries, and returns the operations with a record
+    /// among them and the next cursor.
+    fn list(
+        &self,
+        scope: Option<&Key>,
+        from: Cursor,
+        most: usize,
+    ) -> impl Future<Output = Result<OperationPage, StoreError>> + Send;
 }
 
 /// The parameters of an attempt.
@@ -360,28 +337,4 @@ pub enum Begun {
         /// Whether it is the whole response.
         is_kept: bool,
     },
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn operation_parses_from_its_text(scope in "[a:%,é]{0,9}", path in "[/:a]{0,9}", key in "[b:%]{0,60}") {
-            for scope in [Key::new(&scope), Key::from((&*scope, "POST", &*path))] {
-                let operation = Operation::new(scope, &*key);
-                prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
-            }
-        }
-
-        #[test]
-        fn any_text_parses_to_itself_or_none(name in ".{0,20}") {
-            if let Some(operation) = Operation::parse(&name) {
-                prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
-            }
-        }
-    }
 }

@@ -3,9 +3,9 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::attempt::Begin;
+use super::attempt::{Attempt, Begin};
 use super::context::OperationContext;
-use super::handle::HasPayload;
+use super::has_payload::HasPayload;
 use super::store::Begun;
 use crate::error::StoreError;
 use crate::store::notifications::Notifications;
@@ -26,7 +26,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
     ) -> Result<Begin<P>, StoreError> {
         let begun = match begun {
             Some(begun) => begun?,
-            None => self.begin().await?,
+            None => Attempt::begin(self).await?,
         };
         if patience.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
             return Ok(begun);
@@ -51,7 +51,7 @@ async fn wait<P: HasPayload + 'static>(
     let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
     let mut wakeups = watch.await.unwrap_or_else(|_| Notifications::none());
     loop {
-        let begun = order.begin().await;
+        let begun = Attempt::begin(&order).await;
         let has_failed = begun.is_err();
         known = begun.unwrap_or(known);
         let Begin::Not(Begun::InFlight { remaining, .. }) = &known else { return known };

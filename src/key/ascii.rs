@@ -1,7 +1,5 @@
 //! Builds keys from plain ASCII in 8-byte words, without a check of each byte.
 
-use super::Key;
-
 /// Whether all bytes of the words are plain: from `-` to `z`, which need no escape. Nearly all names have only such bytes.
 #[inline]
 fn are_plain<const WORDS: usize>(words: [u64; WORDS]) -> bool {
@@ -27,10 +25,11 @@ pub(super) fn two_plain_words(bytes: &[u8]) -> Option<[u64; 2]> {
 /// The words of the key of these bytes, if they are plain and fit.
 pub(super) fn plain_words(bytes: &[u8]) -> Option<[u64; 6]> {
     let (chunks, len) = (bytes.as_chunks().0, bytes.len());
-    if len > Key::MAX_LEN {
+    let mut words = [0; 6];
+    // The last byte of the words is the length.
+    if len >= size_of_val(&words) {
         return None;
     }
-    let mut words = [0; 6];
     let mut are_all_plain = true;
     if let Some(last) = bytes.last_chunk() {
         let last = u64::from_le_bytes(*last);

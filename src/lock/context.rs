@@ -4,40 +4,13 @@ use std::future::Future;
 use std::iter::successors;
 use std::sync::Arc;
 
-use super::layer::{OnLoss, ReleaseAt};
+use super::layer_options::{OnLoss, ReleaseAt};
 use super::lease::{Lease, LeaseHandle};
 use super::lock_key::LockKey;
 use super::locks_state::Shared;
-use super::multi::MultiLease;
-use super::running::Place;
 
 tokio::task_local! {
     static HELD: Held;
-    // How the current call passes the lock directly around it. A lock further out does not change it.
-    static PASSAGE: Passage;
-}
-
-/// How a call passes a lock.
-#[derive(Clone)]
-pub(super) enum Passage {
-    /// It needs no lock.
-    Free,
-    /// With its lease, which is the innermost held one, and with its permit of a detached layer.
-    Locked(Option<Place>),
-    /// Without its lock, since the store fails.
-    Unprotected(Option<Place>),
-}
-
-impl Passage {
-    /// Makes the call.
-    pub(super) fn scope<T>(self, call: impl FnOnce() -> T) -> T {
-        PASSAGE.sync_scope(self, call)
-    }
-
-    /// The pass of the current call.
-    pub(super) fn present() -> Self {
-        PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
-    }
 }
 
 /// The locks around a body or handler, innermost first.
@@ -106,12 +79,12 @@ impl Held {
     /// reported. `None` if it was dropped.
     pub(crate) fn detached<F: Future>(self, work: F) -> impl Future<Output = Option<F::Output>> + use<F> {
         let leases = self.shares(ReleaseAt::HandlerDone);
-        let needed = MultiLease::of(self.shares_of(|inside| inside.on_loss == OnLoss::Cancel));
+        let needed = self.shares_of(|inside| inside.on_loss == OnLoss::Cancel);
         async move {
             let outcome = tokio::select! {
                 // After a stall, check this before the work runs.
                 biased;
-                _ = needed.lost() => None,
+                _ = Lease::first_lost(&needed) => None,
                 outcome = self.within(work) => Some(outcome),
             };
             drop(leases);

@@ -9,10 +9,13 @@ use pin_project_lite::pin_project;
 use tokio::task::JoinHandle;
 use tower_service::Service;
 
-use super::context::{Held, Passage};
+use super::context::Held;
 use super::error::LockError;
-use super::layer::{LeaseGuard, ReleaseAt, Settings};
+use super::layer::Settings;
+use super::layer_options::ReleaseAt;
 use super::lease::Lease;
+use super::lease_guard::LeaseGuard;
+use super::passage::Passage;
 use super::rejection::{BindLease, Rejection};
 use super::running::Place;
 use crate::responder::Responder;

@@ -1,18 +1,15 @@
 use std::error::Error;
 use std::fmt;
-use std::future::Future;
 use std::marker::PhantomData;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tower_layer::Layer;
 
-use super::error::Lost;
-use super::lease::Lease;
-use super::locks::{Locks, Replication};
+use super::layer_options::{OnLoss, ReleaseAt};
+use super::locks::Locks;
 use super::metrics::Outcome;
+use super::options::Replication;
 use super::rejection::Full;
 use super::running::{Place, Places};
 use super::rw::RwLocks;
@@ -79,38 +76,6 @@ pub(super) enum Safe {
     Nothing,
     Read,
     Lock,
-}
-
-/// What to do when a running request loses its lease. Defaults to [`Cancel`](Self::Cancel).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnLoss {
-    /// Drop its handler and respond with 503 over HTTP. If the response has begun, its body fails, or ends with a status in the
-    /// trailers over gRPC.
-    #[default]
-    Cancel,
-    /// Cancel nothing. The [`LeaseHandle`](super::LeaseHandle) in the extensions of the request reports the loss:
-    /// [`lost`](super::LeaseHandle::lost) resolves and [`check`](super::LeaseHandle::check) fails. If the handler does not look,
-    /// its response is sent as usual. The log and the metrics report each loss.
-    Notify,
-}
-
-/// When the lock of a request is released. Defaults to [`BodyEnd`](Self::BodyEnd).
-///
-/// An upgraded connection, such as a WebSocket, outlives its response: a 101 has no body. The task that serves it keeps the lock
-/// with a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see [`LockLayer::with_semaphore`] for an
-/// example.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ReleaseAt {
-    /// When the response body has ended, failed or been dropped. A slow client holds the lock meanwhile, up to
-    /// [`max_hold`](LockLayer::max_hold). Without such a body the lock is released earlier, as with
-    /// [`ErrorResponder`](crate::responder::ErrorResponder). A responder of your own keeps it only by
-    /// [`BindLease`](super::BindLease::bind).
-    #[default]
-    BodyEnd,
-    /// When the handler has returned its response. The body is then sent without the lock.
-    HandlerDone,
 }
 
 impl LockLayer {
@@ -506,36 +471,5 @@ impl Settings {
             .field("on_loss", &self.on_loss)
             .field("release_at", &self.release_at)
             .finish_non_exhaustive()
-    }
-}
-
-/// The time in which a request has its lock. Ends when it is dropped.
-pub struct LeaseGuard {
-    // Dropped before the lease: the loss is meaningless after the release.
-    loss: Option<Pin<Box<dyn Future<Output = Lost> + Send>>>,
-    lease: Lease,
-}
-
-impl LeaseGuard {
-    pub(super) fn new(lease: Lease, on_loss: OnLoss) -> Self {
-        let loss = (on_loss == OnLoss::Cancel).then(|| Box::pin(lease.loss()) as _);
-        Self { loss, lease }
-    }
-
-    /// The lease.
-    pub const fn lease(&self) -> &Lease {
-        &self.lease
-    }
-
-    /// Resolves when the lease is lost and the request is to be [cancelled](OnLoss::Cancel). Do not poll again after that.
-    pub fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<Lost> {
-        let Some(loss) = &mut self.loss else { return Poll::Pending };
-        loss.as_mut().poll(cx)
-    }
-}
-
-impl fmt::Debug for LeaseGuard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LeaseGuard").field("lease", &self.lease).finish_non_exhaustive()
     }
 }

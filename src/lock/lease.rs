@@ -1,6 +1,7 @@
 use std::fmt;
-use std::future::{Future, pending};
+use std::future::{Future, pending, poll_fn};
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -9,7 +10,9 @@ use super::error::{LossReason, Lost};
 use super::grant::Grant;
 use super::lock_key::LockKey;
 use super::locks_state::Shared;
+use super::make_way::make_way;
 use super::pickup::Attended;
+use super::release_outcome::ReleaseOutcome;
 use super::release_task::ReleaseTask;
 use crate::error::StoreError;
 
@@ -57,25 +60,6 @@ pub enum LeaseState {
     /// The lock is held, but the last renewal failed. It is retried until the lease ends.
     Suspended,
     /// The lock is lost, or may be. That is final.
-    Lost,
-}
-
-/// The outcome of a release. Later variants are worse.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum ReleaseOutcome {
-    /// The lock is free, or has another holder by now.
-    Released,
-    /// Other handles of this lease keep the lock.
-    Shared,
-    /// The lock is free or has another holder, and it is unknown whether the lease was still held. Either a connection broke
-    /// before the reply, and over another one the store found no lease; or the reply came so late that the lease may have
-    /// expired. Nearly always the first call had released it. This does not count as a loss, and [`run`](super::Locks::run)
-    /// returns as if the lease had been held. It was lost if the store had forgotten it, for instance after a failover, or if it
-    /// was [released by force](super::LockAdmin::force_unlock). By the local clock it had not ended. Use the
-    /// [fence](Lease::fence) where this matters.
-    Uncertain,
-    /// The lease was lost before, or the store no longer has it: another client may have held the lock already.
     Lost,
 }
 
@@ -209,6 +193,16 @@ impl Lease {
         Attended::new(home, ttl, call).await
     }
 
+    /// Waits until one of several leases is lost.
+    pub(super) async fn first_lost(leases: &[Self]) -> Lost {
+        let mut losses: Vec<_> = leases.iter().map(|lease| Box::pin(lease.lost())).collect();
+        poll_fn(|cx| {
+            let mut lost = losses.iter_mut().map(|loss| loss.as_mut().poll(cx));
+            lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        })
+        .await
+    }
+
     /// [`lost`](Self::lost) with a lifetime of its own. Meaningless after the release.
     pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
         let hold = Arc::clone(&self.grant.hold);
@@ -256,7 +250,7 @@ impl Drop for LeaseInner {
             errand.in_background();
         }
         // For the release task, or the next holder.
-        Shared::make_way();
+        make_way();
     }
 }
 

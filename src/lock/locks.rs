@@ -11,8 +11,9 @@ use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks_state::Shared;
+use super::options::{Replication, Terms};
 use super::run_error::{RunError, ended};
-use super::store::{LockStore, Replicas};
+use super::store::LockStore;
 use crate::error::ConfigError;
 use crate::key::Key;
 use crate::reach::Reach;
@@ -55,65 +56,6 @@ pub struct Locks {
 
 /// Maximum length of a holder's name, in bytes.
 const MAX_NAME: usize = 128;
-
-/// How a lock is acquired and held.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
-    pub(super) ttl: Duration,
-    pub(super) wait: Duration,
-    pub(super) max_hold: Option<Duration>,
-    pub(super) max_waiters: usize,
-    pub(super) max_asking: usize,
-    pub(super) deadline: Duration,
-    pub(super) kind: LockKind,
-    pub(super) permits: u32,
-    pub(super) is_fair: bool,
-    pub(super) is_shared: bool,
-    pub(super) asks: bool,
-    /// Whether waiters give up while the circuit is open.
-    pub(super) heeds_circuit: bool,
-    pub(super) replication: Replication,
-}
-
-impl Terms {
-    /// The replication that a claim requires.
-    pub(super) fn replicas(&self) -> Replicas {
-        match self.replication {
-            Replication::Primary => Replicas::default(),
-            Replication::Require(count) => Replicas { count, within: self.deadline / 2 },
-        }
-    }
-
-    /// The longest duration of a store call.
-    pub(super) fn limit(&self) -> Duration {
-        self.replicas().limit(self.deadline)
-    }
-
-    /// The same if it waits for replicas, otherwise zero.
-    pub(super) fn replicas_limit(&self) -> Duration {
-        if self.replication.count() == 0 { Duration::ZERO } else { self.limit() }
-    }
-}
-
-/// Where a lease must be stored before it counts. Defaults to [`Primary`](Self::Primary).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Replication {
-    /// The called server. A failover forgets leases that its replicas do not have yet.
-    #[default]
-    Primary,
-    /// This many replicas of that server as well: see [`Locks::replication`].
-    Require(u32),
-}
-
-impl Replication {
-    pub(super) const fn count(self) -> u32 {
-        match self {
-            Self::Primary => 0,
-            Self::Require(count) => count,
-        }
-    }
-}
 
 impl Locks {
     /// Locks in `store`, which is a backend: see [`backend`](crate::backend).

@@ -1,10 +1,10 @@
 use std::error::Error;
-use std::future::{Future, ready};
+use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::erased::DynStore;
@@ -12,7 +12,7 @@ use super::error::QueueFull;
 use super::gate::LocalQueues;
 use super::lock_key::LockKey;
 use super::metrics::Meters;
-use super::renewal::RenewalScheduler;
+use super::renewal_schedule::RenewalScheduler;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
@@ -182,18 +182,6 @@ impl Shared {
             task.await;
             drop(running);
         }));
-    }
-}
-
-impl Shared {
-    /// Yields to the task that was woken last. A worker thread keeps that task for itself, so a caller that blocks the thread
-    /// would block the task. The next woken task takes its slot, and another worker can run it.
-    pub(super) fn make_way() {
-        if let Ok(runtime) = Handle::try_current()
-            && runtime.runtime_flavor() == RuntimeFlavor::MultiThread
-        {
-            drop(runtime.spawn(ready(())));
-        }
     }
 }
 

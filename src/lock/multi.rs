@@ -1,8 +1,7 @@
 use std::fmt;
-use std::future::{Future, IntoFuture, poll_fn};
+use std::future::{Future, IntoFuture};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -13,12 +12,14 @@ use super::erased::Call;
 use super::error::{Busy, Closed, LockError, Lost};
 use super::gate::Place;
 use super::grant::after;
-use super::lease::{Lease, ReleaseOutcome};
+use super::lease::Lease;
 use super::lock_key::LockKey;
-use super::locks::{Locks, Terms, unless_lost};
+use super::locks::{Locks, unless_lost};
 use super::locks_state::Shared;
 use super::metrics::Outcome;
+use super::options::Terms;
 use super::pickup::{Acquire, Request};
+use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, ended};
 use super::store::Claim;
 use super::together::together;
@@ -247,10 +248,6 @@ pub struct MultiLease {
 }
 
 impl MultiLease {
-    pub(super) const fn of(leases: Vec<Lease>) -> Self {
-        Self { leases }
-    }
-
     /// The leases, each with its own [fence](Lease::fence), ordered by key.
     pub fn leases(&self) -> &[Lease] {
         &self.leases
@@ -273,12 +270,7 @@ impl MultiLease {
 
     /// Waits until one of them is lost.
     pub async fn lost(&self) -> Lost {
-        let mut losses: Vec<_> = self.leases.iter().map(|lease| Box::pin(lease.lost())).collect();
-        poll_fn(|cx| {
-            let mut lost = losses.iter_mut().map(|loss| loss.as_mut().poll(cx));
-            lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
-        })
-        .await
+        Lease::first_lost(&self.leases).await
     }
 
     /// Another handle of each of them: see [`Lease::reenter`].

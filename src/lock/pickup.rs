@@ -14,7 +14,8 @@ use super::erased::Call;
 use super::error::LockError;
 use super::grant::after;
 use super::locks_state::Shared;
-use super::renewal::{Role, Watched};
+use super::make_way::make_way;
+use super::renewal_schedule::{Role, Watched};
 
 /// An acquisition that can begin again after its caller missed a grant.
 pub(super) trait Request: Unpin + Send + 'static {
@@ -94,7 +95,7 @@ impl<R: Request> Drop for Acquire<R> {
         if self.pickup.is_some() {
             self.close();
             // For the next waiter, and for the call that continues.
-            Shared::make_way();
+            make_way();
         }
     }
 }

@@ -2,8 +2,8 @@ use std::error::Error;
 use std::fmt;
 
 use super::error::LockError;
-use super::layer::LeaseGuard;
 use super::lease::LeaseHandle;
+use super::lease_guard::LeaseGuard;
 use crate::error::BoxError;
 
 /// Why a [`LockLayer`](super::LockLayer) rejected or cancelled a request.

@@ -1,7 +1,6 @@
 //! Renews leases: one task for all leases of a process, a batch of renewals at a time.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -11,11 +10,13 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::LossReason;
 use super::grant::{Grant, after};
+use super::jitter::jittered;
 use super::local_queue::Position;
-use super::lock_key::{KnownHash, LockKey};
+use super::lock_key::LockKey;
 use super::locks_state::Shared;
+use super::make_way::make_way;
 use super::release_task::ReleaseTask;
-use super::store::Token;
+use super::renewal_schedule::{Kept, Role, State, Watched};
 use crate::error::StoreError;
 use crate::panics::discard_joined;
 use crate::reach::Reach;
@@ -28,92 +29,6 @@ const TOGETHER: Duration = Duration::from_millis(50);
 /// The pause after a failed renewal. Doubles with each further failure, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-
-/// The leases of this process, and when each is due.
-pub(super) struct RenewalScheduler {
-    state: Mutex<State>,
-    wake: Arc<Notify>,
-}
-
-#[derive(Default)]
-struct State {
-    holds: HashMap<Token, Kept, KnownHash>,
-    due: BTreeSet<(Instant, Token)>,
-    // Roles of callers that may have stopped polling.
-    roles: BTreeMap<Watched, Weak<dyn Role>>,
-    // Until when the task sleeps. Later work does not wake it.
-    sleeps_until: Option<Instant>,
-    has_task: bool,
-    // Whether the task has ended and another runtime is being looked for.
-    is_moving: bool,
-}
-
-struct Kept {
-    hold: Arc<Grant>,
-    // `None` while it is being renewed.
-    due: Option<Instant>,
-    // The runtime of the grant, unless the task runs there or could not be started there.
-    runtime: Option<Handle>,
-}
-
-/// A role that other callers need as well. It passes on if its caller is not polled in time.
-pub(super) trait Role: Send + Sync {
-    fn expire(self: Arc<Self>, now: Instant);
-}
-
-/// A watched role: its expiry and its number.
-pub(super) type Watched = (Instant, Position);
-
-impl State {
-    fn schedule(&mut self, token: &Token, due: Option<Instant>) {
-        let Some(kept) = self.holds.get_mut(token) else { return };
-        if let Some(was_due) = kept.due.take() {
-            self.due.remove(&(was_due, *token));
-        }
-        if let Some(due) = due {
-            kept.due = Some(due);
-            self.due.insert((due, *token));
-        }
-    }
-}
-
-impl RenewalScheduler {
-    pub(super) fn new() -> Self {
-        Self { state: Mutex::default(), wake: Arc::default() }
-    }
-
-    /// No code panics while it holds the lock, so a poisoned lock is intact.
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The number of leases.
-    pub(super) fn len(&self) -> usize {
-        self.state().holds.len()
-    }
-
-    pub(super) fn look_again(&self, hold: &Grant) {
-        let (_, due) = hold.due();
-        let mut state = self.state();
-        state.schedule(hold.token(), Some(due));
-        self.wake_for(&mut state, due);
-    }
-
-    pub(super) fn remove(&self, hold: &Grant) {
-        let mut state = self.state();
-        if let Some(due) = state.holds.remove(hold.token()).and_then(|kept| kept.due) {
-            state.due.remove(&(due, *hold.token()));
-        }
-    }
-
-    fn wake_for(&self, state: &mut State, due: Instant) {
-        if state.sleeps_until.is_some_and(|until| due < until) {
-            state.sleeps_until = Some(due);
-            self.wake.notify_one();
-            Shared::make_way();
-        }
-    }
-}
 
 impl Shared {
     /// Renews a lease from now on, until it is removed or lost.
@@ -156,7 +71,7 @@ impl Shared {
         state.sleeps_until = None;
         drop(state);
         drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
-        Self::make_way();
+        make_way();
         self.remember(runtime);
     }
 
@@ -325,13 +240,6 @@ impl Shared {
     }
 }
 
-impl Drop for RenewalScheduler {
-    fn drop(&mut self) {
-        // The task then sees that no lease is left.
-        self.wake.notify_one();
-    }
-}
-
 /// The leases and calls of the renewal task. Dropping it means that the task has ended.
 struct Task(Weak<Shared>);
 
@@ -390,11 +298,4 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Grant>>) {
     if let Some(shared) = home.upgrade() {
         shared.renewed(&holds, sent, answers.as_deref());
     }
-}
-
-/// Between half of a time and all of it, so that failed callers do not retry at the same time.
-pub(super) fn jittered(time: Duration) -> Duration {
-    // Without random numbers, wait for the whole time.
-    let share = getrandom::u32().unwrap_or(u32::MAX);
-    time / 2 + time.mul_f64(f64::from(share) / f64::from(u32::MAX) / 2.0)
 }

@@ -3,7 +3,7 @@ use std::fmt;
 
 use super::error::{LockError, Lost};
 use super::grant::Grant;
-use super::lease::ReleaseOutcome;
+use super::release_outcome::ReleaseOutcome;
 use crate::error::StoreError;
 
 /// Why a body did not run under its lock from start to end.

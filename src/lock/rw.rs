@@ -2,8 +2,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::kind::LockKind;
-use super::locks::{LockRequest, Locks, Replication};
+use super::locks::{LockRequest, Locks};
 use super::locks_state::Shared;
+use super::options::Replication;
 use super::store::LockStore;
 use crate::error::ConfigError;
 use crate::key::Key;

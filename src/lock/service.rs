@@ -7,10 +7,11 @@ use std::task::{Context, Poll};
 use tower_service::Service;
 use tracing::Instrument;
 
-use super::context::{Held, Passage};
+use super::context::Held;
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, Safe, Settings, Unkeyed};
 use super::locks_state::{Running, Shared};
+use super::passage::Passage;
 use super::rejection::{BindLease, MissingKey, Rejection};
 use crate::key::ExtractKey;
 use crate::on_failure::OnMissingKey;

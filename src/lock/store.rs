@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::lock_key::LockKey;
+use super::status::{ForceReleased, LockPage, LockStatus};
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::cursor::Cursor;
 
-pub use super::admin::LockRegistry;
 pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
@@ -86,6 +88,19 @@ pub trait LockStore {
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
     }
+}
+
+/// What operators need from a backend, and holders do not: inspect locks and release them by force.
+pub trait LockRegistry: LockStore {
+    /// The holders of a lease; none if it is free.
+    fn inspect(&self, lock: &LockKey) -> impl Future<Output = Result<LockStatus, StoreError>> + Send;
+
+    /// Releases a lease of all holders by force.
+    fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
+
+    /// The held leases of the locks with a name. Scans about `most` stored entries, and returns the held ones among them and the next
+    /// cursor.
+    fn list(&self, name: &Key, from: Cursor, most: usize) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
 }
 
 /// The parameters of an acquisition.

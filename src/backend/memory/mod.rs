@@ -1,10 +1,14 @@
 //! Counts, leases, operations and jobs in this process.
 
 mod clock;
+mod counts;
 mod delay_queue;
 mod idempotency;
 mod lock;
+mod lock_table;
+mod operation_table;
 mod queue;
+mod queue_table;
 mod rate_limit;
 mod shard;
 mod shares;
@@ -19,9 +23,9 @@ use std::time::Duration;
 use siphasher::sip::{SipHasher13, SipHasher24};
 
 use self::clock::Clock;
-use self::delay_queue::QueueTable;
-use self::idempotency::OperationTable;
-use self::lock::LockTable;
+use self::lock_table::LockTable;
+use self::operation_table::OperationTable;
+use self::queue_table::QueueTable;
 use self::shard::Shard;
 use crate::key::Key;
 use crate::rate_limit::{Policy, Quota};

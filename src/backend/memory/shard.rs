@@ -2,7 +2,7 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use smallvec::SmallVec;
 
-use super::rate_limit::Counts;
+use super::counts::Counts;
 use super::slot::Slot;
 use crate::key::Key;
 use crate::rate_limit::Policy;

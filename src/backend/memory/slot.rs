@@ -1,6 +1,6 @@
 //! The entry of a shard: a key and its counts, in one cache line.
 
-use super::rate_limit::{Counts, share_of};
+use super::counts::{Counts, share_of};
 use crate::key::Key;
 use crate::rate_limit::algorithm::{Count, LimitParams, receipt_of_one};
 use crate::rate_limit::store::Charged;

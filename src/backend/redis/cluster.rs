@@ -17,13 +17,14 @@ use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::connect_error::Peer;
-use super::connection::connect::Connector;
-use super::connection::handle::no_reply;
-use super::connection::pool::{Pool, PoolOptions, no_connection};
+use super::address::Address;
+use super::connection::connector::Connector;
+use super::connection::pool::{Pool, PoolOptions};
+use super::connection::timeout_error::{no_connection, no_reply};
 use super::error::{unsent, with_peer};
+use super::peer::Peer;
+use super::purpose::{ConnectMode, Purpose, ReplicatedPurpose};
 use super::replicated::{Outcome, Replicated};
-use super::topology::{ConnectMode, Purpose, ReplicatedPurpose};
 use crate::lock::store::Replicas;
 
 const SLOTS: usize = 16_384;
@@ -41,9 +42,6 @@ const MAP_TIMEOUT: Duration = Duration::from_millis(200);
 /// The pause between two reads of the map, however many commands request one. Doubles after each failure.
 const REFRESH_PAUSE: Duration = Duration::from_millis(50);
 const MAX_REFRESH_PAUSE: Duration = Duration::from_millis(500);
-
-/// Host and port of a node.
-pub(crate) type Address = (String, u16);
 
 /// Creates the connector of a node.
 pub(crate) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;

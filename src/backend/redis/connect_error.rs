@@ -1,10 +1,10 @@
 //! Maps failures to connect to [`ConnectError`]: the kind of mistake, the server, the cause and the remedy.
 
 use std::borrow::Cow;
+use std::io;
 use std::time::Duration;
-use std::{fmt, io};
 
-use redis::{ConnectionAddr, ErrorKind, RedisError};
+use redis::{ErrorKind, RedisError};
 
 use super::diagnose::{Protocol, diagnose};
 #[cfg(feature = "tls")]
@@ -13,82 +13,8 @@ use super::error::{
     code, inner, io_error, is_database_forbidden, is_full, is_loading, is_unknown_command, peer_of, refused_database,
     store_error,
 };
+use super::peer::Peer;
 use crate::error::{ConnectError, ConnectFailure, StoreError};
-
-/// A server, by its role.
-#[derive(Clone, Debug)]
-pub(crate) enum Peer {
-    Server(ConnectionAddr),
-    /// The current primary of a service.
-    Service(String),
-    Sentinel(ConnectionAddr),
-    /// The primary that the Sentinels announce.
-    Primary(ConnectionAddr),
-    /// A node that the URL names.
-    Seed(ConnectionAddr),
-    /// A node that the cluster announces.
-    Node(ConnectionAddr),
-    /// Any node.
-    Cluster,
-    Pool,
-}
-
-/// Names the server for messages, without user and password.
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Server(address) => write!(f, "redis at {}", Address(address)),
-            Self::Service(name) => write!(f, "the primary of `{name}`"),
-            Self::Sentinel(address) => write!(f, "the Sentinel at {}", Address(address)),
-            Self::Primary(address) => write!(f, "the primary that the Sentinels announce at {}", Address(address)),
-            Self::Seed(address) => write!(f, "the cluster node at {}", Address(address)),
-            Self::Node(address) => write!(f, "the cluster node that is announced at {}", Address(address)),
-            Self::Cluster => f.write_str("the cluster"),
-            Self::Pool => f.write_str("the server of the pool"),
-        }
-    }
-}
-
-struct Address<'a>(&'a ConnectionAddr);
-
-impl fmt::Display for Address<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } if host.contains(':') => {
-                write!(f, "[{host}]:{port}")
-            }
-            address => fmt::Display::fmt(address, f),
-        }
-    }
-}
-
-impl Peer {
-    const fn address(&self) -> Option<&ConnectionAddr> {
-        match self {
-            Self::Server(address)
-            | Self::Sentinel(address)
-            | Self::Primary(address)
-            | Self::Seed(address)
-            | Self::Node(address) => Some(address),
-            Self::Service(_) | Self::Cluster | Self::Pool => None,
-        }
-    }
-
-    /// How to announce another address.
-    const fn announcement(&self) -> Option<&'static str> {
-        match self {
-            Self::Node(_) => Some(
-                "make that address reachable from this machine, or have the nodes announce another one (`cluster-announce-ip`, \
-                 `cluster-announce-port`, `cluster-announce-hostname`)",
-            ),
-            Self::Primary(_) => Some(
-                "make that address reachable from this machine, or have the Sentinels announce another one (`sentinel monitor`, \
-                 `replica-announce-ip`)",
-            ),
-            _ => None,
-        }
-    }
-}
 
 /// An attempt to connect.
 pub(crate) struct Attempt {

@@ -6,7 +6,7 @@ use std::{fmt, io};
 
 use redis::{ErrorKind, RedisError, ServerError, ServerErrorKind, Value};
 
-use super::connect_error::Peer;
+use super::peer::Peer;
 use crate::error::StoreError;
 
 /// Whether the server does not know the script, and so has not run it.

@@ -144,6 +144,7 @@
 //! The server certificate must not be a CA certificate: `openssl req -x509` makes one with `CA:TRUE` unless you add
 //! `-addext basicConstraints=CA:FALSE`. The private key of the client must not be encrypted.
 
+mod address;
 mod batch;
 #[cfg(feature = "tls")]
 mod certificates;
@@ -154,8 +155,12 @@ mod connection;
 mod diagnose;
 mod error;
 mod keys;
+mod lock_links;
 mod metrics;
+mod option_checks;
 mod options;
+mod peer;
+mod purpose;
 mod replicated;
 mod scripts;
 mod sentinel;
@@ -179,11 +184,11 @@ use tokio::time::Instant;
 use self::batch::check::CheckBatcher;
 use self::batch::lock::LockBatcher;
 use self::batch::push::PushBatcher;
-use self::connect_error::Peer;
 use self::error::store_error;
 use self::keys::Keys;
+use self::lock_links::LockLinks;
+use self::peer::Peer;
 use self::scripts::Scripts;
-use self::stores::lock::LockLinks;
 use self::topology::{Connections, Servers};
 use crate::error::{ConnectError, StoreError};
 use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
@@ -203,6 +208,10 @@ pub use ::bb8_redis;
 pub struct RedisBackend {
     inner: Arc<Inner>,
 }
+
+/// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
+/// end early if the caller is dropped.
+const MAX_REFUNDS: usize = 1_024;
 
 struct Inner {
     servers: Arc<Servers>,
@@ -321,7 +330,7 @@ impl RedisBackend {
         let check_batcher = (!servers.is_cluster())
             .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
         let (lock_batcher, pushes) = (OnceLock::new(), OnceLock::new());
-        let refunds = Arc::new(Semaphore::new(stores::rate_limit::MAX_REFUNDS));
+        let refunds = Arc::new(Semaphore::new(MAX_REFUNDS));
         let shutdown = ShutdownRegistry::default();
         Self {
             inner: Arc::new(Inner {

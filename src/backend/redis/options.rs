@@ -7,18 +7,23 @@ use bb8_redis::RedisConnectionManager;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
+use super::address::Address;
 #[cfg(feature = "tls")]
 use super::certificates;
-use super::cluster::{Address, Cluster, Connectors};
-use super::connect_error::{Attempt, Peer};
-use super::connection::connect::{Connector, tcp_nodelay};
+use super::cluster::{Cluster, Connectors};
+use super::connect_error::Attempt;
+use super::connection::connect::tcp_nodelay;
+use super::connection::connector::Connector;
 use super::connection::pool::{Pool, PoolOptions};
 use super::connection::pubsub::{Publishers, Source};
 use super::connection::runtime::RuntimeHandle;
 use super::keys::Keys;
+use super::option_checks::{check_connections, check_timeout};
+use super::peer::Peer;
+use super::purpose::{ConnectMode, Purpose, ReplicatedPurpose};
 use super::replicated::Replicated;
 use super::sentinel::{self, Sentinels};
-use super::topology::{CarefulServers, ConnectMode, Connections, Purpose, ReplicatedPurpose, Servers};
+use super::topology::{CarefulServers, Connections, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
@@ -73,20 +78,6 @@ enum Origin {
 /// All callers share the connections, and the server has one thread for all of them, so a few are enough. Not 4, the number of full
 /// [batches](super::batch::check) in flight: with 256 checks in flight, that made a sixth fewer checks than 3 or 5 connections.
 const DEFAULT_CONNECTIONS: u32 = 3;
-
-/// All of them are opened at startup, and a server accepts 10,000 clients by default.
-const MAX_CONNECTIONS: u32 = 1_024;
-
-pub(crate) const fn check_connections(connections: u32) -> Result<(), ConfigError> {
-    match connections {
-        1..=MAX_CONNECTIONS => Ok(()),
-        _ => Err(ConfigError::ConnectionsOutOfRange { connections, max: MAX_CONNECTIONS }),
-    }
-}
-
-pub(crate) const fn check_timeout(setting: &'static str, timeout: Duration) -> Result<(), ConfigError> {
-    if timeout.is_zero() { Err(ConfigError::ZeroTimeout { setting }) } else { Ok(()) }
-}
 
 impl RedisOptions {
     /// Options from a URL: its servers, and the settings of its parameters. [`connect`](crate::connect) lists both.

@@ -14,9 +14,10 @@ use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::batch::batcher::{BatchConfig, Batcher, given_up};
-use super::connection::connect::Connector;
+use super::connection::connector::Connector;
 use super::connection::handle::Connection;
-use super::connection::pool::{Pool, PoolOptions, ServerState, no_connection};
+use super::connection::pool::{Pool, PoolOptions, ServerState};
+use super::connection::timeout_error::no_connection;
 use super::error::unsent;
 use crate::lock::store::Replicas;
 

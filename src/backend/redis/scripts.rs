@@ -6,6 +6,7 @@ use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::codec::job::{PackedFinishes, PackedJobs};
+use super::codec::millis::millis;
 use super::codec::rate_limit::EncodedLimits;
 use super::error;
 use super::keys::QueueKeys;
@@ -614,11 +615,6 @@ const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000 * 5 / 4;
 
 /// How long a released attempt of an operation is remembered.
 const KEEP_ATTEMPT_MS: u64 = 10 * 60 * 1_000;
-
-/// Milliseconds, rounded up, so that a lease is never shorter than requested.
-pub(crate) fn millis(ttl: Duration) -> u64 {
-    ttl.as_micros().div_ceil(1_000) as u64
-}
 
 impl LuaScript {
     pub(crate) fn new(code: &str) -> Self {

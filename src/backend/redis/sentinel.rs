@@ -16,11 +16,11 @@ use tokio::sync::{Mutex, Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
-use super::cluster::Address;
-use super::connect_error::Peer;
+use super::address::Address;
 use super::connection::connect::{open, open_subscriber, with_resp3};
-use super::connection::pool::no_connection;
+use super::connection::timeout_error::no_connection;
 use super::error::{self, is_unknown_command};
+use super::peer::Peer;
 
 /// The channels on which Sentinels announce another primary. The Sentinel that leads the failover publishes on both, and the others
 /// only on the second, which is later.

@@ -2,9 +2,10 @@
 
 use redis::{InfoDict, Value};
 
-use super::connect_error::{Peer, forbidden, node_of_a_cluster, unsupported, wrong_server_kind};
+use super::connect_error::{forbidden, node_of_a_cluster, unsupported, wrong_server_kind};
 use super::error::{code, is_unknown_command, store_error};
 use super::keys::Keys;
+use super::peer::Peer;
 use super::scripts::LuaScript;
 use super::topology::Servers;
 use crate::error::{ConnectError, StoreError};

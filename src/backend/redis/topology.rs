@@ -10,6 +10,7 @@ use super::cluster::{Cluster, slot};
 use super::connection::pool::Pool;
 use super::connection::pubsub::Source;
 use super::connection::runtime::RuntimeHandle;
+use super::purpose::{Purpose, ReplicatedPurpose};
 use super::replicated::{Outcome, Replicated};
 use crate::lock::store::Replicas;
 
@@ -20,15 +21,6 @@ pub(crate) enum Servers {
     Cluster(Arc<Cluster>, Purpose),
 }
 
-/// What connections are for.
-#[derive(Clone, Copy)]
-pub(crate) enum Purpose {
-    /// Calls of requests.
-    Requests,
-    /// Calls that must not queue behind those of requests.
-    Dedicated,
-}
-
 /// Connections for writes with replication. WAIT blocks them.
 #[derive(Clone)]
 pub(crate) enum CarefulServers {
@@ -36,27 +28,11 @@ pub(crate) enum CarefulServers {
     Cluster(Arc<Cluster>, ReplicatedPurpose),
 }
 
-/// What connections for writes with replication are for.
-#[derive(Clone, Copy)]
-pub(crate) enum ReplicatedPurpose {
-    /// Granting leases.
-    Grants,
-    /// Renewing leases, which must always have room.
-    Renewals,
-}
-
 /// How to send a command, and how many replicas must have its writes.
 #[derive(Clone, Copy)]
 pub(crate) enum Delivery<'a> {
     Plain(&'a Servers),
     Replicated(&'a CarefulServers, Replicas),
-}
-
-/// Whether a connection must exist at startup.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ConnectMode {
-    Connected,
-    Disconnected,
 }
 
 /// All connections of a backend.

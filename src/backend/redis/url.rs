@@ -1,7 +1,5 @@
 //! Parses URLs of Redis servers.
 
-use std::borrow::Cow;
-
 use percent_encoding::percent_decode_str;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo};
 
@@ -30,9 +28,10 @@ pub(crate) enum Target {
 impl Target {
     /// Parses a URL into its servers and its parameters, which are the same for every scheme.
     pub(crate) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
-        let (scheme, rest) = url.split_once(':').ok_or_else(|| invalid("it has no scheme such as `redis:`"))?;
+        let (scheme, rest) =
+            url.split_once(':').ok_or_else(|| ConfigError::invalid_url("it has no scheme such as `redis:`"))?;
         if rest.ends_with("#insecure") {
-            return Err(invalid(
+            return Err(ConfigError::invalid_url(
                 "`#insecure` would trust any server; trust the server's own authority with `ca_certificate`",
             ));
         }
@@ -47,12 +46,14 @@ impl Target {
             _ => return Err(unknown(scheme)),
         };
         if rest.contains('#') {
-            return Err(invalid("it has a `#`, which has to be written as `%23` in a name or password"));
+            return Err(ConfigError::invalid_url(
+                "it has a `#`, which has to be written as `%23` in a name or password",
+            ));
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if query.contains('@') && !rest.contains('@') {
             // The error must not even contain the name of a parameter, which may be the second half of a password.
-            return Err(invalid(
+            return Err(ConfigError::invalid_url(
                 "it has a `?` before an `@`: write `?` in a password as `%3F`, `@` in a parameter as `%40`",
             ));
         }
@@ -64,7 +65,7 @@ impl Target {
         };
         let redis = parameters.log_in(target.redis().clone(), path_database(kind, rest))?;
         if matches!(target, Self::Cluster { .. }) && redis.db() != 0 {
-            return Err(invalid("a cluster has only database 0, so its URL can name no other one"));
+            return Err(ConfigError::invalid_url("a cluster has only database 0, so its URL can name no other one"));
         }
         target.log_in(|_| redis);
         Ok((target, parameters))
@@ -107,7 +108,9 @@ struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     fn split(rest: &'a str) -> Result<Self, ConfigError> {
-        let rest = rest.strip_prefix("//").ok_or_else(|| invalid("`//` and a host should follow the scheme"))?;
+        let rest = rest
+            .strip_prefix("//")
+            .ok_or_else(|| ConfigError::invalid_url("`//` and a host should follow the scheme"))?;
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let (userinfo, hosts) = authority.split_at(authority.rfind('@').map_or(0, |at| at + 1));
         Ok(Self { userinfo, hosts: hosts.split(',').collect(), path })
@@ -117,7 +120,7 @@ impl<'a> Parts<'a> {
     fn each(&self, base: &str, default_port: Option<u16>, database: &str) -> Result<Vec<ConnectionInfo>, ConfigError> {
         let each = self.hosts.iter().map(|host| {
             if host.is_empty() {
-                return Err(invalid("a host is missing"));
+                return Err(ConfigError::invalid_url("a host is missing"));
             }
             let names_port = host.rsplit(']').next().is_some_and(|end| end.contains(':'));
             let port = match default_port {
@@ -147,9 +150,13 @@ fn server(url: &str) -> Result<Target, ConfigError> {
 
 fn sentinel(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
     let (service, database) = parts.path.split_once('/').unwrap_or((parts.path, ""));
-    let service = percent_decode_str(service).decode_utf8().map_err(|_| invalid("the service name is not UTF-8"))?;
+    let service = percent_decode_str(service)
+        .decode_utf8()
+        .map_err(|_| ConfigError::invalid_url("the service name is not UTF-8"))?;
     if service.is_empty() {
-        return Err(invalid("the path should name the service that the Sentinels watch, as `/mymaster` does"));
+        return Err(ConfigError::invalid_url(
+            "the path should name the service that the Sentinels watch, as `/mymaster` does",
+        ));
     }
     let infos = parts.each(base, Some(SENTINEL_PORT), database)?;
     let redis = log_in_of(&infos);
@@ -181,10 +188,6 @@ fn reason(error: &redis::RedisError) -> String {
     };
     // The client library appends its kind of error, which does not help the user.
     text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
-}
-
-pub(crate) fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
-    ConfigError::InvalidUrl { reason: reason.into().into_owned() }
 }
 
 fn unknown(scheme: &str) -> ConfigError {
@@ -370,7 +373,7 @@ mod tests {
             ("redis://h?prefix=%ff", "`prefix` is not UTF-8 when percent-decoded"),
         ] {
             let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} should be refused"));
-            assert_eq!(error, invalid(expected), "{url}");
+            assert_eq!(error, ConfigError::invalid_url(expected), "{url}");
         }
     }
 

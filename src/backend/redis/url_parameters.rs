@@ -5,8 +5,7 @@ use std::time::Duration;
 use percent_encoding::percent_decode_str;
 use redis::{ProtocolVersion, RedisConnectionInfo};
 
-use super::options::{check_connections, check_timeout};
-use super::url::invalid;
+use super::option_checks::{check_connections, check_timeout};
 use crate::error::ConfigError;
 
 /// In the order of the documentation.
@@ -32,7 +31,7 @@ impl Parameters {
             // The error must not repeat a pair without `=`, which may be the second half of a password.
             let (name, value) = pair
                 .split_once('=')
-                .ok_or_else(|| invalid("each parameter is written as `name=value`, such as `db=3`"))?;
+                .ok_or_else(|| ConfigError::invalid_url("each parameter is written as `name=value`, such as `db=3`"))?;
             parameters.add(name, value)?;
         }
         Ok(parameters)
@@ -49,9 +48,9 @@ impl Parameters {
             "connect_timeout" => set(&mut self.connect_timeout, name, timeout("connect_timeout", value)),
             "response_timeout" => set(&mut self.response_timeout, name, timeout("response_timeout", value)),
             _ if name.len() <= 32 && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte)) => {
-                Err(invalid(format!("unknown parameter `{name}`; known parameters: {KNOWN}")))
+                Err(ConfigError::invalid_url(format!("unknown parameter `{name}`; known parameters: {KNOWN}")))
             }
-            _ => Err(invalid(format!("it has an unknown parameter; known parameters: {KNOWN}"))),
+            _ => Err(ConfigError::invalid_url(format!("it has an unknown parameter; known parameters: {KNOWN}"))),
         }
     }
 
@@ -70,7 +69,7 @@ impl Parameters {
             redis = redis.set_password(pass);
         }
         if redis.username().is_some() && redis.password().is_none() {
-            return Err(invalid(
+            return Err(ConfigError::invalid_url(
                 "it names a user without a password, so the client would not log in; add the password, or any text for a `nopass` user",
             ));
         }
@@ -79,7 +78,7 @@ impl Parameters {
             redis = redis.set_db(db);
         }
         if redis.db() < 0 {
-            return Err(invalid("a database is a number from 0 on"));
+            return Err(ConfigError::invalid_url("a database is a number from 0 on"));
         }
         Ok(match self.protocol {
             Some(protocol) => redis.set_protocol(protocol),
@@ -90,7 +89,7 @@ impl Parameters {
 
 fn set<T>(setting: &mut Option<T>, name: &str, value: Result<T, ConfigError>) -> Result<(), ConfigError> {
     if setting.is_some() {
-        return Err(invalid(format!("the parameter `{name}` is repeated; known parameters: {KNOWN}")));
+        return Err(ConfigError::invalid_url(format!("the parameter `{name}` is repeated; known parameters: {KNOWN}")));
     }
     *setting = Some(value?);
     Ok(())
@@ -100,30 +99,32 @@ fn agree(does: bool, part: &str, name: &str) -> Result<(), ConfigError> {
     if does {
         return Ok(());
     }
-    Err(invalid(format!("{part} and the parameter `{name}` differ; leave one of them out")))
+    Err(ConfigError::invalid_url(format!("{part} and the parameter `{name}` differ; leave one of them out")))
 }
 
 /// Percent-decodes a value. A `+` stays a `+`, which is more frequent in passwords than a space.
 fn text(name: &str, value: &str) -> Result<String, ConfigError> {
     let decoded = percent_decode_str(value).decode_utf8();
-    decoded.map(String::from).map_err(|_| invalid(format!("`{name}` is not UTF-8 when percent-decoded")))
+    decoded
+        .map(String::from)
+        .map_err(|_| ConfigError::invalid_url(format!("`{name}` is not UTF-8 when percent-decoded")))
 }
 
 fn protocol(value: &str) -> Result<ProtocolVersion, ConfigError> {
     match value {
         "resp2" | "2" => Ok(ProtocolVersion::RESP2),
         "resp3" | "3" => Ok(ProtocolVersion::RESP3),
-        _ => Err(invalid("`protocol` is `resp2` or `resp3`")),
+        _ => Err(ConfigError::invalid_url("`protocol` is `resp2` or `resp3`")),
     }
 }
 
 fn database(value: &str) -> Result<i64, ConfigError> {
     let number = value.parse::<u32>().map(i64::from);
-    number.map_err(|_| invalid("`db` is the number of a database, such as 0"))
+    number.map_err(|_| ConfigError::invalid_url("`db` is the number of a database, such as 0"))
 }
 
 fn connections(value: &str) -> Result<u32, ConfigError> {
-    let number = value.parse().map_err(|_| invalid("`connections` is a number, such as 3"))?;
+    let number = value.parse().map_err(|_| ConfigError::invalid_url("`connections` is a number, such as 3"))?;
     check_connections(number)?;
     Ok(number)
 }
@@ -137,8 +138,9 @@ fn timeout(name: &'static str, value: &str) -> Result<Duration, ConfigError> {
         "m" => number.checked_mul(60).map(Duration::from_secs),
         _ => None,
     });
-    let duration = duration
-        .ok_or_else(|| invalid(format!("`{name}` is a duration in `ms`, `s` or `m`, such as `100ms` or `2s`")))?;
+    let duration = duration.ok_or_else(|| {
+        ConfigError::invalid_url(format!("`{name}` is a duration in `ms`, `s` or `m`, such as `100ms` or `2s`"))
+    })?;
     check_timeout(name, duration)?;
     Ok(duration)
 }

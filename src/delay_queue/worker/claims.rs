@@ -5,9 +5,9 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
-use super::OnUndecodable;
 use super::attempt_results::panic_text;
 use super::pending_ack::PendingAck;
+use super::settings::OnUndecodable;
 use crate::delay_queue::backoff::{Backoff, share};
 use crate::delay_queue::codec::Codec;
 use crate::delay_queue::job::{Canceller, Job};

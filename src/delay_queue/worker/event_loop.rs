@@ -13,14 +13,15 @@ use tokio::time::{Instant, sleep_until};
 use tower_service::Service;
 
 use super::attempt_results::AttemptResults;
-use super::part::Part;
-use super::plan::{Action, Call, Services, State, Turn, plan};
+use super::error::WorkerError;
+use super::part::{Call, Part};
+use super::plan::{Action, Services, State, Turn, plan};
 use super::ready::ReadyServices;
 use super::reporter::Reporter;
 use super::running_jobs::{Ended, RunningJobs};
+use super::settings::Settings;
 use super::stage::Stage;
 use super::store_calls::{Reply, StoreCalls};
-use super::{Settings, WorkerError};
 use crate::delay_queue::activity::Activity;
 use crate::delay_queue::codec::Codec;
 use crate::delay_queue::job::Job;

@@ -1,5 +1,6 @@
 pub(crate) mod attempt_results;
 pub(crate) mod claims;
+mod error;
 pub(crate) mod event_loop;
 pub(crate) mod events;
 pub(crate) mod job_timers;
@@ -12,11 +13,11 @@ pub(crate) mod reporter;
 pub(crate) mod retry_stagger;
 pub(crate) mod running_job;
 pub(crate) mod running_jobs;
+pub(crate) mod settings;
 pub(crate) mod stage;
 pub(crate) mod store_calls;
 pub(crate) mod store_client;
 
-use std::error::Error;
 use std::fmt;
 use std::future::{Future, pending};
 use std::sync::Arc;
@@ -28,13 +29,16 @@ use tracing::Span;
 use self::event_loop::WorkerLoop;
 use self::events::{EventSender, Events};
 use self::ready::ReadyServices;
+use self::settings::Settings;
 use super::backoff::Backoff;
 use super::codec::{Codec, Json};
 use super::job::Job;
 use super::queue::DelayQueue;
 use super::store::Claim;
-use super::trace;
-use crate::error::{BoxError, ConfigError, StoreError};
+use crate::error::{BoxError, ConfigError};
+
+pub use self::error::WorkerError;
+pub use self::settings::OnUndecodable;
 
 /// Runs the due jobs of a [`DelayQueue`] with a tower service.
 ///
@@ -122,30 +126,6 @@ pub struct DelayQueueWorker<T, S, C = Json> {
     queue: DelayQueue<T, C>,
     services: ReadyServices<S>,
     settings: Settings<T>,
-}
-
-pub(crate) struct Settings<T> {
-    pub(crate) concurrency: usize,
-    pub(crate) lease: Duration,
-    pub(crate) max_runtime: Option<Duration>,
-    pub(crate) abort_after: Duration,
-    pub(crate) grace: Duration,
-    pub(crate) backoff: Backoff,
-    pub(crate) on_undecodable: OnUndecodable,
-    pub(crate) span: Option<Arc<MakeSpan<T>>>,
-    pub(crate) events: EventSender,
-}
-
-type MakeSpan<T> = dyn Fn(&Job<T>) -> Span + Send + Sync;
-
-impl<T> Settings<T> {
-    /// Creates the span of an attempt.
-    pub(crate) fn span(&self, queue: &str, job: &Job<T>) -> Span {
-        let span = self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job));
-        #[cfg(feature = "otel")]
-        trace::link(&span, job.headers());
-        span
-    }
 }
 
 impl<T, S: Clone, C> DelayQueueWorker<T, S, C> {
@@ -300,51 +280,5 @@ impl<T, S, C> fmt::Debug for DelayQueueWorker<T, S, C> {
             .field("concurrency", &self.settings.concurrency)
             .field("lease", &self.settings.lease)
             .finish_non_exhaustive()
-    }
-}
-
-/// How a worker handles a job whose payload it cannot decode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnUndecodable {
-    /// The job is dead at once, [undecodable](super::Reason::Undecodable).
-    #[default]
-    Dead,
-    /// As after an error of the service: the job is tried again after the [backoff](DelayQueueWorker::backoff). After the last attempt it is dead:
-    /// [undecodable](super::Reason::Undecodable) if the last attempt could not decode it either. Use this during a rolling update, while
-    /// workers of the old release may claim jobs of the new one.
-    Retry,
-}
-
-/// Why a worker ended early.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum WorkerError {
-    /// `poll_ready` of the service failed or panicked, so the service will never be ready again. Running jobs had the grace period of a
-    /// shutdown.
-    Service(BoxError),
-    /// A setting is invalid. No store call was made.
-    Config(ConfigError),
-    /// The system has no random numbers for the worker's id.
-    Store(StoreError),
-}
-
-impl fmt::Display for WorkerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Service(_) => f.write_str("the service will never be ready again"),
-            Self::Config(error) => fmt::Display::fmt(error, f),
-            Self::Store(error) => fmt::Display::fmt(error, f),
-        }
-    }
-}
-
-impl Error for WorkerError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Service(error) => Some(&**error),
-            Self::Config(error) => error.source(),
-            Self::Store(error) => error.source(),
-        }
     }
 }

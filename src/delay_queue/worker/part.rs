@@ -7,7 +7,6 @@ use tokio::time::Instant;
 
 use super::claims::Claims;
 use super::pending_ack::PendingAck;
-use super::plan::Call;
 use crate::delay_queue::backoff::share;
 use crate::delay_queue::store::{Claim, QueueKey};
 use crate::error::StoreError;
@@ -35,6 +34,16 @@ pub(crate) struct Part {
     pub(crate) calls: usize,
     pub(crate) failures: u32,
     pub(crate) backoff_until: Instant,
+}
+
+/// A call that records results and claims jobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub(crate) part: usize,
+    /// How many results to record.
+    pub(crate) acks: usize,
+    /// How many jobs to claim at most.
+    pub(crate) limit: usize,
 }
 
 /// A call that finishes and claims, while it is in flight.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::part::Part;
+use super::part::{Call, Part};
 use super::stage::Stage;
 use crate::delay_queue::store::MAX_BATCH;
 
@@ -69,16 +69,6 @@ pub(crate) enum Action {
     Stop { unrecorded: usize },
     /// Wait for an event, until this instant at most.
     Wait { until: Option<Instant>, services: Services },
-}
-
-/// A call that records results and claims jobs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Call {
-    pub(crate) part: usize,
-    /// How many results to record.
-    pub(crate) acks: usize,
-    /// How many jobs to claim at most.
-    pub(crate) limit: usize,
 }
 
 /// What to do with instances of the service during a wait.

@@ -5,9 +5,9 @@ use std::time::Duration;
 use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::Instant;
 
-use super::Settings;
 use super::claims::{Claims, UndecodableRule};
 use super::part::SentCall;
+use super::settings::Settings;
 use crate::delay_queue::codec::Codec;
 use crate::delay_queue::queue::DelayQueue;
 use crate::delay_queue::store::{Claim, Extended, JobLease, MAX_BATCH, QueueKey, WorkerId};

@@ -5,25 +5,15 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
-use ::http::{Response, StatusCode};
-use bytes::Bytes;
-use http_body::Body;
+use ::http::StatusCode;
 use tokio::time::{Instant, sleep_until};
 
-use super::classify::has_lost_its_lock;
 use super::fingerprint::{BodyFingerprint, BodyRejection, Rest};
-use super::future::Answer;
-use super::layer::Settings;
+use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
-use super::stream::ResponseStart;
-use crate::error::BoxError;
 use crate::http::lock::Cut;
 use crate::idempotency::{Attempt, HasPayload as _, OnUnknown, OperationContext, Rejection, Running};
-
-/// Practically unlimited.
-pub(super) const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 /// A running operation.
 pub(super) struct Execution {
@@ -78,7 +68,7 @@ impl Execution {
     }
 
     /// Whether a "no such route" response may come from a router, so that no handler has run.
-    fn is_not_here(&self, status: StatusCode) -> bool {
+    pub(super) fn is_not_here(&self, status: StatusCode) -> bool {
         let is_touched = || self.order().body().is_touched();
         match status {
             StatusCode::NOT_FOUND => !self.has_route && !is_touched(),
@@ -198,43 +188,5 @@ impl Execution {
         settings: &Settings,
     ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
         (self.running, outcome.settle(self.attempt, settings))
-    }
-}
-
-/// The state of a handler that has returned.
-#[expect(clippy::large_enum_variant, reason = "the large one is what nearly all are, and in no future")]
-pub(super) enum HandlerOutcome<R, E> {
-    /// The whole response. It is sent once it is stored.
-    Complete(Outcome, Answer<R, E>),
-    /// A response whose body continues. Boxed, so that whole responses need no room for it.
-    Streaming(Box<ResponseStart<R>>),
-    /// The handler was dropped while it ran.
-    Aborted,
-}
-
-impl<R, E> HandlerOutcome<R, E>
-where
-    R: Body<Data = Bytes>,
-    R::Error: Into<BoxError>,
-    E: 'static,
-{
-    /// Reads the ready part of a response, which usually is the whole. `served` is `None` if the handler was stopped.
-    pub(super) fn of(settings: &Settings, execution: &Execution, served: Option<Result<Response<R>, E>>) -> Self {
-        let response = match served {
-            Some(Ok(response)) => response,
-            Some(Err(error)) => {
-                let outcome = if has_lost_its_lock(&error) { Outcome::Unknown } else { Outcome::Failed };
-                return Self::Complete(outcome, Err(error));
-            }
-            None => return Self::Aborted,
-        };
-        let is_not_here = execution.is_not_here(response.status());
-        let mut start = ResponseStart::new(response, settings, is_not_here);
-        if start.read_ready() {
-            let (outcome, response) = start.into_whole();
-            Self::Complete(outcome, Ok(response))
-        } else {
-            Self::Streaming(Box::new(start))
-        }
     }
 }

@@ -1,23 +1,17 @@
 use std::fmt;
 use std::future::Future;
-use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use ::http::Response;
 use pin_project_lite::pin_project;
-use tokio::runtime::Handle;
-use tracing::{Instrument as _, Span};
 
 use super::body::IdempotentBody;
-use super::service::Shared;
+use super::detach::{Answer, DetachableFuture};
+use super::settings::Shared;
 use crate::idempotency::Rejection;
-use crate::lock::Held;
 use crate::responder::Responder;
-
-pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
 
 pin_project! {
     /// The response future of an [`Idempotency`](super::Idempotency) service. If you drop it, a handler that has started
@@ -80,85 +74,5 @@ where
 impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
-    }
-}
-
-/// A request with a record. Its caller runs it by polling, so it needs no task. If the caller drops it after the handler has
-/// started, it continues in a new task.
-pub(super) struct DetachableFuture<R, E> {
-    // `None` after it has returned its response, or has panicked.
-    answer: Option<Work<Answer<R, E>>>,
-    goes_on: DetachMode,
-    // The locks of the caller, which a new task keeps.
-    locks: Held,
-    // The runtime and the span of a new task. Set when the future is first pending with a started handler.
-    detach_context: Option<DetachContext>,
-}
-
-type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
-
-/// Whether a dropped future continues in a new task, because its handler has started.
-pub(super) enum DetachMode {
-    Yes,
-    /// Once this flag is set.
-    When(Arc<AtomicBool>),
-}
-
-type DetachContext = (Handle, Span);
-
-fn detach_context() -> Option<DetachContext> {
-    Some((Handle::try_current().ok()?, Span::current()))
-}
-
-/// A future that can continue in a new task.
-trait Detach: Future + Send {
-    fn detach(self: Pin<Box<Self>>, locks: Held, runtime: &Handle, span: Span);
-}
-
-impl<F: Future + Send + 'static> Detach for F {
-    fn detach(self: Pin<Box<Self>>, locks: Held, runtime: &Handle, span: Span) {
-        let work = locks.detached(async move { drop(self.await) });
-        drop(runtime.spawn(work.instrument(span)));
-    }
-}
-
-impl<R, E> DetachableFuture<R, E> {
-    /// `answer` is large, so its creator boxes it.
-    pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: DetachMode) -> Self
-    where
-        F: Future<Output = Answer<R, E>> + Send + 'static,
-    {
-        Self { answer: Some(answer), goes_on, locks: Held::present(), detach_context: None }
-    }
-
-    fn goes_on(&self) -> bool {
-        match &self.goes_on {
-            DetachMode::Yes => true,
-            DetachMode::When(says_so) => says_so.load(Ordering::Acquire),
-        }
-    }
-
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
-        // A panic does not put it back.
-        let mut answer = self.answer.take().expect("ResponseFuture polled after completion");
-        let polled = answer.as_mut().poll(cx);
-        if polled.is_pending() {
-            if self.detach_context.is_none() && self.goes_on() {
-                self.detach_context = detach_context();
-            }
-            self.answer = Some(answer);
-        }
-        polled
-    }
-}
-
-impl<R, E> Drop for DetachableFuture<R, E> {
-    fn drop(&mut self) {
-        if let Some(answer) = self.answer.take()
-            && self.goes_on()
-            && let Some((runtime, span)) = self.detach_context.take().or_else(detach_context)
-        {
-            answer.detach(mem::take(&mut self.locks), &runtime, span);
-        }
     }
 }

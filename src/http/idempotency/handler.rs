@@ -15,18 +15,18 @@ use pin_project_lite::pin_project;
 use tower_service::Service;
 
 use super::body::{Chunks, IdempotentBody};
-use super::execution::{Execution, HandlerOutcome};
+use super::detach::{Answer, DetachMode, DetachableFuture};
+use super::execution::Execution;
 use super::fingerprint::{BodyFingerprint, FingerprintedBody, Unread, has_route, is_same};
-use super::future::{Answer, DetachMode, DetachableFuture};
-use super::layer::Settings;
+use super::handler_outcome::HandlerOutcome;
 use super::recorded_response::Recorded;
-use super::service::Shared;
+use super::settings::{Settings, Shared};
 use crate::error::{BoxError, StoreError};
 use crate::http::lock::{AbortMarker, Cut};
 use crate::idempotency::store::{Begun, Claim, Payload, RecordBound};
 use crate::idempotency::{
-    Begin, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection, Running,
-    ScopeBound, Verdict,
+    Attempt, Begin, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection,
+    Running, ScopeBound, Verdict,
 };
 use crate::responder::{NotExecuted, Responder};
 use crate::store::token::Token;
@@ -70,7 +70,7 @@ where
     let arrived = AdmittedRequest { request, running };
     // With `OnDisconnect::Cancel`, do not start the handler before the future is polled.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
-    match order.as_ref().ok().filter(|_| is_eager).and_then(OperationContext::begin_now) {
+    match order.as_ref().ok().filter(|_| is_eager).and_then(Attempt::begin_now) {
         Some(Ok(Begin::Granted(granted))) => {
             let begun = start(settings, granted, arrived, inner);
             if begun.1.is_none() {

@@ -2,15 +2,18 @@
 
 mod body;
 mod classify;
+mod detach;
 mod execution;
 mod fingerprint;
 mod future;
 mod handler;
+mod handler_outcome;
 mod key;
 mod layer;
 mod recorded_response;
 mod responder;
 mod service;
+mod settings;
 mod settle;
 mod stream;
 

@@ -12,7 +12,8 @@ use super::fingerprint::{FingerprintedBody, original_uri};
 use super::future::ResponseFuture;
 use super::handler::{guard, take_ready};
 use super::key::key_of;
-use super::layer::{IdempotencyLayer, Settings};
+use super::layer::IdempotencyLayer;
+use super::settings::Shared;
 use crate::error::BoxError;
 use crate::idempotency::store::RecordBound;
 use crate::idempotency::{IdempotencyHandle, Operation, Rejection};
@@ -29,13 +30,6 @@ use crate::responder::{HttpResponder, Responder};
 pub struct Idempotency<S, K, A = HttpResponder> {
     inner: S,
     shared: Arc<Shared<K, A>>,
-}
-
-/// The shared state of all clones of a service.
-pub(super) struct Shared<K, A> {
-    pub(super) settings: Arc<Settings>,
-    scope: Arc<K>,
-    pub(super) answer: A,
 }
 
 impl<S, K, A> Idempotency<S, K, A> {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use ::http::StatusCode;
 
 use super::fingerprint::BodyFingerprint;
-use super::layer::Settings;
 use super::recorded_response::mark;
+use super::settings::Settings;
 use crate::idempotency::store::Completion;
 use crate::idempotency::{Attempt, HasPayload as _, Settlement};
 

@@ -18,10 +18,10 @@ use tracing::Instrument as _;
 
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
 use super::classify::{Class, ResponseClassifier};
-use super::execution::{Execution, FOREVER};
+use super::execution::Execution;
 use super::fingerprint::BodyFingerprint;
-use super::layer::Settings;
 use super::recorded_response::Recorder;
+use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
 use crate::error::BoxError;
 use crate::http::lock::{AbortMarker, Cut};

@@ -7,18 +7,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use redis::Value;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
 use super::deferred::Idle;
-use crate::backend::redis::Inner;
-use crate::backend::redis::keys::Keys;
+use crate::backend::redis::codec::job::PackedJobs;
+use crate::backend::redis::connection::runtime::RuntimeHandle;
+use crate::backend::redis::error::unexpected_reply;
+use crate::backend::redis::keys::{Keys, QueueKeys};
 use crate::backend::redis::scripts::Scripts;
-use crate::backend::redis::stores::delay_queue::push;
 use crate::backend::redis::topology::Servers;
-use crate::delay_queue::NewJob;
 use crate::delay_queue::store::{Admission, MAX_BATCH, QueueKey, batch_len};
+use crate::delay_queue::{JobId, NewJob};
 use crate::error::StoreError;
 
 const LIMITS: BatchConfig = BatchConfig {
@@ -43,11 +45,9 @@ struct Pending {
 
 impl PushBatcher {
     /// Sends batches until it is dropped.
-    pub(crate) fn new(inner: &Inner) -> Self {
-        let Inner { servers, keys, scripts, locks, .. } = inner;
-        let (servers, keys, scripts) = (Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts));
+    pub(crate) fn new(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, home: &RuntimeHandle) -> Self {
         let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
-        Self(Batcher::new(LIMITS, locks.home(), send))
+        Self(Batcher::new(LIMITS, home, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -137,13 +137,43 @@ async fn send_group(
     answered
 }
 
+/// Pushes jobs of one priority.
+pub(crate) async fn push(
+    servers: &Servers,
+    scripts: &Scripts,
+    keys: &QueueKeys,
+    max_jobs: u64,
+    jobs: &[&NewJob],
+) -> Result<Vec<Admission>, StoreError> {
+    let Some(first) = jobs.first() else { return Ok(Vec::new()) };
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
+    admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
+}
+
+/// Decodes the reply of `delay_queue_push.lua`.
+fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
+    let mut holders = holders.iter();
+    let admission = |(job, answer): (&&NewJob, &u8)| match answer {
+        b'0' => Some(Admission::Exists(job.id)),
+        b'1' => Some(Admission::New),
+        b'2' => Some(Admission::Full),
+        b'3' => match holders.next()? {
+            Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
+            _ => None,
+        },
+        _ => None,
+    };
+    if answers.len() == jobs.len() { jobs.iter().zip(answers).map(admission).collect() } else { None }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::redis::connection::connect::Connector;
+    use crate::backend::redis::connection::connector::Connector;
     use crate::backend::redis::connection::pool::{Pool, PoolOptions};
-    use crate::backend::redis::connection::runtime::RuntimeHandle;
-    use crate::delay_queue::{JobId, Priority};
+    use crate::delay_queue::Priority;
 
     /// The push of a caller that has given up.
     fn waiting(bytes: usize, priority: Priority) -> Pending {

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use redis::{RedisWrite, ToRedisArgs};
 
-use crate::backend::redis::scripts::millis;
+use super::millis::millis;
 use crate::delay_queue::store::{Ack, AckKind, JobLease};
 use crate::delay_queue::{
     Due, FailureInfo, Headers, JobId, NewJob, Priority, Reason, State, StoredJob, Unique, UniqueFor,

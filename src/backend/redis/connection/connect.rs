@@ -1,66 +1,10 @@
-//! Opens connections to one server, to a Sentinel service or like a pool.
+//! Opens connections to a server.
 
-use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
-
-use bb8_redis::RedisConnectionManager;
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::io::tcp::TcpSettings;
 use redis::{AsyncConnectionConfig, Client, ErrorKind, ProtocolVersion, RedisConnectionInfo, RedisError};
 
 use crate::backend::redis::error;
-use crate::backend::redis::sentinel::{PrimaryTerm, Sentinels};
-
-/// Opens new connections.
-#[derive(Clone)]
-pub(crate) enum Connector {
-    Client(Box<(Client, AsyncConnectionConfig)>),
-    Sentinels(Arc<Sentinels>),
-    Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
-}
-
-impl Connector {
-    pub(crate) async fn connect(&self) -> Result<(MultiplexedConnection, Option<PrimaryTerm>), RedisError> {
-        let mut term = None;
-        let mut connection = match self {
-            Self::Sentinels(sentinels) => {
-                let (connection, primary_term) = sentinels.connect().await?;
-                term = Some(primary_term);
-                connection
-            }
-            Self::Client(client) => {
-                let (client, config) = &**client;
-                open(client, config).await?
-            }
-            Self::Pool { pool, response_timeout } => {
-                // A pooled connection may be in a transaction or blocked.
-                let mut connection = pool.dedicated_connection().await?;
-                connection.set_response_timeout(*response_timeout);
-                connection
-            }
-        };
-        // Without a password, a server accepts the connection and then refuses every command.
-        ping(&mut connection).await?;
-        Ok((connection, term))
-    }
-
-    /// Opens a connection for subscriptions. `push_sender` receives the messages that the server pushes.
-    pub(crate) async fn subscriber(
-        &self,
-        push_sender: impl AsyncPushSender,
-    ) -> Result<(MultiplexedConnection, Option<PrimaryTerm>), RedisError> {
-        match self {
-            Self::Client(client) => open_subscriber(&client.0, push_sender).await.map(|connection| (connection, None)),
-            Self::Sentinels(sentinels) => {
-                sentinels.subscriber(push_sender).await.map(|(connection, term)| (connection, Some(term)))
-            }
-            Self::Pool { .. } => {
-                Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
-            }
-        }
-    }
-}
 
 /// Sets `TCP_NODELAY`. By default a command waits until the network has acknowledged the one before. On a shared connection that
 /// costs a round trip, and up to 40 ms more while the server has nothing to send.
@@ -108,17 +52,6 @@ pub(crate) fn with_resp3(client: &Client) -> Result<Client, RedisError> {
     let info = client.get_connection_info().clone();
     let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
     Client::open(info.set_redis_settings(settings))
-}
-
-/// Names the server for the log, without user and password.
-impl fmt::Display for Connector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Client(client) => fmt::Display::fmt(client.0.get_connection_info().addr(), f),
-            Self::Sentinels(sentinels) => fmt::Display::fmt(sentinels, f),
-            Self::Pool { .. } => f.write_str("the pool's server"),
-        }
-    }
 }
 
 /// Checks that the server accepts commands.

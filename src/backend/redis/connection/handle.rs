@@ -1,7 +1,6 @@
 //! The state of a connection: whether it still replies, and whether its server is still the primary.
 
 use std::future::pending;
-use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,6 +12,7 @@ use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::time::{Instant, sleep_until};
 
 use super::connect::ping;
+use super::timeout_error::no_reply;
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
 
@@ -249,9 +249,4 @@ impl Drop for ReplyWatch<'_> {
             self.health.pool.silent_since.fetch_max(since, Ordering::Relaxed);
         }
     }
-}
-
-/// The command was sent, and no reply came in time.
-pub(crate) fn no_reply(within: Duration) -> RedisError {
-    io::Error::new(io::ErrorKind::TimedOut, format!("no reply within {within:?}")).into()
 }

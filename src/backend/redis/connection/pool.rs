@@ -1,9 +1,9 @@
 //! Connections that are borrowed for an instant, never for a round trip.
 
+use std::fmt;
 use std::future::pending;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
-use std::{fmt, io};
 
 use bb8::{ManageConnection, RunError};
 use redis::aio::MultiplexedConnection;
@@ -11,9 +11,10 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::connect::Connector;
+use super::connector::Connector;
 use super::handle::{Connection, LATE_AFTER, PoolHealth};
 use super::runtime::RuntimeHandle;
+use super::timeout_error::no_connection;
 use crate::backend::redis::error;
 use crate::backend::redis::sentinel::PrimaryTerm;
 
@@ -254,11 +255,6 @@ fn builder(connections: u32, min_idle: Option<u32>) -> bb8::Builder<Manager> {
         .connection_timeout(Duration::MAX)
         .idle_timeout(None)
         .max_lifetime(None)
-}
-
-/// No connection was available in time, and nothing was sent.
-pub(crate) fn no_connection(within: Duration) -> RedisError {
-    io::Error::new(io::ErrorKind::NotConnected, format!("no connection within {within:?}")).into()
 }
 
 impl fmt::Debug for Pool {

@@ -13,8 +13,9 @@ use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{ErrorKind, PushInfo, PushKind, RedisError, ServerErrorKind, Value};
 use tokio::sync::{Notify, watch};
 
-use super::connect::Connector;
-use crate::backend::redis::cluster::{Address, Cluster};
+use super::connector::Connector;
+use crate::backend::redis::address::Address;
+use crate::backend::redis::cluster::Cluster;
 use crate::backend::redis::error::is_unknown_command;
 use crate::backend::redis::sentinel::PrimaryTerm;
 use crate::lock::store::Token;

@@ -1,23 +1,22 @@
-//! The channels that this process subscribes to, and which server has each of them.
+//! Subscriptions for listeners: assigns channels to servers, and starts a task for each server.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::pubsub::{Event, Permission, Server, Source};
+use super::channels::{Channel, Link, Shared, State};
+use super::pubsub::Source;
 use super::runtime::RuntimeHandle;
 use super::subscriptions::run;
-use crate::backend::redis::metrics::Metrics;
 use crate::lock::store::{Notifications, Token};
 
 /// How long a waiter waits for the confirmation of its subscription. After that, it polls.
 const CONFIRMATION_TIMEOUT: Duration = Duration::from_millis(200);
-/// How long a channel without listeners stays subscribed: a contended lock is soon wanted again.
-pub(crate) const LINGER: Duration = Duration::from_secs(2);
+
 /// How often to request a read of the slot map while a channel has no known node.
 const UNASSIGNED_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause between reads of the slot map while it keeps pointing to nodes that refuse the channels.
@@ -28,53 +27,6 @@ pub(crate) struct Subscriber {
     // Where the tasks run.
     _runtime: Arc<RuntimeHandle>,
     shared: Arc<Shared>,
-}
-
-/// The state that the tasks of a subscriber share with its listeners.
-pub(crate) struct Shared {
-    pub(crate) source: Source,
-    pub(crate) metrics: Metrics,
-    runtime: Weak<RuntimeHandle>,
-    state: Mutex<State>,
-    // Wakes the router: a channel has no server, or a link has ended.
-    router_wake: Notify,
-}
-
-#[derive(Default)]
-struct State {
-    channels: HashMap<Arc<str>, Channel>,
-    // One for each server with channels.
-    links: HashMap<Server, Link>,
-    // The permission that was found missing last.
-    missing: Option<Permission>,
-    // On a cluster, the task that assigns channels to nodes.
-    router: Option<AbortHandle>,
-}
-
-struct Channel {
-    // The server of the channel. `None` while the cluster node is unknown.
-    server: Option<Server>,
-    // The server that refused the channel last, although it has the slot according to the map.
-    refused_by: Option<Server>,
-    listeners: usize,
-    is_confirmed: watch::Sender<bool>,
-    messages: watch::Sender<()>,
-    // Only published messages; not possible losses of messages.
-    sent: watch::Sender<()>,
-    // For waiters in a wait queue, which are notified when it is their turn.
-    by_token: HashMap<Token, watch::Sender<()>>,
-}
-
-/// Work for the task that subscribes at one server.
-struct Link {
-    // Channels to subscribe to.
-    to_subscribe: Vec<Arc<str>>,
-    // Channels that have moved to another server.
-    moved: Vec<Arc<str>>,
-    // Channels that had no listeners at that time, oldest first.
-    unused: VecDeque<(Instant, Arc<str>)>,
-    wake: Arc<Notify>,
-    task: AbortHandle,
 }
 
 /// What wakes a listener.
@@ -97,8 +49,7 @@ struct Listener {
 
 impl Subscriber {
     pub(crate) fn new(source: Source, runtime: Arc<RuntimeHandle>) -> Self {
-        let (state, router_wake, metrics) = (Mutex::default(), Notify::new(), Metrics::new());
-        let shared = Arc::new(Shared { source, metrics, runtime: Arc::downgrade(&runtime), state, router_wake });
+        let shared = Arc::new(Shared::new(source, &runtime));
         Self { _runtime: runtime, shared }
     }
 
@@ -124,7 +75,7 @@ impl Subscriber {
     fn listen(&self, name: Arc<str>, interest: Interest) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
         let shared = &self.shared;
         let mut state = shared.state();
-        shared.restart_tasks(&mut state);
+        restart_tasks(shared, &mut state);
         let is_new = !state.channels.contains_key(&name);
         let channel = state.channels.entry(Arc::clone(&name)).or_insert_with(Channel::new);
         channel.listeners += 1;
@@ -135,48 +86,9 @@ impl Subscriber {
         };
         let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
         if is_new {
-            shared.assign(&mut state, &name);
+            assign(shared, &mut state, &name);
         }
         (Listener { shared: Arc::clone(shared), channel: name, interest }, receivers.0, receivers.1)
-    }
-}
-
-impl Channel {
-    fn new() -> Self {
-        Self {
-            server: None,
-            refused_by: None,
-            listeners: 0,
-            is_confirmed: watch::Sender::new(false),
-            messages: watch::Sender::new(()),
-            sent: watch::Sender::new(()),
-            by_token: HashMap::new(),
-        }
-    }
-
-    fn notify_all(&self) {
-        self.messages.send_replace(());
-        for sender in self.by_token.values() {
-            sender.send_replace(());
-        }
-    }
-
-    fn is_at(&self, server: &Server) -> bool {
-        self.server.as_ref() == Some(server)
-    }
-}
-
-impl State {
-    /// Takes a channel away from a server, and tells the server's task to forget it.
-    fn unassign(&mut self, server: &Server, name: &Arc<str>) -> Option<&mut Channel> {
-        let channel = self.channels.get_mut(name).filter(|channel| channel.is_at(server))?;
-        channel.server = None;
-        channel.is_confirmed.send_replace(false);
-        if let Some(link) = self.links.get_mut(server) {
-            link.moved.push(Arc::clone(name));
-            link.wake.notify_one();
-        }
-        Some(channel)
     }
 }
 
@@ -212,122 +124,62 @@ impl Drop for Listener {
     }
 }
 
-/// Assigns channels to servers.
-impl Shared {
-    /// No panic is possible while the lock is held, so poisoned state is consistent.
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
-        match self.runtime.upgrade() {
-            Some(runtime) => runtime.spawn(task),
-            None => tokio::spawn(task).abort_handle(),
+/// Restarts the tasks that ended with their runtime.
+fn restart_tasks(shared: &Arc<Shared>, state: &mut State) {
+    for (server, link) in &mut state.links {
+        if link.task.is_finished() {
+            link.task = shared.spawn(run(Arc::clone(shared), server.clone()));
         }
     }
-
-    /// Restarts the tasks that ended with their runtime.
-    fn restart_tasks(self: &Arc<Self>, state: &mut State) {
-        for (server, link) in &mut state.links {
-            if link.task.is_finished() {
-                link.task = self.spawn(run(Arc::clone(self), server.clone()));
-            }
-        }
-        if let Some(map_reads) = self.source.map_reads()
-            && state.router.as_ref().is_none_or(AbortHandle::is_finished)
-        {
-            state.router = Some(self.spawn(route(Arc::clone(self), map_reads)));
-        }
+    if let Some(map_reads) = shared.source.map_reads()
+        && state.router.as_ref().is_none_or(AbortHandle::is_finished)
+    {
+        state.router = Some(shared.spawn(route(Arc::clone(shared), map_reads)));
     }
+}
 
-    /// Assigns a channel to the task of its server. Returns whether that server has refused the channel before.
-    fn assign(self: &Arc<Self>, state: &mut State, name: &Arc<str>) -> bool {
-        let State { channels, links, .. } = state;
-        let Some(channel) = channels.get_mut(name) else { return false };
-        let Some(server) = self.source.server_of(name) else {
-            if channel.server.is_none() {
-                self.router_wake.notify_one();
-            }
-            return false;
-        };
-        if channel.is_at(&server) {
-            return false;
+/// Assigns a channel to the task of its server. Returns whether that server has refused the channel before.
+fn assign(shared: &Arc<Shared>, state: &mut State, name: &Arc<str>) -> bool {
+    let State { channels, links, .. } = state;
+    let Some(channel) = channels.get_mut(name) else { return false };
+    let Some(server) = shared.source.server_of(name) else {
+        if channel.server.is_none() {
+            shared.router_wake.notify_one();
         }
-        // `refused_by` stays set, for the next refusal.
-        channel.refused_by.take_if(|refusing| *refusing != server);
-        let is_refused_again = channel.refused_by.is_some();
-        channel.is_confirmed.send_replace(false);
-        if let Some(link) = channel.server.replace(server.clone()).and_then(|old| links.get_mut(&old)) {
-            link.moved.push(Arc::clone(name));
-            link.wake.notify_one();
-        }
-        let link = links.entry(server).or_insert_with_key(|server| Link {
-            to_subscribe: Vec::new(),
-            moved: Vec::new(),
-            unused: VecDeque::new(),
-            wake: Arc::default(),
-            task: self.spawn(run(Arc::clone(self), server.clone())),
-        });
-        link.to_subscribe.push(Arc::clone(name));
-        if channel.listeners == 0 {
-            link.unused.push_back((Instant::now(), Arc::clone(name)));
-        }
+        return false;
+    };
+    if channel.is_at(&server) {
+        return false;
+    }
+    // `refused_by` stays set, for the next refusal.
+    channel.refused_by.take_if(|refusing| *refusing != server);
+    let is_refused_again = channel.refused_by.is_some();
+    channel.is_confirmed.send_replace(false);
+    if let Some(link) = channel.server.replace(server.clone()).and_then(|old| links.get_mut(&old)) {
+        link.moved.push(Arc::clone(name));
         link.wake.notify_one();
-        is_refused_again
     }
+    let link = links.entry(server).or_insert_with_key(|server| Link {
+        to_subscribe: Vec::new(),
+        moved: Vec::new(),
+        unused: VecDeque::new(),
+        wake: Arc::default(),
+        task: shared.spawn(run(Arc::clone(shared), server.clone())),
+    });
+    link.to_subscribe.push(Arc::clone(name));
+    if channel.listeners == 0 {
+        link.unused.push_back((Instant::now(), Arc::clone(name)));
+    }
+    link.wake.notify_one();
+    is_refused_again
+}
 
-    /// Assigns all channels after a read of the map. Returns a channel whose new server has refused it before.
-    fn assign_all(self: &Arc<Self>) -> Option<Arc<str>> {
-        let mut state = self.state();
-        let mut names: Vec<_> = state.channels.keys().cloned().collect();
-        names.retain(|name| self.assign(&mut state, name));
-        names.pop()
-    }
-
-    /// Whether a server has refused a channel, and no other server has been found for it.
-    fn has_refused(&self) -> bool {
-        self.state().channels.values().any(|channel| channel.refused_by.is_some())
-    }
-
-    /// Records that a server has ended the subscription to a channel.
-    fn subscription_ended(&self, server: &Server, name: &Arc<str>) {
-        self.state().unassign(server, name);
-        self.router_wake.notify_one();
-    }
-
-    /// Records that a server has refused channels although it has their slots according to the map.
-    pub(crate) fn refused_by_node(&self, server: &Server, names: &[Arc<str>]) {
-        self.metrics.subscription_failed();
-        let mut state = self.state();
-        for name in names {
-            if let Some(channel) = state.unassign(server, name) {
-                channel.refused_by = Some(server.clone());
-            }
-        }
-        self.router_wake.notify_one();
-    }
-
-    /// Whether any channel has no server.
-    fn has_unassigned(&self) -> bool {
-        self.state().channels.values().any(|channel| channel.server.is_none())
-    }
-
-    /// A channel whose slot no node serves.
-    fn unserved(&self) -> Option<Arc<str>> {
-        let state = self.state();
-        let mut unassigned = state.channels.iter().filter(|(_, channel)| channel.server.is_none());
-        unassigned.find(|(name, _)| self.source.server_of(name).is_none()).map(|(name, _)| Arc::clone(name))
-    }
-
-    /// Whether there are no channels any more. The router then ends, and the next listener starts another.
-    fn should_stop_routing(&self) -> bool {
-        let mut state = self.state();
-        let should_stop_routing = state.channels.is_empty();
-        if should_stop_routing {
-            state.router = None;
-        }
-        should_stop_routing
-    }
+/// Assigns all channels after a read of the map. Returns a channel whose new server has refused it before.
+fn assign_all(shared: &Arc<Shared>) -> Option<Arc<str>> {
+    let mut state = shared.state();
+    let mut names: Vec<_> = state.channels.keys().cloned().collect();
+    names.retain(|name| assign(shared, &mut state, name));
+    names.pop()
 }
 
 /// Consecutive maps that point to nodes which refuse the channels.
@@ -366,7 +218,7 @@ async fn route(shared: Arc<Shared>, mut map_reads: watch::Receiver<()>) {
             () = shared.router_wake.notified() => continue,
             () = sleep(UNASSIGNED_PAUSE), if has_unassigned => {}
         }
-        let refused_again = shared.assign_all();
+        let refused_again = assign_all(&shared);
         if !shared.has_refused() {
             refusals = Refusals::default();
         }
@@ -383,136 +235,14 @@ async fn route(shared: Arc<Shared>, mut map_reads: watch::Receiver<()>) {
     }
 }
 
-/// The interface for the task that subscribes at one server.
-impl Shared {
-    /// Whether a server has no channels any more. Its task then ends, and the next listener there starts another.
-    pub(crate) fn is_idle(&self, server: &Server) -> bool {
-        let mut state = self.state();
-        if state.channels.values().any(|channel| channel.is_at(server)) {
-            return false;
-        }
-        state.links.remove(server);
-        // These may have been the last channels.
-        self.router_wake.notify_one();
-        true
-    }
-
-    /// Notified when the task of a server has work.
-    pub(crate) fn wake(&self, server: &Server) -> Arc<Notify> {
-        self.state().links.get(server).map(|link| Arc::clone(&link.wake)).unwrap_or_default()
-    }
-
-    /// Marks all channels of a server as unconfirmed, and as channels to subscribe to.
-    pub(crate) fn resubscribe_all(&self, server: &Server) {
-        let mut state = self.state();
-        let State { channels, links, .. } = &mut *state;
-        let Some(link) = links.get_mut(server) else { return };
-        link.moved.clear();
-        link.to_subscribe.clear();
-        for (name, channel) in channels.iter().filter(|(_, channel)| channel.is_at(server)) {
-            link.to_subscribe.push(Arc::clone(name));
-            channel.is_confirmed.send_replace(false);
-        }
-    }
-
-    /// Records that a server delivers the messages of channels from now on.
-    pub(crate) fn confirmed(&self, server: &Server, names: &[Arc<str>]) {
-        let mut state = self.state();
-        for name in names {
-            let Some(channel) = state.channels.get_mut(name).filter(|channel| channel.is_at(server)) else { continue };
-            channel.refused_by = None;
-            // Earlier messages were lost.
-            channel.notify_all();
-            channel.is_confirmed.send_replace(true);
-        }
-    }
-
-    pub(crate) fn handle_event(&self, server: &Server, event: Event<'_>) {
-        match event {
-            Event::Ended(name) => self.subscription_ended(server, &Arc::from(name)),
-            Event::Message(name, token) => {
-                let state = self.state();
-                let Some(channel) = state.channels.get(name) else { return };
-                match token {
-                    None => {
-                        channel.notify_all();
-                        channel.sent.send_replace(());
-                    }
-                    Some(token) => {
-                        if let Some(sender) = channel.by_token.get(&token) {
-                            sender.send_replace(());
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Channels to subscribe to: new channels, and formerly refused channels with listeners. Also whether there are any of the latter.
-    pub(crate) fn take_new(&self, server: &Server, mut refused: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
-        let mut state = self.state();
-        let State { channels, links, .. } = &mut *state;
-        let mut to_subscribe =
-            links.get_mut(server).map(|link| std::mem::take(&mut link.to_subscribe)).unwrap_or_default();
-        for names in [&mut to_subscribe, &mut refused] {
-            names.retain(|name| channels.get(name).is_some_and(|channel| channel.is_at(server)));
-        }
-        let includes_refused = !refused.is_empty();
-        to_subscribe.append(&mut refused);
-        (to_subscribe, includes_refused)
-    }
-
-    pub(crate) fn refused(&self, missing: Permission) {
-        if self.state().missing.replace(missing) == Some(missing) {
-            return;
-        }
-        let missing = match missing {
-            Permission::Command(name) => format!("+{name}"),
-            Permission::Channels => "&<prefix>:2:*".to_owned(),
-        };
-        tracing::warn!(
-            missing,
-            "the redis user may not subscribe: queue workers poll every 5 s, and waiters once a second"
-        );
-    }
-
-    /// Records that no subscription was refused. `includes_refused`: among them were formerly refused channels.
-    pub(crate) fn allowed(&self, includes_refused: bool) {
-        let mut state = self.state();
-        if includes_refused || matches!(state.missing, Some(Permission::Command(_))) {
-            state.missing = None;
-        }
-    }
-
-    /// Removes the channels that have moved to another server or had no listeners for a while. Also returns when to call this again.
-    pub(crate) fn take_unused(&self, server: &Server, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
-        let mut state = self.state();
-        let State { channels, links, .. } = &mut *state;
-        let Some(link) = links.get_mut(server) else { return (Vec::new(), None) };
-        let mut unused = std::mem::take(&mut link.moved);
-        // A channel may have come back.
-        unused.retain(|name| channels.get(name).is_none_or(|channel| !channel.is_at(server)));
-        while let Some((since, _)) = link.unused.front() {
-            if *since + LINGER > now {
-                return (unused, Some(*since + LINGER));
-            }
-            let Some((_, name)) = link.unused.pop_front() else { break };
-            if channels.get(&name).is_some_and(|channel| channel.listeners == 0 && channel.is_at(server)) {
-                channels.remove(&name);
-                unused.push(name);
-            }
-        }
-        (unused, None)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use redis::{AsyncConnectionConfig, Client};
 
     use super::*;
-    use crate::backend::redis::connection::connect::Connector;
-    use crate::backend::redis::connection::pubsub::{Listener as PubSubListener, Publishers};
+    use crate::backend::redis::connection::channels::LINGER;
+    use crate::backend::redis::connection::connector::Connector;
+    use crate::backend::redis::connection::pubsub::{Listener as PubSubListener, Permission, Publishers, Server};
     use crate::backend::redis::connection::subscriptions::{Subscriptions, sync};
     use crate::backend::redis::differential::server::RedisServer;
 

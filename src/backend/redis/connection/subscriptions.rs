@@ -8,9 +8,9 @@ use std::time::Duration;
 use redis::RedisError;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::pool::no_connection;
+use super::channels::Shared;
 use super::pubsub::{Event, Listener, Refusal, Server, SubscribeOutcome};
-use super::subscriber::Shared;
+use super::timeout_error::no_connection;
 
 /// The pause after a failed attempt to connect. Doubles with each further failure.
 const MIN_PAUSE: Duration = Duration::from_millis(10);

@@ -3,13 +3,10 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use redis::Value;
 
-use crate::backend::redis::batch::push::PushBatcher;
+use crate::backend::redis::batch::push::{PushBatcher, push};
 use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs, stored_job, ticket, when};
 use crate::backend::redis::connection::subscriber::Interest;
 use crate::backend::redis::error::unexpected_reply;
-use crate::backend::redis::keys::QueueKeys;
-use crate::backend::redis::scripts::Scripts;
-use crate::backend::redis::topology::Servers;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::delay_queue::store::{
     Ack, Admission, Claim, Claimed, ClaimedJob, DelayQueueStore, Died, Expired, Extended, Finished, JobLease,
@@ -23,7 +20,10 @@ use crate::store::shutdown::ShutdownTarget;
 
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-        let pushes = self.inner.pushes.get_or_init(|| PushBatcher::new(&self.inner));
+        let pushes = self.inner.pushes.get_or_init(|| {
+            let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
+            PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), locks.home())
+        });
         // Held until the reply arrives.
         let place = pushes.try_direct();
         if let ([job], None) = (jobs, &place)
@@ -302,37 +302,6 @@ fn array(reply: &Value, len: usize) -> Result<&[Value], StoreError> {
         Value::Array(values) if values.len() == len => Ok(values),
         _ => Err(unexpected_reply(reply)),
     }
-}
-
-/// Pushes jobs of one priority.
-pub(crate) async fn push(
-    servers: &Servers,
-    scripts: &Scripts,
-    keys: &QueueKeys,
-    max_jobs: u64,
-    jobs: &[&NewJob],
-) -> Result<Vec<Admission>, StoreError> {
-    let Some(first) = jobs.first() else { return Ok(Vec::new()) };
-    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
-    admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
-}
-
-/// Decodes the reply of `delay_queue_push.lua`.
-fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
-    let Value::Array(values) = reply else { return None };
-    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
-    let mut holders = holders.iter();
-    let admission = |(job, answer): (&&NewJob, &u8)| match answer {
-        b'0' => Some(Admission::Exists(job.id)),
-        b'1' => Some(Admission::New),
-        b'2' => Some(Admission::Full),
-        b'3' => match holders.next()? {
-            Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
-            _ => None,
-        },
-        _ => None,
-    };
-    if answers.len() == jobs.len() { jobs.iter().zip(answers).map(admission).collect() } else { None }
 }
 
 fn changed(reply: &Value) -> Result<Changed, StoreError> {

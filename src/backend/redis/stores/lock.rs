@@ -1,4 +1,4 @@
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -7,68 +7,16 @@ use smallvec::SmallVec;
 
 use crate::backend::redis::batch::lock::{LockBatcher, acquired};
 use crate::backend::redis::cluster::slot;
-use crate::backend::redis::connection::pubsub::Source;
-use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::connection::subscriber::{Interest, Subscriber};
 use crate::backend::redis::error::{is_refused_for_now, store_error, unexpected_reply};
 use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind};
-use crate::backend::redis::topology::{CarefulServers, Delivery, Servers};
+use crate::backend::redis::topology::Delivery;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::lock::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Replicas, Token};
 use crate::lock::{LockKey, LockKind};
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
-
-/// The connections that only locks use, opened on demand.
-pub(crate) struct LockLinks {
-    // Renewals, releases and related calls do not wait behind requests.
-    own: Servers,
-    // For replicated leases: when they are granted and renewed.
-    careful: [CarefulServers; 2],
-    // The timeout of a reply.
-    patience: Duration,
-    source: Source,
-    home: Arc<RuntimeHandle>,
-    subscriber: OnceLock<Subscriber>,
-}
-
-impl LockLinks {
-    pub(crate) const fn new(
-        own: Servers,
-        careful: [CarefulServers; 2],
-        patience: Duration,
-        source: Source,
-        home: Arc<RuntimeHandle>,
-    ) -> Self {
-        Self { own, careful, patience, source, home, subscriber: OnceLock::new() }
-    }
-
-    /// The same connections, with a subscriber of their own.
-    #[cfg(test)]
-    pub(crate) fn again(&self) -> Self {
-        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone(), Arc::clone(&self.home))
-    }
-
-    /// Where calls do not wait behind requests.
-    pub(crate) const fn apart(&self) -> &Servers {
-        &self.own
-    }
-
-    /// Where tasks run.
-    pub(crate) fn home(&self) -> &RuntimeHandle {
-        &self.home
-    }
-
-    /// The timeout of a reply.
-    pub(crate) const fn patience(&self) -> Duration {
-        self.patience
-    }
-
-    pub(crate) fn subscriber(&self) -> &Subscriber {
-        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone(), Arc::clone(&self.home)))
-    }
-}
 
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {

@@ -19,10 +19,6 @@ use crate::rate_limit::{
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
 
-/// Maximum number of concurrent tasks that refund the charges of a decision on several keys. Further refunds run in the caller, and
-/// end early if the caller is dropped.
-pub(crate) const MAX_REFUNDS: usize = 1_024;
-
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u64, verb: CheckMode) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;

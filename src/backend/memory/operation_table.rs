@@ -1,0 +1,757 @@
+//! The operations of this process.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, RandomState};
+use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use indexmap::IndexMap;
+use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::shares::{Amount, NoRoom, Shares};
+use crate::error::StoreError;
+use crate::idempotency::store::{Begun, Claim, Completion, Digest, Notifications, Payload, Token};
+use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
+use crate::key::Key;
+
+/// More than the number of threads that would lock shards at once.
+const SHARDS: usize = 16;
+/// Room for responses per record, in bytes on average.
+const ANSWER_SHARE: usize = 1_024;
+/// How long a released operation is remembered, as in Redis.
+const KEEP_FREE: Duration = Duration::from_secs(600);
+/// The retry time of a caller with too many records. The table does not know when the first of them ends.
+const RETRY_FULL: Duration = Duration::from_secs(60);
+/// The size of a new record.
+const RECORD: Amount = Amount { records: 1, bytes: 0 };
+/// Number of expired records that each new one removes.
+const SWEEP: usize = 4;
+
+/// The operations of this process. None is removed before its time: without room, no operation can begin.
+pub(super) struct OperationTable {
+    hasher: RandomState,
+    shards: [Mutex<Shard>; SHARDS],
+    fence: AtomicU64,
+    // Records, and bytes of responses and checkpoints, for each caller.
+    shares: Shares,
+}
+
+#[derive(Default)]
+struct Shard {
+    // Without a hasher: the keyed hash that selects the shard is used as it is.
+    // Boxed, so that a growing table moves no records.
+    records: IndexMap<Box<Entry>, (), ()>,
+    // When to check whether a record has expired, at the latest at its end: one entry for each record, with the hash of its
+    // operation.
+    due: BTreeMap<DueEntry, u64>,
+    next: u64,
+    // Notifies waiters.
+    watched: HashMap<Operation, watch::Sender<()>>,
+}
+
+/// A record and its identity.
+struct Entry {
+    operation: Operation,
+    // Unique to the record. Entries of the schedule hold this alone, since operations are large.
+    number: u64,
+    // The hash of the scope that it counts for.
+    owner: u64,
+    record: Record,
+}
+
+/// When to check a record, and its number.
+type DueEntry = (Instant, u64);
+
+/// An operation and its hash.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    hash: u64,
+    operation: &'a Operation,
+}
+
+struct Record {
+    state: State,
+    head: Digest,
+    token: Token,
+    payload: Payload,
+    fence: u64,
+    attempt: u32,
+    checkpoint: Option<Arc<Checkpoint>>,
+    // It has a checkpoint or was taken over, so it may have had effects. After a release it stays bound to its request.
+    is_bound: bool,
+    expires: Instant,
+    // When it is checked next.
+    due: Instant,
+}
+
+enum State {
+    Free,
+    InFlight { ends: Instant },
+    Completed { answer: Arc<[u8]>, is_kept: bool },
+}
+
+impl Entry {
+    fn is(operation: &Operation) -> impl Fn(&Box<Self>) -> bool {
+        move |entry| entry.operation == *operation
+    }
+}
+
+impl Record {
+    /// A record that any request may begin, but not with this token.
+    fn free(token: Token, now: Instant) -> Self {
+        Self {
+            state: State::Free,
+            head: Digest::default(),
+            token,
+            payload: Payload::default(),
+            fence: 0,
+            attempt: 0,
+            checkpoint: None,
+            is_bound: false,
+            expires: now + KEEP_FREE,
+            due: now + KEEP_FREE,
+        }
+    }
+
+    /// It still exists at the instant of its end, as in Redis.
+    fn is_live(&self, now: Instant) -> bool {
+        now <= self.expires
+    }
+
+    fn is_in_flight_by(&self, token: &Token) -> bool {
+        matches!(self.state, State::InFlight { .. }) && self.token == *token
+    }
+
+    fn bytes(&self) -> usize {
+        let answer = match &self.state {
+            State::Completed { answer, is_kept: true } => answer.len(),
+            // A mark is a part of its record, and the number of records is bounded.
+            State::Completed { is_kept: false, .. } | State::Free | State::InFlight { .. } => 0,
+        };
+        answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
+    }
+
+    fn renew(&mut self, claim: &Claim, now: Instant) {
+        self.state = State::InFlight { ends: now + claim.lease };
+        self.expires = now + claim.lease + claim.retention;
+    }
+
+    fn state(&self, now: Instant) -> OperationState {
+        match self.state {
+            State::Free => OperationState::Free,
+            State::InFlight { ends } if now < ends => OperationState::InFlight { remaining: ends - now },
+            State::InFlight { ends } => OperationState::Unknown { since: now - ends },
+            State::Completed { is_kept, .. } => OperationState::Completed { is_kept },
+        }
+    }
+
+    fn status(&self, operation: &Operation, now: Instant) -> OperationStatus {
+        OperationStatus {
+            operation: *operation,
+            state: self.state(now),
+            fence: self.fence,
+            attempts: self.attempt,
+            checkpoint: self.checkpoint.as_deref().cloned(),
+            kept_for: self.expires - now,
+        }
+    }
+
+    fn granted(&self) -> Begun {
+        let Self { fence, attempt, payload, .. } = *self;
+        Begun::Granted { fence, attempt, payload, checkpoint: self.checkpoint.as_deref().cloned() }
+    }
+}
+
+impl OperationTable {
+    pub(super) fn new(capacity: usize) -> Self {
+        // A restarted program grants larger fences.
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            hasher: RandomState::new(),
+            shards: Default::default(),
+            fence: AtomicU64::new(started.as_micros() as u64),
+            shares: Shares::new(Amount { records: capacity, bytes: capacity.saturating_mul(ANSWER_SHARE) }),
+        }
+    }
+
+    /// The number of records, including expired ones before their removal.
+    pub(super) fn len(&self) -> usize {
+        self.shares.records()
+    }
+
+    /// The hashed scope that the record of a claim counts for, and its bound.
+    fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
+        let bound = claim.bound.as_ref();
+        let (scope, most) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
+        (self.hasher.hash_one(scope.as_hashed()), usize::try_from(most).unwrap_or(usize::MAX))
+    }
+
+    /// No code panics in the middle of a change, so a poisoned shard is intact.
+    fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, Place<'a>) {
+        let hash = self.hasher.hash_one(operation);
+        // The lower half selects the entry within the shard.
+        let shard = (hash >> 32) as usize % SHARDS;
+        let place = Place { hash, operation };
+        (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), place)
+    }
+
+    pub(super) fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
+        match self.with_room(|| self.begin_if_there_is_room(operation, claim)) {
+            Ok(begun) => Ok(begun),
+            Err(NoRoom::Bound) => Ok(Begun::ScopeFull { retry_after: RETRY_FULL }),
+            Err(NoRoom::Share) => {
+                Err(StoreError::out_of_memory("the memory backend has no capacity for more operations"))
+            }
+        }
+    }
+
+    /// Runs a function, and again if there was no room and expired records were removed.
+    fn with_room<T>(&self, done: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
+        loop {
+            let done = done();
+            if done.is_ok() {
+                return done;
+            }
+            let now = Instant::now();
+            let mut has_found = false;
+            for shard in &self.shards {
+                has_found |= self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), now);
+            }
+            if !has_found {
+                return done;
+            }
+        }
+    }
+
+    fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, Payload::default(), None, false);
+        if let Some(record) = shard.live(&place, now) {
+            match &record.state {
+                State::Free if record.token == claim.token => {
+                    return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
+                }
+                // The attempt had no effects.
+                State::Free if !record.is_bound => {}
+                _ if record.head != claim.head => return Ok(Begun::Mismatch),
+                State::Free => {}
+                State::Completed { answer, is_kept } => {
+                    let (payload, answer) = (record.payload, Arc::clone(answer));
+                    return Ok(Begun::Completed { payload, answer, is_kept: *is_kept });
+                }
+                State::InFlight { .. } if record.token == claim.token => {
+                    record.renew(claim, now);
+                    return Ok(record.granted());
+                }
+                State::InFlight { ends } if now < *ends => {
+                    return Ok(Begun::InFlight { remaining: *ends - now, payload: record.payload });
+                }
+                State::InFlight { .. } if !claim.takes_over => {
+                    return Ok(Begun::Unknown { attempt: record.attempt, payload: record.payload });
+                }
+                State::InFlight { .. } => {}
+            }
+            attempt = record.attempt.saturating_add(1);
+            (payload, checkpoint) = (record.payload, record.checkpoint.clone());
+            is_bound = record.is_bound || matches!(record.state, State::InFlight { .. });
+        }
+        self.sweep(&mut shard, now);
+        let owner = match shard.entry(&place) {
+            Some(entry) => entry.owner,
+            None => {
+                let (owner, most) = self.owner(operation, claim);
+                self.shares.take(owner, RECORD, most)?;
+                owner
+            }
+        };
+        let fence = self.fence.fetch_add(1, Ordering::Relaxed) + 1;
+        let record = Record {
+            state: State::InFlight { ends: now + claim.lease },
+            head: claim.head,
+            token: claim.token,
+            payload,
+            fence,
+            attempt,
+            checkpoint,
+            is_bound,
+            expires: now + claim.lease + claim.retention,
+            // It is checked then unless it is completed, which is rare.
+            due: now + claim.retention,
+        };
+        let granted = record.granted();
+        self.put(&mut shard, place, owner, record);
+        Ok(granted)
+    }
+
+    /// Writes a record, in the place of an existing one. Room for a new record is reserved already. It has no more bytes than
+    /// the previous one.
+    fn put(&self, shard: &mut Shard, place: Place<'_>, owner: u64, record: Record) {
+        let (due, bytes) = (record.due, record.bytes());
+        let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
+            RawEntryMut::Occupied(mut entry) => {
+                let Entry { number, record: kept, .. } = &mut **entry.key_mut();
+                let before = mem::replace(kept, record);
+                self.give_back(owner, before.bytes().saturating_sub(bytes));
+                shard.due.remove(&(before.due, *number));
+                *number
+            }
+            RawEntryMut::Vacant(entry) => {
+                shard.next += 1;
+                let name = Box::new(Entry { operation: *place.operation, number: shard.next, owner, record });
+                entry.insert_hashed_nocheck(place.hash, name, ());
+                shard.next
+            }
+        };
+        shard.due.insert((due, number), place.hash);
+    }
+
+    /// Removes a few expired records. False if there are none to check.
+    fn sweep(&self, shard: &mut Shard, now: Instant) -> bool {
+        for turn in 0..SWEEP {
+            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return turn > 0 };
+            let ((_, number), hash) = entry.remove_entry();
+            let named = shard.records.raw_entry_mut_v1().from_hash(hash, |entry| entry.number == number);
+            let RawEntryMut::Occupied(mut entry) = named else { continue };
+            let Entry { owner, record, .. } = &mut **entry.key_mut();
+            if record.is_live(now) {
+                // Its end was extended since: check it again later.
+                record.due = record.expires;
+                shard.due.insert((record.due, number), hash);
+            } else {
+                self.shares.give_back(*owner, Amount { bytes: record.bytes(), ..RECORD });
+                entry.swap_remove();
+            }
+        }
+        true
+    }
+
+    pub(super) fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> bool {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
+            return false;
+        };
+        record.renew(claim, now);
+        record.payload = record.payload.or_more(*payload);
+        true
+    }
+
+    pub(super) fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        self.with_room(|| self.checkpoint_if_there_is_room(operation, claim, payload, checkpoint)).map_err(no_room)
+    }
+
+    fn checkpoint_if_there_is_room(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, NoRoom> {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(false) };
+        if !record.is_live(now) || !record.is_in_flight_by(&claim.token) {
+            return Ok(false);
+        }
+        if record.checkpoint.as_ref().is_some_and(|last| last.number() > checkpoint.number()) {
+            return Ok(true);
+        }
+        self.make_room(*owner, checkpoint.len())?;
+        record.renew(claim, now);
+        record.payload = record.payload.or_more(*payload);
+        record.is_bound = true;
+        if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
+            self.give_back(*owner, last.len());
+        }
+        Ok(true)
+    }
+
+    /// Reserves bytes.
+    fn make_room(&self, owner: u64, bytes: usize) -> Result<(), NoRoom> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.shares.take(owner, Amount { records: 0, bytes }, usize::MAX)
+    }
+
+    fn give_back(&self, owner: u64, bytes: usize) {
+        if bytes > 0 {
+            self.shares.give_back(owner, Amount { records: 0, bytes });
+        }
+    }
+
+    pub(super) fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
+        self.with_room(|| self.complete_if_there_is_room(operation, token, completion)).map_err(no_room)
+    }
+
+    fn complete_if_there_is_room(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, NoRoom> {
+        let (mut shard, place) = self.shard(operation);
+        self.complete_in(&mut shard, place, token, completion)
+    }
+
+    fn complete_in(
+        &self,
+        shard: &mut Shard,
+        place: Place<'_>,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, NoRoom> {
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
+            return Ok(false);
+        };
+        match record.state {
+            State::Free => return Ok(false),
+            State::Completed { .. } => return Ok(true),
+            State::InFlight { .. } => {}
+        }
+        self.keep(shard, place, now, completion)?;
+        Ok(true)
+    }
+
+    /// Stores a response in the place of the record's data.
+    fn keep(&self, shard: &mut Shard, place: Place<'_>, now: Instant, completion: &Completion) -> Result<(), NoRoom> {
+        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(()) };
+        let Completion { answer, is_kept, payload, retention } = completion;
+        if *is_kept {
+            self.make_room(*owner, answer.len())?;
+        }
+        self.give_back(*owner, record.bytes());
+        record.checkpoint = None;
+        record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
+        record.payload = *payload;
+        record.expires = now + *retention;
+        if record.due > record.expires {
+            let (before, due) = (record.due, record.expires);
+            record.due = due;
+            shard.move_line(&place, before, due);
+        }
+        shard.tell(place.operation);
+        Ok(())
+    }
+
+    pub(super) fn release(&self, operation: &Operation, claim: &Claim) -> bool {
+        let (mut shard, place) = self.shard(operation);
+        let (now, token) = (Instant::now(), &claim.token);
+        let mut free = Record::free(*token, now);
+        if let Some(record) = shard.live(&place, now) {
+            match record.state {
+                State::Completed { .. } => return false,
+                State::InFlight { .. } if record.token != *token => return false,
+                State::InFlight { .. } | State::Free => {}
+            }
+            (free.fence, free.attempt) = (record.fence, record.attempt);
+            if record.is_bound {
+                (free.head, free.payload, free.is_bound) = (record.head, record.payload, true);
+                free.checkpoint = record.checkpoint.clone();
+                free.expires = free.expires.max(record.expires);
+            }
+        }
+        // Without room, do not store a record for a claim that never arrived.
+        let (owner, most) = self.owner(operation, claim);
+        match shard.entry(&place).map(|entry| entry.owner) {
+            Some(owner) => self.put(&mut shard, place, owner, free),
+            None if self.shares.take(owner, RECORD, most).is_ok() => self.put(&mut shard, place, owner, free),
+            None => {}
+        }
+        shard.tell(operation);
+        true
+    }
+
+    pub(super) fn inspect(&self, operation: &Operation) -> Option<OperationStatus> {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        shard.live(&place, now).map(|record| record.status(operation, now))
+    }
+
+    pub(super) fn forget(&self, status: &OperationStatus) -> bool {
+        let operation = &status.operation;
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else { return false };
+        // A free record without a token was forgotten before.
+        let is_forgotten = matches!(record.state, State::Free) && record.token == no_token();
+        if !is_forgotten && !record.state(now).is_like(status.state) {
+            return false;
+        }
+        let (fence, attempt) = (record.fence, record.attempt);
+        if let Some(owner) = shard.entry(&place).map(|entry| entry.owner) {
+            self.put(&mut shard, place, owner, Record { fence, attempt, ..Record::free(no_token(), now) });
+        }
+        shard.tell(operation);
+        true
+    }
+
+    pub(super) fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
+    }
+
+    fn complete_unknown_if_there_is_room(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, NoRoom> {
+        let (mut shard, place) = self.shard(&status.operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else {
+            return Ok(false);
+        };
+        if let State::Completed { answer: kept, is_kept } = &record.state {
+            // A response of a handler cannot be replaced by an operator.
+            if record.token != no_token() {
+                return Ok(false);
+            }
+            if kept == answer.bytes() && *is_kept == answer.is_kept() {
+                return Ok(true);
+            }
+        }
+        if !record.state(now).is_like(status.state) {
+            return Ok(false);
+        }
+        let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
+        self.keep(&mut shard, place, now, &Completion { answer, is_kept, payload, retention })?;
+        // The holder of the attempt learns that its own response is not stored.
+        if let Some(record) = shard.record(&place) {
+            record.token = no_token();
+        }
+        Ok(true)
+    }
+
+    pub(super) fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> OperationPage {
+        let mut page = OperationPage { operations: Vec::new(), next: None };
+        let part = from.part as usize;
+        let Some(shard) = self.shards.get(part) else { return page };
+        let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+        let (now, len) = (Instant::now(), shard.records.len());
+        // From the end, since a removed entry is replaced by the last one. Zero marks the start of a partition, and so its end.
+        let start = if from.position == 0 { len } else { len.min(from.position as usize) };
+        let end = start.saturating_sub(most);
+        for (entry, ()) in (end..start).rev().filter_map(|place| shard.records.get_index(place)) {
+            let is_wanted = scope.is_none_or(|scope| entry.operation.scope() == scope);
+            if is_wanted && entry.record.is_live(now) {
+                page.operations.push(entry.record.status(&entry.operation, now));
+            }
+        }
+        page.next = if end > 0 {
+            Some(Cursor { position: end as u64, ..from })
+        } else {
+            (part + 1 < SHARDS).then_some(Cursor { part: from.part + 1, position: 0 })
+        };
+        page
+    }
+
+    pub(super) fn watch(self: &Arc<Self>, operation: &Operation) -> Notifications {
+        let (mut shard, _) = self.shard(operation);
+        let told = shard.watched.entry(*operation).or_insert_with(|| watch::Sender::new(())).subscribe();
+        Notifications::new(told, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
+    }
+}
+
+impl Shard {
+    fn record(&mut self, place: &Place<'_>) -> Option<&mut Record> {
+        self.entry(place).map(|entry| &mut entry.record)
+    }
+
+    fn entry(&mut self, place: &Place<'_>) -> Option<&mut Entry> {
+        match self.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
+            RawEntryMut::Occupied(entry) => Some(entry.into_key()),
+            RawEntryMut::Vacant(_) => None,
+        }
+    }
+
+    /// The record of an operation, unless it has expired.
+    fn live(&mut self, place: &Place<'_>, now: Instant) -> Option<&mut Record> {
+        self.record(place).filter(|record| record.is_live(now))
+    }
+
+    /// Changes when a record is checked.
+    fn move_line(&mut self, place: &Place<'_>, before: Instant, due: Instant) {
+        if let Some(number) = self.entry(place).map(|entry| entry.number) {
+            self.due.remove(&(before, number));
+            self.due.insert((due, number), place.hash);
+        }
+    }
+
+    /// Notifies waiters that an operation is completed or free.
+    fn tell(&self, operation: &Operation) {
+        if !self.watched.is_empty()
+            && let Some(told) = self.watched.get(operation)
+        {
+            told.send_replace(());
+        }
+    }
+}
+
+/// Why a response is not stored.
+fn no_room(_: NoRoom) -> StoreError {
+    StoreError::out_of_memory("the memory backend has no capacity for more responses")
+}
+
+/// No attempt has this token.
+fn no_token() -> Token {
+    Token::from_bytes(&[0; 16]).expect("16 bytes are a token")
+}
+
+/// Removes the channel of a waiter that has gone.
+struct Watcher {
+    table: Arc<OperationTable>,
+    operation: Operation,
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        let (mut shard, _) = self.table.shard(&self.operation);
+        if shard.watched.get(&self.operation).is_some_and(|told| told.receiver_count() == 0) {
+            shard.watched.remove(&self.operation);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim() -> Claim {
+        Claim {
+            token: Token::random().unwrap(),
+            head: Digest::default(),
+            lease: Duration::from_secs(10),
+            retention: Duration::from_secs(60),
+            takes_over: false,
+            bound: None,
+        }
+    }
+
+    fn completion(bytes: usize) -> Completion {
+        let (answer, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
+        Completion { answer, is_kept: true, payload: Payload::default(), retention }
+    }
+
+    /// The counts agree with the records.
+    fn check(table: &OperationTable) {
+        let (mut len, mut taken) = (0, HashMap::<u64, Amount>::new());
+        for shard in &table.shards {
+            let shard = shard.lock().unwrap();
+            assert_eq!(shard.due.len(), shard.records.len());
+            len += shard.records.len();
+            for entry in shard.records.keys() {
+                let own = taken.entry(entry.owner).or_default();
+                own.records += 1;
+                own.bytes += entry.record.bytes();
+            }
+        }
+        assert_eq!(table.shares.records(), len);
+        assert_eq!(table.shares.added_up(), taken);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn new_operations_remove_expired_records_only() {
+        let table = OperationTable::new(200);
+        for i in 0..10_000_u32 {
+            let (operation, claim) = (Operation::new("test", i), claim());
+            let begun = table.begin(&operation, &claim).unwrap();
+            assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
+            match i % 4 {
+                0 => assert!(table.release(&operation, &claim)),
+                1 => assert!(table.renew(&operation, &claim, &Payload::default())),
+                _ => assert!(table.complete(&operation, &claim.token, &completion(100)).unwrap()),
+            }
+            // Released records last the longest: 150 of them at a time.
+            tokio::time::advance(Duration::from_secs(1)).await;
+            if i % 4 == 2 {
+                let begun = table.begin(&operation, &claim).unwrap();
+                assert!(matches!(begun, Begun::Completed { .. }), "{begun:?}");
+            }
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        check(&table);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn full_table_refuses_operations_and_keeps_the_others() {
+        let table = OperationTable::new(2);
+        let (first, second) = (claim(), claim());
+        let [a, b, c] = ["a", "b", "c"].map(|key| Operation::new("test", key));
+        table.begin(&a, &first).unwrap();
+        table.begin(&b, &second).unwrap();
+        assert!(table.begin(&c, &claim()).unwrap_err().is_out_of_memory());
+        assert!(table.complete(&a, &first.token, &completion(2 * ANSWER_SHARE)).unwrap());
+        assert!(table.complete(&b, &second.token, &completion(1)).unwrap_err().is_out_of_memory());
+        // The record of completion remains.
+        assert!(table.complete(&b, &second.token, &Completion { is_kept: false, ..completion(5) }).unwrap());
+        check(&table);
+        for (operation, is) in [(&a, true), (&b, false)] {
+            let begun = table.begin(operation, &claim()).unwrap();
+            assert!(matches!(begun, Begun::Completed { is_kept, .. } if is_kept == is), "{begun:?}");
+        }
+    }
+
+    /// In each shard, also if none of them is removed for a new one.
+    #[tokio::test(start_paused = true)]
+    async fn expired_responses_make_room_for_others() {
+        let table = OperationTable::new(200);
+        let begin = |key: u32| {
+            let (operation, claim) = (Operation::new("test", key), claim());
+            table.begin(&operation, &claim).unwrap();
+            (operation, claim.token)
+        };
+        let old: Vec<_> = (0..100).map(begin).collect();
+        let new: Vec<_> = (100..102).map(begin).collect();
+        for (operation, token) in &old {
+            assert!(table.complete(operation, token, &completion(2 * ANSWER_SHARE)).unwrap());
+        }
+        let checkpoint = Checkpoint::new(1, "charged", b"").unwrap();
+        for (operation, token) in &new {
+            assert!(table.complete(operation, token, &completion(1)).unwrap_err().is_out_of_memory());
+            let claim = Claim { token: *token, lease: Duration::from_secs(100), ..claim() };
+            assert!(table.renew(operation, &claim, &Payload::default()));
+        }
+        tokio::time::advance(Duration::from_secs(61)).await;
+        let claim = Claim { token: new[0].1, ..claim() };
+        assert!(table.checkpoint(&new[0].0, &claim, &Payload::default(), &checkpoint).unwrap());
+        check(&table);
+        let answer = completion(199 * ANSWER_SHARE);
+        assert!(table.complete(&new[1].0, &new[1].1, &answer).unwrap());
+        check(&table);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn failing_operation_is_one_record() {
+        let table = OperationTable::new(2);
+        let operation = Operation::new("test", "a");
+        for attempt in 1..1_000 {
+            let claim = claim();
+            let begun = table.begin(&operation, &claim).unwrap();
+            assert!(matches!(begun, Begun::Granted { attempt: is, .. } if is == attempt), "{begun:?}");
+            assert!(table.release(&operation, &claim));
+        }
+        check(&table);
+    }
+}

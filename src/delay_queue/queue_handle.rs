@@ -1,0 +1,101 @@
+//! A handle of a queue, which calls its store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::erased::{Call, DynStore};
+use super::id::{JobId, UniqueIds};
+use super::record::{NewJob, Unique};
+use super::store::{Admission, QueueKey};
+use super::worker::store_client::{CircuitWait, StoreClient};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::store::deadline::require_nonzero_deadline;
+
+/// The store of a queue, and the limits of its jobs.
+#[derive(Clone)]
+pub(crate) struct QueueHandle {
+    pub(super) store: Arc<dyn DynStore>,
+    pub(super) name: Key,
+    pub(crate) parts: u16,
+    pub(crate) max_jobs: u64,
+    pub(crate) max_size: usize,
+    pub(crate) max_attempts: u16,
+    pub(super) deadline: Duration,
+    pub(super) client: Arc<StoreClient>,
+}
+
+impl QueueHandle {
+    /// Calls the store if the circuit allows it, with the deadline of the queue.
+    pub(crate) async fn call<A>(
+        &self,
+        queue: QueueKey,
+        operation: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
+    ) -> Result<A, StoreError> {
+        self.call_when_admitted(queue, &mut CircuitWait::none(), operation).await
+    }
+
+    /// Calls the store, after waiting for an open circuit if `wait` allows it.
+    async fn call_when_admitted<A>(
+        &self,
+        queue: QueueKey,
+        wait: &mut CircuitWait,
+        operation: impl FnOnce(Arc<dyn DynStore>, Duration) -> Call<A>,
+    ) -> Result<A, StoreError> {
+        require_nonzero_deadline(self.deadline)?;
+        self.client.admit(&queue, wait).await?;
+        let reply = operation(Arc::clone(&self.store), self.deadline).await;
+        self.client.ended(&queue, &reply);
+        reply
+    }
+
+    /// Pushes jobs to one part of the queue.
+    pub(crate) async fn push(
+        &self,
+        queue: QueueKey,
+        jobs: Vec<NewJob>,
+        wait: &mut CircuitWait,
+    ) -> Result<Vec<Admission>, StoreError> {
+        let (pushing, max) = (self.client.pushing(jobs.len()), self.max_jobs);
+        let reply =
+            self.call_when_admitted(queue, wait, |store, deadline| store.push(queue, jobs, max, deadline)).await;
+        pushing.answered(&reply);
+        reply
+    }
+
+    /// The part of the queue that holds a job.
+    pub(crate) fn part_of(&self, id: &JobId) -> QueueKey {
+        self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
+    }
+
+    pub(crate) fn part(&self, part: u16) -> QueueKey {
+        QueueKey::new(self.name).with_part(part)
+    }
+
+    /// Whether both have the same store, name and parts.
+    pub(super) fn is_same_queue(&self, other: &Self) -> bool {
+        let is_same_store = Arc::ptr_eq(&self.store, &other.store)
+            || self.store.identity().is_some_and(|identity| other.store.identity() == Some(identity));
+        is_same_store && self.name == other.name && self.parts == other.parts
+    }
+
+    /// An id made by `make`. For a unique job the id falls into the part of its key, so that all jobs of the key share that part.
+    pub(crate) fn generate_id(
+        &self,
+        unique: Option<&Unique>,
+        make: impl FnOnce() -> Result<JobId, StoreError>,
+    ) -> Result<JobId, StoreError> {
+        let mut id = make()?;
+        if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
+            let (part, mut ids) = (key.spread(self.parts), UniqueIds::default());
+            // On average one of `parts` ids falls into the part. The bound guards against a bug, not against bad luck.
+            for _ in 0..100 * u32::from(self.parts) {
+                if id.as_key().spread(self.parts) == part {
+                    break;
+                }
+                id = ids.next()?;
+            }
+        }
+        Ok(id)
+    }
+}

@@ -1,0 +1,51 @@
+//! What a handler has returned.
+
+use ::http::Response;
+use bytes::Bytes;
+use http_body::Body;
+
+use super::classify::has_lost_its_lock;
+use super::detach::Answer;
+use super::execution::Execution;
+use super::settings::Settings;
+use super::settle::Outcome;
+use super::stream::ResponseStart;
+use crate::error::BoxError;
+
+/// The state of a handler that has returned.
+#[expect(clippy::large_enum_variant, reason = "the large one is what nearly all are, and in no future")]
+pub(super) enum HandlerOutcome<R, E> {
+    /// The whole response. It is sent once it is stored.
+    Complete(Outcome, Answer<R, E>),
+    /// A response whose body continues. Boxed, so that whole responses need no room for it.
+    Streaming(Box<ResponseStart<R>>),
+    /// The handler was dropped while it ran.
+    Aborted,
+}
+
+impl<R, E> HandlerOutcome<R, E>
+where
+    R: Body<Data = Bytes>,
+    R::Error: Into<BoxError>,
+    E: 'static,
+{
+    /// Reads the ready part of a response, which usually is the whole. `served` is `None` if the handler was stopped.
+    pub(super) fn of(settings: &Settings, execution: &Execution, served: Option<Result<Response<R>, E>>) -> Self {
+        let response = match served {
+            Some(Ok(response)) => response,
+            Some(Err(error)) => {
+                let outcome = if has_lost_its_lock(&error) { Outcome::Unknown } else { Outcome::Failed };
+                return Self::Complete(outcome, Err(error));
+            }
+            None => return Self::Aborted,
+        };
+        let is_not_here = execution.is_not_here(response.status());
+        let mut start = ResponseStart::new(response, settings, is_not_here);
+        if start.read_ready() {
+            let (outcome, response) = start.into_whole();
+            Self::Complete(outcome, Ok(response))
+        } else {
+            Self::Streaming(Box::new(start))
+        }
+    }
+}

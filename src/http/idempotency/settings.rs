@@ -1,0 +1,139 @@
+//! The settings of a layer, which its services share.
+
+use std::error::Error as _;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ::http::{HeaderName, Method, Request};
+
+use super::fingerprint::{Fingerprints, Pace};
+use crate::error::{ConfigError, StoreError};
+use crate::idempotency::{
+    Coordinator, IdempotencyHandle, MostRunning, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Verdict,
+};
+use crate::on_failure::{OnMissingKey, OnStoreError};
+use crate::responder::Responder;
+use crate::store::circuit::OutageTracker;
+
+/// Practically unlimited.
+pub(super) const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
+
+/// The settings that do not depend on the types of requests and responses.
+#[derive(Clone)]
+pub(super) struct Settings {
+    pub(super) home: Arc<Coordinator>,
+    pub(super) fingerprints: Fingerprints,
+    pub(super) header: HeaderName,
+    pub(super) headers: Arc<[HeaderName]>,
+    pub(super) methods: Arc<[Method]>,
+    pub(super) lease: Duration,
+    pub(super) retention: Duration,
+    pub(super) wait: Duration,
+    pub(super) max_waiting: usize,
+    pub(super) max_runtime: Duration,
+    pub(super) max_running: usize,
+    // `None` is half of `max_running`.
+    pub(super) max_running_per_scope: Option<usize>,
+    pub(super) max_records_per_scope: u64,
+    pub(super) max_answer: usize,
+    pub(super) max_body: u64,
+    pub(super) body_timeout: Duration,
+    pub(super) keeps_cookies: bool,
+    pub(super) keep: ResponsePolicy,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) on_unknown: OnUnknown,
+    pub(super) on_store_error: OnStoreError,
+    pub(super) on_disconnect: OnDisconnect,
+    // Whether the log has reported that requests pass without a record.
+    pub(super) unprotected: Arc<OutageTracker>,
+    // Whether `methods` was called, or the log has reported a request whose method is not handled.
+    pub(super) methods_are_known: Arc<AtomicBool>,
+}
+
+/// The shared state of all clones of a service.
+pub(super) struct Shared<K, A> {
+    pub(super) settings: Arc<Settings>,
+    pub(super) scope: Arc<K>,
+    pub(super) answer: A,
+}
+
+impl Settings {
+    pub(super) fn most_running(&self) -> MostRunning {
+        let half = (self.max_running / 2).max(1);
+        MostRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
+    }
+
+    /// The timeouts of a comparison. In total it may take as long as the handler.
+    pub(super) fn pace(&self) -> Pace {
+        Pace { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
+    }
+
+    /// Checks that no timeout is zero.
+    pub(super) fn check_times(&self) -> Result<(), ConfigError> {
+        self.home.check_times(Some(self.max_runtime))
+    }
+
+    /// Whether a request passes without a record after this error. If so, it is logged.
+    pub(super) fn passes(&self, error: &StoreError) -> bool {
+        if self.on_store_error == OnStoreError::Deny {
+            return false;
+        }
+        if self.unprotected.begins() {
+            let cause = error.source().map(tracing::field::display);
+            tracing::warn!(layer = &*self.home.terms().name, %error, cause, "idempotency store fails: requests are served without a record");
+        }
+        true
+    }
+
+    /// Logs the first request with a key that passes without a record, unless its method is safe or `methods` was called.
+    pub(super) fn passed<B>(&self, request: &Request<B>) {
+        let (method, headers) = (request.method(), request.headers());
+        if method.is_safe() || self.methods_are_known.load(Ordering::Relaxed) || !headers.contains_key(&self.header) {
+            return;
+        }
+        // An outer layer has a record.
+        if request.extensions().get::<IdempotencyHandle>().is_some() {
+            return;
+        }
+        if !self.methods_are_known.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                layer = &*self.home.terms().name, %method,
+                "a request with an idempotency key is served without a record: only POST and PATCH have records by \
+                 default; name all methods with `IdempotencyLayer::methods`, which also stops this warning"
+            );
+        }
+    }
+
+    pub(super) fn answered(&self) {
+        if self.unprotected.ends() {
+            let layer = &*self.home.terms().name;
+            tracing::info!(layer, "idempotency store answers again: requests are served once");
+        }
+    }
+
+    /// Rejects a request, and counts it.
+    pub(super) fn reject<A: Responder<Rejection, Res, E>, Res, E>(
+        &self,
+        answer: &A,
+        rejection: Rejection,
+    ) -> Result<A::Response, A::Error> {
+        self.home.meters().decided(Verdict::of(&rejection));
+        answer.reject(rejection)
+    }
+
+    pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
+        f.debug_struct(name)
+            .field("scope", &std::any::type_name::<K>())
+            .field("lease", &self.lease)
+            .field("retention", &self.retention)
+            .field("deadline", &self.home.terms().limit)
+            .field("keep", &self.keep)
+            .field("on_missing_key", &self.on_missing_key)
+            .field("on_unknown", &self.on_unknown)
+            .field("on_store_error", &self.on_store_error)
+            .field("on_disconnect", &self.on_disconnect)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,31 @@
+//! How the current call passes the lock directly around it.
+
+use super::running::Place;
+
+tokio::task_local! {
+    // A lock further out does not change it.
+    static PASSAGE: Passage;
+}
+
+/// How a call passes a lock.
+#[derive(Clone)]
+pub(super) enum Passage {
+    /// It needs no lock.
+    Free,
+    /// With its lease, which is the innermost held one, and with its permit of a detached layer.
+    Locked(Option<Place>),
+    /// Without its lock, since the store fails.
+    Unprotected(Option<Place>),
+}
+
+impl Passage {
+    /// Makes the call.
+    pub(super) fn scope<T>(self, call: impl FnOnce() -> T) -> T {
+        PASSAGE.sync_scope(self, call)
+    }
+
+    /// The pass of the current call.
+    pub(super) fn present() -> Self {
+        PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
+    }
+}
