@@ -15,8 +15,8 @@ use crate::error::ConfigError;
 use crate::key::ExtractKey;
 use crate::rate_limit::store::RateLimitStore;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, FilterAction, Policy, RateLimit, RateLimitLayer, RequestCost, RequestFilter,
-    SharedState, Subjects,
+    ChargeAlways, CircuitBreaker, FilterAction, LayerOptions, Policy, RateLimit, RateLimitLayer, RequestCost,
+    RequestFilter, SharedState, Subjects,
 };
 use crate::reach::Reach;
 use crate::responder::HttpResponder;
@@ -55,7 +55,7 @@ pub(super) enum RuleLimit<S, B, A> {
     ByResponse(Limit<S, B, A, RuleCharge>),
 }
 
-type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, ExtraLimits>;
+type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, LayerOptions<RuleCost, A, R, ExtraLimits>>;
 
 impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
     /// Enforces a limited rule, whose first policy and key are `policy` and `key`.
@@ -69,7 +69,7 @@ impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
             .on_store_error(*on_store_error)
             .replicas(*replicas)
             .wait(*wait)
-            .having(&shared.common)
+            .with_shared(&shared.common)
             .responder(shared.responder.clone());
         let layer = match deadline {
             Some(deadline) => layer.deadline(*deadline),

@@ -17,6 +17,7 @@ use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
 /// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
@@ -54,7 +55,7 @@ pub(crate) struct Terms {
 
 impl Default for Terms {
     fn default() -> Self {
-        let (limit, breaker) = (Duration::from_millis(100), CircuitBreaker::new());
+        let (limit, breaker) = (DEFAULT_DEADLINE, CircuitBreaker::new());
         Self { limit, breaker, name: "idempotency".into() }
     }
 }

@@ -18,6 +18,7 @@ use crate::error::ConfigError;
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
+use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::ShutdownTarget;
 
 /// Locks by key, for one piece of work at a time.
@@ -73,7 +74,7 @@ impl Locks {
             max_hold: None,
             max_waiters: 1_000,
             max_asking: 100_000,
-            deadline: Duration::from_millis(100),
+            deadline: DEFAULT_DEADLINE,
             kind,
             permits,
             is_fair: false,

@@ -4,7 +4,7 @@
 //! from their stored values with it. Instants are microseconds of the store's clock.
 
 use super::decision::{LimitStatus, Receipt};
-use super::policy::QuotaChange;
+use super::quota::QuotaChange;
 use super::quota::{Algorithm, Limit, Quota};
 
 /// The numbers of a limit for its algorithm.

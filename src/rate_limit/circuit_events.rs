@@ -1,9 +1,8 @@
 //! Logs and metrics of a failing store.
 
 use std::error::Error;
-use std::sync::{MutexGuard, PoisonError};
 
-use super::layer::LayerConfig;
+use super::layer_config::LayerConfig;
 use super::policy::Policy;
 use crate::error::StoreError;
 use crate::store::circuit::CircuitObserver;
@@ -41,12 +40,12 @@ impl<B> CircuitObserver for LayerConfig<B> {
     }
 
     fn opened(&self) {
-        *self.tripped_by() = Some(self.policy.clone());
+        *self.shared.circuits.tripped_by() = Some(self.policy.clone());
         self.policy.opened();
     }
 
     fn closed(&self) {
-        let tripped_by = self.tripped_by().take();
+        let tripped_by = self.shared.circuits.tripped_by().take();
         tripped_by.as_ref().unwrap_or(&self.policy).closed();
     }
 
@@ -89,11 +88,5 @@ impl CircuitObserver for ShadowPolicies<'_> {
 
     fn outage_ends(&self) {
         tracing::info!(policy = self.0.name(), "rate limit store answers again for shadow policies");
-    }
-}
-
-impl<B> LayerConfig<B> {
-    fn tripped_by(&self) -> MutexGuard<'_, Option<Policy>> {
-        self.tripped_by.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use std::{mem, option, slice, vec};
 
 use super::decision::Decision;
+use super::limit_info::LimitInfo;
 use super::policy::Policy;
-use super::rejection::LimitInfo;
 use super::resolver::Question;
 use crate::key::Key;
 

@@ -8,11 +8,15 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
+use super::annotate::AnnotateResponse;
+use super::charge_on::ChargeOn;
 use super::descriptor::{Descriptor, Descriptors};
 use super::evaluate::Evaluation;
 use super::handle::RateLimitHandle;
-use super::layer::{ChargeOn, Settings};
-use super::rejection::{AnnotateResponse, LimitInfo, Rejection};
+use super::limit_info::LimitInfo;
+use super::options::LayerOptions;
+use super::rejection::Rejection;
+use super::settings::Settings;
 use super::store::RateLimitStore;
 use crate::responder::Responder;
 
@@ -26,7 +30,7 @@ pin_project! {
         S: Service<Req>,
     {
         #[pin]
-        stage: Stage<S, Req, S::Future, A, Settings<B, K, C, A, R, X>>,
+        stage: Stage<S, Req, S::Future, A, Settings<B, K, LayerOptions<C, A, R, X>>>,
     }
 }
 
@@ -71,6 +75,7 @@ impl ChargeRef {
     }
 }
 
+#[expect(clippy::type_complexity, reason = "each option has its parameter")]
 impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
     /// A future for an admitted request without tracking.
     #[inline]
@@ -80,14 +85,18 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
 
     /// A future for an admitted request with its charge.
     #[inline]
-    pub(super) fn calling(future: S::Future, charge: ChargeRef, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+    pub(super) fn calling(
+        future: S::Future,
+        charge: ChargeRef,
+        settings: Arc<Settings<B, K, LayerOptions<C, A, R, X>>>,
+    ) -> Self {
         Self { stage: Stage::Tracked { state: State::Calling { future }, charge, settings } }
     }
 
     pub(super) fn rejected(
         descriptors: Descriptors,
         rejection: Rejection,
-        settings: Arc<Settings<B, K, C, A, R, X>>,
+        settings: Arc<Settings<B, K, LayerOptions<C, A, R, X>>>,
     ) -> Self {
         let charge = ChargeRef::Descriptors(Box::new(descriptors));
         let state = State::Rejected { rejection: Some(rejection) };
@@ -99,7 +108,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         cost: u64,
         ready: S,
         request: Req,
-        settings: Arc<Settings<B, K, C, A, R, X>>,
+        settings: Arc<Settings<B, K, LayerOptions<C, A, R, X>>>,
     ) -> Self
     where
         B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -117,7 +126,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
     }
 }
 
-impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
     /// Whether an admitted request needs no details of its decision.
     #[inline]
     pub(super) fn needs_no_details<S, Req>(&self) -> bool
@@ -127,7 +136,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        !R::ASKED && !self.responder.attaches() && !self.responder.annotates()
+        !R::ASKED && !self.options.responder.attaches() && !self.options.responder.annotates()
     }
 
     /// Keeps the descriptors of an admitted request if they are needed later, in a handle if there has to be one.
@@ -145,9 +154,9 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        let attaches = self.responder.attaches();
+        let attaches = self.options.responder.attaches();
         if !attaches && !R::ASKED {
-            return if self.responder.annotates() {
+            return if self.options.responder.annotates() {
                 ChargeRef::Descriptors(Box::new(descriptors()))
             } else {
                 ChargeRef::Untracked
@@ -155,7 +164,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
         }
         let handle = RateLimitHandle::new(descriptors(), cost, self.settler());
         if attaches {
-            self.responder.attach(handle.clone(), request);
+            self.options.responder.attach(handle.clone(), request);
         }
         ChargeRef::Handle(handle)
     }
@@ -187,7 +196,7 @@ where
     }
 }
 
-impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
     /// Polls the request until it is pending or complete.
     #[inline]
     fn poll<S, Req>(
@@ -214,19 +223,19 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
                     match (&mut polled, &*charge) {
                         (Poll::Pending, _) => return Poll::Pending,
                         (Poll::Ready(result), ChargeRef::Handle(handle)) if R::ASKED => {
-                            self.charge.settle(handle, result.as_mut().map_err(|error| &*error));
+                            self.options.charge.settle(handle, result.as_mut().map_err(|error| &*error));
                         }
                         (Poll::Ready(_), _) => {}
                     }
                     break match polled {
-                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(self.responder.response(response))),
-                        Poll::Ready(Err(error)) => Poll::Ready(Err(self.responder.error(error))),
+                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(self.options.responder.response(response))),
+                        Poll::Ready(Err(error)) => Poll::Ready(Err(self.options.responder.error(error))),
                         Poll::Pending => Poll::Pending,
                     };
                 }
                 StateProj::Rejected { rejection } => {
                     let rejection = rejection.take().expect("a rejection is returned once");
-                    break Poll::Ready(self.responder.reject(rejection));
+                    break Poll::Ready(self.options.responder.reject(rejection));
                 }
             };
             // Taken out of the state, so that a rejected request releases the inner service's permit at once.
@@ -240,20 +249,20 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
                 }
                 Err(rejection) => {
                     *charge = ChargeRef::Descriptors(Box::new(descriptors));
-                    break Poll::Ready(self.responder.reject(rejection));
+                    break Poll::Ready(self.options.responder.reject(rejection));
                 }
             }
         };
         if let Poll::Ready(Ok(response)) = &mut polled
-            && self.responder.annotates()
+            && self.options.responder.annotates()
         {
             let (policy, descriptors) = (&self.core.policy, charge.descriptors());
             for info in descriptors.iter().filter_map(|descriptor| descriptor.limit_info(policy)) {
-                self.responder.annotate(&info, response);
+                self.options.responder.annotate(&info, response);
             }
             if descriptors.is_empty() && policy.is_enforced_without_key() {
                 // No key was counted, but the client can see the limits.
-                self.responder.annotate(&LimitInfo::new(policy), response);
+                self.options.responder.annotate(&LimitInfo::new(policy), response);
             }
         }
         polled

@@ -1,27 +1,25 @@
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tower_layer::Layer;
 
 use super::filter::{AllowList, DenyList, ResolveFrom, WithFilter, WithLimit};
-use super::handle::{InFlight, RateLimitHandle, Settle, Settler};
-use super::limiter::DEFAULT_DEADLINE;
+#[cfg(feature = "config")]
+use super::layer_config::SharedState;
+use super::layer_config::{Circuits, LayerConfig, RateLimitFallback, WaitConfig};
+use super::options::LayerOptions;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
 use super::service::RateLimit;
+use super::settings::Settings;
 use super::store::RateLimitStore;
 use super::wait_queue::WaitQueues;
-// The memory backend is always compiled in, so it serves as the fallback for a failing store.
-use crate::MemoryBackend;
 use crate::error::ConfigError;
 use crate::key::GlobalKey;
 use crate::on_failure::OnMissingKey;
 use crate::reach::Reach;
-use crate::responder::HttpResponder;
-use crate::store::circuit::{Circuit, CircuitBreaker};
-use crate::store::sharded_refs::{ShardedRefs, thread_slot};
+use crate::store::circuit::CircuitBreaker;
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
 ///
@@ -30,207 +28,32 @@ use crate::store::sharded_refs::{ShardedRefs, thread_slot};
 ///
 /// With HTTP a rejection is a response. A service that does not speak HTTP needs [`.responder(ErrorResponder)`](Self::responder).
 ///
-/// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), the [responder](crate::responder::Responder), the
-/// rule for which responses are [charged](ChargeOn), and the [filters](super::RequestFilter).
+/// Type parameters: the backend, the [key](crate::ExtractKey), and the [options](LayerOptions) that are part of the type.
 #[must_use]
-pub struct RateLimitLayer<B, K = GlobalKey, C = UnitCost, A = HttpResponder, R = ChargeAlways, X = ()> {
+pub struct RateLimitLayer<B, K = GlobalKey, O = LayerOptions> {
     // Shared with the services: a router that is called as it was built makes a service for each request.
-    settings: Arc<Settings<B, K, C, A, R, X>>,
-}
-
-/// The configuration that does not depend on the types of requests and responses. Cheap to clone.
-pub(super) struct LayerConfig<B> {
-    // Behind a pointer, so that clones share the store even if its own clone is expensive.
-    pub(super) store: Arc<B>,
-    pub(super) policy: Policy,
-    pub(super) deadline: Duration,
-    pub(super) resolver: Option<PolicyResolver>,
-    pub(super) wait_config: Option<WaitConfig>,
-    pub(super) max_waiters_in_total: usize,
-    pub(super) on_missing_key: OnMissingKey,
-    pub(super) on_store_error: RateLimitFallback,
-    pub(super) replicas: u32,
-    pub(super) circuit: Arc<Circuit>,
-    /// The circuit for shadow policies that are checked beside enforced ones.
-    pub(super) shadow_circuit: Arc<Circuit>,
-    /// If layers share a circuit: the policy of the layer that opened it. The close is recorded under the same policy.
-    pub(super) tripped_by: Arc<Mutex<Option<Policy>>>,
-    pub(super) fallback: FallbackStore,
-    pub(super) in_flight: Arc<InFlight>,
-    /// The runtime of the first request that ran in one, for corrections that are sent from a thread without a runtime.
-    pub(super) runtime: Arc<OnceLock<Handle>>,
-}
-
-/// How long requests may wait for room, and the queues in which they wait.
-#[derive(Clone, Debug)]
-pub(super) struct WaitConfig {
-    pub(super) wait: Duration,
-    pub(super) queues: Arc<WaitQueues>,
-}
-
-/// The default of `max_waiters_in_total`.
-const DEFAULT_MAX_WAITERS: usize = 1_000;
-
-/// The backend that decides while the store fails. Created when it is first needed.
-#[derive(Clone, Default)]
-pub(super) struct FallbackStore(Arc<OnceLock<MemoryBackend>>);
-
-impl FallbackStore {
-    pub(super) fn backend(&self) -> &MemoryBackend {
-        self.0.get_or_init(MemoryBackend::fallback)
-    }
-}
-
-/// State that layers on the same backend share: the circuits, the fallback counts for while the backend fails, and the corrections in
-/// flight.
-#[cfg(feature = "config")]
-#[derive(Clone)]
-pub(crate) struct SharedState {
-    circuit: Arc<Circuit>,
-    shadow_circuit: Arc<Circuit>,
-    tripped_by: Arc<Mutex<Option<Policy>>>,
-    fallback: FallbackStore,
-    in_flight: Arc<InFlight>,
-}
-
-#[cfg(feature = "config")]
-impl SharedState {
-    pub(crate) fn new(breaker: CircuitBreaker) -> Self {
-        let [circuit, shadow_circuit] = [Circuit::new(breaker), Circuit::new(breaker)].map(Arc::new);
-        Self {
-            circuit,
-            shadow_circuit,
-            tripped_by: Arc::default(),
-            fallback: FallbackStore::default(),
-            in_flight: Arc::default(),
-        }
-    }
-
-    /// Waits until no correction is in flight.
-    pub(crate) async fn wait_idle(&self) {
-        self.in_flight.wait_idle().await;
-    }
-}
-
-/// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
-/// [`Local`](Self::Local).
-///
-/// The log has one line when a store begins to fail, and one when no call has failed for a second. It also has one for each time that the
-/// [circuit](CircuitBreaker) opens or closes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum RateLimitFallback {
-    /// This process enforces the policy with its own counts in memory, which start at zero. The layer and its clones share these counts. A
-    /// key that was [blocked](crate::Limiter::block) in the store is not blocked here. If you run several replicas, set their number with
-    /// [`RateLimitLayer::replicas`], so that each enforces its share. A request that costs more than the share, but not more than the
-    /// quota, is rejected as with [`Deny`](Self::Deny).
-    #[default]
-    Local,
-    /// The request passes uncounted. Use this if a broken store must not take your service down.
-    Allow,
-    /// The request is rejected: 503 with HTTP, the [`StoreError`](crate::StoreError) without. Use this for limits that protect something
-    /// critical, such as a login. A request with a [cost](RequestCost) of 0 passes, since only a block could deny it.
-    Deny,
-}
-
-/// How many units a request costs.
-///
-/// Closures `Fn(&Req) -> u64` are costs. A request with a cost of 0 passes without a charge and does not [wait](RateLimitLayer::wait) for
-/// room. It also passes while the store fails. It is rejected if the quota is 0, and while its key is known to be
-/// [blocked](crate::Limiter::block).
-pub trait RequestCost<Req> {
-    /// Returns the cost of this request.
-    fn cost(&self, request: &Req) -> u64;
-}
-
-impl<Req, F: Fn(&Req) -> u64> RequestCost<Req> for F {
-    fn cost(&self, request: &Req) -> u64 {
-        self(request)
-    }
-}
-
-/// Every request costs one unit. The default of a layer.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct UnitCost;
-
-impl<Req> RequestCost<Req> for UnitCost {
-    fn cost(&self, _: &Req) -> u64 {
-        1
-    }
-}
-
-/// Which responses are charged.
-///
-/// Every request is charged when it is admitted, so that requests in flight count. This trait is called with the response, and can give
-/// units back through the [handle](RateLimitHandle) of the request. If the response future is dropped before, the request stays charged.
-///
-/// Closures `Fn(Result<&Res, &E>) -> bool` return whether a response is charged. With HTTP there are presets: `tollgate::http::failures()`
-/// and `tollgate::http::successes()`.
-pub trait ChargeOn<Res, E> {
-    /// Whether [`settle`](Self::settle) has to be called. Defaults to `true`.
-    const ASKED: bool = true;
-
-    /// Corrects the charge of the request, now or, with a clone of `handle`, later.
-    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Res, &E>);
-}
-
-impl<Res, E, F: Fn(Result<&Res, &E>) -> bool> ChargeOn<Res, E> for F {
-    fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Res, &E>) {
-        if !self(result.map(|response| &*response)) {
-            handle.settle(0);
-        }
-    }
-}
-
-/// Every admitted request stays charged, whatever the response. The default of a layer.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ChargeAlways;
-
-impl<Res, E> ChargeOn<Res, E> for ChargeAlways {
-    const ASKED: bool = false;
-
-    fn settle(&self, _: &RateLimitHandle, _: Result<&mut Res, &E>) {}
+    settings: Arc<Settings<B, K, O>>,
 }
 
 impl<B> RateLimitLayer<B> {
     /// Creates a layer that enforces `policy` with the counts in `backend`. Unless you set a [key](Self::key), all requests share one
     /// quota.
     pub fn new(backend: B, policy: Policy) -> Self {
-        let core = LayerConfig {
-            store: Arc::new(backend),
-            policy,
-            deadline: DEFAULT_DEADLINE,
-            resolver: None,
-            wait_config: None,
-            max_waiters_in_total: DEFAULT_MAX_WAITERS,
-            on_missing_key: OnMissingKey::default(),
-            on_store_error: RateLimitFallback::default(),
-            replicas: 1,
-            circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
-            shadow_circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
-            tripped_by: Arc::default(),
-            fallback: FallbackStore::default(),
-            in_flight: Arc::default(),
-            runtime: Arc::default(),
-        };
-        let (key, cost, responder) = (Arc::new(GlobalKey), Arc::new(UnitCost), Arc::new(HttpResponder::default()));
-        Self::of(core, key, cost, responder, Arc::new(ChargeAlways), Arc::new(()))
+        Self::of(LayerConfig::new(backend, policy), Arc::new(GlobalKey), LayerOptions::default())
     }
 }
 
-impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
+impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// Sets the key under which a request is counted: a closure, an extractor from the module `tollgate::http`, or a tuple of them. See
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`GlobalKey`].
-    pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
-        let Settings { core, key: _, cost, responder, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, Arc::new(key), cost, responder, charge, filter)
+    pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, O> {
+        let Settings { core, options, .. } = self.into_settings();
+        RateLimitLayer::of(core, Arc::new(key), options)
     }
+}
 
-    fn with_filter<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        let Settings { core, key, cost, responder, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, responder, charge, Arc::new(make(filter)))
-    }
-
+#[expect(clippy::type_complexity, reason = "each option has its parameter")]
+impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// Counts each request under another policy and key as well: for example per user, per address and globally.
     ///
     /// A request passes if all policies have room. It is charged to all of them or to none. If several have no room, the rejection names
@@ -259,8 +82,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///     .and(total, GlobalKey);
     /// # }
     /// ```
-    pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, WithLimit<X, K2>> {
-        self.with_filter(|inner| WithLimit { inner, policy, key, if_present: false })
+    pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, LayerOptions<C, A, R, WithLimit<X, K2>>> {
+        self.with_options(|options| options.filter(|inner| WithLimit { inner, policy, key, if_present: false }))
     }
 
     /// Counts each request that has this key under another policy as well, as [`and`](Self::and) does. Requests without the key, or with an
@@ -280,8 +103,12 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///     .and_if_present(tenant, header("x-tenant"));
     /// # }
     /// ```
-    pub fn and_if_present<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, WithLimit<X, K2>> {
-        self.with_filter(|inner| WithLimit { inner, policy, key, if_present: true })
+    pub fn and_if_present<K2>(
+        self,
+        policy: Policy,
+        key: K2,
+    ) -> RateLimitLayer<B, K, LayerOptions<C, A, R, WithLimit<X, K2>>> {
+        self.with_options(|options| options.filter(|inner| WithLimit { inner, policy, key, if_present: true }))
     }
 
     /// Adds a filter, which decides for each request whether it is counted, and under which further policies and keys. Use this if policies
@@ -335,49 +162,38 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # main().unwrap();
     /// # }
     /// ```
-    pub fn filter<X2>(self, filter: X2) -> RateLimitLayer<B, K, C, A, R, WithFilter<X, X2>> {
-        self.with_filter(|inner| WithFilter { inner, filter })
+    pub fn filter<X2>(self, filter: X2) -> RateLimitLayer<B, K, LayerOptions<C, A, R, WithFilter<X, X2>>> {
+        self.with_options(|options| options.filter(|inner| WithFilter { inner, filter }))
     }
 
     /// Lets requests pass uncounted if `listed` returns `true`: health checks, or the addresses of a partner.
     ///
     /// Lists are called before the key is extracted, the last added list first.
-    pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, AllowList<X, F>> {
-        self.with_filter(|inner| AllowList { inner, listed })
+    pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, LayerOptions<C, A, R, AllowList<X, F>>> {
+        self.with_options(|options| options.filter(|inner| AllowList { inner, listed }))
     }
 
     /// Rejects requests if `listed` returns `true`: with 403 over HTTP, with [`Denied`](super::Denied) otherwise.
     ///
     /// Lists are called before the key is extracted, the last added list first.
-    pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, DenyList<X, F>> {
-        self.with_filter(|inner| DenyList { inner, listed })
+    pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, LayerOptions<C, A, R, DenyList<X, F>>> {
+        self.with_options(|options| options.filter(|inner| DenyList { inner, listed }))
     }
 
-    /// Sets how many units a request costs. Defaults to [`UnitCost`].
-    pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
-        let Settings { core, key, cost: _, responder, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, Arc::new(cost), responder, charge, filter)
+    /// Sets how many units a request costs. Defaults to [`UnitCost`](super::UnitCost).
+    pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, LayerOptions<C2, A, R, X>> {
+        self.with_options(|options| options.cost(cost))
     }
 
-    /// Sets the responder, which turns a rejection into a response. Defaults to [`HttpResponder`]. Use
+    /// Sets the responder, which turns a rejection into a response. Defaults to [`HttpResponder`](crate::responder::HttpResponder). Use
     /// [`ErrorResponder`](crate::responder::ErrorResponder) for services that do not speak HTTP.
-    pub fn responder<A2>(self, responder: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
-        let Settings { core, key, cost, responder: _, charge, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, Arc::new(responder), charge, filter)
+    pub fn responder<A2>(self, responder: A2) -> RateLimitLayer<B, K, LayerOptions<C, A2, R, X>> {
+        self.with_options(|options| options.responder(responder))
     }
 
-    /// Sets which responses are charged. Defaults to [`ChargeAlways`].
-    pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
-        let Settings { core, key, cost, responder, charge: _, filter, .. } = self.into_settings();
-        RateLimitLayer::of(core, key, cost, responder, Arc::new(charge), filter)
-    }
-
-    /// Sets a resolver, which chooses the policy of a key at run time. By default, all keys have the policy of the layer.
-    ///
-    /// The resolver applies to the [key](Self::key) of the layer, not to [added](Self::and) keys. The resolver and the store call have the
-    /// full [deadline](Self::deadline) each.
-    pub fn resolver(self, resolver: PolicyResolver) -> Self {
-        self.change(|core| core.resolver = Some(resolver))
+    /// Sets which responses are charged. Defaults to [`ChargeAlways`](super::ChargeAlways).
+    pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, LayerOptions<C, A, R2, X>> {
+        self.with_options(|options| options.charge(charge))
     }
 
     /// Sets a resolver that chooses the policy of a key at run time, as [`resolver`](Self::resolver) does, from a value in the request.
@@ -424,9 +240,19 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self,
         input: F,
         resolver: PolicyResolver<V>,
-    ) -> RateLimitLayer<B, K, C, A, R, ResolveFrom<X, F, V>> {
+    ) -> RateLimitLayer<B, K, LayerOptions<C, A, R, ResolveFrom<X, F, V>>> {
         let (resolve, resolver) = resolver.into_parts();
-        self.resolver(resolver).with_filter(|inner| ResolveFrom { inner, input, resolve })
+        self.resolver(resolver).with_options(|options| options.filter(|inner| ResolveFrom { inner, input, resolve }))
+    }
+}
+
+impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
+    /// Sets a resolver, which chooses the policy of a key at run time. By default, all keys have the policy of the layer.
+    ///
+    /// The resolver applies to the [key](Self::key) of the layer, not to [added](Self::and) keys. The resolver and the store call have the
+    /// full [deadline](Self::deadline) each.
+    pub fn resolver(self, resolver: PolicyResolver) -> Self {
+        self.change(|core| core.resolver = Some(resolver))
     }
 
     /// Fails unless the backend shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a
@@ -458,7 +284,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// service, which should be late rather than fail. Defaults to zero: requests do not wait.
     ///
     /// Waiters queue in their order of arrival, in one queue for each [key](Self::key) and process. Only the first waiter of a queue calls
-    /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](RateLimitHandle). It also calls
+    /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](super::RateLimitHandle). It also calls
     /// at least once a second, since other processes may give units back. Each such call that returns counts as a
     /// [decision](super#metrics) in the metrics.
     ///
@@ -537,11 +363,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Sets when the layer stops calling a store that fails. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
-        self.change(|core| {
-            core.circuit = Arc::new(Circuit::new(breaker));
-            core.shadow_circuit = Arc::new(Circuit::new(breaker));
-            core.tripped_by = Arc::default();
-        })
+        self.change(|core| core.shared.circuits = Arc::new(Circuits::new(breaker)))
     }
 
     /// Sets how long a decision may take in total. After that it counts as a store error. Defaults to 100 ms.
@@ -555,7 +377,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.change(|core| core.deadline = deadline)
     }
 
-    /// Waits until no [correction](RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive. It
+    /// Waits until no [correction](super::RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive. It
     /// covers all clones of this layer, and layers derived from it with the methods above. It takes no longer than the
     /// [deadline](Self::deadline), unless new corrections begin meanwhile. The [shutdown of the backend](crate::backend#shutdown) waits for the
     /// corrections of all layers.
@@ -578,181 +400,68 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # }
     /// ```
     pub async fn wait_idle(&self) {
-        self.settings.core.in_flight.wait_idle().await;
+        self.settings.core.shared.wait_idle().await;
     }
 }
 
 #[cfg(feature = "config")]
-impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
+impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// Uses the shared circuits, fallback counts and corrections instead of its own.
-    pub(crate) fn having(self, shared: &SharedState) -> Self {
-        self.change(|core| {
-            core.circuit = Arc::clone(&shared.circuit);
-            core.shadow_circuit = Arc::clone(&shared.shadow_circuit);
-            core.tripped_by = Arc::clone(&shared.tripped_by);
-            core.fallback = shared.fallback.clone();
-            core.in_flight = Arc::clone(&shared.in_flight);
-        })
+    pub(crate) fn with_shared(self, shared: &SharedState) -> Self {
+        self.change(|core| core.shared = shared.clone())
     }
 
     /// Replaces all filters, lists and added policies with `filter`.
-    pub(crate) fn filtered_by<X2>(self, filter: X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        self.with_filter(|_| filter)
+    pub(crate) fn filtered_by<X2>(self, filter: X2) -> RateLimitLayer<B, K, LayerOptions<C, A, R, X2>> {
+        self.with_options(|options| options.filter(|_| filter))
     }
 }
 
-impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
-    type Service = RateLimit<S, B, K, C, A, R, X>;
+impl<S, B, K, O> Layer<S> for RateLimitLayer<B, K, O> {
+    type Service = RateLimit<S, B, K, O>;
 
     fn layer(&self, inner: S) -> Self::Service {
         RateLimit::new(inner, self.clone())
     }
 }
 
-impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    fn of(core: LayerConfig<B>, key: Arc<K>, cost: Arc<C>, responder: Arc<A>, charge: Arc<R>, filter: Arc<X>) -> Self {
-        let (settler, copies) = (OnceLock::new(), ShardedRefs::default());
-        let settings =
-            Settings { core, key, cost, responder, charge, filter, settler, copies, thread_slot: None, depth: 0 };
-        Self { settings: Arc::new(settings) }
+impl<B, K, O> RateLimitLayer<B, K, O> {
+    fn of(core: LayerConfig<B>, key: Arc<K>, options: O) -> Self {
+        Self { settings: Arc::new(Settings::new(core, key, options)) }
     }
 
-    /// Returns the settings, cloned if services or other layers share them.
-    fn into_settings(self) -> Settings<B, K, C, A, R, X> {
-        Arc::unwrap_or_clone(self.settings)
-    }
-
-    fn change(self, change: impl FnOnce(&mut LayerConfig<B>)) -> Self {
-        let Settings { mut core, key, cost, responder, charge, filter, .. } = self.into_settings();
-        change(&mut core);
-        Self::of(core, key, cost, responder, charge, filter)
-    }
-
-    pub(super) fn into_shared(self) -> Arc<Settings<B, K, C, A, R, X>> {
+    pub(super) fn into_shared(self) -> Arc<Settings<B, K, O>> {
         self.settings
     }
 }
 
+impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
+    /// Returns the settings, cloned if services or other layers share them.
+    fn into_settings(self) -> Settings<B, K, O> {
+        Arc::unwrap_or_clone(self.settings)
+    }
+
+    fn change(self, change: impl FnOnce(&mut LayerConfig<B>)) -> Self {
+        let Settings { mut core, key, options, .. } = self.into_settings();
+        change(&mut core);
+        Self::of(core, key, options)
+    }
+
+    fn with_options<O2>(self, change: impl FnOnce(O) -> O2) -> RateLimitLayer<B, K, O2> {
+        let Settings { core, key, options, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, change(options))
+    }
+}
+
 // Not derived: `derive` would require `K: Clone` and so on, but closures need not be `Clone`.
-impl<B, K, C, A, R, X> Clone for RateLimitLayer<B, K, C, A, R, X> {
+impl<B, K, O> Clone for RateLimitLayer<B, K, O> {
     fn clone(&self) -> Self {
         Self { settings: Arc::clone(&self.settings) }
     }
 }
 
-impl<B, K, C, A, R, X> fmt::Debug for RateLimitLayer<B, K, C, A, R, X> {
+impl<B, K, O> fmt::Debug for RateLimitLayer<B, K, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.settings.core.describe::<K>(f, "RateLimitLayer")
-    }
-}
-
-impl<B> LayerConfig<B> {
-    pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
-        f.debug_struct(name)
-            .field("policy", &self.policy)
-            .field("key", &std::any::type_name::<K>())
-            .field("on_missing_key", &self.on_missing_key)
-            .field("on_store_error", &self.on_store_error)
-            .finish_non_exhaustive()
-    }
-}
-
-// Not derived: `derive` would require `B: Clone`.
-impl<B> Clone for LayerConfig<B> {
-    fn clone(&self) -> Self {
-        Self {
-            store: Arc::clone(&self.store),
-            policy: self.policy.clone(),
-            deadline: self.deadline,
-            resolver: self.resolver.clone(),
-            wait_config: self.wait_config.clone(),
-            max_waiters_in_total: self.max_waiters_in_total,
-            on_missing_key: self.on_missing_key,
-            on_store_error: self.on_store_error,
-            replicas: self.replicas,
-            circuit: Arc::clone(&self.circuit),
-            shadow_circuit: Arc::clone(&self.shadow_circuit),
-            tripped_by: Arc::clone(&self.tripped_by),
-            fallback: self.fallback.clone(),
-            in_flight: Arc::clone(&self.in_flight),
-            runtime: Arc::clone(&self.runtime),
-        }
-    }
-}
-
-/// Settings that the clones of a layer share with their services. Mutable state is behind pointers, so a copy is equivalent.
-// Aligned to its own cache line, away from the reference count, which every request writes.
-#[repr(align(64))]
-pub(super) struct Settings<B, K, C, A, R, X> {
-    pub(super) core: LayerConfig<B>,
-    pub(super) key: Arc<K>,
-    pub(super) cost: Arc<C>,
-    pub(super) responder: Arc<A>,
-    pub(super) charge: Arc<R>,
-    pub(super) filter: Arc<X>,
-    // Created by the first request that needs it, from the fields above.
-    settler: OnceLock<Arc<dyn Settle>>,
-    // Copies of these settings, one for each thread slot, so that each slot counts references separately. A copy stores its slot and how
-    // many copies it is away from the original.
-    copies: ShardedRefs<Arc<Self>>,
-    thread_slot: Option<usize>,
-    depth: u8,
-}
-
-// Not derived: `derive` would require `K: Clone` and so on.
-impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
-    fn clone(&self) -> Self {
-        Self {
-            core: self.core.clone(),
-            key: Arc::clone(&self.key),
-            cost: Arc::clone(&self.cost),
-            responder: Arc::clone(&self.responder),
-            charge: Arc::clone(&self.charge),
-            filter: Arc::clone(&self.filter),
-            settler: OnceLock::new(),
-            copies: ShardedRefs::default(),
-            thread_slot: None,
-            depth: 0,
-        }
-    }
-}
-
-impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// A thread that accepts connections clones a service for each connection, and the threads that serve them clone it again. A further
-    /// level would multiply the copies by the number of threads, so deeper clones share a reference count.
-    const MAX_DEPTH: u8 = 2;
-
-    /// Returns the copy whose reference count this thread uses: processors that update the same count wait for each other.
-    #[inline]
-    pub(super) fn for_this_thread(self: &Arc<Self>) -> &Arc<Self> {
-        let (thread_slot, depth) = (Some(thread_slot()), self.depth + 1);
-        if self.thread_slot == thread_slot || self.depth == Self::MAX_DEPTH {
-            return self;
-        }
-        self.copies.get(|| Arc::new(Self { thread_slot, depth, ..Self::clone(self) }))
-    }
-}
-
-impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Returns the settler, which sends corrections to the store.
-    pub(super) fn settler(&self) -> Arc<dyn Settle> {
-        let make = || -> Arc<dyn Settle> {
-            if let Ok(runtime) = Handle::try_current() {
-                // Another request may have set it before.
-                let _ = self.core.runtime.set(runtime);
-            }
-            self.core.in_flight.add_to_shutdown(&*self.core.store);
-            Arc::new(Settler {
-                policy: self.core.policy.clone(),
-                store: B::clone(&self.core.store),
-                fallback: self.core.fallback.backend().clone(),
-                deadline: self.core.deadline,
-                is_resolved: self.core.resolver.is_some(),
-                queues: self.core.wait_config.as_ref().map(|wait_config| Arc::clone(&wait_config.queues)),
-                runtime: Arc::clone(&self.core.runtime),
-                in_flight: Arc::clone(&self.core.in_flight),
-            })
-        };
-        Arc::clone(self.settler.get_or_init(make))
     }
 }

@@ -6,19 +6,16 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
-use super::evaluate::{count_allowed, record};
 use super::handle::Adjustment;
 use super::metrics::{Meters, Verdict};
 use super::policy::Policy;
+use super::record::{count_allowed, record};
 use super::store::{Charged, RateLimitStore};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker};
-use crate::store::deadline::{Deadline, require_nonzero_deadline};
-
-/// The default deadline of a decision.
-pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
+use crate::store::deadline::{DEFAULT_DEADLINE, Deadline, require_nonzero_deadline};
 
 /// Checks, waits or inspects without a tower service: for jobs, sockets and everything else that is not a request.
 ///

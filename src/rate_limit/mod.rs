@@ -167,7 +167,10 @@
 //! [`StoreError`]: crate::StoreError
 
 pub(crate) mod algorithm;
+mod annotate;
+mod charge_on;
 mod circuit_events;
+mod cost;
 mod decision;
 mod deny_cache;
 mod descriptor;
@@ -176,44 +179,57 @@ mod filter;
 mod future;
 mod handle;
 mod layer;
+mod layer_config;
+mod limit_info;
 mod limiter;
 mod metrics;
+mod options;
 mod policy;
 mod prefetch;
 mod probationary_cache;
 mod quota;
+mod rate_limited;
+mod record;
 mod rejection;
 mod resolver;
 mod service;
+mod settings;
 mod sharded_map;
 pub mod store;
 mod wait;
 mod wait_queue;
 
-pub(crate) use self::decision::Denial;
-pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
+pub use self::annotate::AnnotateResponse;
+pub use self::charge_on::{ChargeAlways, ChargeOn};
+pub use self::cost::{RequestCost, UnitCost};
+pub use self::decision::{Decision, LimitStatus, Outcome, Receipt};
 pub use self::deny_cache::{DenyCache, DenyCacheStats};
 pub use self::filter::{
     AllowList, DenyList, FilterAction, RequestFilter, ResolveFrom, Subjects, WithFilter, WithLimit,
 };
 pub use self::future::ResponseFuture;
 pub use self::handle::RateLimitHandle;
-pub use self::layer::{ChargeAlways, ChargeOn, RateLimitFallback, RateLimitLayer, RequestCost, UnitCost};
+pub use self::layer::RateLimitLayer;
+pub use self::layer_config::RateLimitFallback;
+pub use self::limit_info::LimitInfo;
 pub use self::limiter::Limiter;
+pub use self::options::LayerOptions;
 #[cfg(feature = "redis")]
 pub(crate) use self::policy::EncodedLimits;
-pub use self::policy::{Mode, Policy, QuotaChange};
+pub use self::policy::{Mode, Policy};
 pub use self::prefetch::{LeaseStats, QuotaPrefetch};
-pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
-pub use self::rejection::{AnnotateResponse, LimitInfo, Rejection};
+pub use self::quota::{Algorithm, BurstQuota, Limit, Quota, QuotaChange};
+pub(crate) use self::rate_limited::Denial;
+pub use self::rate_limited::RateLimited;
+pub use self::rejection::{Denied, MissingKey, Rejection};
 pub use self::resolver::PolicyResolver;
 pub use self::service::RateLimit;
 pub use crate::store::circuit::CircuitBreaker;
 
-#[cfg(feature = "http")]
-pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
-pub(crate) use self::layer::SharedState;
+pub(crate) use self::layer_config::SharedState;
+#[cfg(feature = "http")]
+pub(crate) use self::rate_limited::ceil_seconds;
 pub(crate) use self::store::as_change;
 #[cfg(feature = "redis")]
 pub(crate) use self::store::{Charge, give_back, one_after_the_other};

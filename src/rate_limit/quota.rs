@@ -268,6 +268,36 @@ impl Limit {
     }
 }
 
+/// What happens to the counts when a limit of a policy changes: in a new release, by a reload, or because a client has changed plans.
+/// Defaults to [`Keep`](Self::Keep).
+///
+/// This applies to the numbers: quotas, bursts, and the rates of token buckets. Policies with one name are counted separately if their
+/// limits differ in number, order, algorithms or windows. Such a change starts from zero, also for blocks, and while two releases share a
+/// store, each enforces its own limits.
+///
+/// The first request that is charged under the new numbers converts the counts. Counts of windows and buckets are cut at twice the new
+/// quota: a client that used 900 of 1,000 counts as having used 200 of 100. A [correction](super::RateLimitHandle) of an earlier charge
+/// converts nothing if that would cut or remove counts; it uses the stored numbers instead. Units that are charged later to a request with
+/// a cost of 0 count under the numbers of that request. While two releases with different numbers share a store, counts are converted back
+/// and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
+///
+/// **With `Reset`, two quotas under one name that are in use at the same time enforce nothing**: each request that finds the numbers of the
+/// other quota starts from zero. This happens during a rolling deploy, and permanently if two layers give different quotas the same name.
+/// Give each quota its own name, or use `Keep`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum QuotaChange {
+    /// Used units stay used: after 80 of 100, 920 of 1,000 are left.
+    #[default]
+    Keep,
+    /// A limit whose numbers change starts from zero: after 80 of 100, 1,000 of 1,000 are left. Not for two quotas that are in use at the
+    /// same time.
+    Reset,
+    /// The used share stays the same, rounded up: after 80 of 100, 200 of 1,000 are left. A sliding log keeps its logged requests, since it
+    /// has no share to scale.
+    Proportional,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

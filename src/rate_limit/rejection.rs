@@ -1,10 +1,11 @@
+//! Why a request was rejected.
+
+use std::error::Error;
 use std::fmt;
 
-use super::decision::{Decision, Denied, MissingKey, RateLimited};
-use super::handle::RateLimitHandle;
-use super::policy::Policy;
+use super::rate_limited::RateLimited;
 use crate::error::{BoxError, StoreError};
-use crate::key::Key;
+use crate::key::lack;
 
 /// Why a request was rejected. Each case has its own type, so "over the limit" and "the store is down" cannot be confused.
 #[derive(Debug)]
@@ -43,72 +44,40 @@ impl From<Rejection> for BoxError {
     }
 }
 
-/// Adds the state of its limits to the response of an admitted or rejected request, and a handle to an admitted request.
+/// The rejection of a request that has no key.
 ///
-/// Implemented for the same types as [`Responder`](crate::responder::Responder), which builds the response.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot add rate limits to responses `{Res}` to `{Req}`",
-    note = "the default responder needs HTTP responses (feature `http`); for other services call `.responder(ErrorResponder)`",
-    note = "your own responder has to implement `AnnotateResponse` and `Responder`; over HTTP, `HttpResponder::map_rejection` takes a closure"
-)]
-pub trait AnnotateResponse<Req, Res> {
-    /// Whether requests get a [handle](RateLimitHandle), which costs one or two allocations. Defaults to `false`.
-    fn attaches(&self) -> bool {
-        false
-    }
-
-    /// Gives an admitted request its handle.
-    fn attach(&self, handle: RateLimitHandle, request: &mut Req) {
-        let _ = (handle, request);
-    }
-
-    /// Called for a request that passes uncounted, so that the handle of an outer layer is not mistaken for one of this layer. Does nothing
-    /// by default.
-    fn pass(&self, request: &mut Req) {
-        let _ = request;
-    }
-
-    /// Whether [`annotate`](Self::annotate) has to be called. Defaults to `true`. If `false`, nothing is kept for it while a request is
-    /// handled.
-    fn annotates(&self) -> bool {
-        true
-    }
-
-    /// Adds the state of a policy to `response`. Called once for each enforced policy of the request.
-    fn annotate(&self, info: &LimitInfo<'_>, response: &mut Res);
+/// If an extractor of this crate found no key because the server has not put an extension into the request, the message names that
+/// extension. This applies to debug builds only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissingKey {
+    hint: Option<&'static str>,
 }
 
-/// The state of a request under one policy.
-#[derive(Clone, Copy, Debug)]
+impl MissingKey {
+    /// For the request that this thread handles at the moment.
+    pub(super) fn new() -> Self {
+        Self { hint: lack::noted() }
+    }
+}
+
+impl fmt::Display for MissingKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the request carries no key to count it under")?;
+        self.hint.map_or(Ok(()), |hint| write!(f, ": {hint}"))
+    }
+}
+
+impl Error for MissingKey {}
+
+/// The rejection of a request that is on a deny list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct LimitInfo<'a> {
-    /// The policy.
-    pub policy: &'a Policy,
-    /// The key under which the request counts, if known.
-    pub key: Option<&'a Key>,
-    /// The decision, if one could be made.
-    pub decision: Option<&'a Decision>,
-}
+pub struct Denied;
 
-impl<'a> LimitInfo<'a> {
-    /// Creates the info of a request of which only the policy is known.
-    #[must_use]
-    pub const fn new(policy: &'a Policy) -> Self {
-        Self { policy, key: None, decision: None }
-    }
-
-    /// Creates the info of a request that counts under `key`, with its decision.
-    #[must_use]
-    pub const fn of(policy: &'a Policy, key: &'a Key, decision: Option<&'a Decision>) -> Self {
-        Self { policy, key: Some(key), decision }
+impl fmt::Display for Denied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the request is not allowed")
     }
 }
 
-impl<Req, Res> AnnotateResponse<Req, Res> for crate::responder::ErrorResponder {
-    fn annotates(&self) -> bool {
-        false
-    }
-
-    /// Adds nothing: a plain service has no headers.
-    fn annotate(&self, _: &LimitInfo<'_>, _: &mut Res) {}
-}
+impl Error for Denied {}

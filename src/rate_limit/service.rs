@@ -5,20 +5,23 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::MissingKey;
-use super::decision::Denied;
+use super::annotate::AnnotateResponse;
+use super::charge_on::ChargeOn;
+use super::cost::RequestCost;
 use super::descriptor::{Descriptor, Descriptors};
-use super::evaluate::record;
 use super::filter::{FilterAction, RequestFilter, Subjects};
 use super::future::{ChargeRef, ResponseFuture};
-use super::layer::{ChargeAlways, ChargeOn, RateLimitLayer, RequestCost, Settings, UnitCost};
+use super::layer::RateLimitLayer;
 use super::metrics::Verdict;
+use super::options::LayerOptions;
 use super::policy::Policy;
-use super::rejection::{AnnotateResponse, Rejection};
+use super::record::record;
+use super::rejection::{Denied, MissingKey, Rejection};
+use super::settings::Settings;
 use super::store::RateLimitStore;
 use crate::key::{ExtractKey, GlobalKey, Key, lack};
 use crate::on_failure::OnMissingKey;
-use crate::responder::{HttpResponder, Responder};
+use crate::responder::Responder;
 
 /// A service behind a rate limit. See the [module docs](crate::rate_limit) for examples.
 ///
@@ -26,20 +29,23 @@ use crate::responder::{HttpResponder, Responder};
 /// service that reported ready is held during the store call. If it holds a permit, for example of a concurrency limit below this layer, a
 /// rejected request releases the permit unused.
 #[must_use]
-pub struct RateLimit<S, B, K = GlobalKey, C = UnitCost, A = HttpResponder, R = ChargeAlways, X = ()> {
+pub struct RateLimit<S, B, K = GlobalKey, O = LayerOptions> {
     inner: S,
-    settings: Arc<Settings<B, K, C, A, R, X>>,
+    settings: Arc<Settings<B, K, O>>,
 }
 
-impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
+impl<S, B, K, O> RateLimit<S, B, K, O> {
     /// Puts `inner` behind the limit of `layer`, without a `ServiceBuilder`.
-    pub fn new(inner: S, layer: RateLimitLayer<B, K, C, A, R, X>) -> Self {
+    pub fn new(inner: S, layer: RateLimitLayer<B, K, O>) -> Self {
         Self { inner, settings: layer.into_shared() }
     }
 
     /// Puts another service behind the same limit, at the cost of a clone.
     #[cfg(feature = "config")]
-    pub(crate) fn around<S2>(&self, inner: S2) -> RateLimit<S2, B, K, C, A, R, X> {
+    pub(crate) fn around<S2>(&self, inner: S2) -> RateLimit<S2, B, K, O>
+    where
+        O: Clone,
+    {
         RateLimit { inner, settings: Arc::clone(self.settings.for_this_thread()) }
     }
 
@@ -59,7 +65,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     }
 }
 
-impl<S, Req, B, K, C, A, R, X> Service<Req> for RateLimit<S, B, K, C, A, R, X>
+impl<S, Req, B, K, C, A, R, X> Service<Req> for RateLimit<S, B, K, LayerOptions<C, A, R, X>>
 where
     S: Service<Req> + Clone,
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -76,14 +82,14 @@ where
     type Future = ResponseFuture<S, Req, B, K, C, A, R, X>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.inner.poll_ready(cx).map_err(|error| self.settings.responder.error(error))
+        self.inner.poll_ready(cx).map_err(|error| self.settings.options.responder.error(error))
     }
 
-    fn call(&mut self, mut request: Req) -> Self::Future {
+    fn call(&mut self, request: Req) -> Self::Future {
         let settings = &*self.settings;
         let mut added = Subjects::default();
         lack::forget();
-        match settings.filter.filter(&request, &mut added) {
+        match settings.options.filter.filter(&request, &mut added) {
             FilterAction::Limit => {}
             FilterAction::Bypass => return self.pass(request),
             FilterAction::Deny => {
@@ -99,31 +105,61 @@ where
                     [only] => (policy, key) = (only.policy.take(), Some(only.key)),
                     [] => key = None,
                     _ => {
-                        return self.evaluate(Descriptors::Several(descriptors), settings.cost.cost(&request), request);
+                        return self.evaluate(
+                            Descriptors::Several(descriptors),
+                            settings.options.cost.cost(&request),
+                            request,
+                        );
                     }
                 },
                 Err(rejection) => return self.reject(Descriptors::default(), rejection),
             }
         }
-        let Some(key) = &key else { return self.pass(request) };
-        let (cost, core, primary) = (settings.cost.cost(&request), &settings.core, policy.is_none());
+        match key {
+            Some(key) => self.limit(policy, key, request),
+            None => self.pass(request),
+        }
+    }
+}
+
+impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
+    /// Limits a request that counts under one policy and key. `policy` is `None` for the policy of the layer.
+    #[inline]
+    fn limit<Req>(
+        &mut self,
+        policy: Option<Policy>,
+        key: Key,
+        mut request: Req,
+    ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
+    where
+        S: Service<Req> + Clone,
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+        X: RequestFilter<Req>,
+        C: RequestCost<Req>,
+        A: Clone
+            + Responder<Rejection, S::Response, S::Error>
+            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
+        R: ChargeOn<S::Response, S::Error>,
+    {
+        let settings = &*self.settings;
+        let (cost, core, primary) = (settings.options.cost.cost(&request), &settings.core, policy.is_none());
         let (mut resolved, is_known) = match &core.resolver {
             Some(resolver) if primary => {
-                resolver.cached_policy(key).map_or((None, false), |policy| (Some(policy), true))
+                resolver.cached_policy(&key).map_or((None, false), |policy| (Some(policy), true))
             }
             _ => (policy, true),
         };
         let policy = resolved.as_ref().unwrap_or(&core.policy);
-        let enforced = policy.is_enforced_for(key);
+        let enforced = policy.is_enforced_for(&key);
         // Queued requests are served first, so skip the fast path.
-        let is_known = is_known && !core.has_queue(if primary { &core.policy } else { policy }, key);
+        let is_known = is_known && !core.has_queue(if primary { &core.policy } else { policy }, &key);
         // Decides here without a future if that is possible. If no details of the decision are needed, the store only charges.
-        if is_known && settings.needs_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
+        if is_known && settings.needs_no_details::<S, Req>() && core.charge_now(policy, &key, cost) {
             // Cloned before the call, so that the compiler can build the inner future in its final place.
-            let responder = A::clone(&settings.responder);
+            let responder = A::clone(&settings.options.responder);
             return ResponseFuture::plain(self.inner.call(request), responder);
         }
-        let mut decision = if is_known { core.try_decide_locally(policy, key, cost) } else { None };
+        let mut decision = if is_known { core.try_decide_locally(policy, &key, cost) } else { None };
         // A denied request may wait in a queue instead of being rejected here.
         let waits = enforced && decision.as_ref().is_some_and(|decision| core.can_wait(decision, cost));
         let final_decision = decision.as_ref().filter(|_| !waits);
@@ -131,7 +167,7 @@ where
         // Built in its final place: moving it costs as much time as the decision.
         let mut make_descriptor = || Descriptor {
             policy: resolved.take(),
-            key: *key,
+            key,
             primary,
             decision: decision.take(),
             enforced,
@@ -149,9 +185,7 @@ where
             None => self.evaluate(Descriptors::One(descriptor), cost, request),
         }
     }
-}
 
-impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     #[inline]
     fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
@@ -159,7 +193,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         A: Responder<Rejection, S::Response, S::Error>
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
     {
-        self.settings.responder.pass(&mut request);
+        self.settings.options.responder.pass(&mut request);
         ResponseFuture::calling(
             self.inner.call(request),
             ChargeRef::Untracked,
@@ -190,7 +224,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         B: RateLimitStore + Clone + Send + Sync + 'static,
         X: RequestFilter<Req>,
     {
-        let Settings { core, filter, .. } = &*self.settings;
+        let Settings { core, options, .. } = &*self.settings;
         if let Some(resolver) = core.resolver.as_ref().filter(|resolver| resolver.needs_input())
             && let Some(primary) = descriptors.iter_mut().find(|descriptor| descriptor.primary)
         {
@@ -201,7 +235,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
             }
             // A cached policy may expire while the request waits.
             if primary.policy.is_none() || core.wait_config.is_some() {
-                primary.question = filter.question(&request);
+                primary.question = options.filter.question(&request);
             }
         }
         ResponseFuture::evaluating(
@@ -214,7 +248,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     }
 }
 
-impl<S: Clone, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
+impl<S: Clone, B, K, O> RateLimit<S, B, K, O> {
     /// Takes the instance of the inner service that reported ready, with its permit, and leaves a clone.
     fn take_ready(&mut self) -> S {
         let fresh = self.inner.clone();
@@ -222,7 +256,7 @@ impl<S: Clone, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     }
 }
 
-impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+impl<B, K, O> Settings<B, K, O> {
     /// The descriptors of a request, if they are not just its key; none if it passes uncounted.
     fn descriptors(&self, key: Option<Key>, added: Subjects) -> Result<Vec<Descriptor>, Rejection> {
         let layer = &self.core.policy;
@@ -257,14 +291,14 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
     }
 }
 
-// Not derived: `derive` would require more than `S: Clone`.
-impl<S: Clone, B, K, C, A, R, X> Clone for RateLimit<S, B, K, C, A, R, X> {
+// Not derived: `derive` would require `K: Clone` and so on.
+impl<S: Clone, B, K, O: Clone> Clone for RateLimit<S, B, K, O> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), settings: Arc::clone(self.settings.for_this_thread()) }
     }
 }
 
-impl<S: fmt::Debug, B, K, C, A, R, X> fmt::Debug for RateLimit<S, B, K, C, A, R, X> {
+impl<S: fmt::Debug, B, K, O> fmt::Debug for RateLimit<S, B, K, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.settings.core.describe::<K>(f, "RateLimit")
     }

@@ -23,8 +23,6 @@ use crate::store::shutdown::ShutdownTarget;
 /// If a returned future is dropped, its operation may or may not be done.
 ///
 /// [`Limiter`]: super::Limiter
-///
-/// [`Limiter`]: super::Limiter
 pub trait RateLimitStore {
     /// Charges `cost` units to all limits if all of them have room, and to none otherwise. Returns the state of the limits. A cost of 0
     /// charges nothing.

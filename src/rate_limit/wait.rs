@@ -1,5 +1,6 @@
 //! Requests that wait for room in a queue.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -8,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 use super::decision::Decision;
 use super::descriptor::{Descriptor, Descriptors};
 use super::evaluate::Evaluation;
-use super::layer::{LayerConfig, WaitConfig};
+use super::layer_config::{LayerConfig, WaitConfig};
 use super::policy::Policy;
 use super::rejection::Rejection;
 use super::store::RateLimitStore;
@@ -64,119 +65,11 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         if self.exceeds_capacity(&descriptors, cost) {
             return self.evaluate(descriptors, cost).await;
         }
+        let denied = descriptors.take_denied(arrived.elapsed());
         let until = after(Instant::now(), *wait);
-        let mut waiter: Option<Waiter> = None;
-        // The queues in which its turn has come. It joins them again only after a new denial, so that it does not alternate between two
-        // queues.
-        let mut visited: SmallVec<[QueueKey; 2]> = SmallVec::new();
-        // Shadow policies are checked once. For the key of the layer, the resolver decides whether its policy is one.
-        let mut shadows: Vec<Descriptor> = Vec::new();
-        let mut denied = descriptors.take_denied(arrived.elapsed());
-        // When the denial expires, if that is in time.
-        let expires_in_time = |denial: &Descriptor| {
-            let room = after(Instant::now(), self.limited(denial, cost)?.retry_after()?);
-            Some(room).filter(|room| *room <= until)
-        };
-        loop {
-            let denied = denied.take();
-            if let Some(denial) = waiter.as_ref().and_then(|waiter| waiter.rejection(cost))
-                && expires_in_time(&denial).is_none()
-            {
-                return self.reject_with(denial, cost);
-            }
-            let (denial, evaluation) = match self.denial_ahead(queues, &descriptors, &visited, cost) {
-                Some(denial) => (denial, None),
-                None => {
-                    // The next call is due one wait after this instant, so that the round trip does not add to the wait.
-                    let called_at = Instant::now();
-                    if let Some(waiter) = &waiter {
-                        // The resolver has a deadline of its own.
-                        waiter.call_until(after(called_at, self.deadline.saturating_mul(2)));
-                    }
-                    let mut evaluation = match denied {
-                        Some(descriptors) => Evaluation { result: self.combine(&descriptors, cost), descriptors },
-                        None => {
-                            let mut undecided = descriptors.undecided();
-                            let queried = self.query(&mut undecided, cost).await;
-                            // If a call before the denial has expired fails, the denial still holds.
-                            if let (Err(_), Some(waiter)) = (&queried, &waiter) {
-                                waiter.narrow();
-                                if let Some(denial) = waiter.unexpired_denial() {
-                                    match expires_in_time(&denial) {
-                                        Some(room) if waiter.wait_again(room, until).await => continue,
-                                        _ => return self.reject_with(self.latest_denial(queues, denial, cost), cost),
-                                    }
-                                }
-                            }
-                            self.finish(undecided, cost, queried).await
-                        }
-                    };
-                    let new_shadows = descriptors.take_shadows(&evaluation.descriptors);
-                    evaluation.descriptors.extend(shadows.clone());
-                    shadows.extend(new_shadows);
-                    let denial = strictest(evaluation.descriptors.iter().cloned());
-                    match (&waiter, &denial) {
-                        (Some(waiter), Some(denial)) if *waiter.queue_key() == self.queue_key(denial) => {
-                            waiter.narrow();
-                        }
-                        (Some(waiter), None) => {
-                            if let Some(room) = self.room_for_more(&evaluation, waiter.queue_key(), cost) {
-                                waiter.widen(room);
-                            }
-                        }
-                        _ => {}
-                    }
-                    let Some(denial) = denial else { return evaluation };
-                    let own_waiter = waiter.as_ref().filter(|waiter| *waiter.queue_key() == self.queue_key(&denial));
-                    let Some(pause) = evaluation.pause(until) else {
-                        if let Some(waiter) = own_waiter {
-                            waiter.set_rejection(CachedDenial::new(denial), cost);
-                        }
-                        return evaluation;
-                    };
-                    if let Some(waiter) = own_waiter {
-                        waiter.set_denial(CachedDenial::new(denial.clone()));
-                        if waiter.wait_again(after(called_at, pause), until).await {
-                            continue;
-                        }
-                        return self.reject_with(self.latest_denial(queues, denial, cost), cost);
-                    }
-                    (denial, Some((after(called_at, pause), evaluation)))
-                }
-            };
-            // A waiter of one queue must not delay the waiters of another.
-            drop(waiter.take());
-            let queue_key = self.queue_key(&denial);
-            let joined = expires_in_time(&denial)
-                .and_then(|_| queues.join(queue_key.clone(), || CachedDenial::new(denial.clone())));
-            let Some(joined) = joined else {
-                return evaluation.map_or_else(|| self.reject_with(denial, cost), |(_, evaluation)| evaluation);
-            };
-            if timeout_at(until, joined.wait_for_turn()).await.is_err() {
-                return self.reject_with(self.latest_denial(queues, denial, cost), cost);
-            }
-            // The waiters before it may have used room of which it does not know.
-            if let (Some((retry_at, _)), true) = (evaluation, joined.begins_queue())
-                && !joined.wait_again(retry_at, until).await
-            {
-                return self.reject_with(self.latest_denial(queues, denial, cost), cost);
-            }
-            visited.push(queue_key);
-            waiter = Some(joined);
-        }
-    }
-
-    /// The latest denial of its queue, for a request with an older one.
-    fn latest_denial(&self, queues: &WaitQueues, denial: Descriptor, cost: u64) -> Descriptor {
-        queues.denial(&self.queue_key(&denial), cost).unwrap_or(denial)
-    }
-
-    /// How many more such requests had room when this one was admitted, as far as known.
-    fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey, cost: u64) -> Option<u64> {
-        let descriptor = evaluation.descriptors.iter().find(|descriptor| self.queue_key(descriptor) == *queue_key)?;
-        let decision =
-            descriptor.decision.as_ref().filter(|decision| evaluation.result.is_ok() && decision.is_allowed())?;
-        decision.remaining()?.checked_div(cost)
+        let (waiter, visited, shadows) = (None, SmallVec::new(), Vec::new());
+        let waiting = WaitingRequest { layer: self, queues, cost, until, descriptors, waiter, visited, shadows };
+        waiting.evaluate(denied).await
     }
 
     /// The queue in which a descriptor waits.
@@ -184,29 +77,184 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         let policy = if descriptor.primary { &self.policy } else { descriptor.policy(&self.policy) };
         QueueKey::new(policy, &descriptor.key)
     }
+}
 
-    /// The longest denial of the queues with waiters before this request.
-    fn denial_ahead(
-        &self,
-        queues: &WaitQueues,
-        descriptors: &[Descriptor],
-        visited: &[QueueKey],
-        cost: u64,
-    ) -> Option<Descriptor> {
-        if !queues.any_waiters() {
-            return None;
+/// A request that waits for room.
+struct WaitingRequest<'a, B> {
+    layer: &'a LayerConfig<B>,
+    queues: &'a Arc<WaitQueues>,
+    cost: u64,
+    until: Instant,
+    descriptors: Descriptors,
+    // Its position in a queue, at the front.
+    waiter: Option<Waiter>,
+    // The queues in which its turn has come. It joins them again only after a new denial, so that it does not alternate between two
+    // queues.
+    visited: SmallVec<[QueueKey; 2]>,
+    // Shadow policies are checked once. For the key of the layer, the resolver decides whether its policy is one.
+    shadows: Vec<Descriptor>,
+}
+
+/// What a waiting request does next.
+enum Next {
+    Return(Evaluation),
+    /// Call the store again.
+    Retry,
+    /// Wait in the queue of this denial. The evaluation, if there is one, returned the denial, and the room is expected at that instant.
+    Queue(Descriptor, Option<(Instant, Evaluation)>),
+}
+
+impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
+    /// Calls the store until it admits the request, or the denial lasts too long. Waits in queues between the calls.
+    async fn evaluate(mut self, mut denied: Option<Descriptors>) -> Evaluation {
+        loop {
+            let denied = denied.take();
+            if let Some(denial) = self.waiter.as_ref().and_then(|waiter| waiter.rejection(self.cost))
+                && self.expires_in_time(&denial).is_none()
+            {
+                return self.reject_with(denial);
+            }
+            let mut next = match self.denial_ahead() {
+                Some(denial) => Next::Queue(denial, None),
+                None => self.call(denied).await,
+            };
+            if let Next::Queue(denial, evaluation) = next {
+                next = self.wait_in_queue(denial, evaluation).await;
+            }
+            if let Next::Return(evaluation) = next {
+                return evaluation;
+            }
         }
-        let queue_keys = descriptors
-            .iter()
-            .map(|descriptor| self.queue_key(descriptor))
-            .filter(|queue_key| !visited.contains(queue_key));
-        strictest(queue_keys.filter_map(|queue_key| queues.denial(&queue_key, cost)))
     }
 
-    /// Rejects a request without a call, with the denial of another request for the same policy and key.
-    fn reject_with(&self, denial: Descriptor, cost: u64) -> Evaluation {
+    /// Calls the store, unless the first decision is known.
+    async fn call(&mut self, denied: Option<Descriptors>) -> Next {
+        // The next call is due one wait after this instant, so that the round trip does not add to the wait.
+        let called_at = Instant::now();
+        let mut evaluation = match denied {
+            Some(descriptors) => Evaluation { result: self.layer.combine(&descriptors, self.cost), descriptors },
+            None => match self.query(called_at).await {
+                Ok(evaluation) => evaluation,
+                Err(next) => return next,
+            },
+        };
+        let new_shadows = self.descriptors.take_shadows(&evaluation.descriptors);
+        evaluation.descriptors.extend(self.shadows.clone());
+        self.shadows.extend(new_shadows);
+        let denial = strictest(evaluation.descriptors.iter().cloned());
+        self.adjust_concurrency(&evaluation, denial.as_ref());
+        let Some(denial) = denial else { return Next::Return(evaluation) };
+        let queue_key = self.layer.queue_key(&denial);
+        let own_waiter = self.waiter.as_ref().filter(|waiter| *waiter.queue_key() == queue_key);
+        let Some(pause) = evaluation.pause(self.until) else {
+            if let Some(waiter) = own_waiter {
+                waiter.set_rejection(CachedDenial::new(denial), self.cost);
+            }
+            return Next::Return(evaluation);
+        };
+        let retry_at = after(called_at, pause);
+        let Some(waiter) = own_waiter else { return Next::Queue(denial, Some((retry_at, evaluation))) };
+        waiter.set_denial(CachedDenial::new(denial.clone()));
+        if waiter.wait_again(retry_at, self.until).await { Next::Retry } else { self.reject_as_late(denial) }
+    }
+
+    /// Calls the store, and combines the decisions or applies the fallback.
+    async fn query(&self, called_at: Instant) -> Result<Evaluation, Next> {
+        if let Some(waiter) = &self.waiter {
+            // The resolver has a deadline of its own.
+            waiter.call_until(after(called_at, self.layer.deadline.saturating_mul(2)));
+        }
+        let mut undecided = self.descriptors.undecided();
+        let queried = self.layer.query(&mut undecided, self.cost).await;
+        if let (Err(_), Some(waiter)) = (&queried, &self.waiter) {
+            waiter.narrow();
+            // If a call before the denial has expired fails, the denial still holds.
+            if let Some(denial) = waiter.unexpired_denial() {
+                return Err(match self.expires_in_time(&denial) {
+                    Some(room) if waiter.wait_again(room, self.until).await => Next::Retry,
+                    _ => self.reject_as_late(denial),
+                });
+            }
+        }
+        Ok(self.layer.finish(undecided, self.cost, queried).await)
+    }
+
+    /// Lets more waiters of its queue call at the same time after it was admitted, and one after it was denied.
+    fn adjust_concurrency(&self, evaluation: &Evaluation, denial: Option<&Descriptor>) {
+        let Some(waiter) = &self.waiter else { return };
+        match denial {
+            None => {
+                if let Some(room) = self.room_for_more(evaluation, waiter.queue_key()) {
+                    waiter.widen(room);
+                }
+            }
+            Some(denial) if *waiter.queue_key() == self.layer.queue_key(denial) => waiter.narrow(),
+            Some(_) => {}
+        }
+    }
+
+    /// Waits until it is the turn of the request in the queue of `denial`.
+    async fn wait_in_queue(&mut self, denial: Descriptor, evaluation: Option<(Instant, Evaluation)>) -> Next {
+        // A waiter of one queue must not delay the waiters of another.
+        self.waiter = None;
+        let queue_key = self.layer.queue_key(&denial);
+        let joined = self
+            .expires_in_time(&denial)
+            .and_then(|_| self.queues.join(queue_key.clone(), || CachedDenial::new(denial.clone())));
+        let Some(joined) = joined else {
+            return Next::Return(evaluation.map_or_else(|| self.reject_with(denial), |(_, evaluation)| evaluation));
+        };
+        if timeout_at(self.until, joined.wait_for_turn()).await.is_err() {
+            return self.reject_as_late(denial);
+        }
+        // The waiters before it may have used room of which it does not know.
+        if let (Some((retry_at, _)), true) = (evaluation, joined.begins_queue())
+            && !joined.wait_again(retry_at, self.until).await
+        {
+            return self.reject_as_late(denial);
+        }
+        self.visited.push(queue_key);
+        self.waiter = Some(joined);
+        Next::Retry
+    }
+
+    /// When the denial expires, if that is in time.
+    fn expires_in_time(&self, denial: &Descriptor) -> Option<Instant> {
+        let room = after(Instant::now(), self.layer.limited(denial, self.cost)?.retry_after()?);
+        Some(room).filter(|room| *room <= self.until)
+    }
+
+    /// The longest denial of the queues with waiters before this request.
+    fn denial_ahead(&self) -> Option<Descriptor> {
+        if !self.queues.any_waiters() {
+            return None;
+        }
+        let queue_keys = self.descriptors.iter().map(|descriptor| self.layer.queue_key(descriptor));
+        let denials = queue_keys
+            .filter(|queue_key| !self.visited.contains(queue_key))
+            .filter_map(|queue_key| self.queues.denial(&queue_key, self.cost));
+        strictest(denials)
+    }
+
+    /// How many more such requests had room when this one was admitted, as far as known.
+    fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey) -> Option<u64> {
+        let mut descriptors = evaluation.descriptors.iter();
+        let descriptor = descriptors.find(|descriptor| self.layer.queue_key(descriptor) == *queue_key)?;
+        let decision =
+            descriptor.decision.as_ref().filter(|decision| evaluation.result.is_ok() && decision.is_allowed())?;
+        decision.remaining()?.checked_div(self.cost)
+    }
+
+    /// Rejects the request, since it cannot wait any longer, with the latest denial of its queue.
+    fn reject_as_late(&self, denial: Descriptor) -> Next {
+        let latest = self.queues.denial(&self.layer.queue_key(&denial), self.cost);
+        Next::Return(self.reject_with(latest.unwrap_or(denial)))
+    }
+
+    /// Rejects the request without a call, with the denial of another request for the same policy and key.
+    fn reject_with(&self, denial: Descriptor) -> Evaluation {
         let descriptors = Descriptors::One(denial);
-        let result = self.combine(&descriptors, cost);
+        let result = self.layer.combine(&descriptors, self.cost);
         Evaluation { descriptors, result }
     }
 }

@@ -8,6 +8,9 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use crate::error::{ConfigError, StoreError};
 
+/// The default deadline of a store call.
+pub(crate) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
+
 pin_project! {
     /// A store call that fails after its deadline.
     ///

@@ -577,9 +577,9 @@ mod tests {
         let traits = [
             ("RateLimitStore", include_str!("../rate_limit/store.rs"), 6),
             ("LockStore", include_str!("../lock/store.rs"), 8),
-            ("LockRegistry", include_str!("../lock/admin.rs"), 3),
+            ("LockRegistry", include_str!("../lock/store.rs"), 3),
             ("IdempotencyStore", include_str!("../idempotency/store.rs"), 6),
-            ("IdempotencyRegistry", include_str!("../idempotency/admin.rs"), 4),
+            ("IdempotencyRegistry", include_str!("../idempotency/store.rs"), 4),
             ("DelayQueueStore", include_str!("../delay_queue/store.rs"), 14),
         ];
         for (name, source, expected) in traits {

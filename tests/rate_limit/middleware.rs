@@ -15,8 +15,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LimitStatus, MissingKey, Mode, Outcome,
-    PolicyResolver, RateLimitHandle, RateLimited, Receipt, Subjects,
+    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LayerOptions, LimitStatus, MissingKey, Mode,
+    Outcome, PolicyResolver, RateLimitHandle, RateLimited, Receipt, Subjects, UnitCost,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -1447,9 +1447,7 @@ impl Login {
         Self(Limiter::new(MemoryBackend::new(), per_hour(3)))
     }
 
-    fn layer(
-        &self,
-    ) -> RateLimitLayer<MemoryBackend, tollgate::GlobalKey, tollgate::rate_limit::UnitCost, ErrorResponder> {
+    fn layer(&self) -> RateLimitLayer<MemoryBackend, GlobalKey, LayerOptions<UnitCost, ErrorResponder>> {
         layer(self.0.store().clone(), self.0.policy().clone())
     }
 
@@ -2139,7 +2137,7 @@ fn per_hour(limit: u64) -> Policy {
     Policy::new("test", Quota::per_hour(limit).fixed_window())
 }
 
-type Plain<B> = RateLimitLayer<B, tollgate::GlobalKey, tollgate::rate_limit::UnitCost, ErrorResponder>;
+type Plain<B> = RateLimitLayer<B, GlobalKey, LayerOptions<UnitCost, ErrorResponder>>;
 
 fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
     RateLimitLayer::new(store.into_store(), policy).responder(ErrorResponder)

@@ -10,7 +10,7 @@ use axum::extract::ConnectInfo;
 use http::{Request, Response, StatusCode};
 use tokio::task::JoinSet;
 use tollgate::http::{PeerIp, peer_ip};
-use tollgate::rate_limit::UnitCost;
+use tollgate::rate_limit::{LayerOptions, UnitCost};
 use tollgate::responder::SameBody;
 use tollgate::{HttpResponder, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -33,7 +33,7 @@ pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
 }
 
 /// The type of a layer in an axum router, or around one.
-type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, UnitCost, SameBody<HttpResponder>>;
+type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, LayerOptions<UnitCost, SameBody<HttpResponder>>>;
 
 /// The same with header fields alone, without extensions of requests and responses.
 pub fn fields(burst: u32) -> OfAxum {
