@@ -447,6 +447,27 @@ impl Rule {
     fn new(def: &RuleDef, policies: &BTreeMap<&str, Policy>, client_ip: &ClientIp) -> Result<Self, ParseError> {
         check_path(&def.path).map_err(|message| ParseError::new(message).within("path"))?;
         check_methods(def)?;
+        let (counts, cost) = (Self::counts(def, policies, client_ip)?, def.cost.unwrap_or(1));
+        check_cost(cost, &counts)?;
+        check_settings(def)?;
+        Ok(Self {
+            counts,
+            cost,
+            on_missing_key: def.on_missing_key.unwrap_or_default(),
+            on_store_error: def.on_store_error.unwrap_or_default(),
+            replicas: def.replicas.unwrap_or(1),
+            deadline: def.deadline.map(|deadline| deadline.0),
+            wait: def.wait.map_or(Duration::ZERO, |wait| wait.0),
+            charge: def.charge.unwrap_or_default(),
+        })
+    }
+
+    /// The policies of a rule with their keys. None if the rule is unlimited.
+    fn counts(
+        def: &RuleDef,
+        policies: &BTreeMap<&str, Policy>,
+        client_ip: &ClientIp,
+    ) -> Result<Vec<(Policy, RuleKey)>, ParseError> {
         let find = |name: &str| {
             policies.get(name).cloned().ok_or_else(|| {
                 let known = policies.keys().copied().take(16).collect::<Vec<_>>().join("`, `");
@@ -484,19 +505,7 @@ impl Rule {
                 }
             }
             (None, None, true) => {
-                let unused = [
-                    ("key", def.key.is_some()),
-                    ("cost", def.cost.is_some()),
-                    ("on_missing_key", def.on_missing_key.is_some()),
-                    ("on_store_error", def.on_store_error.is_some()),
-                    ("replicas", def.replicas.is_some()),
-                    ("deadline", def.deadline.is_some()),
-                    ("wait", def.wait.is_some()),
-                    ("charge", def.charge.is_some()),
-                ];
-                if let Some((field, _)) = unused.into_iter().find(|(_, is_set)| *is_set) {
-                    return Err(ParseError::new("has no effect in an unlimited rule").within(field));
-                }
+                check_unlimited(def)?;
             }
             (None, None, false) => {
                 return Err(ParseError::new("a rule needs one of `policy`, `policies` and `unlimited = true`"));
@@ -508,46 +517,62 @@ impl Rule {
                 return Err(ParseError::new("a rule is either unlimited or has policies").within("unlimited"));
             }
         }
-        let cost = def.cost.unwrap_or(1);
-        if cost == 0 {
-            return Err(ParseError::new("a cost of 0 is never counted; use `unlimited = true`").within("cost"));
-        }
-        // A quota of 0 denies everything on purpose.
-        let too_small = |(_, limit): &(&Policy, &Limit)| limit.capacity() > 0 && limit.capacity() < cost;
-        let mut limits = counts.iter().flat_map(|(policy, _)| policy.limits().iter().map(move |limit| (policy, limit)));
-        if let Some((policy, limit)) = limits.find(too_small) {
-            let message =
-                format!("a cost of {cost} never fits into the {} of policy `{}`", limit.capacity(), policy.name());
-            return Err(ParseError::new(message).within("cost"));
-        }
-        if def.replicas == Some(0) {
-            return Err(ParseError::new("the number of replicas is at least 1").within("replicas"));
-        }
-        if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != RateLimitFallback::Local) {
-            return Err(ParseError::new("has an effect only with `on_store_error = \"local\"`").within("replicas"));
-        }
-        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Global)) {
-            return Err(ParseError::new("has no effect, because every request has a key").within("on_missing_key"));
-        }
-        if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
-            return Err(
-                ParseError::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline")
-            );
-        }
-        if def.wait.is_some_and(|wait| wait.0.is_zero()) {
-            return Err(ParseError::new("a wait of 0 has no effect; leave `wait` out").within("wait"));
-        }
-        Ok(Self {
-            counts,
-            cost,
-            on_missing_key: def.on_missing_key.unwrap_or_default(),
-            on_store_error: def.on_store_error.unwrap_or_default(),
-            replicas: def.replicas.unwrap_or(1),
-            deadline: def.deadline.map(|deadline| deadline.0),
-            wait: def.wait.map_or(Duration::ZERO, |wait| wait.0),
-            charge: def.charge.unwrap_or_default(),
-        })
+        Ok(counts)
     }
+}
+
+/// Rejects settings that have no effect in an unlimited rule.
+fn check_unlimited(def: &RuleDef) -> Result<(), ParseError> {
+    let unused = [
+        ("key", def.key.is_some()),
+        ("cost", def.cost.is_some()),
+        ("on_missing_key", def.on_missing_key.is_some()),
+        ("on_store_error", def.on_store_error.is_some()),
+        ("replicas", def.replicas.is_some()),
+        ("deadline", def.deadline.is_some()),
+        ("wait", def.wait.is_some()),
+        ("charge", def.charge.is_some()),
+    ];
+    if let Some((field, _)) = unused.into_iter().find(|(_, is_set)| *is_set) {
+        return Err(ParseError::new("has no effect in an unlimited rule").within(field));
+    }
+    Ok(())
+}
+
+/// Rejects a cost that can never be charged.
+fn check_cost(cost: u64, counts: &[(Policy, RuleKey)]) -> Result<(), ParseError> {
+    if cost == 0 {
+        return Err(ParseError::new("a cost of 0 is never counted; use `unlimited = true`").within("cost"));
+    }
+    // A quota of 0 denies everything on purpose.
+    let too_small = |(_, limit): &(&Policy, &Limit)| limit.capacity() > 0 && limit.capacity() < cost;
+    let mut limits = counts.iter().flat_map(|(policy, _)| policy.limits().iter().map(move |limit| (policy, limit)));
+    if let Some((policy, limit)) = limits.find(too_small) {
+        let message =
+            format!("a cost of {cost} never fits into the {} of policy `{}`", limit.capacity(), policy.name());
+        return Err(ParseError::new(message).within("cost"));
+    }
+    Ok(())
+}
+
+/// Rejects settings that have no effect.
+fn check_settings(def: &RuleDef) -> Result<(), ParseError> {
+    if def.replicas == Some(0) {
+        return Err(ParseError::new("the number of replicas is at least 1").within("replicas"));
+    }
+    if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != RateLimitFallback::Local) {
+        return Err(ParseError::new("has an effect only with `on_store_error = \"local\"`").within("replicas"));
+    }
+    if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Global)) {
+        return Err(ParseError::new("has no effect, because every request has a key").within("on_missing_key"));
+    }
+    if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
+        return Err(ParseError::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline"));
+    }
+    if def.wait.is_some_and(|wait| wait.0.is_zero()) {
+        return Err(ParseError::new("a wait of 0 has no effect; leave `wait` out").within("wait"));
+    }
+    Ok(())
 }
 
 fn check_methods(def: &RuleDef) -> Result<(), ParseError> {

@@ -1,6 +1,7 @@
 //! Acquisitions: from the local queue to the store, until the lease is granted or the caller gives up.
 
 use std::future::{Future, pending, ready};
+use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -297,7 +298,7 @@ async fn acquire_once(
     terms: &Terms,
     give_up: Instant,
 ) -> Result<Leases, LockError> {
-    if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
+    if asked.iter_mut().fold(false, |is_shared, (_, turn)| mem::take(&mut turn.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
     match Attempt::new(home, asked, terms.limit()).await {
@@ -305,130 +306,157 @@ async fn acquire_once(
             granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
         // Boxed to keep the fast path's future small.
-        heard => Box::pin(retry(home, heard, asked, terms, give_up)).await,
+        heard => Box::pin(Retries::new(home, terms, give_up).run(heard, asked)).await,
     }
 }
 
-/// Retries after the first answer.
-async fn retry(
-    home: &Arc<Shared>,
-    mut heard: Result<(Answers, Instant), StoreError>,
-    asked: &mut Asked,
-    terms: &Terms,
+/// The calls after the first answer.
+struct Retries<'a> {
+    home: &'a Arc<Shared>,
+    terms: &'a Terms,
     give_up: Instant,
-) -> Result<Leases, LockError> {
-    let mut pause = FIRST_PAUSE;
-    let mut is_second = false;
+    // The pause after the next failure.
+    pause: Duration,
+    // Whether a call was repeated at once, over another connection.
+    was_repeated: bool,
     // When the last notification of a release arrived, if nothing happened since.
-    let mut told = None;
-    let mut ask_at = Instant::now();
-    loop {
-        let answer = heard.map(|heard| {
-            // The obstacle with the longest remaining time.
-            let obstacles = heard.0.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
-            let is_foreign = |answer: &Acquired| matches!(answer, Acquired::OtherKind { .. });
-            let obstacle = obstacles
-                .max_by_key(|(_, answer)| (is_foreign(answer), remaining(answer)))
-                .map(|(at, answer)| (at, *answer));
-            (heard, obstacle)
-        });
-        match answer {
-            Ok(((answers, now), None)) => {
-                if let Some(told) = told {
-                    home.meters().handed_over(HandoffKind::Message, now - told);
-                }
-                return granted(asked, &answers, now).ok_or_else(|| too_late().into());
-            }
-            Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
-                let Acquisition { lock, claim, .. } = &asked[at].0;
-                let required = claim.replicas.count;
-                let until = give_up.min(after(Instant::now(), claim.ttl));
-                tell(asked, Some(Failure::NotReplicated { replicas, until }));
-                let next = Instant::now() + jittered(pause);
-                if next >= give_up {
-                    return Err(NotReplicated::new(*lock, replicas, required).into());
-                }
-                pause = (pause * 2).min(LONGEST_PAUSE);
-                tokio::select! {
-                    () = sleep_until(next) => {}
-                    () = home.closed() => return Err(Closed.into()),
-                }
-            }
-            Ok((_, Some((at, Acquired::OtherKind { held })))) => {
-                let Acquisition { lock, claim, .. } = &asked[at].0;
-                return Err(OtherKind::new(*lock, claim.kind, held).into());
-            }
-            Ok((_, Some((at, answer)))) => {
-                tell(asked, Some(Failure::Busy(after(Instant::now(), remaining(&answer)))));
-                let (attempts, turn) = &mut asked[at];
-                let (lock, remaining) = (attempts.lock, remaining(&answer));
-                if matches!(answer, Acquired::LineFull { .. }) {
-                    return Err(QueueFull::new(lock).into());
-                }
-                if Instant::now() >= give_up {
-                    return Err(Busy::new(lock, remaining).into());
-                }
-                if terms.asks && Instant::now() >= ask_at {
-                    ask_at = Instant::now() + POLL / 2;
-                    home.ask_holders(lock, terms.deadline);
-                }
-                // Waiters further back get no grant when the lease ends.
-                let is_first = !matches!(answer, Acquired::InLine { is_first: false, .. });
-                if turn.wakeups.is_none() {
-                    let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
-                    let until = give_up.min(after(Instant::now(), listen));
-                    tokio::select! {
-                        wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
-                        () = home.closed() => return Err(Closed.into()),
-                    }
-                    // A release before the subscription is found by another call.
-                } else if let Some(wakeups) = &mut turn.wakeups {
-                    let mut poll = jittered(POLL);
-                    if is_first {
-                        poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
-                    }
-                    told = tokio::select! {
-                        () = wakeups.next() => Some(Instant::now()),
-                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => None,
-                        () = home.closed() => return Err(Closed.into()),
-                    };
-                    // Without time left, do not call again.
-                    if told.is_none() && Instant::now() < give_up {
-                        home.meters().polled();
-                    }
-                }
-                if Instant::now() >= give_up {
-                    return Err(Busy::new(lock, remaining).into());
-                }
-            }
-            // A connection may just have broken, and another may work. Repeating the call with the same token is harmless.
-            Err(error)
-                if error.is_unavailable()
-                    && !Circuit::is_cause_of(&error)
-                    && !std::mem::replace(&mut is_second, true) => {}
-            Err(error) => {
-                tell(asked, Some(Failure::Failed(error.clone())));
-                // A refused call would be refused again.
-                let is_passing = error.is_timeout() || error.is_unavailable();
-                let is_cut_off = terms.heeds_circuit && home.circuit().admit_no_probe().is_err();
-                let next = Instant::now() + jittered(pause);
-                if !is_passing || is_cut_off || next >= give_up {
-                    return Err(error.into());
-                }
-                pause = (pause * 2).min(LONGEST_PAUSE);
-                tokio::select! {
-                    () = sleep_until(next) => {}
-                    () = home.closed() => return Err(Closed.into()),
-                }
-            }
-        }
-        // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
-        // needs a new token.
-        if home.store.reach() == Reach::Quorum {
-            asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
-        }
-        heard = Attempt::new(home, asked, terms.limit()).await;
+    notified: Option<Instant>,
+    // When the holders may be asked for a release again.
+    ask_at: Instant,
+}
+
+impl<'a> Retries<'a> {
+    fn new(home: &'a Arc<Shared>, terms: &'a Terms, give_up: Instant) -> Self {
+        let ask_at = Instant::now();
+        Self { home, terms, give_up, pause: FIRST_PAUSE, was_repeated: false, notified: None, ask_at }
     }
+
+    /// Calls the store until it grants all leases, or the caller gives up.
+    async fn run(
+        mut self,
+        mut heard: Result<(Answers, Instant), StoreError>,
+        asked: &mut Asked,
+    ) -> Result<Leases, LockError> {
+        loop {
+            match heard {
+                Ok((answers, now)) => match obstacle(&answers) {
+                    None => {
+                        if let Some(notified) = self.notified {
+                            self.home.meters().handed_over(HandoffKind::Message, now - notified);
+                        }
+                        return granted(asked, &answers, now).ok_or_else(|| too_late().into());
+                    }
+                    Some((at, answer)) => self.wait_after(answer, at, asked).await?,
+                },
+                Err(error) => self.pause_after(error, asked).await?,
+            }
+            // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
+            // needs a new token.
+            if self.home.store.reach() == Reach::Quorum {
+                asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
+            }
+            heard = Attempt::new(self.home, asked, self.terms.limit()).await;
+        }
+    }
+
+    /// Waits after the answer that the lock at index `at` is not granted.
+    async fn wait_after(&mut self, answer: Acquired, at: usize, asked: &mut Asked) -> Result<(), LockError> {
+        let Acquisition { lock, claim, .. } = asked[at].0;
+        match answer {
+            Acquired::OtherKind { held } => return Err(OtherKind::new(lock, claim.kind, held).into()),
+            Acquired::NotReplicated { replicas } => {
+                let until = self.give_up.min(after(Instant::now(), claim.ttl));
+                tell(asked, Some(Failure::NotReplicated { replicas, until }));
+                return self.sleep_or(NotReplicated::new(lock, replicas, claim.replicas.count).into()).await;
+            }
+            _ => {}
+        }
+        let remaining = remaining(&answer);
+        tell(asked, Some(Failure::Busy(after(Instant::now(), remaining))));
+        if matches!(answer, Acquired::LineFull { .. }) {
+            return Err(QueueFull::new(lock).into());
+        }
+        let busy = Busy::new(lock, remaining);
+        if Instant::now() >= self.give_up {
+            return Err(busy.into());
+        }
+        if self.terms.asks && Instant::now() >= self.ask_at {
+            self.ask_at = Instant::now() + POLL / 2;
+            self.home.ask_holders(lock, self.terms.deadline);
+        }
+        // Waiters further back get no grant when the lease ends.
+        let is_first = !matches!(answer, Acquired::InLine { is_first: false, .. });
+        let (attempts, turn) = &mut asked[at];
+        self.wait_for_release(attempts, turn, remaining, is_first).await?;
+        if Instant::now() >= self.give_up { Err(busy.into()) } else { Ok(()) }
+    }
+
+    /// Waits for the notification of a release, or until the lease should have ended. Subscribes first if there is no subscription.
+    async fn wait_for_release(
+        &mut self,
+        attempts: &Acquisition,
+        turn: &mut LeaderPermit,
+        remaining: Duration,
+        is_first: bool,
+    ) -> Result<(), LockError> {
+        let Some(wakeups) = &mut turn.wakeups else {
+            let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
+            let until = self.give_up.min(after(Instant::now(), listen));
+            tokio::select! {
+                wakeups = timeout_at(until, Arc::clone(&self.home.store).watch(attempts.lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
+                () = self.home.closed() => return Err(Closed.into()),
+            }
+            // A release before the subscription is found by another call.
+            return Ok(());
+        };
+        let mut poll = jittered(POLL);
+        if is_first {
+            poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
+        }
+        self.notified = tokio::select! {
+            () = wakeups.next() => Some(Instant::now()),
+            () = sleep_until(self.give_up.min(after(Instant::now(), poll))) => None,
+            () = self.home.closed() => return Err(Closed.into()),
+        };
+        // Without time left, there is no further call.
+        if self.notified.is_none() && Instant::now() < self.give_up {
+            self.home.meters().polled();
+        }
+        Ok(())
+    }
+
+    /// Waits after an error, unless another call would fail as well.
+    async fn pause_after(&mut self, error: StoreError, asked: &Asked) -> Result<(), LockError> {
+        // A connection may just have broken, and another may work. Repeating the call with the same token is harmless.
+        let may_repeat = error.is_unavailable() && !Circuit::is_cause_of(&error);
+        if may_repeat && !mem::replace(&mut self.was_repeated, true) {
+            return Ok(());
+        }
+        tell(asked, Some(Failure::Failed(error.clone())));
+        // A refused call would be refused again.
+        let is_passing = error.is_timeout() || error.is_unavailable();
+        let is_cut_off = self.terms.heeds_circuit && self.home.circuit().admit_no_probe().is_err();
+        if is_passing && !is_cut_off { self.sleep_or(error.into()).await } else { Err(error.into()) }
+    }
+
+    /// Sleeps for the pause, or fails with `failure` if the caller gives up before its end.
+    async fn sleep_or(&mut self, failure: LockError) -> Result<(), LockError> {
+        let next = Instant::now() + jittered(self.pause);
+        if next >= self.give_up {
+            return Err(failure);
+        }
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        tokio::select! {
+            () = sleep_until(next) => Ok(()),
+            () = self.home.closed() => Err(Closed.into()),
+        }
+    }
+}
+
+/// The answer with the longest remaining time, of those that grant no lease, with its index.
+fn obstacle(answers: &[Acquired]) -> Option<(usize, Acquired)> {
+    let obstacles = answers.iter().copied().enumerate().filter(|(_, answer)| fence(answer).is_none());
+    obstacles.max_by_key(|(_, answer)| (matches!(answer, Acquired::OtherKind { .. }), remaining(answer)))
 }
 
 /// The attempts to take a lease with one token. Dropping it undoes an attempt that may have succeeded, and leaves the store's
@@ -629,11 +657,11 @@ impl Future for Attempt<'_> {
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
-        let (home, mut asked) = (Arc::clone(self.home), std::mem::take(self.asked));
+        let (home, mut asked) = (Arc::clone(self.home), mem::take(self.asked));
         // The outcome is also unknown if the task is dropped with its runtime.
         let settles = Some(Instant::now() + IN_FLIGHT_GRACE);
         let before: SmallVec<[_; 1]> =
-            asked.iter_mut().map(|(attempts, _)| std::mem::replace(&mut attempts.settles, settles)).collect();
+            asked.iter_mut().map(|(attempts, _)| mem::replace(&mut attempts.settles, settles)).collect();
         self.home.spawn(async move {
             let answers = call.await;
             for ((attempts, _), before) in asked.iter_mut().zip(before) {

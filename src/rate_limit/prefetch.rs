@@ -322,7 +322,11 @@ impl<S> QuotaPrefetch<S> {
                 }
             }
         }
+        self.refill(slot, policy, cost, can_wait, now)
+    }
 
+    /// The next step for a request that no lease covers: a refill, which all waiting requests of the key share.
+    fn refill(&self, slot: &mut Slot, policy: &Policy, cost: u64, can_wait: bool, now: Instant) -> Step {
         let capacity = || policy.limits().iter().map(Limit::capacity).min().unwrap_or(0);
         let room = if slot.room_until > now { slot.room } else { capacity() };
         let units = slot.size.min(room / u64::from(self.share));

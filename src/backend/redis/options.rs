@@ -320,16 +320,7 @@ impl RedisOptions {
                 if mode == ConnectMode::Connected {
                     check_nodes(&cluster, attempt).await?;
                 }
-                let servers = Publishers::Cluster(Arc::clone(&cluster));
-                return Ok(Connections {
-                    requests: Servers::Cluster(Arc::clone(&cluster), Purpose::Requests),
-                    dedicated: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
-                    grants: CarefulServers::Cluster(Arc::clone(&cluster), ReplicatedPurpose::Grants),
-                    renewals: CarefulServers::Cluster(cluster, ReplicatedPurpose::Renewals),
-                    response_timeout,
-                    source: Source { servers, connect_timeout, response_timeout },
-                    runtime,
-                });
+                return Ok(connections_to_cluster(cluster, connect_timeout, response_timeout, runtime));
             }
         };
         connect_single(connector, connections, pool_options, mode, attempt).await
@@ -384,6 +375,24 @@ impl RedisOptions {
 /// Whether the failure can end without a change of settings.
 fn is_outage(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Store(failure) if failure.error().is_unavailable() || failure.error().is_timeout())
+}
+
+fn connections_to_cluster(
+    cluster: Arc<Cluster>,
+    connect_timeout: Duration,
+    response_timeout: Duration,
+    runtime: Arc<RuntimeHandle>,
+) -> Connections {
+    let servers = Publishers::Cluster(Arc::clone(&cluster));
+    Connections {
+        requests: Servers::Cluster(Arc::clone(&cluster), Purpose::Requests),
+        dedicated: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
+        grants: CarefulServers::Cluster(Arc::clone(&cluster), ReplicatedPurpose::Grants),
+        renewals: CarefulServers::Cluster(cluster, ReplicatedPurpose::Renewals),
+        response_timeout,
+        source: Source { servers, connect_timeout, response_timeout },
+        runtime,
+    }
 }
 
 /// Checks that the announced addresses of the nodes work. If a node is down and others are up, its replicas take over. A permanent
