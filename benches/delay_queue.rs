@@ -198,7 +198,7 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
                     if is_over {
                         return;
                     }
-                    let finish = claimed.jobs.iter().map(|job| Ack::new(job.ticket(), AckKind::Done));
+                    let finish = claimed.jobs.iter().map(|job| Ack::new(job.lease(), AckKind::Done));
                     finishes = finish.collect();
                 }
             });

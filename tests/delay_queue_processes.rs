@@ -137,9 +137,9 @@ impl DelayQueueStore for Reporter {
     async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         let claimed = self.0.claim(queue, finished, claim).await?;
         for (finish, answer) in finished.iter().zip(&claimed.finished) {
-            match (answer, &finish.ending) {
+            match (answer, &finish.kind) {
                 (Finished::Done, AckKind::Done) => {
-                    say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token));
+                    say(format_args!("done {} {}", finish.lease.id, finish.lease.token));
                 }
                 // Another worker has the job, or has completed it.
                 (Finished::Lost | Finished::Gone, AckKind::Done) => say(format_args!("refused")),

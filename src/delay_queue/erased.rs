@@ -25,7 +25,7 @@ pub(crate) trait DynStore: Send + Sync {
     fn extend(
         self: Arc<Self>,
         queue: QueueKey,
-        tickets: Vec<JobLease>,
+        leases: Vec<JobLease>,
         lease: Duration,
         deadline: Duration,
     ) -> Call<Vec<Extended>>;
@@ -70,11 +70,11 @@ impl<S: DelayQueueStore + Send + Sync + 'static> DynStore for S {
     fn extend(
         self: Arc<Self>,
         queue: QueueKey,
-        tickets: Vec<JobLease>,
+        leases: Vec<JobLease>,
         lease: Duration,
         deadline: Duration,
     ) -> Call<Vec<Extended>> {
-        with_deadline(async move { DelayQueueStore::extend(&*self, &queue, &tickets, lease).await }, deadline)
+        with_deadline(async move { DelayQueueStore::extend(&*self, &queue, &leases, lease).await }, deadline)
     }
 
     fn watch(

@@ -93,7 +93,7 @@ impl<T> Job<T> {
     /// Why the previous attempt failed.
     #[must_use]
     pub fn last_failure(&self) -> Option<&FailureInfo> {
-        self.meta.stored.note.as_ref()
+        self.meta.stored.failure.as_ref()
     }
 
     /// The fencing token: larger than the token of each earlier attempt. Store it with the data that the service changes, and reject smaller
@@ -109,7 +109,7 @@ impl<T> Job<T> {
 
     /// The lease, which is needed to finish the job.
     #[must_use]
-    pub fn ticket(&self) -> JobLease {
+    pub fn lease(&self) -> JobLease {
         let JobMeta { token, stored } = &*self.meta;
         JobLease { id: stored.id, token: *token, unique: stored.unique }
     }

@@ -4,4 +4,4 @@
 pub const MAX_BATCH: usize = 256;
 
 /// How many bytes of an error text are stored.
-pub const MAX_NOTE: usize = 1_024;
+pub const MAX_ERROR_LEN: usize = 1_024;

@@ -274,7 +274,7 @@ pub(crate) use self::id::UniqueIds;
 #[cfg(feature = "testing")]
 pub(crate) use self::job::Canceller;
 pub use self::job::{Cancellation, Extensions, Job};
-pub use self::limits::MAX_NOTE;
+pub use self::limits::MAX_ERROR_LEN;
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;

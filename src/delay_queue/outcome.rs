@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::backoff::Backoff;
 use super::record::{Due, Reason};
-use super::store::{AckKind, MAX_NOTE};
+use super::store::{AckKind, MAX_ERROR_LEN};
 use crate::error::{BoxError, ContentionHint, causes};
 use crate::idempotency::OperationError;
 use crate::rate_limit::Denial;
@@ -188,7 +188,7 @@ fn bounded(delay: Duration) -> Duration {
 pub(crate) fn note(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
-    while let Some(cause) = next.filter(|_| text.len() < MAX_NOTE) {
+    while let Some(cause) = next.filter(|_| text.len() < MAX_ERROR_LEN) {
         // The error above these has the same text.
         if !(cause.is::<Detail>() || cause.is::<Denial>() || cause.is::<ContentionHint>()) {
             text.push_str(": ");
@@ -196,7 +196,7 @@ pub(crate) fn note(error: &BoxError) -> Arc<str> {
         }
         next = cause.source();
     }
-    let end = (0..=MAX_NOTE.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
+    let end = (0..=MAX_ERROR_LEN.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
     text.truncate(end);
     text.into()
 }
@@ -329,9 +329,9 @@ mod tests {
 
     #[test]
     fn note_is_cut_at_a_character_boundary() {
-        let text = note(&"\u{e4}".repeat(MAX_NOTE).into());
-        assert_eq!(text.len(), MAX_NOTE);
-        let text = note(&format!("x{}", "\u{e4}".repeat(MAX_NOTE)).into());
-        assert_eq!(text.len(), MAX_NOTE - 1);
+        let text = note(&"\u{e4}".repeat(MAX_ERROR_LEN).into());
+        assert_eq!(text.len(), MAX_ERROR_LEN);
+        let text = note(&format!("x{}", "\u{e4}".repeat(MAX_ERROR_LEN)).into());
+        assert_eq!(text.len(), MAX_ERROR_LEN - 1);
     }
 }

@@ -672,11 +672,11 @@ impl<T, C> DelayQueue<T, C> {
     pub(crate) async fn extend(
         &self,
         queue: QueueKey,
-        tickets: Vec<JobLease>,
+        leases: Vec<JobLease>,
         lease: Duration,
         deadline: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
-        Arc::clone(&self.handle.store).extend(queue, tickets, lease, deadline).await
+        Arc::clone(&self.handle.store).extend(queue, leases, lease, deadline).await
     }
 
     /// See [`DelayQueueStore::watch`].
@@ -726,10 +726,10 @@ mod tests {
         let queue = numbers.parts().next().unwrap();
         let second = Duration::from_secs(1);
         let claimed = numbers.claim(queue, Vec::new(), claim, second).await.unwrap().jobs.remove(0);
-        let ticket = claimed.ticket();
-        let ending = numbers.decode_claimed(claimed).unwrap_err();
-        assert!(matches!(ending, AckKind::Dead { reason: Reason::Undecodable, .. }), "{ending:?}");
-        numbers.claim(queue, vec![Ack { ticket, ending }], claim, second).await.unwrap();
+        let lease = claimed.lease();
+        let kind = numbers.decode_claimed(claimed).unwrap_err();
+        assert!(matches!(kind, AckKind::Dead { reason: Reason::Undecodable, .. }), "{kind:?}");
+        numbers.claim(queue, vec![Ack { lease, kind }], claim, second).await.unwrap();
         let dead = texts.get("a").await.unwrap().unwrap();
         assert_eq!((dead.state, texts.decode(&dead).unwrap().as_str()), (State::Dead, "not a number"));
     }

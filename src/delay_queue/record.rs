@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::id::JobId;
-use super::limits::MAX_NOTE;
+use super::limits::MAX_ERROR_LEN;
 use crate::key::Key;
 
 /// When a job is due.
@@ -167,7 +167,7 @@ pub struct StoredJob {
     /// The unique key.
     pub unique: Option<Unique>,
     /// Why the last attempt failed, and why the job is dead.
-    pub note: Option<FailureInfo>,
+    pub failure: Option<FailureInfo>,
     /// The headers.
     pub headers: Headers,
     /// The encoded payload.
@@ -187,7 +187,7 @@ impl StoredJob {
             enqueued_at,
             due_at,
             unique: job.unique,
-            note: None,
+            failure: None,
             headers: job.headers.clone(),
             payload: Arc::clone(&job.payload),
         }
@@ -200,12 +200,12 @@ impl StoredJob {
 pub struct FailureInfo {
     /// The kind of failure.
     pub reason: Reason,
-    /// The error text, up to [`MAX_NOTE`] bytes.
+    /// The error text, up to [`MAX_ERROR_LEN`] bytes.
     pub error: Arc<str>,
 }
 
 impl FailureInfo {
-    /// For stores: why an attempt failed, with the first [`MAX_NOTE`] bytes of `error`.
+    /// For stores: why an attempt failed, with the first [`MAX_ERROR_LEN`] bytes of `error`.
     #[must_use]
     pub fn new(reason: Reason, error: &str) -> Self {
         Self { reason, error: Self::cut(error).into() }
@@ -213,7 +213,7 @@ impl FailureInfo {
 
     /// The part of an error text that is stored.
     pub(crate) fn cut(error: &str) -> &str {
-        let end = (0..=error.len().min(MAX_NOTE)).rev().find(|&end| error.is_char_boundary(end));
+        let end = (0..=error.len().min(MAX_ERROR_LEN)).rev().find(|&end| error.is_char_boundary(end));
         &error[..end.unwrap_or_default()]
     }
 }

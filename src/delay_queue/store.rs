@@ -13,7 +13,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
 
-pub use super::limits::{MAX_BATCH, MAX_NOTE};
+pub use super::limits::{MAX_BATCH, MAX_ERROR_LEN};
 pub use super::record::State;
 pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
@@ -67,7 +67,7 @@ pub trait DelayQueueStore {
     fn extend(
         &self,
         queue: &QueueKey,
-        tickets: &[JobLease],
+        leases: &[JobLease],
         lease: Duration,
     ) -> impl Future<Output = Result<Vec<Extended>, StoreError>> + Send;
 
@@ -348,16 +348,16 @@ pub struct JobLease {
 #[non_exhaustive]
 pub struct Ack {
     /// The lease of the job.
-    pub ticket: JobLease,
+    pub lease: JobLease,
     /// How the attempt ended.
-    pub ending: AckKind,
+    pub kind: AckKind,
 }
 
 impl Ack {
-    /// The result of the attempt under the lease `ticket`.
+    /// The result of the attempt under `lease`.
     #[must_use]
-    pub const fn new(ticket: JobLease, ending: AckKind) -> Self {
-        Self { ticket, ending }
+    pub const fn new(lease: JobLease, kind: AckKind) -> Self {
+        Self { lease, kind }
     }
 }
 
@@ -374,7 +374,7 @@ pub enum AckKind {
     Retry {
         /// How long it waits.
         delay: Duration,
-        /// Why the attempt failed. The first [`MAX_NOTE`] bytes are stored.
+        /// Why the attempt failed. The first [`MAX_ERROR_LEN`] bytes are stored.
         error: Arc<str>,
     },
     /// The job waits, and the attempt does not count. Its due time does not change: after the snooze it precedes jobs of its priority that are
@@ -389,7 +389,7 @@ pub enum AckKind {
     Dead {
         /// The kind of failure.
         reason: Reason,
-        /// The error text. The first [`MAX_NOTE`] bytes are stored.
+        /// The error text. The first [`MAX_ERROR_LEN`] bytes are stored.
         error: Arc<str>,
     },
 }
@@ -519,7 +519,7 @@ impl ClaimedJob {
 
     /// The lease, which is needed to finish the job.
     #[must_use]
-    pub const fn ticket(&self) -> JobLease {
+    pub const fn lease(&self) -> JobLease {
         JobLease { id: self.job.id, token: self.token, unique: self.job.unique }
     }
 }
@@ -531,7 +531,7 @@ pub enum Cancelled {
     /// The job was waiting, and is removed.
     Removed,
     /// The job is running. Its worker is notified with the next renewal of its lease. The job is not tried again, and its id is free.
-    Told,
+    Notified,
     /// The job is dead already.
     Dead,
     /// There is no job with this id, or it is done.

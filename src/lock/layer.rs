@@ -266,7 +266,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Asks the holder to release the lock while a request [waits](Self::wait) for it. Off by default. The handler learns it
-    /// from [`LeaseHandle::asked`](super::LeaseHandle::asked), and may ignore it: see [`Locks::request_release`].
+    /// from [`LeaseHandle::release_requested`](super::LeaseHandle::release_requested), and may ignore it: see [`Locks::request_release`].
     pub fn request_release(self) -> Self {
         self.with(Locks::request_release)
     }

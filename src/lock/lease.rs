@@ -134,7 +134,7 @@ impl Lease {
     ///
     /// May be dropped and called again. Requests of other processes arrive only while this is awaited; a waiter repeats them
     /// once a second.
-    pub fn asked(&self) -> impl Future<Output = ()> + Send + use<'_> {
+    pub fn release_requested(&self) -> impl Future<Output = ()> + Send + use<'_> {
         self.grant.hold.asked(Arc::clone(&self.grant.home.store))
     }
 
@@ -310,8 +310,8 @@ impl LeaseHandle {
         self.hold.over(|| self.until()).await
     }
 
-    /// Waits until a waiter asks for the lock: see [`Lease::asked`]. Never returns if it was released before.
-    pub async fn asked(&self) {
+    /// Waits until a waiter asks for the lock: see [`Lease::release_requested`]. Never returns if it was released before.
+    pub async fn release_requested(&self) {
         if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
             self.hold.asked(store).await;
         }

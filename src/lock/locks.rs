@@ -153,7 +153,7 @@ impl Locks {
 
     /// Asks the holder of a lock to release it while a caller waits for it. Off by default.
     ///
-    /// The holder learns it from [`Lease::asked`] and may ignore it. Use it for work that is worth less than its successor, such
+    /// The holder learns it from [`Lease::release_requested`] and may ignore it. Use it for work that is worth less than its successor, such
     /// as an upload whose client has reconnected. The first waiter of a process asks, with [fair](Self::fair) locks each waiter,
     /// and again once a second, because a message may be lost. Each time costs a command in the background.
     ///
@@ -167,7 +167,7 @@ impl Locks {
     ///
     /// let lease = uploads.lock("film.mkv").await?;
     /// let holder = tokio::spawn(async move {
-    ///     lease.asked().await; // beside the work, in a `select!`
+    ///     lease.release_requested().await; // beside the work, in a `select!`
     ///     lease.release().await
     /// });
     /// # tokio::task::yield_now().await;

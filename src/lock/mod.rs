@@ -203,7 +203,7 @@
 //! continues to wait, or gets [`LockError::Busy`] if its wait is over. With fair locks and read/write locks it enters the queue
 //! of the store again, at the end: a kept position would delay all processes.
 //!
-//! With [`Locks::request_release`] waiters ask the holder to release the lock. [`Lease::asked`] tells the holder, which decides.
+//! With [`Locks::request_release`] waiters ask the holder to release the lock. [`Lease::release_requested`] tells the holder, which decides.
 //!
 //! # What is asked of the store
 //!

@@ -217,7 +217,7 @@ pub use self::options::LayerOptions;
 #[cfg(feature = "redis")]
 pub(crate) use self::policy::EncodedLimits;
 pub use self::policy::{Mode, Policy};
-pub use self::prefetch::{LeaseStats, QuotaPrefetch};
+pub use self::prefetch::{PrefetchStats, QuotaPrefetch};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota, QuotaChange};
 pub(crate) use self::rate_limited::Denial;
 pub use self::rate_limited::RateLimited;

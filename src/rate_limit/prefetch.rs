@@ -101,7 +101,7 @@ pub struct QuotaPrefetch<S> {
 /// The units that a [`QuotaPrefetch`] has drawn: handed out, given back, expired, or held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct LeaseStats {
+pub struct PrefetchStats {
     /// The number of draws.
     pub draws: u64,
     /// The units that were charged in the store by draws, or may have been if no reply arrived.
@@ -119,7 +119,7 @@ pub struct LeaseStats {
 /// The state of a shard.
 #[derive(Debug, Default)]
 struct ShardState {
-    stats: LeaseStats,
+    stats: PrefetchStats,
     // Hashes of keys that are being reset or blocked through this store. They get no lease until then, since it is unknown whether a draw
     // is charged before or after.
     changing: Vec<u64>,
@@ -238,8 +238,8 @@ impl<S> QuotaPrefetch<S> {
 
     /// Returns the statistics of all clones.
     #[must_use]
-    pub fn stats(&self) -> LeaseStats {
-        let mut sum = LeaseStats::default();
+    pub fn stats(&self) -> PrefetchStats {
+        let mut sum = PrefetchStats::default();
         for shard in self.slots.lock_each() {
             let (stats, now) = (shard.state.stats, Instant::now());
             sum.draws += stats.draws;

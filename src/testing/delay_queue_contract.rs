@@ -63,8 +63,8 @@ fn names(jobs: &[ClaimedJob]) -> Vec<&str> {
     jobs.iter().map(|claimed| claimed.job.id.as_str()).collect()
 }
 
-async fn finish<S: DelayQueueStore>(store: &S, job: &ClaimedJob, ending: AckKind) -> Finished {
-    let finish = Ack { ticket: job.ticket(), ending };
+async fn finish<S: DelayQueueStore>(store: &S, job: &ClaimedJob, kind: AckKind) -> Finished {
+    let finish = Ack { lease: job.lease(), kind };
     store.claim(&queue(), &[finish], &claim(0, LONG)).await.unwrap().finished[0]
 }
 
@@ -136,14 +136,14 @@ pub async fn job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
 pub async fn job_returns_when_its_lease_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a"), job("b")]).await;
     let first = store.claim(&queue(), &[], &claim(2, SHORT)).await.unwrap().jobs;
-    let extended = store.extend(&queue(), &[first[0].ticket()], LONG).await.unwrap();
+    let extended = store.extend(&queue(), &[first[0].lease()], LONG).await.unwrap();
     assert_eq!(extended, [Extended::Held]);
     sleep(SHORT + Duration::from_millis(20)).await;
     let second = take(&store, &["b"]).await;
     assert!(second[0].token > first[1].token);
     assert_eq!(second[0].job.attempt, 2);
     assert_eq!(finish(&store, &first[1], AckKind::Done).await, Finished::Lost);
-    let extended = store.extend(&queue(), &[first[1].ticket(), first[0].ticket()], LONG).await.unwrap();
+    let extended = store.extend(&queue(), &[first[1].lease(), first[0].lease()], LONG).await.unwrap();
     assert_eq!(extended, [Extended::Lost, Extended::Held]);
     assert_eq!(finish(&store, &second[0], AckKind::Done).await, Finished::Done);
     assert_eq!(finish(&store, &first[0], AckKind::Done).await, Finished::Done);
@@ -257,7 +257,7 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         // The next job waits for the running one.
         assert_eq!(add(&store, held("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
-        assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Told);
+        assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Notified);
         assert_eq!(add(&store, held("b")).await, expected);
         take(&store, &[]).await;
         assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
@@ -267,11 +267,11 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
         assert!(store.release_unique(&queue(), &user).await.unwrap());
     }
     // The worker cancels the job, or the job is dead and then removed.
-    for ending in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
+    for kind in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
         assert_eq!(add(&store, held("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
-        let expected = if ending == AckKind::Cancelled { Finished::Done } else { Finished::Dead };
-        assert_eq!(finish(&store, &jobs[0], ending).await, expected);
+        let expected = if kind == AckKind::Cancelled { Finished::Done } else { Finished::Dead };
+        assert_eq!(finish(&store, &jobs[0], kind).await, expected);
         if expected == Finished::Dead {
             assert_eq!(add(&store, held("b")).await, Admission::Exists(a));
             assert_eq!(store.forget(&queue(), &[b, a]).await.unwrap(), [false, true]);
@@ -298,7 +298,7 @@ pub async fn expired_unique_key_of_a_cancelled_run_blocks_no_job<S: DelayQueueSt
     assert_eq!(add(&store, with_key("a", UniqueFor::Time(Duration::from_millis(20)))).await, Admission::New);
     let jobs = take(&store, &["a"]).await;
     sleep(Duration::from_millis(50)).await;
-    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Notified);
     assert_eq!(add(&store, with_key("b", UniqueFor::WaitingOrRunning)).await, Admission::New);
     let next = take(&store, &["b"]).await;
     assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
@@ -318,7 +318,7 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
 
     assert_eq!(add(&store, occurrence("a")).await, Admission::New);
     let jobs = take(&store, &["a"]).await;
-    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Notified);
     assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
     assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(a));
     assert!(store.release_unique(&queue(), &user).await.unwrap());
@@ -328,10 +328,10 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
     assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(b));
     assert!(store.release_unique(&queue(), &user).await.unwrap());
 
-    for ending in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
+    for kind in [AckKind::Cancelled, AckKind::Dead { reason: Reason::Refused, error: "no".into() }] {
         assert_eq!(add(&store, occurrence("a")).await, Admission::New);
         let jobs = take(&store, &["a"]).await;
-        finish(&store, &jobs[0], ending).await;
+        finish(&store, &jobs[0], kind).await;
         store.forget(&queue(), &[a]).await.unwrap();
         assert_eq!(state(&store, "a").await, None);
         assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(a));
@@ -395,7 +395,7 @@ pub async fn claim_returns_at_most_its_limit<S: DelayQueueStore>(store: S) {
     assert!(none.oldest_due.is_some_and(|since| since >= Duration::from_millis(19)), "{none:?}");
     let many = ask(&store, usize::MAX).await;
     assert_eq!((many.jobs.len(), many.more), (MAX_BATCH, true));
-    let finishes = many.jobs.iter().map(|job| Ack { ticket: job.ticket(), ending: AckKind::Done });
+    let finishes = many.jobs.iter().map(|job| Ack { lease: job.lease(), kind: AckKind::Done });
     let finishes: Vec<_> = finishes.collect();
     let rest = store.claim(&queue(), &finishes, &claim(MAX_BATCH, LONG)).await.unwrap();
     assert!(rest.finished.iter().all(|finished| *finished == Finished::Done));
@@ -407,22 +407,22 @@ pub async fn claim_returns_at_most_its_limit<S: DelayQueueStore>(store: S) {
 /// Each failure uses up an attempt. After the last one, the job is dead, with the reason. A snooze or a release uses none.
 pub async fn attempts_are_counted_and_released<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 2, ..job("a") }]).await;
-    for ending in [AckKind::Snooze { delay: Duration::ZERO }, AckKind::Release, retry(Duration::ZERO)] {
+    for kind in [AckKind::Snooze { delay: Duration::ZERO }, AckKind::Release, retry(Duration::ZERO)] {
         let jobs = take(&store, &["a"]).await;
-        assert_eq!((jobs[0].job.attempt, &jobs[0].job.note), (1, &None));
-        assert_eq!(finish(&store, &jobs[0], ending).await, Finished::Done);
+        assert_eq!((jobs[0].job.attempt, &jobs[0].job.failure), (1, &None));
+        assert_eq!(finish(&store, &jobs[0], kind).await, Finished::Done);
     }
-    for ending in [AckKind::Release, retry(Duration::ZERO)] {
+    for kind in [AckKind::Release, retry(Duration::ZERO)] {
         let jobs = take(&store, &["a"]).await;
         assert_eq!(jobs[0].job.attempt, 2);
-        let note = jobs[0].job.note.clone().unwrap();
-        assert_eq!((note.reason, &*note.error), (Reason::Failed, "it did not work"));
-        let finished = finish(&store, &jobs[0], ending.clone()).await;
-        assert_eq!(finished, if ending == AckKind::Release { Finished::Done } else { Finished::Dead });
+        let failure = jobs[0].job.failure.clone().unwrap();
+        assert_eq!((failure.reason, &*failure.error), (Reason::Failed, "it did not work"));
+        let finished = finish(&store, &jobs[0], kind.clone()).await;
+        assert_eq!(finished, if kind == AckKind::Release { Finished::Done } else { Finished::Dead });
     }
     take(&store, &[]).await;
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
-    assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 2, Reason::Failed));
+    assert_eq!((dead.state, dead.attempt, dead.failure.unwrap().reason), (State::Dead, 2, Reason::Failed));
 }
 
 /// A retried or snoozed job waits for the given delay. A released job keeps its place.
@@ -430,8 +430,8 @@ pub async fn retried_or_snoozed_job_waits_for_its_delay<S: DelayQueueStore>(stor
     push(&store, &["a", "b", "c", "d"].map(job)).await;
     let jobs = take(&store, &["a", "b", "c", "d"]).await;
     let endings = [AckKind::Snooze { delay: SHORT }, retry(SHORT), AckKind::Release, retry(Duration::ZERO)];
-    for (job, ending) in jobs.iter().zip(endings) {
-        assert_eq!(finish(&store, job, ending).await, Finished::Done);
+    for (job, kind) in jobs.iter().zip(endings) {
+        assert_eq!(finish(&store, job, kind).await, Finished::Done);
     }
     take(&store, &["c", "d"]).await;
     sleep(SHORT + Duration::from_millis(2)).await;
@@ -478,7 +478,7 @@ pub async fn claim_takes_all_snoozed_jobs_within_its_limit<S: DelayQueueStore>(s
     // The snooze of the job with the highest priority ends last.
     push(&store, &[NewJob { priority: Priority::High, ..job("h") }]).await;
     let all = async || ask(&store, MAX_BATCH).await.jobs;
-    let snooze = |delay| move |job: &ClaimedJob| Ack { ticket: job.ticket(), ending: AckKind::Snooze { delay } };
+    let snooze = |delay| move |job: &ClaimedJob| Ack { lease: job.lease(), kind: AckKind::Snooze { delay } };
     let claimed = all().await;
     assert_eq!(claimed.len(), 101);
     let mut finishes: Vec<_> = claimed[1..].iter().map(snooze(SHORT)).collect();
@@ -504,7 +504,7 @@ pub async fn crash_loop_ends<S: DelayQueueStore>(store: S) {
     assert_eq!(last.died, [Died::new(JobId::from("a"), 3)]);
     assert_eq!(ask(&store, 100).await.expired, Expired::default());
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
-    assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
+    assert_eq!((dead.state, dead.attempt, dead.failure.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
 }
 
 /// A cancellation removes a waiting job. The worker of a running job is notified, and the job is not retried.
@@ -514,9 +514,9 @@ pub async fn cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
     assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Removed);
     let jobs = take(&store, &["b", "c"]).await;
-    assert_eq!(store.cancel(&queue(), &b, false).await.unwrap(), Cancelled::Told);
-    let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
-    let extended = store.extend(&queue(), &tickets, LONG).await.unwrap();
+    assert_eq!(store.cancel(&queue(), &b, false).await.unwrap(), Cancelled::Notified);
+    let leases: Vec<_> = jobs.iter().map(ClaimedJob::lease).collect();
+    let extended = store.extend(&queue(), &leases, LONG).await.unwrap();
     assert_eq!(extended, [Extended::Cancelled, Extended::Held]);
     assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
     assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Dead);
@@ -526,23 +526,23 @@ pub async fn cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     // The next job with the same id is not affected.
     push(&store, &[job("b")]).await;
     let jobs = take(&store, &["b"]).await;
-    assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
+    assert_eq!(store.extend(&queue(), &[jobs[0].lease()], LONG).await.unwrap(), [Extended::Held]);
 }
 
 /// If a job is pushed while a cancelled run with its id or unique key continues, it is kept, and claimed when that run has ended.
 pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
     let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
     for (old, new) in [(job("a"), job("a")), (unique("a"), unique("b")), (unique("a"), unique("a"))] {
-        for ending in [AckKind::Done, retry(Duration::ZERO), AckKind::Release] {
+        for kind in [AckKind::Done, retry(Duration::ZERO), AckKind::Release] {
             let first = cancel_and_push_again(&store, &old, &new).await;
-            assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Cancelled]);
-            let is_done = ending == AckKind::Done;
+            assert_eq!(store.extend(&queue(), &[first.lease()], LONG).await.unwrap(), [Extended::Cancelled]);
+            let is_done = kind == AckKind::Done;
             let finished = if is_done { Finished::Done } else { Finished::Cancelled };
-            assert_eq!(finish(&store, &first, ending).await, finished);
+            assert_eq!(finish(&store, &first, kind).await, finished);
             let second = take(&store, &[new.id.as_str()]).await;
             assert_eq!(second[0].job.attempt, 1);
             // The lease of the old run is not valid any more.
-            assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Lost]);
+            assert_eq!(store.extend(&queue(), &[first.lease()], LONG).await.unwrap(), [Extended::Lost]);
             assert_ne!(finish(&store, &first, retry(LONG)).await, Finished::Done);
             assert_eq!(state(&store, new.id.as_str()).await, Some(State::Running));
             assert_eq!(add(&store, new.clone()).await, Admission::Exists(new.id));
@@ -559,19 +559,19 @@ pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore
     assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
     push(&store, &[unique("c"), job("a")]).await;
     take(&store, &[]).await;
-    assert_eq!(store.extend(&queue(), &[first.ticket()], SHORT).await.unwrap(), [Extended::Cancelled]);
+    assert_eq!(store.extend(&queue(), &[first.lease()], SHORT).await.unwrap(), [Extended::Cancelled]);
     sleep(SHORT + Duration::from_millis(20)).await;
     let claimed = ask(&store, 100).await;
     assert_eq!((names(&claimed.jobs), claimed.expired), (vec!["a", "c"], Expired { jobs: 1, dead: 0 }));
     assert_eq!(finish(&store, &first, AckKind::Done).await, Finished::Gone);
     // The purge of the waiting job does not affect the run.
     let [id] = ["a"].map(JobId::from);
-    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Notified);
     push(&store, &[job("a")]).await;
     take(&store, &[]).await;
     assert_eq!(store.purge(&queue(), 10, false).await.unwrap(), 1);
     assert_eq!(counts(&store).await, [0, 0, 2, 0]);
-    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Notified);
     assert_eq!(finish(&store, &claimed.jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
     assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Missing);
 }
@@ -581,7 +581,7 @@ async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new:
     push(store, std::slice::from_ref(old)).await;
     let first = take(store, &[old.id.as_str()]).await.remove(0);
     for _ in 0..2 {
-        assert_eq!(store.cancel(&queue(), &old.id, false).await.unwrap(), Cancelled::Told);
+        assert_eq!(store.cancel(&queue(), &old.id, false).await.unwrap(), Cancelled::Notified);
         assert_eq!(state(store, old.id.as_str()).await, Some(State::Running));
         assert_eq!(store.reschedule(&queue(), &old.id, Due::NOW).await.unwrap(), Changed::Running);
     }
@@ -651,7 +651,7 @@ pub async fn paused_queue_grants_no_jobs<S: DelayQueueStore>(store: S) {
     push(&store, &[job("b")]).await;
     take(&store, &[]).await;
     assert!(store.counts(&queue()).await.unwrap().is_paused);
-    assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
+    assert_eq!(store.extend(&queue(), &[jobs[0].lease()], LONG).await.unwrap(), [Extended::Held]);
     assert_eq!(finish(&store, &jobs[0], AckKind::Done).await, Finished::Done);
     store.pause(&queue(), false).await.unwrap();
     take(&store, &["b"]).await;
@@ -686,7 +686,7 @@ pub async fn dead_jobs_are_bounded_and_can_be_replayed<S: DelayQueueStore>(store
     assert_eq!(store.replay(&queue(), &ids[..2]).await.unwrap(), [false, true]);
     assert_eq!(store.forget(&queue(), &ids[1..]).await.unwrap(), [false, true]);
     let jobs = take(&store, &["b"]).await;
-    assert_eq!((jobs[0].job.attempt, &jobs[0].job.note), (1, &None));
+    assert_eq!((jobs[0].job.attempt, &jobs[0].job.failure), (1, &None));
     let short = Claim { dead: DeadLimits { count: 3, age: Duration::from_millis(1) }, ..claim(1, LONG) };
     sleep(Duration::from_millis(5)).await;
     store.claim(&queue(), &[], &short).await.unwrap();
@@ -776,7 +776,7 @@ pub async fn racing_workers_share_jobs<S: DelayQueueStore + Send + Sync + 'stati
                 if claimed.jobs.is_empty() {
                     return done;
                 }
-                let finish = |job: &ClaimedJob| Ack { ticket: job.ticket(), ending: AckKind::Done };
+                let finish = |job: &ClaimedJob| Ack { lease: job.lease(), kind: AckKind::Done };
                 finishes = claimed.jobs.iter().map(finish).collect();
                 done.extend(claimed.jobs.iter().map(|claimed| claimed.job.id));
             }

@@ -474,10 +474,10 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
     async fn extend(
         &self,
         queue: &QueueKey,
-        tickets: &[JobLease],
+        leases: &[JobLease],
         lease: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
-        self.faults.around(Verb::Extend, self.inner.extend(queue, tickets, lease)).await
+        self.faults.around(Verb::Extend, self.inner.extend(queue, leases, lease)).await
     }
 
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {

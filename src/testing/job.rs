@@ -44,7 +44,7 @@ impl<T> TestJob<T> {
             enqueued_at: now,
             due_at: now,
             unique: None,
-            note: None,
+            failure: None,
             headers: Headers::new(),
             payload: Arc::default(),
         };
@@ -77,7 +77,7 @@ impl<T> TestJob<T> {
 
     /// Sets the error of the previous attempt.
     pub fn last_failure(mut self, error: impl Into<Arc<str>>) -> Self {
-        self.stored.note = Some(FailureInfo { reason: Reason::Failed, error: error.into() });
+        self.stored.failure = Some(FailureInfo { reason: Reason::Failed, error: error.into() });
         self
     }
 

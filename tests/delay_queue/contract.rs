@@ -155,8 +155,11 @@ mod queue {
         let id = *queue.push(0).await.unwrap().id();
         let worker = DelayQueueWorker::new(queue.clone(), service_fn(async |_: Job<u8>| Ok::<_, BoxError>(())));
         worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
-        let note = queue.get(id).await.unwrap().unwrap().note.unwrap();
-        assert_eq!((note.reason, &*note.error), (Reason::Undecodable, "no such order: invalid digit found in string"));
+        let failure = queue.get(id).await.unwrap().unwrap().failure.unwrap();
+        assert_eq!(
+            (failure.reason, &*failure.error),
+            (Reason::Undecodable, "no such order: invalid digit found in string")
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -551,8 +554,8 @@ mod queue {
         let claim = Claim::new(WorkerId::random().unwrap(), 1, Duration::from_secs(60));
         let key = QueueKey::new("test");
         let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
-        let ending = AckKind::Dead { reason: Reason::Failed, error: "it failed".into() };
-        let finish = Ack::new(claimed.ticket(), ending);
+        let kind = AckKind::Dead { reason: Reason::Failed, error: "it failed".into() };
+        let finish = Ack::new(claimed.lease(), kind);
         backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, claim.lease)).await.unwrap();
         assert_eq!(queue.counts().await.unwrap().dead, 1);
         let id = claimed.job.id;
@@ -637,8 +640,8 @@ mod queue {
         let mut finishes = Vec::new();
         while queue.counts().await.unwrap().dead < JOBS as u64 {
             let claimed = backend.claim(&QueueKey::new("test"), &finishes, &claim).await.unwrap();
-            let dead = |ticket| Ack::new(ticket, AckKind::Dead { reason: Reason::Refused, error: "no".into() });
-            finishes = claimed.jobs.iter().map(|job| dead(job.ticket())).collect();
+            let dead = |lease| Ack::new(lease, AckKind::Dead { reason: Reason::Refused, error: "no".into() });
+            finishes = claimed.jobs.iter().map(|job| dead(job.lease())).collect();
         }
         let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap().is_multiple_of(2);
         assert_eq!(queue.replay(250, is_even).await.unwrap(), 250);
@@ -758,8 +761,8 @@ mod queue {
         let lease = Duration::from_secs(60);
         let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
         let claimed = backend.claim(queue, &[], &claim).await.unwrap();
-        let ending = AckKind::Dead { reason: Reason::Failed, error: "poison".into() };
-        let finish = |job: tollgate::delay_queue::store::ClaimedJob| Ack::new(job.ticket(), ending.clone());
+        let kind = AckKind::Dead { reason: Reason::Failed, error: "poison".into() };
+        let finish = |job: tollgate::delay_queue::store::ClaimedJob| Ack::new(job.lease(), kind.clone());
         let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
         backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }

@@ -19,8 +19,8 @@ use tollgate::delay_queue::store::{
     WorkerId,
 };
 use tollgate::delay_queue::{
-    Cancelled, Changed, DeadLimits, Due, Event, Job, JobId, MAX_NOTE, NewJob, Priority, Pushed, QueueError, Reason,
-    State, Unique, UniqueFor,
+    Cancelled, Changed, DeadLimits, Due, Event, Job, JobId, MAX_ERROR_LEN, NewJob, Priority, Pushed, QueueError,
+    Reason, State, Unique, UniqueFor,
 };
 use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
@@ -82,7 +82,7 @@ async fn backlog_is_delivered_in_short_scripts() {
         }
         finishes.clear();
         for job in claimed.jobs {
-            finishes.push(Ack::new(job.ticket(), AckKind::Done));
+            finishes.push(Ack::new(job.lease(), AckKind::Done));
             assert!(seen.insert(job.job.id), "twice");
         }
     }
@@ -124,7 +124,7 @@ async fn claim_takes_few_large_jobs() {
         assert!((1..=8).contains(&count) && back <= 8, "{count} claimed after {back} expired");
         expired += back;
         for job in claimed.jobs {
-            first.get_or_insert(job.ticket());
+            first.get_or_insert(job.lease());
             assert!(seen.insert(job.job.id), "twice");
         }
     }
@@ -219,8 +219,8 @@ async fn unreadable_record_does_not_block_other_jobs() {
     assert_eq!(queue.counts().await.unwrap().dead, 1);
 
     // Nor does it block access to the other dead jobs.
-    let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
-    let refused = Ack::new(claimed.jobs[0].ticket(), ending);
+    let kind = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = Ack::new(claimed.jobs[0].lease(), kind);
     assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
     assert_eq!(queue.counts().await.unwrap().dead, 2);
     assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
@@ -265,8 +265,8 @@ async fn ask_everything(backend: &RedisBackend, held: &[JobLease], looked: impl 
         looked("list", backend.list(&key, state, 0, 10).await.map(drop));
     }
     let retry = AckKind::Retry { delay: MINUTE, error: "no".into() };
-    for ending in [retry, AckKind::Done] {
-        let finish = Ack::new(held[0], ending);
+    for kind in [retry, AckKind::Done] {
+        let finish = Ack::new(held[0], kind);
         looked("finish", backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.map(drop));
     }
     looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
@@ -306,10 +306,10 @@ async fn foreign_value_is_an_error_and_is_left_unchanged() {
             (job.priority, job.unique) = (priority, unique(name));
             assert_eq!(backend.push(&key(), &[job], 100).await.unwrap(), [Admission::New]);
         };
-        let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].ticket();
+        let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].lease();
         push("dead", Priority::Normal).await;
-        let ending = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
-        let finish = Ack::new(take().await, ending);
+        let kind = AckKind::Dead { reason: Reason::Refused, error: "no".into() };
+        let finish = Ack::new(take().await, kind);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         let mut held = Vec::new();
         for name in ["a", "b"] {
@@ -364,16 +364,16 @@ async fn unknown_priority_does_not_block_other_jobs() {
         queue.push(id.to_owned()).id(id).await.unwrap();
     }
     let claimed = backend.claim(&key(), &[], &claim_for(2, Claim::MIN_LEASE)).await.unwrap();
-    let tickets: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
-    assert_eq!(tickets.iter().map(|ticket| ticket.id.as_str()).collect::<Vec<_>>(), ["bad", "good"]);
+    let leases: Vec<_> = claimed.jobs.iter().map(ClaimedJob::lease).collect();
+    assert_eq!(leases.iter().map(|lease| lease.id.as_str()).collect::<Vec<_>>(), ["bad", "good"]);
     let mut connection = server.connection();
     let jobs = "tollgate:2:{delay_queue:test}:jobs";
     let mut record: Vec<u8> = redis::cmd("HGET").arg(jobs).arg("bad").query(&mut connection).unwrap();
     record[13] |= 3;
     let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
     // Released in the same call as a job that is done. Its lease may have ended by then.
-    let finishes = [AckKind::Release, AckKind::Done].into_iter().zip(&tickets);
-    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Ack::new(ticket, ending)).collect();
+    let finishes = [AckKind::Release, AckKind::Done].into_iter().zip(&leases);
+    let finishes: Vec<_> = finishes.map(|(kind, &lease)| Ack::new(lease, kind)).collect();
     let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
@@ -430,12 +430,12 @@ async fn large_snoozed_jobs_return_in_several_claims() {
     for _ in 0..8 {
         queue.push("x".repeat(400_000)).await.unwrap();
     }
-    let mut tickets = Vec::new();
-    while tickets.len() < 8 {
-        tickets.extend(backend.claim(&key(), &[], &claim(8)).await.unwrap().jobs.iter().map(ClaimedJob::ticket));
+    let mut leases = Vec::new();
+    while leases.len() < 8 {
+        leases.extend(backend.claim(&key(), &[], &claim(8)).await.unwrap().jobs.iter().map(ClaimedJob::lease));
     }
     let delay = Duration::from_millis(10);
-    let finishes: Vec<_> = tickets.into_iter().map(|ticket| Ack::new(ticket, AckKind::Snooze { delay })).collect();
+    let finishes: Vec<_> = leases.into_iter().map(|lease| Ack::new(lease, AckKind::Snooze { delay })).collect();
     backend.claim(&key(), &finishes, &claim(0)).await.unwrap();
     sleep(2 * delay).await;
     let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
@@ -497,7 +497,7 @@ async fn kill(backend: &RedisBackend, jobs: usize) {
     for _ in 0..jobs {
         let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
         let dead = || AckKind::Dead { reason: Reason::Refused, error: "no".into() };
-        finishes = claimed.jobs.iter().map(|job| Ack::new(job.ticket(), dead())).collect();
+        finishes = claimed.jobs.iter().map(|job| Ack::new(job.lease(), dead())).collect();
         if finishes.is_empty() {
             break;
         }
@@ -596,17 +596,17 @@ async fn many_failures_are_stored_in_several_scripts() {
     let claim = claim(MAX_BATCH);
     let jobs = backend.claim(&key(), &[], &claim).await.unwrap().jobs;
     assert_eq!(jobs.len(), MAX_BATCH);
-    let error: Arc<str> = "e".repeat(MAX_NOTE).into();
+    let error: Arc<str> = "e".repeat(MAX_ERROR_LEN).into();
     let mut finishes: Vec<_> = jobs
         .iter()
         .map(|job| {
-            let ending = AckKind::Retry { delay: MINUTE, error: Arc::clone(&error) };
-            Ack::new(job.ticket(), ending)
+            let kind = AckKind::Retry { delay: MINUTE, error: Arc::clone(&error) };
+            Ack::new(job.lease(), kind)
         })
         .collect();
     // The first and the last job are done.
-    finishes[0].ending = AckKind::Done;
-    finishes[MAX_BATCH - 1].ending = AckKind::Done;
+    finishes[0].kind = AckKind::Done;
+    finishes[MAX_BATCH - 1].kind = AckKind::Done;
     let (before, _) = scripts(&server);
     let answer = backend.claim(&key(), &finishes, &claim).await.unwrap();
     assert_eq!(answer.finished, [Finished::Done; MAX_BATCH]);
@@ -630,7 +630,7 @@ async fn acks_work_while_redis_is_out_of_memory() {
     let refused = queue.push("c".to_owned()).await.unwrap_err();
     assert!(matches!(&refused, QueueError::Store(error) if error.is_out_of_memory()), "{refused:?}");
     let endings = [AckKind::Done, AckKind::Snooze { delay: MINUTE }];
-    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, ending)| Ack::new(job.ticket(), ending)).collect();
+    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, kind)| Ack::new(job.lease(), kind)).collect();
     for finish in finishes {
         let answer = backend.claim(&key(), &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.unwrap();
         assert_eq!(answer.finished, [Finished::Done]);
@@ -646,7 +646,7 @@ async fn renewals_work_while_redis_is_out_of_memory() {
     queue(&backend).push("a".to_owned()).await.unwrap();
     let jobs = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs;
     server.limit_memory(1);
-    assert_eq!(backend.extend(&key(), &[jobs[0].ticket()], MINUTE * 2).await.unwrap(), [Extended::Held]);
+    assert_eq!(backend.extend(&key(), &[jobs[0].lease()], MINUTE * 2).await.unwrap(), [Extended::Held]);
     let ends: u64 =
         server.query::<Vec<(Vec<u8>, u64)>>("ZRANGE tollgate:2:{delay_queue:test}:leases 0 -1 WITHSCORES")[0].1;
     let (seconds, _): (u64, u64) = server.query("TIME");
@@ -670,7 +670,7 @@ async fn queue_is_administered_while_redis_is_out_of_memory() {
     let backend = connect(&server).await;
     let queue = queue(&backend);
     queue.push("running".to_owned()).id("running").await.unwrap();
-    let running = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0).ticket();
+    let running = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0).lease();
     let keeper = claim(4);
     let _wakeups = backend.watch(&key(), keeper.worker).await;
     let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
@@ -686,12 +686,12 @@ async fn queue_is_administered_while_redis_is_out_of_memory() {
     assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
     let jobs = backend.claim(&key(), &[], &keeper).await.unwrap().jobs;
     assert_eq!(jobs.len(), 1);
-    let finish = Ack::new(jobs[0].ticket(), AckKind::Done);
+    let finish = Ack::new(jobs[0].lease(), AckKind::Done);
     assert_eq!(backend.claim(&key(), &[finish], &keeper).await.unwrap().finished, [Finished::Done]);
     queue.pause().await.unwrap();
     assert!(queue.counts().await.unwrap().is_paused);
     assert_eq!(queue.reschedule("b", MINUTE * 2).await.unwrap(), Changed::Done);
-    assert_eq!(queue.cancel("running").await.unwrap(), Cancelled::Told);
+    assert_eq!(queue.cancel("running").await.unwrap(), Cancelled::Notified);
     assert_eq!(backend.extend(&key(), &[running], MINUTE).await.unwrap(), [Extended::Cancelled]);
     for key in ["due:normal", "cancels", "state"] {
         assert!(server.query::<i64>(&format!("PTTL tollgate:2:{{delay_queue:test}}:{key}")) > 0, "{key} expires");
@@ -834,8 +834,8 @@ async fn final_acks_survive_lost_replies() {
     });
     let there = RedisOptions::from_url(proxy.url()).unwrap().connections(2).connect().await.unwrap();
     let worker = DelayQueueWorker::new(queue(&there), service).lease(Duration::from_secs(30));
-    let ending = Arc::clone(&end);
-    let worker = tokio::spawn(worker.run_until(async move { ending.notified().await }));
+    let kind = Arc::clone(&end);
+    let worker = tokio::spawn(worker.run_until(async move { kind.notified().await }));
     let here = queue(&connect(&server).await);
     here.push("a".to_owned()).await.unwrap();
     running.recv().await.unwrap();
@@ -865,9 +865,9 @@ async fn unique_key_lasts_as_long_as_its_job() {
     assert!(days("unique") >= 366, "{} days", days("unique"));
     queue.promote("a").await.unwrap();
     let (retry, snooze) = (AckKind::Retry { delay: 2 * YEAR, error: "".into() }, AckKind::Snooze { delay: 4 * YEAR });
-    for (ending, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
+    for (kind, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
         let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
-        let finish = Ack::new(claimed.jobs[0].ticket(), ending);
+        let finish = Ack::new(claimed.jobs[0].lease(), kind);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         assert!(days("unique") >= least, "{} days", days("unique"));
         queue.promote("a").await.unwrap();
@@ -887,7 +887,7 @@ async fn pause_lasts_as_long_as_the_jobs_it_holds_back() {
     queue.pause().await.unwrap();
     queue.push("waiting".to_owned()).delay(YEAR).await.unwrap();
     assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
-    let finish = Ack::new(claimed.jobs[0].ticket(), AckKind::Snooze { delay: 2 * YEAR });
+    let finish = Ack::new(claimed.jobs[0].lease(), AckKind::Snooze { delay: 2 * YEAR });
     backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
     assert!(days("snoozed") > 2 * 366);
     assert!(days("state") + 1 >= days("snoozed"), "{} of {} days", days("state"), days("snoozed"));
@@ -984,7 +984,7 @@ async fn idle_workers_claim_no_more_often_beside_running_jobs() {
             backend.push(&queue, &[NewJob::new(JobId::from("a"), *b"")], 10).await.unwrap();
         }
         let claimed = backend.claim(&queue, &[], &keeper).await.unwrap();
-        let held: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
+        let held: Vec<_> = claimed.jobs.iter().map(ClaimedJob::lease).collect();
         assert_eq!(held.len(), usize::from(lease.is_some()));
         let mut workers = JoinSet::new();
         let begun = Instant::now();
@@ -1069,7 +1069,7 @@ async fn clock_set_back_does_not_lower_a_fence() {
     let _: () = set.arg(state).arg(value).arg("KEEPTTL").query(&mut server.connection()).unwrap();
 
     queue.push("b".to_owned()).id("b").await.unwrap();
-    let finish = Ack::new(first.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
+    let finish = Ack::new(first.lease(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
     let claimed = backend.claim(&key(), &[finish], &claim(2)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Done]);
     let (begun, mut jobs) = (Instant::now(), claimed.jobs);
@@ -1145,15 +1145,15 @@ async fn previous_holder_cannot_ack_a_job_after_a_failover() {
     let (_, first) = claim_again(&backend, &[], &claim(1)).await;
     block_in_place(|| deployment.fail_over());
 
-    let done = |job: &ClaimedJob| [Ack::new(job.ticket(), AckKind::Done)];
+    let done = |job: &ClaimedJob| [Ack::new(job.lease(), AckKind::Done)];
     // Neither while the job waits, nor while another worker holds it.
     assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
-    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].lease()], MINUTE).await.unwrap(), [Extended::Lost]);
     let (_, second) = claim_again(&backend, &[], &claim(1)).await;
     assert_eq!(second[0].job.id, first[0].job.id);
     assert!(second[0].token > first[0].token, "{} after {}", second[0].token, first[0].token);
     assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
-    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].lease()], MINUTE).await.unwrap(), [Extended::Lost]);
     assert_eq!(claim_again(&backend, &done(&second[0]), &claim(0)).await.0, [Finished::Done]);
     let counts = queue(&backend).counts().await.unwrap();
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
@@ -1248,9 +1248,8 @@ async fn documented_acl_is_sufficient_for_delay_queues() {
     assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
     let jobs = backend.claim(&key(), &[], &worker).await.unwrap().jobs;
     queue.cancel("a").await.unwrap();
-    backend.extend(&key(), &[jobs[0].ticket()], MINUTE).await.unwrap();
-    let finish =
-        |job: &ClaimedJob| Ack::new(job.ticket(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
+    backend.extend(&key(), &[jobs[0].lease()], MINUTE).await.unwrap();
+    let finish = |job: &ClaimedJob| Ack::new(job.lease(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
     let finishes: Vec<_> = jobs.iter().map(finish).collect();
     let mut few = worker;
     few.dead = DeadLimits::new(1, MINUTE);

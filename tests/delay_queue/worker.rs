@@ -183,8 +183,8 @@ async fn day_of_retries_takes_no_time_on_a_paused_clock() {
     }
     let dead = queue.get(id).await.unwrap().unwrap();
     assert_eq!((dead.state, dead.attempt), (State::Dead, 25));
-    let note = dead.note.unwrap();
-    assert_eq!((note.reason, &*note.error), (Reason::Failed, "not today"));
+    let failure = dead.failure.unwrap();
+    assert_eq!((failure.reason, &*failure.error), (Reason::Failed, "not today"));
     worker.stop().await;
     // The worker calls the store when there is something to do, and not every few seconds of the day.
     assert!(faults.total_calls() < 150, "{} calls", faults.total_calls());
@@ -227,8 +227,8 @@ async fn outcome_decides_what_happens_to_the_job() {
     }
     let dead = queue.dead(0, 10).await.unwrap();
     assert_eq!(dead.len(), 1);
-    let note = dead[0].note.as_ref().unwrap();
-    assert_eq!((note.reason, &*note.error), (Reason::Refused, "no such customer"));
+    let failure = dead[0].failure.as_ref().unwrap();
+    assert_eq!((failure.reason, &*failure.error), (Reason::Refused, "no such customer"));
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
 }
 
@@ -352,9 +352,9 @@ async fn panicking_and_undecodable_jobs_affect_no_other_job() {
     }
     sleep(secs(60)).await;
     let mut dead: Vec<_> =
-        queue.dead(0, 10).await.unwrap().into_iter().map(|job| (job.id, job.attempt, job.note.unwrap())).collect();
+        queue.dead(0, 10).await.unwrap().into_iter().map(|job| (job.id, job.attempt, job.failure.unwrap())).collect();
     dead.sort_by_key(|(id, ..)| *id);
-    let seen: Vec<_> = dead.iter().map(|(id, attempt, note)| (id.as_str(), *attempt, note.reason)).collect();
+    let seen: Vec<_> = dead.iter().map(|(id, attempt, failure)| (id.as_str(), *attempt, failure.reason)).collect();
     let expected = [
         ("1", 2, Reason::Failed),
         ("2", 2, Reason::Failed),
@@ -365,8 +365,8 @@ async fn panicking_and_undecodable_jobs_affect_no_other_job() {
     ];
     assert_eq!(seen, expected);
     let texts = ["one at once", "two later", "cannot read three", "not a number", "five before", "six has no text"];
-    for (note, part) in dead.iter().map(|(.., note)| note).zip(texts) {
-        assert!(note.error.contains(part), "{}", note.error);
+    for (failure, part) in dead.iter().map(|(.., note)| note).zip(texts) {
+        assert!(failure.error.contains(part), "{}", failure.error);
     }
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
     worker.stop().await;
@@ -536,9 +536,9 @@ async fn job_of_a_completed_operation_ends_as_the_service_says() {
         sleep(secs(60)).await;
         assert_eq!(payments.load(Ordering::SeqCst), 1);
         if needs_answer {
-            let note = queue.get(id).await.unwrap().unwrap().note.unwrap();
-            assert_eq!(note.reason, Reason::Failed);
-            assert_eq!(&*note.error, "the operation was done before, and its answer was not kept");
+            let failure = queue.get(id).await.unwrap().unwrap().failure.unwrap();
+            assert_eq!(failure.reason, Reason::Failed);
+            assert_eq!(&*failure.error, "the operation was done before, and its answer was not kept");
         } else {
             assert!(is_empty(&queue).await);
         }
@@ -587,7 +587,7 @@ async fn undecodable_job_is_left_to_another_worker() {
     let worker = || DelayQueueWorker::new(old.clone(), Record::new().service()).backoff(Backoff::fixed(secs(60)));
     worker().on_undecodable(OnUndecodable::Retry).run_until(sleep(secs(1))).await.unwrap();
     let job = new.get("one").await.unwrap().unwrap();
-    assert_eq!((job.state, job.attempt, job.note.unwrap().reason), (State::Waiting, 1, Reason::Failed));
+    assert_eq!((job.state, job.attempt, job.failure.unwrap().reason), (State::Waiting, 1, Reason::Failed));
     let service = service_fn(async |_: Job<String>| Ok::<_, BoxError>(()));
     DelayQueueWorker::new(new.clone(), service).run_until(sleep(secs(61))).await.unwrap();
     assert_eq!(new.get("one").await.unwrap(), None);
@@ -595,7 +595,7 @@ async fn undecodable_job_is_left_to_another_worker() {
     new.push("two".to_owned()).id("two").await.unwrap();
     worker().run_until(sleep(secs(1))).await.unwrap();
     let job = new.get("two").await.unwrap().unwrap();
-    assert_eq!((job.state, job.note.unwrap().reason), (State::Dead, Reason::Undecodable));
+    assert_eq!((job.state, job.failure.unwrap().reason), (State::Dead, Reason::Undecodable));
 
     // No worker can read this job.
     new.push("three".to_owned()).id("three").max_attempts(2).await.unwrap();
@@ -603,7 +603,7 @@ async fn undecodable_job_is_left_to_another_worker() {
     let mut events = worker.events();
     worker.run_until(sleep(secs(62))).await.unwrap();
     let job = new.get("three").await.unwrap().unwrap();
-    assert_eq!((job.state, job.attempt, job.note.unwrap().reason), (State::Dead, 2, Reason::Undecodable));
+    assert_eq!((job.state, job.attempt, job.failure.unwrap().reason), (State::Dead, 2, Reason::Undecodable));
     assert!(matches!(events.next().await, Some(Event::Retried { .. })));
     assert!(matches!(events.next().await, Some(Event::Dead { reason: Reason::Undecodable, .. })));
 }
@@ -625,7 +625,7 @@ async fn task_beside_a_job_ends_with_the_job() {
     assert_eq!(timeout(secs(11), seen.recv()).await.unwrap(), Some((1, false)));
     queue.push(2).id("two").await.unwrap();
     sleep(secs(1)).await;
-    assert_eq!(queue.cancel("two").await.unwrap(), Cancelled::Told);
+    assert_eq!(queue.cancel("two").await.unwrap(), Cancelled::Notified);
     assert_eq!(timeout(secs(2), seen.recv()).await.unwrap(), Some((2, true)));
     worker.stop().await;
 }
@@ -744,7 +744,7 @@ async fn blocking_service_gets_its_job_again_afterwards() {
     assert_eq!(most.load(Ordering::SeqCst), 1, "one attempt at a time");
     let job = job.unwrap();
     assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that did not start does not count");
-    assert_eq!(&*job.note.unwrap().error, "the job exceeded its maximum runtime");
+    assert_eq!(&*job.failure.unwrap().error, "the job exceeded its maximum runtime");
     until_empty(&queue).await.unwrap();
     worker.stop().await;
     assert_eq!(names_of(all).await, ["started", "retried", "snoozed", "started", "done"]);
@@ -1317,7 +1317,7 @@ async fn ack_without_a_reply_is_reported_with_its_effect() {
         queue.push(1).id("a").max_attempts(attempts).await.unwrap();
         sleep(ms(900)).await;
         if is_cancelled {
-            assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+            assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Notified);
         }
         faults.lose_answers();
         sleep(ms(500)).await;
@@ -1413,7 +1413,7 @@ async fn failure_of_a_cancelled_job_is_a_cancellation() {
     queue.push(1).id("a").await.unwrap();
     // Before the lease is renewed, so that the worker does not know of the cancellation.
     sleep(ms(500)).await;
-    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Notified);
     sleep(secs(10)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
@@ -1503,7 +1503,7 @@ async fn cancelled_job_is_notified_and_then_dropped() {
     }
     sleep(ms(100)).await;
     for id in ["1", "2"] {
-        assert_eq!(queue.cancel(id).await.unwrap(), Cancelled::Told);
+        assert_eq!(queue.cancel(id).await.unwrap(), Cancelled::Notified);
     }
     sleep(ms(1_100)).await;
     let mut seen = told.lock().unwrap().clone();
@@ -1678,8 +1678,8 @@ async fn outcome_of_a_job_stopped_by_a_shutdown_counts() {
 
     let get = async |id| queue.get(id).await.unwrap();
     let dead = get("dead").await.unwrap();
-    let note = dead.note.unwrap();
-    assert_eq!((dead.state, note.reason, &*note.error), (State::Dead, Reason::Refused, "card declined"));
+    let failure = dead.failure.unwrap();
+    assert_eq!((dead.state, failure.reason, &*failure.error), (State::Dead, Reason::Refused, "card declined"));
     assert!(get("cancelled").await.is_none());
     for (id, attempt) in [("snoozed", 0), ("retried", 1)] {
         let job = get(id).await.unwrap();
@@ -2368,7 +2368,7 @@ async fn worker_survives_panics_of_cancelled_jobs() {
     }
     sleep(secs(1)).await;
     for job in 1..=2_u32 {
-        assert_eq!(queue.cancel(job.to_string()).await.unwrap(), Cancelled::Told);
+        assert_eq!(queue.cancel(job.to_string()).await.unwrap(), Cancelled::Notified);
     }
     sleep(secs(3)).await;
     queue.push(3).await.unwrap();
@@ -2388,7 +2388,7 @@ async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
     let worker = Background::start(worker);
     queue.push(1).id("a").unique("key").await.unwrap();
     sleep(secs(1)).await;
-    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Notified);
     assert!(queue.push(2).id("a").unique("key").await.unwrap().is_new());
     sleep(secs(1)).await;
     assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);

@@ -187,7 +187,7 @@ async fn lock_futures_can_be_dropped_at_any_poll() {
     // A waiter of another process asks for the lease, repeatedly.
     let lease = here.lock("b").await.unwrap();
     let asks = tokio::spawn(there.clone().request_release().lock("b").wait(LONG).into_future());
-    drop_everywhere!(lease.asked(), yield_now().await);
+    drop_everywhere!(lease.release_requested(), yield_now().await);
     drop(lease);
     drop(asks.await.unwrap().unwrap());
     let is_free = async || drop(timeout(LONG / 3, there.lock_all(["a", "b"]).into_future()).await.unwrap().unwrap());
@@ -353,7 +353,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
     let lease = here.lock("b").await.unwrap();
     let view = lease.view();
     let asks = tokio::spawn(there.clone().request_release().lock("b").into_future());
-    drop_everywhere!(view.asked(), yield_now().await);
+    drop_everywhere!(view.release_requested(), yield_now().await);
     drop(lease);
     drop((asks.await.unwrap().unwrap(), view));
     let admin = LockAdmin::new(connect(&server).await, "default").deadline(LONG);

@@ -1220,7 +1220,7 @@ async fn other_rejections_have_grpc_and_http_codes() {
 async fn waiting_request_asks_the_handler() {
     async fn patient(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
         let lease = request.extensions().get::<LeaseHandle>().unwrap().clone();
-        let is_asked = timeout(Duration::from_secs(5), lease.asked()).await.is_ok();
+        let is_asked = timeout(Duration::from_secs(5), lease.release_requested()).await.is_ok();
         Ok(Response::new(if is_asked { "asked" } else { "not asked" }.into()))
     }
     for asks in [false, true] {

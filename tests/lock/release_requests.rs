@@ -30,20 +30,23 @@ async fn a_holder_is_asked<S: LockStore + Clone + Send + Sync + 'static>(store: 
         let lease = here.lock("a").await.unwrap();
         let listens_first = turn < 2;
         if listens_first {
-            assert!(timeout(A_WHILE / 10, lease.asked()).await.is_err(), "no waiter has asked");
+            assert!(timeout(A_WHILE / 10, lease.release_requested()).await.is_err(), "no waiter has asked");
         }
         let waiter = tokio::spawn(others.lock("a").into_future());
         if !listens_first {
             tokio::time::sleep(A_WHILE / 10).await;
         }
-        timeout(LONG, lease.asked()).await.expect("the holder is asked");
-        timeout(LONG, lease.view().asked()).await.expect("the lease remembers the request");
+        timeout(LONG, lease.release_requested()).await.expect("the holder is asked");
+        timeout(LONG, lease.view().release_requested()).await.expect("the lease remembers the request");
         assert!(!waiter.is_finished() && lease.check().is_ok(), "the lease stays held");
         let fence = lease.fence();
         lease.release().await.unwrap();
         let next = timeout(LONG, waiter).await.unwrap().unwrap().unwrap();
         assert!(next.fence() > fence);
-        assert!(timeout(A_WHILE / 10, next.asked()).await.is_err(), "the request was for the previous lease");
+        assert!(
+            timeout(A_WHILE / 10, next.release_requested()).await.is_err(),
+            "the request was for the previous lease"
+        );
         next.release().await.unwrap();
     }
 }
@@ -56,7 +59,7 @@ async fn waiter_without_request_release_is_silent<S: LockStore + Clone + Send + 
         let request = locks.lock("a");
         tokio::spawn(async move { drop(request.await.unwrap()) })
     });
-    assert!(timeout(A_WHILE, lease.asked()).await.is_err());
+    assert!(timeout(A_WHILE, lease.release_requested()).await.is_err());
     lease.release().await.unwrap();
     for waiter in waiters {
         timeout(LONG, waiter).await.unwrap().unwrap();
@@ -73,13 +76,13 @@ async fn each_holder_is_asked_separately() {
     let second = tokio::spawn(silent.lock("a").into_future());
     tokio::task::yield_now().await;
     let third = tokio::spawn(asking.lock("a").into_future());
-    assert!(timeout(A_WHILE, first.asked()).await.is_err(), "the first waiter does not ask");
+    assert!(timeout(A_WHILE, first.release_requested()).await.is_err(), "the first waiter does not ask");
     first.release().await.unwrap();
     let second = second.await.unwrap().unwrap();
-    timeout(A_WHILE, second.asked()).await.expect("the first waiter asks");
+    timeout(A_WHILE, second.release_requested()).await.expect("the first waiter asks");
     second.release().await.unwrap();
     let third = third.await.unwrap().unwrap();
-    assert!(timeout(A_WHILE, third.asked()).await.is_err(), "no waiter is left");
+    assert!(timeout(A_WHILE, third.release_requested()).await.is_err(), "no waiter is left");
 }
 
 /// Regression: a waiter that became the first because the one before it gave up never asked.
@@ -92,12 +95,12 @@ async fn waiter_asks_once_it_becomes_the_first() {
     tokio::task::yield_now().await;
     let third = tokio::spawn(asking.lock("a").into_future());
     let last = tokio::spawn(silent.lock("a").into_future());
-    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "the first waiter does not ask");
+    assert!(timeout(A_WHILE, lease.release_requested()).await.is_err(), "the first waiter does not ask");
     // A waiter that leaves the back of the queue changes nothing.
     last.abort();
-    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "the first waiter does not ask");
+    assert!(timeout(A_WHILE, lease.release_requested()).await.is_err(), "the first waiter does not ask");
     second.abort();
-    timeout(A_WHILE, lease.asked()).await.expect("the first waiter asks");
+    timeout(A_WHILE, lease.release_requested()).await.expect("the first waiter asks");
     drop(lease);
     drop(third.await.unwrap().unwrap());
 }
@@ -110,11 +113,11 @@ async fn all_permit_holders_are_asked() {
     let (here, there) = (semaphore(), semaphore().request_release());
     let (one, other) = (here.acquire("a").await.unwrap(), there.acquire("a").await.unwrap());
     let silent = tokio::spawn(here.acquire("a").into_future());
-    assert!(timeout(A_WHILE, one.asked()).await.is_err(), "this waiter does not ask");
+    assert!(timeout(A_WHILE, one.release_requested()).await.is_err(), "this waiter does not ask");
     silent.abort();
     let waiter = tokio::spawn(there.acquire("a").into_future());
-    timeout(LONG, one.asked()).await.expect("the first holder is asked");
-    timeout(LONG, other.asked()).await.expect("the second holder is asked");
+    timeout(LONG, one.release_requested()).await.expect("the first holder is asked");
+    timeout(LONG, other.release_requested()).await.expect("the second holder is asked");
     one.release().await.unwrap();
     drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
     assert!(other.check().is_ok());
@@ -128,12 +131,12 @@ async fn writer_asks_all_readers() {
     let readers = [here.read("a").await.unwrap(), there.read("a").await.unwrap()];
     let writer = tokio::spawn(there.write("a").into_future());
     for reader in readers {
-        timeout(LONG, reader.asked()).await.expect("the reader is asked");
+        timeout(LONG, reader.release_requested()).await.expect("the reader is asked");
         reader.release().await.unwrap();
     }
     let writer = timeout(LONG, writer).await.unwrap().unwrap().unwrap();
     let reader = tokio::spawn(there.read("a").into_future());
-    timeout(LONG, writer.asked()).await.expect("the writer is asked");
+    timeout(LONG, writer.release_requested()).await.expect("the writer is asked");
     writer.release().await.unwrap();
     drop(timeout(LONG, reader).await.unwrap().unwrap().unwrap());
 }
@@ -175,7 +178,7 @@ async fn lost_connection_is_no_release_request() {
     let backend = patient(server.url()).await;
     let (here, there) = (locks(&backend), locks(&backend).request_release());
     let lease = here.lock("a").await.unwrap();
-    let mut asked = Box::pin(lease.asked());
+    let mut asked = Box::pin(lease.release_requested());
     assert!(timeout(A_WHILE / 5, &mut asked).await.is_err());
     let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS *:asked").len();
     block_in_place(|| wait_until("the holder listens", || listening() == 1));

@@ -585,7 +585,7 @@ async fn policies_without_fixed_windows_go_to_the_store() {
         assert_eq!(slow.checks(), before + 100);
         store.reset(&policy, &Key::from("alice")).await.unwrap();
     }
-    assert_eq!(store.stats(), tollgate::rate_limit::LeaseStats::default());
+    assert_eq!(store.stats(), tollgate::rate_limit::PrefetchStats::default());
     // Several fixed windows share a lease, which ends with the first of them.
     let windows = fixed(1_000).limit(Quota::per_hour(9_000).fixed_window());
     let limiter = hot(&store, &windows).await;

@@ -324,10 +324,10 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     queue.get("a").await?;
     let jobs = backend.claim(&key, &[], &worker).await?.jobs;
     queue.cancel("a").await?;
-    let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
-    backend.extend(&key, &tickets, MINUTE).await?;
+    let leases: Vec<_> = jobs.iter().map(ClaimedJob::lease).collect();
+    backend.extend(&key, &leases, MINUTE).await?;
     let ending = AckKind::Retry { delay: Duration::ZERO, error: "no".into() };
-    let finishes: Vec<_> = tickets.iter().map(|&ticket| Ack::new(ticket, ending.clone())).collect();
+    let finishes: Vec<_> = leases.iter().map(|&ticket| Ack::new(ticket, ending.clone())).collect();
     let mut few = worker;
     few.dead = DeadLimits::new(1, MINUTE);
     backend.claim(&key, &finishes, &few).await?;
@@ -342,7 +342,7 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let brief = JobClaim::new(worker.worker, 10, Duration::from_millis(20));
     let jobs = backend.claim(&key, &[], &brief).await?.jobs;
     sleep(Duration::from_millis(50)).await;
-    let late: Vec<_> = jobs.iter().map(|job| Ack::new(job.ticket(), AckKind::Done)).collect();
+    let late: Vec<_> = jobs.iter().map(|job| Ack::new(job.lease(), AckKind::Done)).collect();
     backend.claim(&key, &late, &worker).await?;
     queue.forget(10, |_| true).await?;
     drop(wakeups);

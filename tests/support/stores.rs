@@ -15,7 +15,7 @@ macro_rules! delegate_queue {
             -> Result<Vec<tollgate::delay_queue::store::Admission>, tollgate::StoreError>);
     };
     (@extend $inner:tt) => {
-        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::store::JobLease], lease: std::time::Duration)
+        delegate_queue!(@extend $inner (leases: &[tollgate::delay_queue::store::JobLease], lease: std::time::Duration)
             -> Result<Vec<tollgate::delay_queue::store::Extended>, tollgate::StoreError>);
     };
     (@watch $inner:tt) => {

@@ -33,8 +33,8 @@ impl Certificates {
             let mut params = CertificateParams::new(names).expect("these are names");
             params.distinguished_name.push(DnType::CommonName, file);
             let certificate = params.signed_by(&key, &authority).expect("the authority signs");
-            for (ending, pem) in [("crt", certificate.pem()), ("key", key.serialize_pem())] {
-                fs::write(folder.path().join(format!("{file}.{ending}")), pem).expect("a file can be written");
+            for (kind, pem) in [("crt", certificate.pem()), ("key", key.serialize_pem())] {
+                fs::write(folder.path().join(format!("{file}.{kind}")), pem).expect("a file can be written");
             }
         }
         Self { folder }

@@ -23,13 +23,13 @@ impl DelayQueueStore for MemoryBackend {
     async fn extend(
         &self,
         queue: &QueueKey,
-        tickets: &[JobLease],
+        leases: &[JobLease],
         lease: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
         Ok(self
             .inner
             .queues
-            .with(queue, |queue, now| tickets.iter().map(|ticket| queue.extend(ticket, lease, now)).collect()))
+            .with(queue, |queue, now| leases.iter().map(|held| queue.extend(held, lease, now)).collect()))
     }
 
     async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Notifications {

@@ -142,13 +142,13 @@ impl Record {
         StoredJob { state, attempt, due_at: instant(self.snoozed.unwrap_or(self.due)), ..self.job.clone() }
     }
 
-    fn is_held_by(&self, ticket: &JobLease) -> bool {
-        matches!(self.state, JobState::Running { token, .. } if token == ticket.token)
+    fn is_held_by(&self, lease: &JobLease) -> bool {
+        matches!(self.state, JobState::Running { token, .. } if token == lease.token)
     }
 
     /// Whether the job was pushed after this lease was granted, and is therefore another job with the same id.
-    fn is_newer(&self, ticket: &JobLease) -> bool {
-        since_1970(self.job.enqueued_at).as_micros() > ticket.token.into()
+    fn is_newer(&self, lease: &JobLease) -> bool {
+        since_1970(self.job.enqueued_at).as_micros() > lease.token.into()
     }
 
     pub(super) fn size(&self) -> usize {
@@ -382,30 +382,30 @@ impl Queue {
     }
 
     /// Handles the end of an attempt, or of its lease.
-    fn end_attempt(&mut self, id: &JobId, ending: &AckKind, is_expired: bool, now: CallTime) -> Finished {
+    fn end_attempt(&mut self, id: &JobId, kind: &AckKind, is_expired: bool, now: CallTime) -> Finished {
         self.unlink(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
-        if ending.forgets() {
-            self.release(id, *ending == AckKind::Done, now);
+        if kind.forgets() {
+            self.release(id, *kind == AckKind::Done, now);
             self.remove(id);
             return Finished::Done;
         }
         let failed = |reason: Reason, error: &str| Some(FailureInfo::new(reason, error));
-        let is_dead = match ending {
+        let is_dead = match kind {
             AckKind::Retry { error, .. } => {
                 let reason = if is_expired { Reason::LeaseExpired } else { Reason::Failed };
-                record.job.note = failed(reason, error);
+                record.job.failure = failed(reason, error);
                 record.job.attempt = record.job.attempt.saturating_add(1);
                 record.job.attempt >= record.job.max_attempts
             }
             AckKind::Dead { reason, error } => {
-                record.job.note = failed(*reason, error);
+                record.job.failure = failed(*reason, error);
                 record.job.attempt = record.job.attempt.saturating_add(1);
                 true
             }
             AckKind::Snooze { .. } | AckKind::Release | AckKind::Done | AckKind::Cancelled => false,
         };
-        let due = match ending {
+        let due = match kind {
             AckKind::Retry { delay, .. } => now.due(Due::In(*delay)),
             AckKind::Snooze { .. } | AckKind::Release | AckKind::Dead { .. } | AckKind::Done | AckKind::Cancelled => {
                 record.due
@@ -416,7 +416,7 @@ impl Queue {
             self.mark_dead(id, now);
             return Finished::Dead;
         }
-        match ending {
+        match kind {
             AckKind::Snooze { delay } => self.snooze(id, now.due(Due::In(*delay))),
             _ => self.wait(id, due),
         }
@@ -427,17 +427,17 @@ impl Queue {
         // `Lost` and `Gone` can be distinguished only after all results are handled.
         let results: Vec<_> = finished
             .iter()
-            .map(|Ack { ticket, ending }| {
-                if self.end_cancelled(&ticket.id, ticket.token, now) {
-                    return Some(if ending.forgets() { Finished::Done } else { Finished::Cancelled });
+            .map(|Ack { lease, kind }| {
+                if self.end_cancelled(&lease.id, lease.token, now) {
+                    return Some(if kind.forgets() { Finished::Done } else { Finished::Cancelled });
                 }
-                let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
-                is_held.then(|| self.end_attempt(&ticket.id, ending, false, now))
+                let is_held = self.jobs.get(&lease.id).is_some_and(|record| record.is_held_by(lease));
+                is_held.then(|| self.end_attempt(&lease.id, kind, false, now))
             })
             .collect();
-        let finished = results.into_iter().zip(finished).map(|(result, Ack { ticket, ending })| {
-            let is_other = |record: &Record| ending.forgets() && record.is_newer(ticket);
-            let exists = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
+        let finished = results.into_iter().zip(finished).map(|(result, Ack { lease, kind })| {
+            let is_other = |record: &Record| kind.forgets() && record.is_newer(lease);
+            let exists = self.jobs.get(&lease.id).is_some_and(|record| !is_other(record));
             result.unwrap_or(if exists { Finished::Lost } else { Finished::Gone })
         });
         let finished = finished.collect();
@@ -470,13 +470,13 @@ impl Queue {
     fn reclaim(&mut self, now: CallTime) -> (Expired, Vec<Died>) {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIM_BATCH);
         let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
-        let ending = AckKind::Retry { delay: Duration::ZERO, error: Arc::default() };
+        let kind = AckKind::Retry { delay: Duration::ZERO, error: Arc::default() };
         let (jobs, mut died) = (over.len(), Vec::new());
         for (token, id) in over {
             if self.end_cancelled(&id, token, now) {
                 continue;
             }
-            if self.end_attempt(&id, &ending, true, now) == Finished::Dead {
+            if self.end_attempt(&id, &kind, true, now) == Finished::Dead {
                 died.push(Died::new(id, self.jobs.get(&id).map_or(0, |record| record.job.attempt)));
             }
         }
@@ -539,17 +539,17 @@ impl Queue {
         jobs
     }
 
-    pub(super) fn extend(&mut self, ticket: &JobLease, lease: Duration, now: CallTime) -> Extended {
-        let is_cancelled = self.cancelled.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
+    pub(super) fn extend(&mut self, lease: &JobLease, ttl: Duration, now: CallTime) -> Extended {
+        let is_cancelled = self.cancelled.get(&lease.id).is_some_and(|record| record.is_held_by(lease));
         let jobs = if is_cancelled { &mut self.cancelled } else { &mut self.jobs };
-        let Some(record) = jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
+        let Some(record) = jobs.get_mut(&lease.id).filter(|record| record.is_held_by(lease)) else {
             return Extended::Lost;
         };
         let JobState::Running { token, ends } = &mut record.state else { return Extended::Lost };
-        self.leases.remove(&(*ends, *token, ticket.id));
-        let is_shorter = now.next_ms + millis(lease) < *ends;
-        *ends = now.next_ms + millis(lease);
-        self.leases.insert((*ends, *token, ticket.id));
+        self.leases.remove(&(*ends, *token, lease.id));
+        let is_shorter = now.next_ms + millis(ttl) < *ends;
+        *ends = now.next_ms + millis(ttl);
+        self.leases.insert((*ends, *token, lease.id));
         if is_shorter {
             // Idle workers have timers for the later end.
             self.wake();
@@ -559,7 +559,7 @@ impl Queue {
 
     pub(super) fn cancel(&mut self, id: &JobId, keeps_unique: bool, now: CallTime) -> Cancelled {
         match self.jobs.get(id).map(|record| record.state) {
-            None if self.cancelled.contains_key(id) => Cancelled::Told,
+            None if self.cancelled.contains_key(id) => Cancelled::Notified,
             None => Cancelled::Missing,
             Some(JobState::Dead { .. }) => Cancelled::Dead,
             Some(JobState::Running { .. }) => {
@@ -569,7 +569,7 @@ impl Queue {
                     self.bytes -= record.size();
                     self.cancelled.insert(*id, record);
                 }
-                Cancelled::Told
+                Cancelled::Notified
             }
             Some(JobState::Waiting) => {
                 self.release(id, keeps_unique, now);
@@ -649,7 +649,7 @@ impl Queue {
         }
         self.unlink(id);
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.job.attempt, record.job.note) = (0, None);
+            (record.job.attempt, record.job.failure) = (0, None);
         }
         self.wait(id, now.ms);
         true

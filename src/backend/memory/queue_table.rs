@@ -284,10 +284,10 @@ mod tests {
     async fn run(backend: &MemoryBackend, queue: &QueueKey) -> u64 {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: 1, lease: MINUTE, dead: DeadLimits::default() };
-        let ticket = backend.claim(queue, &[], &claim).await.unwrap().jobs[0].ticket();
-        let finish = Ack { ticket, ending: AckKind::Done };
+        let lease = backend.claim(queue, &[], &claim).await.unwrap().jobs[0].lease();
+        let finish = Ack { lease, kind: AckKind::Done };
         backend.claim(queue, &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
-        ticket.token
+        lease.token
     }
 
     /// The number of jobs and unique keys, of queues, and of queues with keys that expire.
@@ -341,9 +341,9 @@ mod tests {
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: MAX_BATCH, lease: MINUTE, dead: DeadLimits::default() };
-        let ending = AckKind::Dead { reason: Reason::Failed, error: Arc::default() };
+        let kind = AckKind::Dead { reason: Reason::Failed, error: Arc::default() };
         let claimed = backend.claim(queue, &[], &claim).await.unwrap().jobs;
-        let finished: Vec<_> = claimed.iter().map(|job| Ack::new(job.ticket(), ending.clone())).collect();
+        let finished: Vec<_> = claimed.iter().map(|job| Ack::new(job.lease(), kind.clone())).collect();
         backend.claim(queue, &finished, &Claim { limit: 0, ..claim }).await.unwrap();
     }
 

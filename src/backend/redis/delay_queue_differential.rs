@@ -22,11 +22,11 @@ struct JobStep {
 #[derive(Clone, Debug)]
 enum JobVerb {
     Push(Vec<Pushing>),
-    // The numbers of tickets with their results, and how many jobs to claim.
+    // The numbers of leases with their results, and how many jobs to claim.
     Claim { finish: Vec<(usize, End)>, limit: usize, lease_ms: u64 },
-    Extend { tickets: Vec<usize>, lease_ms: u64 },
+    Extend { leases: Vec<usize>, lease_ms: u64 },
     Cancel(u32, bool),
-    // Cancels the job of the ticket with this number, and pushes a job with the same ID.
+    // Cancels the job of the lease with this number, and pushes a job with the same ID.
     PushAgain(usize, bool),
     Reschedule(u32, When),
     Replace(u32, u8),
@@ -136,9 +136,9 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
         8 => (finish, prop_oneof![4 => 0..4_usize, 1 => 4..40_usize], lease_ms())
             .prop_map(|(finish, limit, lease_ms)| JobVerb::Claim { finish, limit, lease_ms }),
         3 => (prop::collection::vec(0..6_usize, 1..4), lease_ms())
-            .prop_map(|(tickets, lease_ms)| JobVerb::Extend { tickets, lease_ms }),
+            .prop_map(|(leases, lease_ms)| JobVerb::Extend { leases, lease_ms }),
         3 => (any_id(), any::<bool>()).prop_map(|(id, keeps)| JobVerb::Cancel(id, keeps)),
-        3 => (0..3_usize, any::<bool>()).prop_map(|(ticket, keeps)| JobVerb::PushAgain(ticket, keeps)),
+        3 => (0..3_usize, any::<bool>()).prop_map(|(lease, keeps)| JobVerb::PushAgain(lease, keeps)),
         2 => (any_id(), when()).prop_map(|(id, when)| JobVerb::Reschedule(id, when)),
         1 => (any_id(), any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
         3 => (state, prop_oneof![0..3_u64, 3..40_u64], prop_oneof![0..5_usize, 5..40_usize]).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
@@ -160,7 +160,7 @@ fn id(number: u32) -> JobId {
     })
 }
 
-/// A ticket as each backend has issued it. Traces count tickets backwards from the last one.
+/// A lease as each backend has issued it. Traces count leases backwards from the last one.
 #[derive(Clone, Copy)]
 struct Tickets {
     of: u32,
@@ -250,12 +250,12 @@ impl Model {
         holder.is_some_and(|(_, until)| until.is_none_or(|until| until > self.now()))
     }
 
-    fn end_cancelled(&mut self, ticket: &Tickets) -> bool {
-        let holds = |job: &ModelJob| matches!(job.place, Place::Running { claim, .. } if claim == ticket.claim);
-        let Some(i) = self.cancelled.iter().position(|job| job.id == ticket.of && holds(job)) else { return false };
+    fn end_cancelled(&mut self, lease: &Tickets) -> bool {
+        let holds = |job: &ModelJob| matches!(job.place, Place::Running { claim, .. } if claim == lease.claim);
+        let Some(i) = self.cancelled.iter().position(|job| job.id == lease.of && holds(job)) else { return false };
         self.cancelled.remove(i);
-        let (now, mut resumed) = (self.now(), vec![ticket.of]);
-        for (key, of) in self.cancelled_keys.iter_mut().enumerate().filter(|(_, of)| **of == Some(ticket.of)) {
+        let (now, mut resumed) = (self.now(), vec![lease.of]);
+        for (key, of) in self.cancelled_keys.iter_mut().enumerate().filter(|(_, of)| **of == Some(lease.of)) {
             *of = None;
             let held = self.unique[key].filter(|(_, until)| until.is_none_or(|until| until > now));
             resumed.extend(held.map(|(holder, _)| holder));
@@ -311,12 +311,12 @@ impl Model {
         Admission::New
     }
 
-    fn finish(&mut self, ticket: &Tickets, end: End, is_expired: bool) -> Option<Finished> {
-        if self.end_cancelled(ticket) {
+    fn finish(&mut self, lease: &Tickets, end: End, is_expired: bool) -> Option<Finished> {
+        if self.end_cancelled(lease) {
             return Some(if end.forgets() { Finished::Done } else { Finished::Cancelled });
         }
         let (now, after) = (self.now(), |model: &Self, delay| model.after(delay));
-        let holds = |place| matches!(place, Place::Running { claim, .. } if claim == ticket.claim);
+        let holds = |place| matches!(place, Place::Running { claim, .. } if claim == lease.claim);
         let due = match end {
             End::Retry(delay) => Some(after(self, delay)),
             _ => None,
@@ -325,10 +325,10 @@ impl Model {
             End::Snooze(delay) => Some(after(self, delay)),
             _ => None,
         };
-        let job = self.find(ticket.of).filter(|job| holds(job.place))?;
+        let job = self.find(lease.of).filter(|job| holds(job.place))?;
         if end.forgets() {
-            self.release(ticket.of, matches!(end, End::Done));
-            self.remove(ticket.of);
+            self.release(lease.of, matches!(end, End::Done));
+            self.remove(lease.of);
             return Some(Finished::Done);
         }
         (job.place, job.snoozed) = (Place::Waiting, snoozed);
@@ -348,22 +348,22 @@ impl Model {
         };
         if is_dead {
             job.place = Place::Dead { since: now };
-            self.free(ticket.of);
+            self.free(lease.of);
             return Some(Finished::Dead);
         }
         Some(Finished::Done)
     }
 
     fn claim(&mut self, finish: &[(Tickets, End)], limit: usize, lease_ms: u64) -> String {
-        let finished: Vec<_> = finish.iter().map(|(ticket, end)| self.finish(ticket, *end, false)).collect();
+        let finished: Vec<_> = finish.iter().map(|(lease, end)| self.finish(lease, *end, false)).collect();
         let finished: Vec<_> = finished
             .into_iter()
             .zip(finish)
-            .map(|(done, (ticket, end))| {
+            .map(|(done, (lease, end))| {
                 let is_done = end.forgets();
-                // A job that was pushed after the ticket was issued is another job. The job of the ticket is gone.
-                let is_other = |job: &&mut ModelJob| is_done && job.pushed * 1_000 > ticket.claim;
-                let is_there = self.find(ticket.of).is_some_and(|job| !is_other(&job));
+                // A job that was pushed after the lease was issued is another job. The job of the lease is gone.
+                let is_other = |job: &&mut ModelJob| is_done && job.pushed * 1_000 > lease.claim;
+                let is_there = self.find(lease.of).is_some_and(|job| !is_other(&job));
                 done.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
             })
             .collect();
@@ -432,12 +432,12 @@ impl Model {
         format!("{finished:?} {seen:?} more {} next {next} oldest {oldest:?} {expired:?}", next == 0)
     }
 
-    fn extend(&mut self, ticket: &Tickets, lease_ms: u64) -> Extended {
+    fn extend(&mut self, lease: &Tickets, lease_ms: u64) -> Extended {
         let until = self.after(lease_ms);
         let lasts = |jobs: &mut [ModelJob]| {
-            let places = jobs.iter_mut().filter(|job| job.id == ticket.of).map(|job| &mut job.place);
+            let places = jobs.iter_mut().filter(|job| job.id == lease.of).map(|job| &mut job.place);
             let mut ends = places.filter_map(|place| match place {
-                Place::Running { claim, ends } if *claim == ticket.claim => Some(ends),
+                Place::Running { claim, ends } if *claim == lease.claim => Some(ends),
                 _ => None,
             });
             ends.next().map(|ends| *ends = until).is_some()
@@ -451,7 +451,7 @@ impl Model {
     fn cancel(&mut self, number: u32, keeps: bool) -> Cancelled {
         let is_cancelled = self.is_cancelled(number);
         match self.find(number).cloned() {
-            None if is_cancelled => Cancelled::Told,
+            None if is_cancelled => Cancelled::Notified,
             None => Cancelled::Missing,
             Some(ModelJob { place: Place::Dead { .. }, .. }) => Cancelled::Dead,
             Some(job @ ModelJob { place: Place::Running { .. }, .. }) => {
@@ -460,7 +460,7 @@ impl Model {
                 }
                 self.remove(number);
                 self.cancelled.push(job);
-                Cancelled::Told
+                Cancelled::Notified
             }
             Some(_) => {
                 self.release(number, keeps);
@@ -571,8 +571,9 @@ impl ModelJob {
 
 fn seen(job: &StoredJob, start: SystemTime) -> String {
     let ms = |instant: SystemTime| instant.duration_since(start).unwrap().as_millis();
-    let StoredJob { id, state, attempt, max_attempts, priority, enqueued_at, due_at, unique, note, payload, .. } = job;
-    let reason = note.as_ref().map(|FailureInfo { reason, .. }| *reason);
+    let StoredJob { id, state, attempt, max_attempts, priority, enqueued_at, due_at, unique, failure, payload, .. } =
+        job;
+    let reason = failure.as_ref().map(|FailureInfo { reason, .. }| *reason);
     format!(
         "{id} {state:?} {attempt}/{max_attempts} {priority:?} pushed {} due {} {unique:?} {reason:?} {}",
         ms(*enqueued_at),
@@ -586,12 +587,12 @@ fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize)
     let worker = WorkerId::random().unwrap();
     let starts = [pair.memory.started_at(), UNIX_EPOCH + Duration::from_micros(START_US)];
     let mut model = Model::default();
-    let mut tickets: Vec<Tickets> = Vec::new();
+    let mut leases: Vec<Tickets> = Vec::new();
     let ms = Duration::from_millis;
     for (number, step) in trace.iter().enumerate() {
         pair.pause(Duration::from_micros(step.pause));
         model.now_us += step.pause;
-        let pick = |i: &usize| tickets.len().checked_sub(i + 1).map(|i| tickets[i]);
+        let pick = |i: &usize| leases.len().checked_sub(i + 1).map(|i| leases[i]);
         let due = |when: When| match when {
             When::In(delay) => [Due::In(ms(delay)); 2],
             When::At(at) => starts.map(|start| Due::At(start + ms(at))),
@@ -621,7 +622,7 @@ fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize)
             }
             JobVerb::Claim { finish, limit, lease_ms } => {
                 let finish: Vec<_> = finish.iter().filter_map(|(i, end)| Some((pick(i)?, *end))).collect();
-                let ending = |end: &End| match *end {
+                let kind = |end: &End| match *end {
                     End::Done => AckKind::Done,
                     End::Cancelled => AckKind::Cancelled,
                     End::Retry(delay) => AckKind::Retry { delay: ms(delay), error: "why".into() },
@@ -629,19 +630,18 @@ fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize)
                     End::Release => AckKind::Release,
                     End::Dead(reason) => AckKind::Dead { reason, error: "why".into() },
                 };
-                // No worker sends a ticket twice, and the order of two results is unspecified.
+                // No worker sends a lease twice, and the order of two results is unspecified.
                 let mut finish_once: Vec<(Tickets, End)> = Vec::new();
-                for (ticket, end) in finish {
-                    if finish_once.iter().all(|(other, _)| (other.of, other.claim) != (ticket.of, ticket.claim)) {
-                        finish_once.push((ticket, end));
+                for (lease, end) in finish {
+                    if finish_once.iter().all(|(other, _)| (other.of, other.claim) != (lease.of, lease.claim)) {
+                        finish_once.push((lease, end));
                     }
                 }
                 let finishes = |of: fn(&Tickets) -> JobLease| {
-                    let finishes =
-                        finish_once.iter().map(|(tickets, end)| Ack { ticket: of(tickets), ending: ending(end) });
+                    let finishes = finish_once.iter().map(|(leases, end)| Ack { lease: of(leases), kind: kind(end) });
                     finishes.collect::<Vec<_>>()
                 };
-                let (in_memory, in_redis) = (finishes(|tickets| tickets.memory), finishes(|tickets| tickets.redis));
+                let (in_memory, in_redis) = (finishes(|leases| leases.memory), finishes(|leases| leases.redis));
                 let claim = Claim { worker, limit: *limit, lease: ms(*lease_ms), dead: DEAD };
                 let (memory, redis) =
                     pair.both(|to| to.claim(&queue, &in_memory, &claim), |to| to.claim(&queue, &in_redis, &claim));
@@ -657,20 +657,20 @@ fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize)
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
                     let of = (0..IDS).find(|number| id(*number) == memory.job.id).unwrap();
                     let larger = |of_backend: fn(&Tickets) -> JobLease, token| {
-                        tickets.iter().filter(|tickets| tickets.of == of).all(|t| of_backend(t).token < token)
+                        leases.iter().filter(|leases| leases.of == of).all(|t| of_backend(t).token < token)
                     };
-                    prop_assert!(larger(|tickets| tickets.memory, memory.token) && larger(|t| t.redis, redis.token));
-                    let (memory, redis) = (memory.ticket(), redis.ticket());
-                    tickets.push(Tickets { of, claim: model.token, memory, redis });
+                    prop_assert!(larger(|leases| leases.memory, memory.token) && larger(|t| t.redis, redis.token));
+                    let (memory, redis) = (memory.lease(), redis.lease());
+                    leases.push(Tickets { of, claim: model.token, memory, redis });
                 }
                 let [memory, redis] = results;
                 (expected, memory, redis)
             }
-            JobVerb::Extend { tickets, lease_ms } => {
-                let tickets: Vec<_> = tickets.iter().filter_map(pick).collect();
-                let expected: Vec<_> = tickets.iter().map(|ticket| model.extend(ticket, *lease_ms)).collect();
-                let of = |of: fn(&Tickets) -> JobLease| tickets.iter().map(of).collect::<Vec<_>>();
-                let (in_memory, in_redis) = (of(|tickets| tickets.memory), of(|tickets| tickets.redis));
+            JobVerb::Extend { leases, lease_ms } => {
+                let leases: Vec<_> = leases.iter().filter_map(pick).collect();
+                let expected: Vec<_> = leases.iter().map(|lease| model.extend(lease, *lease_ms)).collect();
+                let of = |of: fn(&Tickets) -> JobLease| leases.iter().map(of).collect::<Vec<_>>();
+                let (in_memory, in_redis) = (of(|leases| leases.memory), of(|leases| leases.redis));
                 let (memory, redis) = pair.both(
                     |to| to.extend(&queue, &in_memory, ms(*lease_ms)),
                     |to| to.extend(&queue, &in_redis, ms(*lease_ms)),
@@ -683,8 +683,8 @@ fn run_job_trace(trace: &[JobStep], max_jobs: u64, pair: &mut Pair, turn: usize)
                     pair.both(|to| to.cancel(&queue, &job, keeps), |to| to.cancel(&queue, &job, keeps));
                 (format!("{:?}", model.cancel(of, keeps)), format!("{memory:?}"), format!("{redis:?}"))
             }
-            &JobVerb::PushAgain(ticket, keeps) => {
-                let Some(of) = pick(&ticket).map(|ticket| ticket.of) else { continue };
+            &JobVerb::PushAgain(lease, keeps) => {
+                let Some(of) = pick(&lease).map(|lease| lease.of) else { continue };
                 let (job, when) = (id(of), When::In(0));
                 let cancelled = pair.both(|to| to.cancel(&queue, &job, keeps), |to| to.cancel(&queue, &job, keeps));
                 let unique = model.cancelled.iter().find(|job| job.id == of).and_then(|job| job.unique);

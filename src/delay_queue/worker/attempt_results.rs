@@ -38,16 +38,16 @@ impl AttemptResults {
         ended: Result<Result<(), BoxError>, JoinError>,
         now: Instant,
     ) -> PendingAck {
-        let ticket = job.ticket;
+        let lease = job.lease;
         let ack = match (ended, job.timers.stop_reason()) {
             (ended, Some(StopReason::Cancelled)) => {
                 discard_joined(ended);
-                PendingAck::cancelled(ticket)
+                PendingAck::cancelled(lease)
             }
-            (Ok(Ok(())), _) => PendingAck::new(ticket, AckKind::Done),
-            (Ok(Err(error)), stop) => self.failed(ticket, job.attempt, error, stop, now),
+            (Ok(Ok(())), _) => PendingAck::new(lease, AckKind::Done),
+            (Ok(Err(error)), stop) => self.failed(lease, job.attempt, error, stop, now),
             (Err(error), _) => match error.try_into_panic() {
-                Ok(panic) => self.panicked(ticket, job.attempt, panic),
+                Ok(panic) => self.panicked(lease, job.attempt, panic),
                 Err(_) => return self.dropped(job),
             },
         };
@@ -56,17 +56,17 @@ impl AttemptResults {
 
     /// The result of a job whose future was dropped.
     pub(crate) fn dropped(&self, job: &RunningJob) -> PendingAck {
-        job.ack(PendingAck::dropped(job.ticket, job.timers.stop_reason(), self.backoff.delay(job.attempt)))
+        job.ack(PendingAck::dropped(job.lease, job.timers.stop_reason(), self.backoff.delay(job.attempt)))
     }
 
     /// The result of a job whose service panicked.
-    pub(crate) fn panicked(&self, ticket: JobLease, attempt: u16, panic: Box<dyn Any + Send>) -> PendingAck {
-        PendingAck::retry(ticket, self.backoff.delay(attempt), panic_text(panic))
+    pub(crate) fn panicked(&self, lease: JobLease, attempt: u16, panic: Box<dyn Any + Send>) -> PendingAck {
+        PendingAck::retry(lease, self.backoff.delay(attempt), panic_text(panic))
     }
 
     fn failed(
         &mut self,
-        ticket: JobLease,
+        lease: JobLease,
         attempt: u16,
         error: BoxError,
         stop: Option<StopReason>,
@@ -80,8 +80,8 @@ impl AttemptResults {
             }
             _ => FailureAction::of(&error, attempt, backoff),
         }));
-        let ending = match action {
-            Ok(FailureAction::Ack(ending)) => ending,
+        let kind = match action {
+            Ok(FailureAction::Ack(kind)) => kind,
             Ok(FailureAction::Limited(wait)) => {
                 AckKind::Snooze { delay: self.rate_limit_stagger.rate_limited_delay(wait, now) }
             }
@@ -90,9 +90,9 @@ impl AttemptResults {
             }
             Ok(FailureAction::Cancelled) => AckKind::Cancelled,
             // The text of the error panicked, which counts as a panic of the service.
-            Err(panic) => return self.panicked(ticket, attempt, panic),
+            Err(panic) => return self.panicked(lease, attempt, panic),
         };
-        PendingAck::new(ticket, ending)
+        PendingAck::new(lease, kind)
     }
 }
 

@@ -32,7 +32,7 @@ pub(crate) struct Claims<T> {
 }
 
 pub(crate) struct DecodedJob<T> {
-    pub(crate) ticket: JobLease,
+    pub(crate) lease: JobLease,
     pub(crate) job: Job<T>,
     pub(crate) canceller: Canceller,
 }
@@ -51,10 +51,10 @@ impl<T> Claims<T> {
         let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, died, now } = claimed;
         let (mut jobs, mut undecodable) = (Vec::with_capacity(claimed.len()), Vec::new());
         for job in claimed {
-            let (ticket, attempt) = (job.ticket(), job.job.attempt);
+            let (lease, attempt) = (job.lease(), job.job.attempt);
             match decode(queue, job, rule) {
                 Ok(decoded) => jobs.push(decoded),
-                Err(ending) => undecodable.push(PendingAck { attempt, ..PendingAck::new(ticket, ending) }),
+                Err(kind) => undecodable.push(PendingAck { attempt, ..PendingAck::new(lease, kind) }),
             }
         }
         Self { finished, jobs, undecodable, more, next, oldest_due, expired, died, received, now }
@@ -72,18 +72,18 @@ fn decode<T, C: Codec<T>>(
     claimed: ClaimedJob,
     rule: UndecodableRule,
 ) -> Result<DecodedJob<T>, AckKind> {
-    let (ticket, attempt, max_attempts) = (claimed.ticket(), claimed.job.attempt, claimed.job.max_attempts);
-    let ending = match catch_unwind(AssertUnwindSafe(|| queue.decode_claimed(claimed))) {
-        Ok(Ok((job, canceller))) => return Ok(DecodedJob { ticket, job, canceller }),
-        Ok(Err(ending)) => ending,
+    let (lease, attempt, max_attempts) = (claimed.lease(), claimed.job.attempt, claimed.job.max_attempts);
+    let kind = match catch_unwind(AssertUnwindSafe(|| queue.decode_claimed(claimed))) {
+        Ok(Ok((job, canceller))) => return Ok(DecodedJob { lease, job, canceller }),
+        Ok(Err(kind)) => kind,
         Err(panic) => AckKind::Dead { reason: Reason::Undecodable, error: panic_text(panic) },
     };
-    Err(match ending {
+    Err(match kind {
         // After the last attempt the job is dead as undecodable, and not as failed.
         AckKind::Dead { error, .. } if rule.action == OnUndecodable::Retry && attempt < max_attempts => {
             AckKind::Retry { delay: rule.backoff.delay(attempt), error }
         }
-        ending => ending,
+        kind => kind,
     })
 }
 

@@ -25,8 +25,8 @@ pub(crate) struct PendingAck {
 }
 
 impl PendingAck {
-    pub(crate) fn new(ticket: JobLease, ending: AckKind) -> Self {
-        let outcome = match &ending {
+    pub(crate) fn new(lease: JobLease, kind: AckKind) -> Self {
+        let outcome = match &kind {
             AckKind::Done => OutcomeLabel::Done,
             AckKind::Cancelled => OutcomeLabel::Cancelled,
             AckKind::Retry { .. } => OutcomeLabel::Retried,
@@ -34,31 +34,31 @@ impl PendingAck {
             AckKind::Release => OutcomeLabel::Released,
             AckKind::Dead { .. } => OutcomeLabel::Dead,
         };
-        Self { ack: Ack { ticket, ending }, outcome, lease_ends: None, is_last: false, attempt: 0, first_sent_at: None }
+        Self { ack: Ack { lease, kind }, outcome, lease_ends: None, is_last: false, attempt: 0, first_sent_at: None }
     }
 
     /// A stop after a cancellation. The store knows of the cancellation, and whether the unique key stays.
-    pub(crate) fn cancelled(ticket: JobLease) -> Self {
-        Self { outcome: OutcomeLabel::Cancelled, ..Self::new(ticket, AckKind::Done) }
+    pub(crate) fn cancelled(lease: JobLease) -> Self {
+        Self { outcome: OutcomeLabel::Cancelled, ..Self::new(lease, AckKind::Done) }
     }
 
     /// The result of a job whose future was dropped.
-    pub(crate) fn dropped(ticket: JobLease, reason: Option<StopReason>, delay: Duration) -> Self {
+    pub(crate) fn dropped(lease: JobLease, reason: Option<StopReason>, delay: Duration) -> Self {
         match reason {
-            Some(StopReason::Cancelled) => Self::cancelled(ticket),
-            Some(StopReason::ShutDown) | None => Self::new(ticket, AckKind::Release),
-            Some(StopReason::Overrun) => Self::retry(ticket, delay, "the job exceeded its maximum runtime"),
-            Some(StopReason::LeaseLost) => Self::retry(ticket, delay, "the lease of the job was lost"),
+            Some(StopReason::Cancelled) => Self::cancelled(lease),
+            Some(StopReason::ShutDown) | None => Self::new(lease, AckKind::Release),
+            Some(StopReason::Overrun) => Self::retry(lease, delay, "the job exceeded its maximum runtime"),
+            Some(StopReason::LeaseLost) => Self::retry(lease, delay, "the lease of the job was lost"),
         }
     }
 
-    pub(crate) fn retry(ticket: JobLease, delay: Duration, error: impl Into<Arc<str>>) -> Self {
-        Self::new(ticket, AckKind::Retry { delay, error: error.into() })
+    pub(crate) fn retry(lease: JobLease, delay: Duration, error: impl Into<Arc<str>>) -> Self {
+        Self::new(lease, AckKind::Retry { delay, error: error.into() })
     }
 
     /// The outcome to report, given the store's reply and the limits on dead jobs.
     pub(crate) fn outcome(&self, finished: Finished, dead: DeadLimits, now: Instant) -> OutcomeLabel {
-        match (finished, self.first_sent_at, &self.ack.ending) {
+        match (finished, self.first_sent_at, &self.ack.kind) {
             (Finished::Dead, ..) => OutcomeLabel::Dead,
             (Finished::Cancelled, ..) => OutcomeLabel::Cancelled,
             (Finished::Done, ..) => self.outcome,
@@ -70,7 +70,7 @@ impl PendingAck {
             (Finished::Gone | Finished::Lost, Some(_), AckKind::Retry { .. }) if self.is_last => OutcomeLabel::Dead,
             (Finished::Gone, Some(_), _) => self.outcome,
             // After an earlier call recorded such a result, the job waits or another worker holds it. A finished job would be gone.
-            (Finished::Lost, Some(_), ending) if !ending.forgets() => self.outcome,
+            (Finished::Lost, Some(_), kind) if !kind.forgets() => self.outcome,
             (Finished::Gone | Finished::Lost, ..) => OutcomeLabel::LeaseLost,
         }
     }
@@ -78,7 +78,7 @@ impl PendingAck {
     /// Whether a job with this result is certainly still stored after `since`, unless it was cancelled. No worker can have finished it, since
     /// its delay is not over. A dead job must not be too old to be kept.
     fn is_kept(&self, dead: DeadLimits, since: Duration) -> bool {
-        match &self.ack.ending {
+        match &self.ack.kind {
             AckKind::Dead { .. } => dead.count > 0 && since < dead.age,
             AckKind::Retry { .. } if self.is_last => dead.count > 0 && since < dead.age,
             AckKind::Retry { delay, .. } | AckKind::Snooze { delay } => since < *delay,

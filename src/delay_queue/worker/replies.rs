@@ -81,19 +81,19 @@ where
 
     /// Starts a claimed job.
     fn start(&mut self, decoded: DecodedJob<T>, origin: Origin, now: Instant) {
-        let DecodedJob { ticket, job, canceller } = decoded;
+        let DecodedJob { lease, job, canceller } = decoded;
         let lease_ends = origin.sent + self.settings.lease;
         let part = &mut self.parts[origin.part];
-        if self.jobs.has_abandoned(&ticket.id) {
+        if self.jobs.has_abandoned(&lease.id) {
             // The job waits for the end of the abandoned attempt, or for another worker.
             part.skips_claim = true;
-            part.add_ack(lease_ends, PendingAck::new(ticket, AckKind::Snooze { delay: ABANDONED_SNOOZE }));
+            part.add_ack(lease_ends, PendingAck::new(lease, AckKind::Snooze { delay: ABANDONED_SNOOZE }));
             return;
         }
         // Another worker may have claimed the job after the end of the lease.
         let may_begin = self.stage.is_working() && now < lease_ends;
         let Some(mut instance) = may_begin.then(|| self.services.take()).flatten() else {
-            part.add_ack(lease_ends, PendingAck::new(ticket, AckKind::Release));
+            part.add_ack(lease_ends, PendingAck::new(lease, AckKind::Release));
             return;
         };
         let (attempt, is_last) = (job.attempt(), job.is_last_attempt());
@@ -106,7 +106,7 @@ where
             Ok(called) => called,
             Err(panic) => {
                 self.services.put_panicked(instance);
-                let ack = self.results.panicked(ticket, attempt, panic);
+                let ack = self.results.panicked(lease, attempt, panic);
                 part.add_ack(lease_ends, PendingAck { is_last, attempt, ..ack });
                 return;
             }
@@ -116,7 +116,7 @@ where
         let abort = self.jobs.spawn(task.instrument(span));
         let timers = JobTimers::new(origin.sent, self.settings.lease, now, self.settings.max_runtime);
         let part = origin.part;
-        let running = RunningJob { part, ticket, attempt, is_last, started: now, canceller, abort, timers };
+        let running = RunningJob { part, lease, attempt, is_last, started: now, canceller, abort, timers };
         self.reporter.started(&running, late);
         self.jobs.insert(running);
     }

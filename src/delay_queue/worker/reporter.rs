@@ -48,7 +48,7 @@ impl Reporter {
     /// Reports that an attempt begins.
     pub(crate) fn started(&self, job: &RunningJob, late: Duration) {
         self.metrics.started(late);
-        self.events.send(|| Event::Started { id: job.ticket.id, attempt: job.attempt, late });
+        self.events.send(|| Event::Started { id: job.lease.id, attempt: job.attempt, late });
     }
 
     /// Reports that an attempt ends since its worker is dropped.
@@ -60,12 +60,12 @@ impl Reporter {
     pub(crate) fn ended(&self, job: &RunningJob, now: Instant) {
         self.metrics.ended(now.saturating_duration_since(job.started));
         if job.timers.is_abandoned() {
-            tracing::info!(queue = %self.queue, job = %job.ticket.id, "an abandoned job has ended");
+            tracing::info!(queue = %self.queue, job = %job.lease.id, "an abandoned job has ended");
         }
     }
 
     pub(crate) fn abandoned(&self, job: &RunningJob) {
-        tracing::warn!(queue = %self.queue, job = %job.ticket.id, "a job that does not yield is abandoned");
+        tracing::warn!(queue = %self.queue, job = %job.lease.id, "a job that does not yield is abandoned");
     }
 
     pub(crate) fn abandoned_at_shutdown(&self, jobs: usize) {
@@ -82,7 +82,7 @@ impl Reporter {
 
     /// Reports a job that still runs after the grace period of a shutdown.
     pub(crate) fn cut_off(&mut self, job: &RunningJob, now: Instant) {
-        self.notices.cut_off(&job.ticket.id, job.attempt, now);
+        self.notices.cut_off(&job.lease.id, job.attempt, now);
     }
 
     /// When to log how many jobs were too many to log one by one.
@@ -103,13 +103,13 @@ impl Reporter {
     pub(crate) fn acked(&mut self, pending: PendingAck, finished: Finished, dead: DeadLimits, now: Instant) {
         let outcome = pending.outcome(finished, dead, now);
         let PendingAck { ack, attempt, .. } = pending;
-        let id = ack.ticket.id;
+        let id = ack.lease.id;
         self.metrics.finished(outcome);
         if outcome == OutcomeLabel::LeaseLost {
             tracing::warn!(queue = %self.queue, job = %id, "a job ended after its lease was lost");
         }
         if outcome == OutcomeLabel::Dead {
-            let (reason, error) = match &ack.ending {
+            let (reason, error) = match &ack.kind {
                 AckKind::Dead { reason, error } => (*reason, &**error),
                 AckKind::Retry { error, .. } => (Reason::Failed, &**error),
                 AckKind::Done | AckKind::Cancelled | AckKind::Snooze { .. } | AckKind::Release => {
@@ -118,7 +118,7 @@ impl Reporter {
             };
             self.notices.died(&id, attempt, reason, error, now);
         }
-        self.events.send(|| match (outcome, ack.ending) {
+        self.events.send(|| match (outcome, ack.kind) {
             (OutcomeLabel::LeaseLost, _) => Event::LeaseLost { id },
             (OutcomeLabel::Cancelled, _) | (_, AckKind::Cancelled) => Event::Cancelled { id },
             (_, AckKind::Dead { reason, error }) => Event::Dead { id, reason, error },

@@ -11,7 +11,7 @@ use crate::delay_queue::store::JobLease;
 /// A job that the service is running.
 pub(crate) struct RunningJob {
     pub(crate) part: usize,
-    pub(crate) ticket: JobLease,
+    pub(crate) lease: JobLease,
     pub(crate) attempt: u16,
     // Whether the job is dead if this attempt fails.
     pub(crate) is_last: bool,

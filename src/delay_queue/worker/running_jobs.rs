@@ -64,7 +64,7 @@ impl RunningJobs {
 
     /// Whether an abandoned attempt of this job still runs.
     pub(crate) fn has_abandoned(&self, id: &JobId) -> bool {
-        self.abandoned > 0 && self.jobs.values().any(|job| job.timers.is_abandoned() && job.ticket.id == *id)
+        self.abandoned > 0 && self.jobs.values().any(|job| job.timers.is_abandoned() && job.lease.id == *id)
     }
 
     pub(crate) fn spawn(&mut self, task: impl Future<Output = Result<(), BoxError>> + Send + 'static) -> AbortHandle {
@@ -123,7 +123,7 @@ impl RunningJobs {
                 job.canceller.cancel();
             }
             if actions.renews {
-                checked.renewals.entry(job.part).or_default().push((*task, job.ticket));
+                checked.renewals.entry(job.part).or_default().push((*task, job.lease));
             }
             self.check_at = self.check_at.into_iter().chain(job.timers.next()).min();
         }

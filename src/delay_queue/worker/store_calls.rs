@@ -103,11 +103,11 @@ where
     /// Renews leases.
     pub(crate) fn extend(&mut self, part: usize, key: QueueKey, leases: &[(Id, JobLease)], timeout: Duration) {
         for batch in leases.chunks(MAX_BATCH) {
-            let (tasks, tickets): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
+            let (tasks, leases): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
             let (queue, lease) = (self.queue.clone(), self.lease);
             self.in_flight.spawn(async move {
                 let sent = Instant::now();
-                let result = queue.extend(key, tickets, lease, timeout).await;
+                let result = queue.extend(key, leases, lease, timeout).await;
                 Reply::Extended(ExtendReply { part, tasks, sent, result })
             });
         }

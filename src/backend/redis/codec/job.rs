@@ -127,8 +127,8 @@ pub(crate) fn when(due: Due) -> i64 {
 }
 
 /// The lease as a member of the sorted set of leases.
-pub(crate) fn ticket(ticket: &JobLease) -> Vec<u8> {
-    [&ticket.token.to_be_bytes()[1..], ticket.id.as_bytes()].concat()
+pub(crate) fn pack_lease(lease: &JobLease) -> Vec<u8> {
+    [&lease.token.to_be_bytes()[1..], lease.id.as_bytes()].concat()
 }
 
 /// Finished jobs as arguments of `delay_queue_claim`, and the positions of their results in its reply.
@@ -142,7 +142,7 @@ pub(crate) struct PackedFinishes {
 }
 
 struct OtherResult {
-    ticket: Vec<u8>,
+    lease: Vec<u8>,
     kind: u8,
     delay: u64,
     error: Arc<str>,
@@ -150,15 +150,15 @@ struct OtherResult {
 
 impl PackedFinishes {
     pub(crate) fn new(finishes: &[Ack]) -> Self {
-        let all_done = finishes.iter().filter(|finish| finish.ending.forgets()).count();
+        let all_done = finishes.iter().filter(|finish| finish.kind.forgets()).count();
         let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), places: Vec::new() };
-        for Ack { ticket: lease, ending } in finishes {
-            let (kind, delay, error) = match ending {
+        for Ack { lease, kind } in finishes {
+            let (code, delay, error) = match kind {
                 AckKind::Done | AckKind::Cancelled => {
                     packed.places.push(packed.done.len());
-                    packed.done.push(ticket(lease));
+                    packed.done.push(pack_lease(lease));
                     if let Some(Unique { key, span }) = lease.unique {
-                        let ends_time = *ending == AckKind::Cancelled && !matches!(span, UniqueFor::Occurrence(_));
+                        let ends_time = *kind == AckKind::Cancelled && !matches!(span, UniqueFor::Occurrence(_));
                         let position = packed.done.len() as isize;
                         packed.unique.push((if ends_time { -position } else { position }, key));
                     }
@@ -171,7 +171,7 @@ impl PackedFinishes {
             };
             let delay = delay.min(millis(Due::MAX_DELAY));
             packed.places.push(all_done + packed.others.len());
-            packed.others.push(OtherResult { ticket: ticket(lease), kind, delay, error });
+            packed.others.push(OtherResult { lease: pack_lease(lease), kind: code, delay, error });
         }
         packed
     }
@@ -181,11 +181,11 @@ impl ToRedisArgs for PackedFinishes {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.done.len().write_redis_args(out);
         self.others.len().write_redis_args(out);
-        for ticket in &self.done {
-            out.write_arg(ticket);
+        for lease in &self.done {
+            out.write_arg(lease);
         }
-        for OtherResult { ticket, kind, delay, error } in &self.others {
-            out.write_arg(ticket);
+        for OtherResult { lease, kind, delay, error } in &self.others {
+            out.write_arg(lease);
             kind.write_redis_args(out);
             delay.write_redis_args(out);
             out.write_arg(FailureInfo::cut(error).as_bytes());
@@ -259,7 +259,7 @@ pub(crate) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<Store
         enqueued_at: instant(enqueued),
         due_at: instant(due),
         unique,
-        note: reason.map(|reason| FailureInfo { reason, error: error.as_ref().into() }),
+        failure: reason.map(|reason| FailureInfo { reason, error: error.as_ref().into() }),
         headers,
         payload: rest.0.into(),
     })
@@ -318,7 +318,7 @@ mod tests {
             let stored = stored_job(b"a", &record(&job), State::Running).unwrap();
             assert_eq!(stored.enqueued_at, instant(7));
             assert_eq!(stored.due_at, instant(9));
-            assert_eq!((stored.attempt, stored.max_attempts, stored.note), (1, 300, None));
+            assert_eq!((stored.attempt, stored.max_attempts, stored.failure), (1, 300, None));
             assert_eq!((stored.id, stored.priority, stored.unique), (job.id, job.priority, job.unique));
             assert_eq!((stored.headers, stored.payload), (job.headers, job.payload));
         }
@@ -373,8 +373,7 @@ mod tests {
 
     #[test]
     fn results_are_found_at_their_positions() {
-        let finish =
-            |name: &str, ending| Ack { ticket: JobLease { id: JobId::from(name), token: 1, unique: None }, ending };
+        let finish = |name: &str, kind| Ack { lease: JobLease { id: JobId::from(name), token: 1, unique: None }, kind };
         let packed = PackedFinishes::new(&[
             finish("a", AckKind::Release),
             finish("b", AckKind::Done),

@@ -4,7 +4,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use redis::Value;
 
 use crate::backend::redis::batch::push::{PushBatcher, push};
-use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs, stored_job, ticket, when};
+use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs, pack_lease, stored_job, when};
 use crate::backend::redis::connection::subscriber::Interest;
 use crate::backend::redis::error::unexpected_reply;
 use crate::backend::redis::{Inner, RedisBackend};
@@ -82,17 +82,17 @@ impl DelayQueueStore for RedisBackend {
     async fn extend(
         &self,
         queue: &QueueKey,
-        tickets: &[JobLease],
+        leases: &[JobLease],
         lease: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
         // On the dedicated connections, so that renewals do not wait behind requests.
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        let mut extended = Vec::with_capacity(tickets.len());
-        for tickets in tickets.chunks(MAX_BATCH) {
-            let packed: Vec<_> = tickets.iter().map(ticket).collect();
+        let mut extended = Vec::with_capacity(leases.len());
+        for leases in leases.chunks(MAX_BATCH) {
+            let packed: Vec<_> = leases.iter().map(pack_lease).collect();
             let reply = scripts.delay_queue_extend(locks.apart(), &keys, lease, &packed).await?;
-            for answer in array(&reply, tickets.len())? {
+            for answer in array(&reply, leases.len())? {
                 extended.push(match answer {
                     Value::Int(0) => Extended::Lost,
                     Value::Int(1) => Extended::Held,
@@ -129,7 +129,7 @@ impl DelayQueueStore for RedisBackend {
         match self.control(queue, "cancel", (id.as_bytes(), u8::from(keeps_unique))).await? {
             Value::Int(0) => Ok(Cancelled::Missing),
             Value::Int(1) => Ok(Cancelled::Removed),
-            Value::Int(2) => Ok(Cancelled::Told),
+            Value::Int(2) => Ok(Cancelled::Notified),
             Value::Int(3) => Ok(Cancelled::Dead),
             reply => Err(unexpected_reply(&reply)),
         }
@@ -290,7 +290,7 @@ impl RedisBackend {
 fn at_once(finished: &[Ack]) -> usize {
     let mut others = 0;
     let is_short = |finish: &&Ack| {
-        others += usize::from(!finish.ending.forgets());
+        others += usize::from(!finish.kind.forgets());
         others <= MAX_BATCH / 4
     };
     finished.iter().take(MAX_BATCH).take_while(is_short).count()

@@ -55,8 +55,8 @@ impl Worker {
     /// Lets so many results of the first part wait for a call.
     fn add_acks(&mut self, acks: u64) {
         for token in 0..acks {
-            let ticket = JobLease { id: JobId::new("job"), token, unique: None };
-            self.parts[0].add_ack(self.now + secs(30), PendingAck::new(ticket, AckKind::Done));
+            let lease = JobLease { id: JobId::new("job"), token, unique: None };
+            self.parts[0].add_ack(self.now + secs(30), PendingAck::new(lease, AckKind::Done));
         }
     }
 
