@@ -44,6 +44,7 @@
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
 //! | `config` (feature `config`) | rate limits from a file, which can be reloaded at runtime |
 //! | `metrics` (feature `metrics`) | descriptions and units of the metrics |
+//! | [`guide`] | guides, one page for each task |
 //! | [`responder`] | responders, which turn rejections into responses |
 //! | `testing` (feature `testing`) | for tests: a store that injects failures, and the contract for your own backends |
 //!
@@ -111,6 +112,8 @@ pub mod config;
 pub mod delay_queue;
 #[cfg(feature = "grpc")]
 pub mod grpc;
+#[cfg(any(doc, doctest))]
+pub mod guide;
 #[cfg(feature = "http")]
 pub mod http;
 pub mod idempotency;

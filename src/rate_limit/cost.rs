@@ -2,7 +2,7 @@
 
 /// How many units a request costs.
 ///
-/// Closures `Fn(&Req) -> u64` are costs. A request with a cost of 0 passes without a charge and does not [wait](RateLimitLayer::wait) for
+/// Closures `Fn(&Req) -> u64` are costs. A request with a cost of 0 passes without a charge and does not [wait](super::RateLimitLayer::wait) for
 /// room. It also passes while the store fails. It is rejected if the quota is 0, and while its key is known to be
 /// [blocked](crate::Limiter::block).
 pub trait RequestCost<Req> {
