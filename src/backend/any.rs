@@ -7,7 +7,7 @@ use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extend
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State, StoredJob};
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
-use crate::idempotency::{self, Answer, Checkpoint, Operation, OperationPage, OperationStatus};
+use crate::idempotency::{self, Checkpoint, Operation, OperationPage, OperationStatus, StoredResponse};
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Released, Renewal, Token};
 use crate::lock::{Cursor, ForceReleased, LockKey, LockPage, LockStatus};
@@ -380,7 +380,7 @@ impl IdempotencyRegistry for AnyBackend {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        response: &Answer,
+        response: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => store.complete_unknown(status, response, retention).await)

@@ -22,7 +22,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             Rejection::MissingKey | Rejection::InvalidKey(_) | Rejection::MissingScope | Rejection::Unreadable => {
                 status_response(Code::InvalidArgument, &text)
             }
-            Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotKept { .. } => {
+            Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotStored { .. } => {
                 let mut response = status_response(Code::FailedPrecondition, &text);
                 // A handler may respond with the same code, so mark the rejection.
                 response.headers_mut().insert(REJECTED, IS_REJECTED);
@@ -86,7 +86,7 @@ mod tests {
             (Rejection::Mismatch, "9", None, true),
             // The record of the earlier attempt remains.
             (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, true),
-            (Rejection::NotKept { status: 200 }, "9", None, true),
+            (Rejection::NotStored { status: 200 }, "9", None, true),
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
             (Rejection::Cancelled, "10", Some("-1"), false),
             (Rejection::Full, "8", Some("1000"), true),

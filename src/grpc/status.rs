@@ -8,7 +8,7 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use prost::Message as _;
 
 use super::details::{Any, Status, Violation};
-use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, annotate, answer_to, insert_decision};
+use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, annotate, insert_decision, respond_to};
 use crate::key::Key;
 use crate::rate_limit::{AnnotateResponse, Limit, LimitInfo, RateLimitHandle, RateLimited, Rejection, ceil_seconds};
 use crate::responder::{HeaderConfig, HeaderVersion, NotExecuted, PartitionKeyMac, Responder, UpstreamFields};
@@ -91,7 +91,7 @@ impl GrpcResponder {
 
     /// The response of a layer with these settings to a call over its limit, with metadata and without [`NotExecuted`].
     ///
-    /// For services that call a [`Limiter`](crate::Limiter): see [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). A tonic
+    /// For services that call a [`Limiter`](crate::Limiter): see [`HttpResponder::respond_to`](crate::HttpResponder::respond_to). A tonic
     /// method can return the status of this response:
     ///
     /// ```
@@ -105,7 +105,7 @@ impl GrpcResponder {
     /// let limiter = Limiter::new(MemoryBackend::new(), policy);
     /// let decision = limiter.check("alice").await?;
     /// let limited = RateLimited::of(limiter.policy(), 1, decision).ok_or("not denied")?;
-    /// let response = GrpcResponder::new().answer_to(&limited, "alice");
+    /// let response = GrpcResponder::new().respond_to(&limited, "alice");
     /// let status = Status::from_header_map(response.headers()).ok_or("no status")?;
     /// assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     /// assert!(status.metadata().contains_key("ratelimit-policy"));
@@ -113,8 +113,8 @@ impl GrpcResponder {
     /// # }
     /// ```
     #[must_use]
-    pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
-        answer_to(self, limited, &key.into())
+    pub fn respond_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
+        respond_to(self, limited, &key.into())
     }
 
     /// Adds jitter to a wait, so the result is never shorter.

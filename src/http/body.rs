@@ -135,7 +135,7 @@ impl<B> ResponseBody<B> {
 }
 
 /// The inner body type of responses that have no inner service, such as those of
-/// [`HttpResponder::answer_to`](crate::HttpResponder::answer_to). This type has no values.
+/// [`HttpResponder::respond_to`](crate::HttpResponder::respond_to). This type has no values.
 #[derive(Clone, Copy, Debug)]
 pub enum Never {}
 

@@ -53,7 +53,7 @@ impl HttpResponder {
                 };
                 let wait = self.told(busy.retry_after().min(MAX_RETRY_AFTER));
                 // The key and the holder are not for the client to see.
-                let detail = &format!("another request holds the lock, try again in {wait} s");
+                let detail = &format!("the lock is in use, try again in {wait} s");
                 self.answer(Some(wait), Problem { kind: Kind::LockBusy, status, detail, violated: Vec::new() })
             }
             Rejection::Full(full) => self.retry_later(Kind::Blank, &full.to_string()),

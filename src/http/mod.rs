@@ -117,7 +117,7 @@
 //!
 //! [`HttpResponder`](crate::HttpResponder) has the settings: other header fields, plain text, jitter, partition keys. Its
 //! [`map_rejection`](crate::HttpResponder::map_rejection) takes a closure for your own status, fields and body. A handler that calls a
-//! [`Limiter`](crate::Limiter) creates the same response with [`HttpResponder::answer_to`](crate::HttpResponder::answer_to).
+//! [`Limiter`](crate::Limiter) creates the same response with [`HttpResponder::respond_to`](crate::HttpResponder::respond_to).
 //!
 //! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
 //! [`#abnormal-usage-detected`]: https://iana.org/assignments/http-problem-types#abnormal-usage-detected
@@ -370,6 +370,6 @@ pub use ::ipnet::IpNet;
 #[cfg(feature = "grpc")]
 pub(crate) use self::responder::{IS_REJECTED, REJECTED};
 #[cfg(feature = "grpc")]
-pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, answer_to, insert_decision};
+pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, insert_decision, respond_to};
 #[cfg(feature = "grpc")]
 pub(crate) use self::upstream::annotate;

@@ -95,7 +95,7 @@ pub(crate) fn insert_decision(decision: &Decision, extensions: &mut Extensions) 
 
 /// The rejection and the annotations of a layer for a request with this key. The handler may have had effects, so the response is not
 /// [`NotExecuted`].
-pub(crate) fn answer_to<R>(responder: &R, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
+pub(crate) fn respond_to<R>(responder: &R, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
 where
     R: Responder<Rejection, Response<Never>, Infallible, Response = Response<ResponseBody>, Error = Infallible>
         + AnnotateResponse<Request<()>, Response<ResponseBody>>,
@@ -123,8 +123,8 @@ impl HttpResponder {
     /// [`IdempotencyLayer`](super::IdempotencyLayer) with [`ResponsePolicy::All`](crate::idempotency::ResponsePolicy::All) does not store the
     /// response.
     #[must_use]
-    pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
-        answer_to(self, limited, &key.into())
+    pub fn respond_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
+        respond_to(self, limited, &key.into())
     }
 
     /// Writes the rate-limit header fields, for your own [`Responder`].

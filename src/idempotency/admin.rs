@@ -2,10 +2,10 @@ use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
-use super::answer::Answer;
 use super::operation::Operation;
 use super::status::{OperationPage, OperationState, OperationStatus};
 use super::store::{Claim, IdempotencyRegistry};
+use super::stored_response::StoredResponse;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::cursor::Cursor;
@@ -161,14 +161,18 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// new status. Clients that got the earlier response are not notified. A response of the handler cannot be replaced.
     ///
     /// The record does not say whether the operation belongs to a layer or to [`Idempotent`](super::Idempotent). A response for
-    /// the wrong one is a store error for each retry, until you complete the operation with the right kind of [`Answer`].
+    /// the wrong one is a store error for each retry, until you complete the operation with the right kind of [`StoredResponse`].
     ///
     /// If the handler is still running, it has lost the operation. Its response goes to its own client, and is not stored.
     ///
     /// # Errors
     ///
     /// If the store fails. The operation may or may not be completed then. You can safely repeat the call.
-    pub async fn complete(&self, status: &OperationStatus, answer: impl Into<Answer>) -> Result<bool, StoreError> {
+    pub async fn complete(
+        &self,
+        status: &OperationStatus,
+        answer: impl Into<StoredResponse>,
+    ) -> Result<bool, StoreError> {
         let answer = answer.into();
         let call = self.store.complete_unknown(status, &answer, self.retention);
         let is_completed = self.within_deadline(call).await?;

@@ -183,17 +183,17 @@ impl<P: HasPayload + 'static> Attempt<P> {
             Ok(is_ours) => {
                 let ended = order.ended(&end, is_ours);
                 if ended == Ended::Kept && order.home().full.ends() {
-                    tracing::info!(layer = order.layer(), "there is room to keep answers again");
+                    tracing::info!(layer = order.layer(), "there is room for responses again");
                 }
                 return order.home().meters().ended(ended);
             }
             Err(error) => match &mut end {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
                     if order.home().full.begins() {
-                        tracing::warn!(layer = order.layer(), %error, "there is no room to keep an answer");
+                        tracing::warn!(layer = order.layer(), %error, "there is no room to store a response");
                     }
                     completion.is_kept = false;
-                    completion.answer = Arc::from(mark.as_slice());
+                    completion.response = Arc::from(mark.as_slice());
                 }
                 _ => {
                     tracing::debug!(operation = %order.operation(), %error, "an operation could not be settled: trying again");

@@ -68,12 +68,12 @@ impl CircuitObserver for Coordinator {
     fn opened(&self) {
         self.meters().circuit(true);
         let layer = &*self.terms.name;
-        tracing::warn!(layer, "idempotency circuit opens: the store is asked by probes only");
+        tracing::warn!(layer, "idempotency circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
         self.meters().circuit(false);
-        tracing::info!(layer = &*self.terms.name, "idempotency circuit closes: the store is asked again");
+        tracing::info!(layer = &*self.terms.name, "idempotency circuit closes: all calls reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {

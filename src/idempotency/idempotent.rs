@@ -8,7 +8,6 @@ use std::time::Duration;
 use sha2::{Digest as _, Sha256};
 use tokio::time::{Instant, timeout_at};
 
-use super::answer::{MARK, read, written};
 use super::attempt::{Attempt, Begin, Granted};
 use super::context::{OperationContext, Settlement};
 use super::coordinator::Coordinator;
@@ -18,6 +17,7 @@ use super::metrics::Verdict;
 use super::operation_error::{Failed, OperationError, cause_of};
 use super::policy::{OnUnknown, ResponsePolicy};
 use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use super::stored_response::{MARK, read, written};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
@@ -44,7 +44,7 @@ use crate::store::token::Token;
 /// let first = pay("100 EUR").await?;
 /// let again = pay("100 EUR").await?;
 /// assert!(!first.is_replay() && again.is_replay());
-/// assert_eq!(first.answer(), again.answer());
+/// assert_eq!(first.response(), again.response());
 /// assert!(matches!(pay("200 EUR").await, Err(OperationError::Mismatch)));
 /// # Ok(())
 /// # }
@@ -66,7 +66,7 @@ use crate::store::token::Token;
 ///     .wait(Duration::from_secs(2))
 ///     .max_waiters_in_total(100)
 ///     .max_runtime(Duration::from_secs(3_600))
-///     .max_answer(16 * 1_024)
+///     .max_response(16 * 1_024)
 ///     .keep(ResponsePolicy::All)
 ///     .on_unknown(OnUnknown::Retry)
 ///     .deadline(Duration::from_millis(200))
@@ -91,7 +91,7 @@ pub struct Idempotent {
     wait: Duration,
     max_waiting: usize,
     max_runtime: Option<Duration>,
-    max_answer: usize,
+    max_response: usize,
     keep: ResponsePolicy,
     on_unknown: OnUnknown,
 }
@@ -116,7 +116,7 @@ impl Idempotent {
             wait: Duration::ZERO,
             max_waiting: 1_000,
             max_runtime: None,
-            max_answer: 64 * 1_024,
+            max_response: 64 * 1_024,
             keep: ResponsePolicy::default(),
             on_unknown: OnUnknown::default(),
         }
@@ -172,8 +172,8 @@ impl Idempotent {
 
     /// Maximum size of a stored response in bytes; for a larger one only its completion is stored. Defaults to 64 KiB.
     #[must_use]
-    pub const fn max_answer(mut self, bytes: usize) -> Self {
-        self.max_answer = bytes;
+    pub const fn max_response(mut self, bytes: usize) -> Self {
+        self.max_response = bytes;
         self
     }
 
@@ -322,7 +322,7 @@ impl Idempotent {
                     (Verdict::FailedClosed, Err(OperationError::Store(error)))
                 }
             },
-            Begun::Completed { .. } => (Verdict::NotKept, Err(OperationError::NotKept)),
+            Begun::Completed { .. } => (Verdict::NotStored, Err(OperationError::NotStored)),
             Begun::InFlight { remaining, .. } => (Verdict::InFlight, Err(OperationError::InFlight { remaining })),
             Begun::Unknown { attempt, .. } => {
                 (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
@@ -337,10 +337,10 @@ impl Idempotent {
     }
 
     fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
-        let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_answer);
-        let answer = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
+        let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_response);
+        let response = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
         let (payload, retention) = (Payload::default(), self.retention);
-        Settlement::Complete { completion: Completion { answer, is_kept, payload, retention }, mark: MARK }
+        Settlement::Complete { completion: Completion { response, is_kept, payload, retention }, mark: MARK }
     }
 }
 
@@ -417,7 +417,7 @@ pub struct Done {
 impl Done {
     /// The response.
     #[must_use]
-    pub fn answer(&self) -> &[u8] {
+    pub fn response(&self) -> &[u8] {
         read(&self.stored).unwrap_or_default()
     }
 

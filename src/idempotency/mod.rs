@@ -85,7 +85,7 @@
 //!     .max_running(1_000)
 //!     .max_running_per_scope(100)
 //!     .max_records_per_scope(10_000)
-//!     .max_answer(16 * 1_024)
+//!     .max_response(16 * 1_024)
 //!     .max_body(1_024 * 1_024)
 //!     .body_timeout(Duration::from_secs(5))
 //!     .keep_cookies(false)
@@ -117,7 +117,7 @@
 //! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
 //! | in flight, also after the wait | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
 //! | outcome unknown | 409 | `outcome-unknown` | `FAILED_PRECONDITION` |
-//! | completed before, but the response was too large, broke off, or found no room in the store | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
+//! | completed before, but the response was too large, broke off, or found no room in the store | 409 | `response-not-stored` | `FAILED_PRECONDITION` |
 //! | cancelled: the handler took too long, or lost its lease | 503 | `about:blank` | `ABORTED`, "do not retry" |
 //! | [`max_running`](crate::http::IdempotencyLayer::max_running) requests are running | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the caller has reached its limit of [records](crate::http::IdempotencyLayer::max_records_per_scope) or [running handlers](crate::http::IdempotencyLayer::max_running_per_scope) | 429, `Retry-After` | `scope-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
@@ -185,7 +185,7 @@
 //!
 //! ## Large responses
 //!
-//! Of a response larger than [`max_answer`](crate::http::IdempotencyLayer::max_answer), 64 KiB by default, only the status is
+//! Of a response larger than [`max_response`](crate::http::IdempotencyLayer::max_response), 64 KiB by default, only the status is
 //! stored. A retry gets 409, and the handler does not run again. The layer stores the status before the end of the response, as
 //! soon as these conditions hold:
 //!
@@ -316,7 +316,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`. An executed request counts again as `cancelled`, `mismatch` or `too_large` if it ends so | requests with a key, and requests that were rejected because they have none |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_stored`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`. An executed request counts again as `cancelled`, `mismatch` or `too_large` if it ends so | requests with a key, and requests that were rejected because they have none |
 //! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status was stored), `given_back` (released), `unknown` | attempts that ended |
 //! | `tollgate_idempotency_handler_seconds` | `layer` | the time from the claim until the response ended or the handler was cancelled, a histogram; without handlers that panicked, or were dropped with their client |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | the time that requests waited for the same request, a histogram |
@@ -341,7 +341,6 @@
 //! A panic of a handler reaches the caller as without this layer. It counts as a failure: see [`ResponsePolicy`].
 
 mod admin;
-mod answer;
 mod checkpoint;
 mod operation;
 mod per_scope;
@@ -349,6 +348,7 @@ mod policy;
 mod rejection;
 mod status;
 pub mod store;
+mod stored_response;
 
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod attempt;
@@ -377,7 +377,6 @@ pub use crate::store::circuit::CircuitBreaker;
 pub use crate::store::cursor::Cursor;
 
 pub use self::admin::IdempotencyAdmin;
-pub use self::answer::Answer;
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 pub use self::handle::IdempotencyHandle;
 #[cfg(feature = "http")]
@@ -390,3 +389,4 @@ pub use self::operation_error::{Failed, OperationError};
 pub use self::policy::{OnDisconnect, OnUnknown, ResponsePolicy};
 pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
 pub use self::status::{OperationPage, OperationState, OperationStatus};
+pub use self::stored_response::StoredResponse;

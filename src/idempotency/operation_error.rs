@@ -40,12 +40,12 @@ pub enum OperationError {
     /// async fn pay(payouts: &Idempotent, job: Job<String>) -> Result<(), BoxError> {
     ///     let work = async |_| Ok::<_, BoxError>(format!("paid {}", *job));
     ///     match payouts.run(Operation::new("payouts", job.id().as_str()), job.as_bytes(), work).await {
-    ///         Ok(_) | Err(OperationError::NotKept) => Ok(()),
+    ///         Ok(_) | Err(OperationError::NotStored) => Ok(()),
     ///         Err(error) => Err(error.into()),
     ///     }
     /// }
     /// ```
-    NotKept,
+    NotStored,
     /// The work was dropped while it ran. It lost its lease, so another attempt may have started, or it took longer than
     /// [`max_runtime`](super::Idempotent::max_runtime). It may have had effects.
     Cancelled,
@@ -62,7 +62,7 @@ impl fmt::Display for OperationError {
             Self::Mismatch => "the name of the operation was used for other work",
             Self::InFlight { .. } => "the operation is in flight",
             Self::OutcomeUnknown { .. } => "the operation was begun before, and its outcome is unknown",
-            Self::NotKept => "the operation was done before, and its answer was not kept",
+            Self::NotStored => "the operation was done before, and its response was not stored",
             Self::Cancelled => "the operation was cancelled while it ran and may have had effects",
             Self::Config(_) => "the settings of the operation are invalid",
             Self::Store(_) => "the idempotency store failed",

@@ -27,7 +27,7 @@ pub enum Rejection {
         attempt: u32,
     },
     /// The same request was completed, and its response was not stored.
-    NotKept {
+    NotStored {
         /// The stored part of the response: its status.
         status: u16,
     },
@@ -112,7 +112,9 @@ impl fmt::Display for Rejection {
             Self::Mismatch => f.write_str("the idempotency key was used for another request"),
             Self::InFlight { .. } => f.write_str("the same request is being served"),
             Self::OutcomeUnknown { .. } => f.write_str("the same request was begun before, and its outcome is unknown"),
-            Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
+            Self::NotStored { .. } => {
+                f.write_str("the same request was served before, and its response was not stored")
+            }
             Self::Unreadable => f.write_str("the body of the request could not be read"),
             Self::BodyTimeout => f.write_str("the body of the request did not arrive in time"),
             Self::TooLarge { .. } => f.write_str("the body of the request is too large"),

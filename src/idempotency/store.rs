@@ -4,9 +4,9 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::answer::Answer;
 use super::checkpoint::Checkpoint;
 use super::status::{OperationPage, OperationStatus};
+use super::stored_response::StoredResponse;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
@@ -152,7 +152,7 @@ pub trait IdempotencyRegistry: IdempotencyStore {
     fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
@@ -275,7 +275,7 @@ impl Payload {
 #[non_exhaustive]
 pub struct Completion {
     /// The response, or the mark of a response that is too large. Stores do not interpret it.
-    pub answer: Arc<[u8]>,
+    pub response: Arc<[u8]>,
     /// Whether it is the whole response.
     pub is_kept: bool,
     /// The fingerprint of the body that the handler has read.
@@ -287,8 +287,8 @@ pub struct Completion {
 impl Completion {
     /// A whole response.
     #[must_use]
-    pub fn new(answer: impl Into<Arc<[u8]>>, payload: Payload, retention: Duration) -> Self {
-        Self { answer: answer.into(), is_kept: true, payload, retention }
+    pub fn new(response: impl Into<Arc<[u8]>>, payload: Payload, retention: Duration) -> Self {
+        Self { response: response.into(), is_kept: true, payload, retention }
     }
 }
 

@@ -210,12 +210,12 @@ impl CircuitObserver for Shared {
 
     fn opened(&self) {
         self.meters().circuit(true);
-        tracing::warn!(locks = self.name.as_str(), "lock circuit opens: the store is asked by probes only");
+        tracing::warn!(locks = self.name.as_str(), "lock circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
         self.meters().circuit(false);
-        tracing::info!(locks = self.name.as_str(), "lock circuit closes: the store is asked again");
+        tracing::info!(locks = self.name.as_str(), "lock circuit closes: all calls reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {

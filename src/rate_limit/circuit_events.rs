@@ -15,12 +15,12 @@ impl CircuitObserver for Policy {
 
     fn opened(&self) {
         self.meters().circuit_opened();
-        tracing::warn!(policy = self.name(), "rate limit circuit opens: the store is asked by probes only");
+        tracing::warn!(policy = self.name(), "rate limit circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
         self.meters().circuit_closed();
-        tracing::info!(policy = self.name(), "rate limit circuit closes: the store is asked again");
+        tracing::info!(policy = self.name(), "rate limit circuit closes: all calls reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {
@@ -70,15 +70,12 @@ impl CircuitObserver for ShadowPolicies<'_> {
 
     fn opened(&self) {
         let policy = self.0.name();
-        tracing::warn!(
-            policy,
-            "rate limit circuit of shadow policies opens: the store is asked about them by probes only"
-        );
+        tracing::warn!(policy, "rate limit circuit of shadow policies opens: only probes call the store about them");
     }
 
     fn closed(&self) {
         let policy = self.0.name();
-        tracing::info!(policy, "rate limit circuit of shadow policies closes: the store is asked about them again");
+        tracing::info!(policy, "rate limit circuit of shadow policies closes: all calls about them reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {

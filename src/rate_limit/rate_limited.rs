@@ -45,7 +45,7 @@ impl Denial {
 
 impl RateLimited {
     /// Creates the rejection for a denied decision of this policy; `None` if the decision is allowed. `cost` is the requested cost. Use
-    /// this to call a [`Limiter`](super::Limiter) in a handler and respond as a layer does, with `answer_to` of `HttpResponder` or
+    /// this to call a [`Limiter`](super::Limiter) in a handler and respond as a layer does, with `respond_to` of `HttpResponder` or
     /// `GrpcResponder`, or to test your own [`Responder`](crate::responder::Responder).
     ///
     /// ```
@@ -58,7 +58,7 @@ impl RateLimited {
     /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
     ///     let decision = limiter.check(name).await?;
     ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
-    ///         return Ok(HttpResponder::new().answer_to(&limited, name).into_response());
+    ///         return Ok(HttpResponder::new().respond_to(&limited, name).into_response());
     ///     }
     ///     Ok("welcome".into_response())
     /// }

@@ -148,7 +148,7 @@ where
 ///
 /// An outer [`IdempotencyLayer`](crate::http::IdempotencyLayer) does not store such a response, whatever its
 /// [`ResponsePolicy`](crate::idempotency::ResponsePolicy), so the next request with the same key is executed. [`HttpResponder`] and
-/// `GrpcResponder` insert the extension into rejections, but not into the responses of [`answer_to`](HttpResponder::answer_to). Your own
+/// `GrpcResponder` insert the extension into rejections, but not into the responses of [`respond_to`](HttpResponder::respond_to). Your own
 /// responders, layers and handlers can insert it, too.
 ///
 /// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true` if

@@ -8,7 +8,7 @@ use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extend
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State as JobState, StoredJob};
 use crate::error::StoreError;
 use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
-use crate::idempotency::{self, Answer, Checkpoint, Operation, OperationPage, OperationStatus};
+use crate::idempotency::{self, Checkpoint, Operation, OperationPage, OperationStatus, StoredResponse};
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Released, Renewal, Token};
 use crate::lock::{Cursor, ForceReleased, LockKey, LockPage, LockStatus};
@@ -182,7 +182,7 @@ impl Faults {
     }
 
     /// Executes every call and never returns its reply. The caller cannot know whether the call had an effect.
-    pub fn lose_answers(&self) {
+    pub fn lose_replies(&self) {
         self.state().loses_answers = true;
     }
 
@@ -446,7 +446,7 @@ impl<S: IdempotencyRegistry + Sync> IdempotencyRegistry for FaultStore<S> {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         self.faults.around(Verb::Admin, self.inner.complete_unknown(status, answer, retention)).await

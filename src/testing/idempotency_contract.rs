@@ -33,7 +33,7 @@ fn payload(len: u64) -> Payload {
 }
 
 fn completion(answer: &[u8]) -> Completion {
-    Completion { answer: answer.into(), is_kept: true, payload: payload(3), retention: LONG }
+    Completion { response: answer.into(), is_kept: true, payload: payload(3), retention: LONG }
 }
 
 /// Begins a free operation. Returns the fence and the number of the attempt.

@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 use crate::error::StoreError;
 use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, Payload, Token};
 use crate::idempotency::{
-    Answer, Checkpoint, Cursor, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus,
+    Checkpoint, Cursor, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
 };
 
 /// A lease that does not end during a test, even on a slow machine.
@@ -48,7 +48,7 @@ async fn look<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationStat
 }
 
 fn completion(is_kept: bool) -> Completion {
-    Completion { answer: (*b"x").into(), is_kept, payload: Payload::default(), retention: LONG }
+    Completion { response: (*b"x").into(), is_kept, payload: Payload::default(), retention: LONG }
 }
 
 fn is_about(duration: Duration, expected: Duration) -> bool {
@@ -168,8 +168,8 @@ pub async fn changed_operation_is_left_alone<S: IdempotencyRegistry + Clone + Sy
     assert!(!admin.forget(&never).await.unwrap());
 }
 
-fn answer(text: &str) -> Answer {
-    Answer::of_operation(text)
+fn answer(text: &str) -> StoredResponse {
+    StoredResponse::of_operation(text)
 }
 
 /// Begins the operation, stores a checkpoint with the fingerprint of the body, and lets the lease end.
@@ -191,7 +191,7 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
         assert!(admin.complete(&unknown, answer("charged")).await.unwrap());
     }
     assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is already completed");
-    assert!(!admin.complete(&unknown, Answer::not_kept()).await.unwrap());
+    assert!(!admin.complete(&unknown, StoredResponse::not_stored()).await.unwrap());
     let done = look(&store).await;
     assert_eq!(done.state, OperationState::Completed { is_kept: true });
     assert_eq!((done.fence, done.attempts, done.checkpoint.as_ref()), (unknown.fence, 1, None));
@@ -212,7 +212,7 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
     // The operator was wrong.
     assert!(admin.forget(&done).await.unwrap());
     let (_, _, unknown) = lose(&store).await;
-    assert!(admin.complete(&unknown, Answer::not_kept()).await.unwrap());
+    assert!(admin.complete(&unknown, StoredResponse::not_stored()).await.unwrap());
     assert_eq!(look(&store).await.state, OperationState::Completed { is_kept: false });
 }
 
@@ -234,7 +234,7 @@ pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + 
     assert!(is_about(done.kept_for, LONG * 6), "{done:?}");
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
 
-    assert!(later.complete(&done, Answer::not_kept()).await.unwrap());
+    assert!(later.complete(&done, StoredResponse::not_stored()).await.unwrap());
     let unkept = look(&store).await;
     assert_eq!(unkept.state, OperationState::Completed { is_kept: false });
     assert!(!later.complete(&done, answer("x")).await.unwrap(), "the record has changed");

@@ -267,7 +267,7 @@ mod queue {
         for parts in [1, 8] {
             let queue = DelayQueue::<u8>::new(store.clone(), ("retried", parts)).split(parts);
             let push = queue.push(1).unique("a");
-            faults.lose_answers();
+            faults.lose_replies();
             let error = push.clone().await.unwrap_err();
             assert!(matches!(&error, QueueError::Store(error) if error.is_timeout()), "{error:?}");
             faults.heal();
@@ -291,7 +291,7 @@ mod queue {
         for (push, runs) in pushes.iter().zip([2, 2, 1]) {
             let ran = Arc::new(AtomicU8::new(0));
             for retries in 0..2 {
-                faults.lose_answers();
+                faults.lose_replies();
                 assert!(push.clone().await.is_err());
                 faults.heal();
                 let waits = queue.counts().await.unwrap().waiting;

@@ -513,7 +513,7 @@ async fn job_waits_for_its_operation_in_another_job() {
 async fn job_of_a_completed_operation_ends_as_the_service_says() {
     for needs_answer in [false, true] {
         let queue = queue(MemoryBackend::new());
-        let operations = Idempotent::new(MemoryBackend::new(), "payouts").max_answer(0);
+        let operations = Idempotent::new(MemoryBackend::new(), "payouts").max_response(0);
         let payments = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&payments);
         let service = service_fn(move |job: Job<u32>| {
@@ -524,7 +524,7 @@ async fn job_of_a_completed_operation_ends_as_the_service_says() {
                     Ok::<_, BoxError>("paid")
                 };
                 match operations.run(Operation::new("alice", "payout-7"), "100 EUR", work).await {
-                    Err(OperationError::NotKept) if !needs_answer => return Ok(()),
+                    Err(OperationError::NotStored) if !needs_answer => return Ok(()),
                     answer => answer?,
                 };
                 assert_eq!(job.attempt(), 1, "the first attempt has an answer");
@@ -538,7 +538,7 @@ async fn job_of_a_completed_operation_ends_as_the_service_says() {
         if needs_answer {
             let failure = queue.get(id).await.unwrap().unwrap().failure.unwrap();
             assert_eq!(failure.reason, Reason::Failed);
-            assert_eq!(&*failure.error, "the operation was done before, and its answer was not kept");
+            assert_eq!(&*failure.error, "the operation was done before, and its response was not stored");
         } else {
             assert!(is_empty(&queue).await);
         }
@@ -1280,7 +1280,7 @@ async fn retry_with_a_lost_reply_is_reported_as_a_retry() {
         let worker = Background::start(worker);
         queue.push(1).id("a").await.unwrap();
         sleep(ms(900)).await;
-        faults.lose_answers();
+        faults.lose_replies();
         sleep(secs(1)).await;
         faults.heal();
         assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
@@ -1319,7 +1319,7 @@ async fn ack_without_a_reply_is_reported_with_its_effect() {
         if is_cancelled {
             assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Notified);
         }
-        faults.lose_answers();
+        faults.lose_replies();
         sleep(ms(500)).await;
         faults.heal();
         let second = Background::start(DelayQueueWorker::new(other.clone(), Record::new().service()));
@@ -1352,7 +1352,7 @@ async fn ack_without_reply_counts_although_the_id_is_pushed_again() {
         let worker = Background::start(worker);
         queue.push(1).id("a").await.unwrap();
         sleep(ms(900)).await;
-        faults.lose_answers();
+        faults.lose_replies();
         sleep(secs(1)).await;
         faults.heal();
         assert!(queue.push(2).id("a").delay(secs(60)).await.unwrap().is_new());

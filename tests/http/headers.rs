@@ -1102,15 +1102,15 @@ async fn handler_responds_to_a_denial_like_a_layer() {
         response.clone().headers(every).body(RejectionBody::PlainText).extensions(false),
         response.headers([]).extensions(false),
     ] {
-        compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
+        compare(second_of(policy(), answer.clone()).await, answer.respond_to(&limited, "alice")).await;
     }
     let status = GrpcResponder::new();
     for answer in
         [status.clone(), status.clone().partition_secret(SECRET).headers(every), status.headers([]).extensions(false)]
     {
-        compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
+        compare(second_of(policy(), answer.clone()).await, answer.respond_to(&limited, "alice")).await;
     }
-    let told = HttpResponder::new().answer_to(&limited, "alice");
+    let told = HttpResponder::new().respond_to(&limited, "alice");
     assert!([RETRY_AFTER, POLICY, STANDING].iter().all(|field| told.headers().contains_key(field)));
 }
 

@@ -24,7 +24,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tollgate::grpc::GrpcResponder;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
-use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState};
+use tollgate::idempotency::{IdempotencyAdmin, Operation, OperationState, StoredResponse};
 use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{Decision, Receipt};
 use tollgate::responder::HeaderVersion;
@@ -376,7 +376,7 @@ async fn tonic_client_gets_the_response_set_by_an_operator() {
         let mut client = GrpcClient::connect(server.addr).await;
         let admin = IdempotencyAdmin::new(backend);
         let of_status = Status::already_exists("paid").into_http::<Bytes>();
-        for (key, answer) in [("a", Answer::of_message("charged")), ("b", of_status.into())] {
+        for (key, answer) in [("a", StoredResponse::of_message("charged")), ("b", of_status.into())] {
             let call = [("x-tenant", "acme"), ("idempotency-key", key)];
             assert_eq!(client.call(&call, "hang").await.unwrap_err().code(), Code::Aborted);
             let operation = Operation::new((Key::digest("acme"), "POST", "/tollgate.test.Echo/Say"), key);

@@ -9,7 +9,7 @@ use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
 use tollgate::idempotency::store::{Begun, Claim, Digest, IdempotencyRegistry, IdempotencyStore};
-use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState, OperationStatus};
+use tollgate::idempotency::{IdempotencyAdmin, Operation, OperationState, OperationStatus, StoredResponse};
 use tollgate::lock::Cursor;
 use tollgate::lock::store::Token;
 use tollgate::testing::FaultStore;
@@ -22,8 +22,8 @@ fn claim() -> Claim {
     Claim::new(token, head, LONG, LONG)
 }
 
-fn answer() -> Answer {
-    Answer::of_operation("x")
+fn answer() -> StoredResponse {
+    StoredResponse::of_operation("x")
 }
 
 mod memory {

@@ -23,8 +23,8 @@ use tollgate::grpc::GrpcResponder;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::store::IdempotencyStore;
 use tollgate::idempotency::{
-    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, OnDisconnect, OnUnknown,
-    Operation, Rejection, ResponsePolicy,
+    Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, Rejection,
+    ResponsePolicy, StoredResponse as ByHand,
 };
 use tollgate::lock::{Cursor, OnLoss, ReleaseAt};
 use tollgate::rate_limit::RateLimited;
@@ -41,7 +41,7 @@ use tracing::{Instrument as _, Subscriber};
 use tracing_subscriber::layer::{Context, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
-type Answer = Response<BoxBody<Bytes, io::Error>>;
+type StoredResponse = Response<BoxBody<Bytes, io::Error>>;
 type Reply = Response<IdempotentBody<BoxBody<Bytes, io::Error>>>;
 type App = BoxCloneService<Request<Stream>, Reply, Infallible>;
 
@@ -113,7 +113,7 @@ impl Handler {
     fn behind<A, F>(&self, layer: IdempotencyLayer<tollgate::http::HeaderKey>, answer: A) -> App
     where
         A: Fn(Request<Bytes>, usize) -> F + Clone + Send + 'static,
-        F: Future<Output = Answer> + Send + 'static,
+        F: Future<Output = StoredResponse> + Send + 'static,
     {
         let this = self.clone();
         let service = service_fn(move |request: Request<FingerprintedBody<Stream>>| {
@@ -137,19 +137,19 @@ fn full(text: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
     Full::new(text.into()).map_err(|never| match never {}).boxed()
 }
 
-fn status(status: StatusCode) -> Answer {
+fn status(status: StatusCode) -> StoredResponse {
     let mut response = Response::new(full(""));
     *response.status_mut() = status;
     response
 }
 
 /// Echoes the request body with the number of the execution.
-async fn echo(request: Request<Bytes>, run: usize) -> Answer {
+async fn echo(request: Request<Bytes>, run: usize) -> StoredResponse {
     Response::new(full(format!("{run}: {}", String::from_utf8_lossy(request.body()))))
 }
 
 /// Like [`echo`], after one second.
-async fn slow(request: Request<Bytes>, run: usize) -> Answer {
+async fn slow(request: Request<Bytes>, run: usize) -> StoredResponse {
     sleep(Duration::from_secs(1)).await;
     echo(request, run).await
 }
@@ -475,8 +475,8 @@ async fn unrecorded_response_allows_another_attempt() {
         (ResponsePolicy::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::UNAUTHORIZED], vec![]),
         (ResponsePolicy::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
     ];
-    for (keep, kept, not_kept) in cases {
-        let all = kept.iter().map(|status| (*status, true)).chain(not_kept.iter().map(|status| (*status, false)));
+    for (keep, kept, not_stored) in cases {
+        let all = kept.iter().map(|status| (*status, true)).chain(not_stored.iter().map(|status| (*status, false)));
         for (answered, is_kept) in all {
             let handler = Handler::new();
             let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |request, run| async move {
@@ -495,7 +495,7 @@ async fn unrecorded_response_allows_another_attempt() {
 #[tokio::test(start_paused = true)]
 async fn too_large_response_reaches_its_caller_once() {
     let handler = Handler::new();
-    let app = handler.behind(layer(MemoryBackend::new()).max_answer(1_000), |_, _| async {
+    let app = handler.behind(layer(MemoryBackend::new()).max_response(1_000), |_, _| async {
         let (sender, body) = stream();
         tokio::spawn(async move {
             for _ in 0..3_000 {
@@ -506,7 +506,7 @@ async fn too_large_response_reaches_its_caller_once() {
         Response::new(body.boxed())
     });
     assert_eq!(text(ask(&app, pay("k")).await).await, "xx".repeat(3_000));
-    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
     assert_eq!(problem(ask(&app, request("k", of(&["other"]))).await).await, (422, "key-reused".into()));
     assert_eq!(handler.runs(), 1);
 }
@@ -701,7 +701,7 @@ async fn last_frame_is_sent_after_the_record() {
         let whole = chunks.concat();
         chunks.iter().for_each(|chunk| sender.send(data(chunk)).unwrap());
         let body = Arc::new(Mutex::new(Some(Exact(body, whole.len() as u64))));
-        let guard = layer(store).deadline(Duration::from_secs(10)).max_answer(most);
+        let guard = layer(store).deadline(Duration::from_secs(10)).max_response(most);
         let app = handler.behind(guard, move |_, _| {
             let body = body.lock().unwrap().take().unwrap();
             // From here on store calls are slow, so recording takes a second.
@@ -725,7 +725,7 @@ async fn last_frame_is_sent_after_the_record() {
             assert!(is_replay(&again));
             assert_eq!(text(again).await, whole);
         } else {
-            assert_eq!(problem(again).await, (409, "answer-not-kept".into()));
+            assert_eq!(problem(again).await, (409, "response-not-stored".into()));
         }
     }
 }
@@ -777,7 +777,7 @@ async fn store_error_during_the_claim_releases_the_key() {
     let faults = store.faults();
     let guard = layer(store);
     let app = handler.behind(guard.clone(), echo);
-    faults.lose_answers();
+    faults.lose_replies();
     assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(problem(ask(&app, pay("k")).await).await.0, 503);
     faults.heal();
@@ -890,13 +890,13 @@ async fn tombstone_replaces_a_response_without_room() {
     });
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     guard.wait_idle().await;
-    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
 }
 
 #[tokio::test(start_paused = true)]
 async fn memory_full_of_responses_still_stores_tombstones() {
     let handler = Handler::new();
-    let guard = layer(MemoryBackend::with_capacity(10)).max_answer(1 << 20);
+    let guard = layer(MemoryBackend::with_capacity(10)).max_response(1 << 20);
     let app =
         handler.behind(guard.clone(), |_, run| async move { Response::new(full(vec![b'x'; 3_000 - 500 * (run % 2)])) });
     let mut kept = 0;
@@ -907,7 +907,7 @@ async fn memory_full_of_responses_still_stores_tombstones() {
         if is_replay(&again) {
             kept += 1;
         } else {
-            assert_eq!(problem(again).await, (409, "answer-not-kept".into()));
+            assert_eq!(problem(again).await, (409, "response-not-stored".into()));
         }
     }
     assert_eq!(handler.runs(), 8);
@@ -1049,7 +1049,7 @@ async fn response_set_by_an_operator_is_replayed() {
     assert_eq!((&headers["location"], &headers["set-cookie"]), (&"/7".parse().unwrap(), &"paid=1".parse().unwrap()));
     assert!(!headers.contains_key("date"));
     assert_eq!(text(answer).await, "charged");
-    assert_eq!(problem(ask(&service, pay("forgotten")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&service, pay("forgotten")).await).await, (409, "response-not-stored".into()));
 
     // An operator completes the request with a value for a plain operation by mistake. The rejection shows it, and a status replaces it.
     let forgotten = Operation::new(Key::from((Key::digest("alice"), "POST", "/pay")), "forgotten");
@@ -1192,7 +1192,7 @@ async fn response_aborted_with_its_request_is_not_a_success() {
 /// As above, but the handler reads the request first, and its response is too large to be recorded.
 #[tokio::test(start_paused = true)]
 async fn large_response_to_an_aborted_request_is_recorded_late() {
-    let guard = layer(MemoryBackend::new()).max_answer(100);
+    let guard = layer(MemoryBackend::new()).max_response(100);
     let app =
         BoxCloneService::new(guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
             let (sender, answer) = stream();
@@ -1212,14 +1212,14 @@ async fn large_response_to_an_aborted_request_is_recorded_late() {
     assert!(ask(&app, request("k", body)).await.into_body().collect().await.is_err());
     guard.wait_idle().await;
     assert_eq!(text(ask(&app, pay("k")).await).await.len(), 200);
-    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
 }
 
 /// Regression: a truncated upload was recorded as done as soon as its response was too large, so the client could not send it again.
 #[tokio::test(start_paused = true)]
 async fn large_response_is_not_recorded_while_the_request_is_read() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
-        let guard = layer(MemoryBackend::new()).max_answer(2).keep(keep);
+        let guard = layer(MemoryBackend::new()).max_response(2).keep(keep);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
         )));
@@ -1236,7 +1236,7 @@ async fn large_response_is_not_recorded_while_the_request_is_read() {
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
         } else {
             assert_eq!(text(ask(&app, pay("k")).await).await, "hundred", "{keep:?}");
-            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
         }
     }
 }
@@ -1244,7 +1244,7 @@ async fn large_response_is_not_recorded_while_the_request_is_read() {
 /// The layer does not wait for the part of the body that the handler leaves unread.
 #[tokio::test(start_paused = true)]
 async fn large_response_is_recorded_once_the_request_was_read() {
-    let app = BoxCloneService::new(layer(MemoryBackend::new()).max_answer(100).layer(service_fn(
+    let app = BoxCloneService::new(layer(MemoryBackend::new()).max_response(100).layer(service_fn(
         async |request: Request<FingerprintedBody<Stream>>| {
             let (sender, answer) = stream();
             sender.send(data(&"x".repeat(200))).unwrap();
@@ -1262,7 +1262,7 @@ async fn large_response_is_recorded_once_the_request_was_read() {
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
     let answer = ask(&app, request("k", body)).await;
-    for expected in ["in-flight", "answer-not-kept"] {
+    for expected in ["in-flight", "response-not-stored"] {
         sleep(Duration::from_millis(700)).await;
         assert_eq!(problem(ask(&app, pay("k")).await).await, (409, expected.into()));
     }
@@ -1284,7 +1284,7 @@ async fn aborted_response_is_not_executed_again() {
     });
     let broken = ask(&app, pay("k")).await.into_body().collect().await;
     assert_eq!(broken.unwrap_err().to_string(), "out of paper");
-    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
     assert_eq!(handler.runs(), 1);
 }
 
@@ -1415,7 +1415,7 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
         .flat_map(|keep| [As::Http, As::Grpc, As::InParts].map(|how| (keep, how)))
     {
         let (handler, backend) = (Handler::new(), MemoryBackend::new());
-        let guard = layer(backend).lease(Duration::from_secs(10)).keep(keep).max_answer(10);
+        let guard = layer(backend).lease(Duration::from_secs(10)).keep(keep).max_response(10);
         let app = handler.behind(guard, move |_, _| async move {
             let mut response = status(StatusCode::GATEWAY_TIMEOUT);
             match how {
@@ -1506,7 +1506,7 @@ async fn denial_inside_a_handler_is_recorded_as_its_response() {
                 // The handler charges the card before the mail exceeds its limit.
                 let decision = limiter.check("alice").await.unwrap();
                 let limited = RateLimited::of(limiter.policy(), 1, decision).unwrap();
-                let mut response = HttpResponder::new().answer_to(&limited, "alice");
+                let mut response = HttpResponder::new().respond_to(&limited, "alice");
                 if not_executed {
                     response.extensions_mut().insert(NotExecuted);
                 }
@@ -1538,7 +1538,9 @@ async fn complete_unknown(backend: MemoryBackend, answer: &'static str) -> usize
 /// rejection.
 #[tokio::test(start_paused = true)]
 async fn outer_layer_does_not_record_inner_rejections() {
-    async fn reads(request: Request<FingerprintedBody<FingerprintedBody<Stream>>>) -> Result<Answer, Infallible> {
+    async fn reads(
+        request: Request<FingerprintedBody<FingerprintedBody<Stream>>>,
+    ) -> Result<StoredResponse, Infallible> {
         drop(request.into_body().collect().await);
         pending().await
     }
@@ -1694,7 +1696,7 @@ async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
 #[tokio::test(start_paused = true)]
 async fn inner_abort_after_recording_is_done_to_both_layers() {
     let backend = MemoryBackend::new();
-    let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_answer(2);
+    let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_response(2);
     let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey);
     let app = outside.clone().layer(inside.layer(service_fn(
         async |_: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
@@ -1707,7 +1709,7 @@ async fn inner_abort_after_recording_is_done_to_both_layers() {
     outside.wait_idle().await;
     let again = app.oneshot(pay("k")).await.unwrap();
     let text = again.into_body().collect().await.unwrap().to_bytes();
-    assert!(String::from_utf8_lossy(&text).contains("answer-not-kept"), "{text:?}");
+    assert!(String::from_utf8_lossy(&text).contains("response-not-stored"), "{text:?}");
     sleep(Duration::from_secs(15)).await;
     assert_eq!(complete_unknown(backend, "paid").await, 0);
 }
@@ -1983,7 +1985,7 @@ async fn require_rejects_a_backend_with_too_small_a_reach() {
 #[tokio::test(start_paused = true)]
 async fn request_may_be_dropped_at_any_poll() {
     /// Takes a moment to respond. With `in_parts`, each part of the body takes another moment.
-    async fn brief(request: Request<Bytes>, run: usize, in_parts: bool) -> Answer {
+    async fn brief(request: Request<Bytes>, run: usize, in_parts: bool) -> StoredResponse {
         sleep(Duration::from_millis(2)).await;
         if !in_parts {
             return echo(request, run).await;
@@ -2167,7 +2169,7 @@ async fn waiter_starts_with_a_new_claim_after_a_lost_one() {
     sleep(Duration::from_millis(10)).await;
     // The waiter claims after its notification. The claim is granted, but its reply is lost.
     sleep(Duration::from_millis(480)).await;
-    faults.lose_answers();
+    faults.lose_replies();
     assert_eq!(first.await.unwrap().status(), StatusCode::BAD_GATEWAY);
     sleep(Duration::from_millis(150)).await;
     faults.heal();
@@ -2326,7 +2328,7 @@ async fn takeover_with_an_empty_body_is_rejected() {
 #[tokio::test(start_paused = true)]
 async fn slow_client_does_not_abort_a_large_response() {
     let handler = Handler::new();
-    let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_secs(60));
+    let guard = layer(MemoryBackend::new()).max_response(100).max_runtime(Duration::from_secs(60));
     let app = handler.behind(guard.clone(), |_, _| async {
         let (sender, body) = stream();
         tokio::spawn(async move {
@@ -2343,7 +2345,7 @@ async fn slow_client_does_not_abort_a_large_response() {
         read += frame.unwrap().into_data().unwrap().len();
         sleep(Duration::from_secs(1)).await;
         if read == 200 {
-            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
         }
     }
     assert_eq!(read, 50_000);
@@ -2356,7 +2358,7 @@ async fn slow_client_does_not_abort_a_large_response() {
     stuck.frame().await.unwrap().unwrap();
     guard.wait_idle().await;
     drop(stuck);
-    assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "response-not-stored".into()));
 }
 
 /// Regression: two handlers executed one payment at the same time. Its completion could not be stored, and the layer ignored the lease
@@ -2369,7 +2371,7 @@ async fn large_response_aborts_if_another_attempt_may_start() {
         let handler = Handler::new();
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
-        let guard = layer(store).lease(Duration::from_millis(600)).max_answer(10).on_unknown(on_unknown);
+        let guard = layer(store).lease(Duration::from_millis(600)).max_response(10).on_unknown(on_unknown);
         let (sender, body) = stream();
         sender.send(data(&"x".repeat(20))).unwrap();
         let (body, failing) = (Arc::new(Mutex::new(Some(body))), faults.clone());
@@ -2391,7 +2393,7 @@ async fn large_response_aborts_if_another_attempt_may_start() {
         sleep(Duration::from_secs(2)).await;
         let again = ask(&app, pay("k")).await;
         if goes_on {
-            let expected = if away < 600 { "answer-not-kept" } else { "outcome-unknown" };
+            let expected = if away < 600 { "response-not-stored" } else { "outcome-unknown" };
             assert_eq!(problem(again).await, (409, expected.into()));
             drop(sender);
             assert_eq!(first.collect().await.unwrap().to_bytes().len(), 20);
@@ -2409,7 +2411,7 @@ async fn large_response_aborts_if_another_attempt_may_start() {
 async fn endless_response_ends_after_a_disconnect() {
     for status in [StatusCode::OK, StatusCode::BAD_GATEWAY] {
         let handler = Handler::new();
-        let guard = layer(MemoryBackend::new()).max_answer(100).max_runtime(Duration::from_millis(300));
+        let guard = layer(MemoryBackend::new()).max_response(100).max_runtime(Duration::from_millis(300));
         let app = handler.behind(guard.clone(), move |_, _| async move {
             let mut response = Response::new(Endless.boxed());
             *response.status_mut() = status;
@@ -2430,13 +2432,13 @@ async fn too_large_response_gets_a_tombstone_at_once() {
     let (sender, body) = stream();
     sender.send(data(&"x".repeat(200))).unwrap();
     let body = Arc::new(std::sync::Mutex::new(Some(body)));
-    let app = handler.behind(layer(MemoryBackend::new()).max_answer(100), move |_, _| {
+    let app = handler.behind(layer(MemoryBackend::new()).max_response(100), move |_, _| {
         let body = body.lock().unwrap().take().unwrap();
         async { Response::new(body.boxed()) }
     });
     let first = ask(&app, pay("k")).await;
     sleep(Duration::from_millis(1)).await;
-    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
     drop(sender);
     assert_eq!(text(first).await.len(), 200);
 }
@@ -2447,7 +2449,7 @@ async fn too_large_response_gets_a_tombstone_at_once() {
 async fn wrong_body_aborts_a_response_that_is_too_large() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
-    let guard = layer(MemoryBackend::new()).max_answer(100).max_body(1_000);
+    let guard = layer(MemoryBackend::new()).max_response(100).max_body(1_000);
     let app =
         BoxCloneService::new(guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
             counted.fetch_add(1, Ordering::SeqCst);
@@ -2489,7 +2491,7 @@ async fn wrong_body_aborts_a_response_that_is_too_large() {
     // The operation is not recorded as done, so the client with the right body is served.
     let right = || to("/differs", of(&[&part, "y"]));
     assert_eq!(text(right().await).await, format!("{part}y"));
-    assert_eq!(problem(right().await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(right().await).await, (409, "response-not-stored".into()));
     assert_eq!(runs.load(Ordering::SeqCst), 4);
 }
 
@@ -2643,7 +2645,7 @@ async fn claim_with_a_lost_reply_is_released() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let app = Handler::new().behind(layer(store).lease(Duration::from_secs(30)), echo);
-    faults.lose_answers();
+    faults.lose_replies();
     for number in 0..20 {
         assert_eq!(ask(&app, pay(&number.to_string())).await.status(), 503);
     }
@@ -2663,7 +2665,7 @@ fn claim_dropped_outside_of_a_runtime_is_released() {
     let faults = store.faults();
     let guard = layer(store).deadline(Duration::from_secs(5));
     let app = handler.behind(guard.clone(), echo);
-    faults.lose_answers();
+    faults.lose_replies();
     let mut asked = Box::pin(ask(&app, pay("k")));
     assert!(runtime.block_on(async { (&mut asked).now_or_never().is_none() }));
     assert_eq!(faults.calls(Verb::Begin), 1);
@@ -3300,7 +3302,7 @@ async fn client_error_with_retry_after_is_not_recorded() {
 }
 
 /// A response as it arrives over a connection: without its extensions.
-fn received<B>(response: Response<B>) -> Answer
+fn received<B>(response: Response<B>) -> StoredResponse
 where
     B: Body<Data = Bytes, Error: Into<tollgate::BoxError>> + Send + Sync + 'static,
 {
@@ -3314,7 +3316,7 @@ where
 async fn gateway_records_no_rejection_of_its_upstream() {
     for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let handler = Handler::new();
-        let service = handler.behind(layer(MemoryBackend::new()).max_answer(20), |request, run| async move {
+        let service = handler.behind(layer(MemoryBackend::new()).max_response(20), |request, run| async move {
             sleep(Duration::from_secs(1)).await;
             let size = if request.uri().path() == "/large" { 100 } else { 1 };
             Response::new(full(run.to_string().repeat(size)))
@@ -3352,7 +3354,7 @@ async fn gateway_records_no_rejection_of_its_upstream() {
         for _ in 0..2 {
             let answer = ask(&gateway, large()).await;
             assert!(!is_replay(&answer));
-            assert_eq!(problem(answer).await, (409, "answer-not-kept".into()));
+            assert_eq!(problem(answer).await, (409, "response-not-stored".into()));
         }
     }
 }

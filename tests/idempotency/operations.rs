@@ -16,8 +16,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::idempotency::store::IdempotencyStore;
 use tollgate::idempotency::{
-    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, Idempotent, OnUnknown, Operation, OperationError,
-    ResponsePolicy,
+    Done, Failed, IdempotencyAdmin, IdempotencyHandle, Idempotent, OnUnknown, Operation, OperationError,
+    ResponsePolicy, StoredResponse,
 };
 use tollgate::lock::{RunError, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -58,10 +58,10 @@ async fn completed_operation_is_replayed<S: IdempotencyStore + Clone + Send + Sy
     // Two instances stand for two processes.
     let (here, there, paid) = (operations(store.clone()), operations(store), AtomicU32::new(0));
     let first = pay(&here, &paid).await.unwrap();
-    assert_eq!((first.answer(), first.is_replay()), (b"paid 0".as_slice(), false));
+    assert_eq!((first.response(), first.is_replay()), (b"paid 0".as_slice(), false));
     for operations in [&here, &there] {
         let again = pay(operations, &paid).await.unwrap();
-        assert_eq!((again.answer(), again.is_replay()), (b"paid 0".as_slice(), true));
+        assert_eq!((again.response(), again.is_replay()), (b"paid 0".as_slice(), true));
         let other = operations.run(operation(), "200 EUR", async |_| Ok::<_, BoxError>("paid")).await;
         assert!(matches!(other, Err(OperationError::Mismatch)), "{other:?}");
     }
@@ -89,7 +89,7 @@ async fn names_separate_operations<S: IdempotencyStore + Clone + Send + Sync + '
             Ok::<_, BoxError>(format!("paid {}", paid.fetch_add(1, Ordering::Relaxed)))
         };
         let done = operations.run(Operation::new(scope, "7"), "100 EUR", work).await.unwrap();
-        assert_eq!(done.answer(), expected.as_bytes(), "{name} {scope}");
+        assert_eq!(done.response(), expected.as_bytes(), "{name} {scope}");
     }
 }
 
@@ -118,7 +118,7 @@ where
             assert!(matches!(other, Err(OperationError::InFlight { remaining }) if remaining <= LEASE), "{other:?}");
         }
         finish.send(()).unwrap();
-        assert_eq!(slow.await.unwrap().unwrap().answer(), b"slow");
+        assert_eq!(slow.await.unwrap().unwrap().response(), b"slow");
         assert!(there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await.unwrap().is_replay());
     }))
     .await;
@@ -133,7 +133,7 @@ async fn failed_operation_is_attempted_again<S: IdempotencyStore + Clone + Send 
     let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
     assert!(task.await.unwrap_err().is_panic());
     operations.wait_idle().await;
-    assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
+    assert_eq!(attempts(&operations).await.unwrap().response(), b"3");
 }
 
 /// An error that displays another error as its own and has that error's source, as `anyhow` and `#[error(transparent)]` do.
@@ -297,7 +297,7 @@ async fn waiter_gets_the_result<S: IdempotencyStore + Clone + Send + Sync + 'sta
         });
         begun.recv().await.unwrap();
         let done = there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await.unwrap();
-        assert_eq!((done.answer(), done.is_replay()), (expected.0.as_bytes(), expected.1));
+        assert_eq!((done.response(), done.is_replay()), (expected.0.as_bytes(), expected.1));
         assert_eq!(slow.await.unwrap(), answer.is_ok());
     }
 
@@ -353,15 +353,15 @@ async fn dropped_operation_has_an_unknown_outcome<S: IdempotencyStore + Clone + 
         let last = attempt.last_checkpoint().map(|last| last.data().to_vec()).unwrap_or_default();
         Ok::<_, BoxError>([last, attempt.attempt().to_string().into()].concat())
     };
-    assert_eq!(again.run(operation(), "100 EUR", work).await.unwrap().answer(), b"receipt2");
+    assert_eq!(again.run(operation(), "100 EUR", work).await.unwrap().response(), b"receipt2");
     assert!(attempts(&strict).await.unwrap().is_replay());
 }
 
 async fn too_large_result_is_not_recorded<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
-    let operations = operations(store).max_answer(6);
+    let operations = operations(store).max_response(6);
     let large = operations.run(operation(), "100 EUR", async |_| Ok::<_, BoxError>("seven b")).await.unwrap();
-    assert_eq!(large.answer(), b"seven b", "the process that ran the work gets the result");
-    assert!(matches!(attempts(&operations).await, Err(OperationError::NotKept)));
+    assert_eq!(large.response(), b"seven b", "the process that ran the work gets the result");
+    assert!(matches!(attempts(&operations).await, Err(OperationError::NotStored)));
     let fits = operations.run(Operation::new("alice", "b"), "", async |_| Ok::<_, BoxError>("six by")).await;
     assert!(
         fits.is_ok() && operations.run(Operation::new("alice", "b"), "", async |_| Ok::<_, BoxError>("")).await.is_ok()
@@ -423,10 +423,10 @@ async fn store_outage_starts_nothing_and_loses_no_result() {
         faults.fail(Failure::Unavailable);
         Ok::<_, BoxError>("paid")
     };
-    assert_eq!(operations.run(operation(), "100 EUR", work).await.unwrap().answer(), b"paid");
+    assert_eq!(operations.run(operation(), "100 EUR", work).await.unwrap().response(), b"paid");
     faults.heal();
     operations.wait_idle().await;
-    assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid");
+    assert_eq!(pay(&operations, &paid).await.unwrap().response(), b"paid");
 }
 
 #[tokio::test(start_paused = true)]
@@ -459,7 +459,7 @@ async fn claim_granted_too_late_starts_no_work() {
     assert!(matches!(&late, Err(OperationError::Store(error)) if error.is_timeout()), "{late:?}");
     operations.wait_idle().await;
     faults.heal();
-    assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid 0");
+    assert_eq!(pay(&operations, &paid).await.unwrap().response(), b"paid 0");
 }
 
 #[tokio::test(start_paused = true)]
@@ -472,21 +472,21 @@ async fn result_set_by_an_operator_is_replayed() {
     let admin = IdempotencyAdmin::new(backend);
     let known = Operation::new(("payouts", "alice"), "payout-7");
     let unknown = admin.inspect(&known).await.unwrap().unwrap();
-    assert!(admin.complete(&unknown, Answer::of_operation("paid")).await.unwrap());
+    assert!(admin.complete(&unknown, StoredResponse::of_operation("paid")).await.unwrap());
     let done = attempts(&operations).await.unwrap();
-    assert_eq!((done.answer(), done.is_replay()), (b"paid".as_slice(), true));
+    assert_eq!((done.response(), done.is_replay()), (b"paid".as_slice(), true));
 
     // An operator completes the operation with an HTTP response by mistake. The error shows it.
-    let complete = async |answer: Answer| {
+    let complete = async |answer: StoredResponse| {
         let done = admin.inspect(&known).await.unwrap().unwrap();
         assert!(admin.complete(&done, answer).await.unwrap());
         attempts(&operations).await
     };
     let response = complete(http::Response::new("paid").into()).await;
     assert!(matches!(&response, Err(OperationError::Store(error)) if error.is_foreign_data()), "{response:?}");
-    let unkept = complete(Answer::not_kept()).await;
-    assert!(matches!(unkept, Err(OperationError::NotKept)), "{unkept:?}");
-    assert_eq!(complete(Answer::of_operation("")).await.unwrap().answer(), b"");
+    let unkept = complete(StoredResponse::not_stored()).await;
+    assert!(matches!(unkept, Err(OperationError::NotStored)), "{unkept:?}");
+    assert_eq!(complete(StoredResponse::of_operation("")).await.unwrap().response(), b"");
 }
 
 /// The source chain has the error of the work with its type, and no text appears twice.

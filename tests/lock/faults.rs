@@ -422,7 +422,7 @@ async fn unclaimed_grant_is_released() {
     }
     // The reply of a grant is lost. The caller gets a timeout, and the grant is released in the end.
     faults.heal();
-    faults.lose_answers();
+    faults.lose_replies();
     let asking = tokio::spawn(locks.try_lock("a").into_future());
     sleep(Duration::from_millis(90)).await;
     assert!(other.try_lock("a").await.is_err_and(|error| error.is_busy()));
@@ -439,7 +439,7 @@ async fn waiter_recovers_a_grant_whose_reply_was_lost() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default");
-    faults.lose_answers();
+    faults.lose_replies();
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(150)).await;
     faults.heal();
@@ -481,7 +481,7 @@ async fn release_is_retried_for_seconds_only() {
         let store = FaultStore::new(backend.clone());
         let faults = store.faults();
         let locks = Locks::new(store, "default").ttl(Claim::MAX_TTL);
-        faults.lose_answers();
+        faults.lose_replies();
         if is_granted {
             let waiter = tokio::spawn(locks.lock("a").into_future());
             sleep(Duration::from_millis(150)).await;
@@ -501,7 +501,7 @@ async fn release_is_retried_for_seconds_only() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = Locks::new(store, "default").ttl(Claim::MAX_TTL);
-    faults.lose_answers();
+    faults.lose_replies();
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(150)).await;
     faults.heal();
@@ -1245,7 +1245,7 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
         let begun = tokio::time::Instant::now();
         let lease = locks.lock("a").await.unwrap();
         tokio::time::sleep_until(begun + loses).await;
-        faults.lose_answers();
+        faults.lose_replies();
         let given_back = begun + Duration::from_millis(given_back);
         tokio::time::sleep_until(given_back).await;
         assert!(faults.calls(Verb::Renew) > 0);

@@ -77,7 +77,7 @@ async fn one_request_runs_and_others_get_retry_after() {
     let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(body["status"], 409);
     assert_eq!(body["type"], "urn:tollgate:lock:busy");
-    assert_eq!(body["title"], "Lock is held by another request");
+    assert_eq!(body["title"], "Lock is in use");
     assert!(!body.to_string().contains("/a"), "the response contains the key: {body}");
     // Requests with another key, and safe methods, pass.
     assert_eq!(service.clone().oneshot(post("/b")).await.unwrap().status(), StatusCode::OK);

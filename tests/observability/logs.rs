@@ -211,7 +211,7 @@ async fn unrecorded_requests_log_one_line_at_start_and_end() {
         ask(number).await;
     }
     let begins = r#"WARN idempotency store fails: requests are served without a record layer="pay""#;
-    let opens = r#"WARN idempotency circuit opens: the store is asked by probes only layer="pay""#;
+    let opens = r#"WARN idempotency circuit opens: only probes call the store layer="pay""#;
     let told = log.take();
     let [fails, passes, _] = &*told else { panic!("{} lines", told.len()) };
     assert!(!passes.cause.is_empty() && passes.cause == fails.cause, "{:?}", passes.cause);
@@ -225,7 +225,7 @@ async fn unrecorded_requests_log_one_line_at_start_and_end() {
         ask(number).await;
     }
     let ends = r#"INFO idempotency store answers again: requests are served once layer="pay""#;
-    let closes = r#"INFO idempotency circuit closes: the store is asked again layer="pay""#;
+    let closes = r#"INFO idempotency circuit closes: all calls reach the store layer="pay""#;
     assert_eq!(log.lines(), [closes, r#"INFO idempotency store answers again layer="pay""#, ends]);
 }
 
@@ -301,7 +301,7 @@ async fn limiter_logs_outage_and_open_circuit_once() {
             assert!(limiter.check("alice").await.unwrap_err().is_unavailable());
         }
         assert_eq!(faults.calls(Verb::Check), asked);
-        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        let opens = "WARN rate limit circuit opens: only probes call the store";
         let begins = ["WARN rate limit store fails", opens];
         assert_eq!(log.lines(), begins[..1 + usize::from(breaker.is_some())]);
         faults.heal();
@@ -310,7 +310,7 @@ async fn limiter_logs_outage_and_open_circuit_once() {
             // A check would be decided without waiting, which is no success of the store. A peek is one.
             let _ = limiter.peek("alice").await.unwrap();
         }
-        let ends = ["INFO rate limit circuit closes: the store is asked again", "INFO rate limit store answers again"];
+        let ends = ["INFO rate limit circuit closes: all calls reach the store", "INFO rate limit store answers again"];
         assert_eq!(log.lines(), ends[usize::from(breaker.is_none())..]);
     }
 }
@@ -333,7 +333,7 @@ async fn failure_for_shadow_policies_has_its_own_lines() {
     let told = log.take();
     let lines: Vec<&str> = told.iter().map(|message| &*message.line).collect();
     let begins = "WARN rate limit store fails for shadow policies: they are not counted";
-    let opens = "WARN rate limit circuit of shadow policies opens: the store is asked about them by probes only";
+    let opens = "WARN rate limit circuit of shadow policies opens: only probes call the store about them";
     assert_eq!(lines, [begins, opens]);
     assert_eq!((&*told[0].cause, &*told[0].then), ("connection refused", ""));
 
@@ -342,7 +342,7 @@ async fn failure_for_shadow_policies_has_its_own_lines() {
         advance(Duration::from_secs(1)).await;
         service.clone().oneshot(request).await.unwrap();
     }
-    let closes = "INFO rate limit circuit of shadow policies closes: the store is asked about them again";
+    let closes = "INFO rate limit circuit of shadow policies closes: all calls about them reach the store";
     assert_eq!(log.lines(), [closes, "INFO rate limit store answers again for shadow policies"]);
 }
 
@@ -368,7 +368,7 @@ async fn failed_begins_do_not_log_one_line_each() {
         assert_eq!(ask(number).await, StatusCode::SERVICE_UNAVAILABLE);
         sleep(Duration::from_millis(200)).await;
     }
-    let opens = "WARN idempotency circuit opens: the store is asked by probes only";
+    let opens = "WARN idempotency circuit opens: only probes call the store";
     assert_eq!(log.lines(), ["WARN idempotency store fails", opens]);
     let (begins, releases) = (faults.calls(Verb::Begin), faults.calls(Verb::Release));
     assert!(releases <= begins, "{releases} releases after {begins} failed begins");
@@ -376,7 +376,7 @@ async fn failed_begins_do_not_log_one_line_each() {
     assert_eq!(ask(600).await, StatusCode::OK);
     sleep(Duration::from_secs(60)).await;
     assert_eq!(ask(601).await, StatusCode::OK);
-    let closes = "INFO idempotency circuit closes: the store is asked again";
+    let closes = "INFO idempotency circuit closes: all calls reach the store";
     assert_eq!(log.lines(), [closes, "INFO idempotency store answers again"]);
 }
 
@@ -459,7 +459,7 @@ async fn outage_lines_name_their_locks() {
     store.faults().fail(Failure::Unavailable);
     assert!(payments.clone().oneshot(()).await.is_err());
     assert!(reports.clone().oneshot(()).await.is_ok());
-    let opens = "WARN lock circuit opens: the store is asked by probes only";
+    let opens = "WARN lock circuit opens: only probes call the store";
     let begins = [
         "WARN lock store fails locks=\"payments\"".to_owned(),
         format!("{opens} locks=\"payments\""),
@@ -501,13 +501,13 @@ async fn store_without_room_for_responses_logs_one_line() {
         sleep(Duration::from_millis(100)).await;
     }
     let lines =
-        [r#"WARN idempotency store fails layer="pay""#, r#"WARN there is no room to keep an answer layer="pay""#];
+        [r#"WARN idempotency store fails layer="pay""#, r#"WARN there is no room to store a response layer="pay""#];
     assert_eq!(log.lines(), lines);
     sleep(Duration::from_secs(86_400)).await;
     ask(10).await;
     let lines = [
         r#"INFO idempotency store answers again layer="pay""#,
-        r#"INFO there is room to keep answers again layer="pay""#,
+        r#"INFO there is room for responses again layer="pay""#,
     ];
     assert_eq!(log.lines(), lines);
 }
@@ -678,7 +678,7 @@ async fn response_lost_for_lack_of_room_is_named() {
         })
     });
     for paid in join_all(runs).await {
-        assert_eq!(paid.unwrap().answer(), b"paid");
+        assert_eq!(paid.unwrap().response(), b"paid");
     }
     faults.heal();
     payouts.wait_idle().await;
@@ -796,12 +796,12 @@ async fn circuit_logs_one_line_per_transition() {
     tokio::time::sleep(Duration::from_secs(1)).await;
     for _ in 0..2 {
         store.faults().fail(Failure::Unavailable);
-        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        let opens = "WARN rate limit circuit opens: only probes call the store";
         assert_eq!(ask(4).await, ["WARN rate limit store fails"]);
         assert_eq!(ask(100).await, [opens]);
-        let opens = "WARN lock circuit opens: the store is asked by probes only";
+        let opens = "WARN lock circuit opens: only probes call the store";
         assert_eq!(take(100).await, ["WARN lock store fails", opens]);
-        let opens = "WARN delay queue circuit opens: the store is asked by probes only";
+        let opens = "WARN delay queue circuit opens: only probes call the store";
         assert_eq!(push(100).await, ["WARN delay queue store fails", opens]);
         advance(Duration::from_secs(2)).await;
         let probed = [ask(3).await, take(3).await, push(3).await].concat();
@@ -811,11 +811,11 @@ async fn circuit_logs_one_line_per_transition() {
         // Without a delay, checks are decided without waiting, which is no success of the store.
         store.faults().delay(Duration::from_millis(1));
         advance(Duration::from_secs(2)).await;
-        let closes = "INFO rate limit circuit closes: the store is asked again";
+        let closes = "INFO rate limit circuit closes: all calls reach the store";
         assert_eq!(ask(3).await, [closes, "INFO rate limit store answers again"]);
-        let closes = "INFO lock circuit closes: the store is asked again";
+        let closes = "INFO lock circuit closes: all calls reach the store";
         assert_eq!(take(3).await, [closes, "INFO lock store answers again"]);
-        let closes = "INFO delay queue circuit closes: the store is asked again";
+        let closes = "INFO delay queue circuit closes: all calls reach the store";
         assert_eq!(push(3).await, [closes, "INFO delay queue store answers again"]);
         tokio::time::sleep(Duration::from_secs(1)).await;
     }

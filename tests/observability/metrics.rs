@@ -686,7 +686,7 @@ fn operations_are_counted_by_layer_and_outcome() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     metrics::with_local_recorder(&recorder, || {
-        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_answer(500).max_body(100);
+        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_response(500).max_body(100);
         let open = guard.clone().name("open").on_store_error(OnStoreError::Allow).layer(service_fn(pay));
         let service = guard.wait(Duration::from_secs(1)).layer(service_fn(pay));
         let ask = async |key: &str, body: &'static str| {
@@ -719,7 +719,7 @@ fn operations_are_counted_by_layer_and_outcome() {
         ("tollgate_idempotency_requests_total{layer=pay,outcome=replayed}", 2),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=mismatch}", 1),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=invalid_key}", 1),
-        ("tollgate_idempotency_requests_total{layer=pay,outcome=not_kept}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=not_stored}", 1),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=failed_closed}", 1),
         ("tollgate_idempotency_attempts_total{layer=pay,outcome=kept}", 2),
         ("tollgate_idempotency_attempts_total{layer=pay,outcome=tombstone}", 1),
@@ -737,7 +737,7 @@ fn handlers_cut_off_while_responding_are_counted() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         let guard = IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(header("x-user"));
-        let guard = guard.max_runtime(Duration::from_secs(1)).max_answer(500).max_body(1_000);
+        let guard = guard.max_runtime(Duration::from_secs(1)).max_response(500).max_body(1_000);
         let service = guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Parts>>| {
             Ok::<_, BoxError>(Response::new(request.into_body()))
         }));
@@ -791,7 +791,8 @@ fn handler_seconds(snapshotter: &Snapshotter) -> BTreeMap<String, Vec<f64>> {
 fn handler_time_lasts_to_the_end_of_the_response() {
     let (recorder, snapshotter, runtime) = recording();
     let second = Duration::from_secs(1);
-    let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_runtime(second).max_answer(10);
+    let guard =
+        IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_runtime(second).max_response(10);
     let guard = guard.lease(second).on_unknown(OnUnknown::Retry);
     // `pause` precedes the response, and each part of the body precedes a pause of its own.
     let ask = async |layer: &'static str, sent: &'static str, pause: Duration, parts: &'static [(usize, Duration)]| {
@@ -931,7 +932,7 @@ fn released_attempt_is_not_counted_as_unknown() {
         async move {
             let mut response = Response::new(Full::<Bytes>::default());
             if is_first {
-                losing.lose_answers();
+                losing.lose_replies();
                 *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
             } else {
                 tokio::time::sleep(Duration::from_secs(2)).await;

@@ -7,7 +7,7 @@ use tokio::time::{Instant, advance, timeout};
 use tollgate::delay_queue::store::{QueueKey, WorkerId};
 use tollgate::delay_queue::{self, Due, JobId, NewJob, State};
 use tollgate::idempotency::store::{Claim, Completion, Digest, Payload};
-use tollgate::idempotency::{Answer, Checkpoint, IdempotencyAdmin, Operation};
+use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation, StoredResponse};
 use tollgate::lock::store::{Notifications, Renewal, Token};
 use tollgate::lock::{self, Cursor, LockAdmin, LockKey};
 use tollgate::rate_limit::Outcome;
@@ -53,7 +53,7 @@ async fn admin_calls_are_subject_to_faults() {
     store.begin(&operation, &Claim::new(token, head, lease, retention)).await.unwrap();
     advance(lease * 2).await;
     let status = operations.inspect(&operation).await.unwrap().unwrap();
-    let answer = || Answer::of_operation("x");
+    let answer = || StoredResponse::of_operation("x");
 
     faults.fail(Failure::Unauthorized);
     let errors = [
@@ -70,7 +70,7 @@ async fn admin_calls_are_subject_to_faults() {
     faults.heal();
     assert_eq!(operations.inspect(&operation).await.unwrap().map(|found| found.fence), Some(status.fence));
 
-    faults.lose_answers();
+    faults.lose_replies();
     assert!(operations.complete(&status, answer()).await.unwrap_err().is_timeout());
     faults.heal();
     assert!(operations.complete(&status, answer()).await.unwrap(), "a repeated call is harmless");

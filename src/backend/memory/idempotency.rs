@@ -5,7 +5,9 @@ use crate::error::StoreError;
 use crate::idempotency::store::{
     Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
 };
-use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
+use crate::idempotency::{
+    Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
+};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
@@ -80,7 +82,7 @@ impl IdempotencyRegistry for MemoryBackend {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         match status.state {

@@ -15,7 +15,9 @@ use tokio::time::Instant;
 use super::shares::{Amount, NoRoom, Shares};
 use crate::error::StoreError;
 use crate::idempotency::store::{Begun, Claim, Completion, Digest, Notifications, Payload, Token};
-use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
+use crate::idempotency::{
+    Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
+};
 use crate::key::Key;
 
 /// More than the number of threads that would lock shards at once.
@@ -433,7 +435,7 @@ impl OperationTable {
     /// Stores a response in the place of the record's data.
     fn keep(&self, shard: &mut Shard, place: Place<'_>, now: Instant, completion: &Completion) -> Result<(), NoRoom> {
         let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(()) };
-        let Completion { answer, is_kept, payload, retention } = completion;
+        let Completion { response: answer, is_kept, payload, retention } = completion;
         if *is_kept {
             self.make_room(*owner, answer.len())?;
         }
@@ -506,7 +508,7 @@ impl OperationTable {
     pub(super) fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
@@ -515,7 +517,7 @@ impl OperationTable {
     fn complete_unknown_if_there_is_room(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, NoRoom> {
         let (mut shard, place) = self.shard(&status.operation);
@@ -536,7 +538,7 @@ impl OperationTable {
             return Ok(false);
         }
         let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
-        self.keep(&mut shard, place, now, &Completion { answer, is_kept, payload, retention })?;
+        self.keep(&mut shard, place, now, &Completion { response: answer, is_kept, payload, retention })?;
         // The holder of the attempt learns that its own response is not stored.
         if let Some(record) = shard.record(&place) {
             record.token = no_token();
@@ -651,7 +653,7 @@ mod tests {
 
     fn completion(bytes: usize) -> Completion {
         let (answer, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
-        Completion { answer, is_kept: true, payload: Payload::default(), retention }
+        Completion { response: answer, is_kept: true, payload: Payload::default(), retention }
     }
 
     /// The counts agree with the records.

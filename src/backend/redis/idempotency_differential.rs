@@ -5,7 +5,7 @@ use super::*;
 use crate::idempotency::store::{
     Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload, Token,
 };
-use crate::idempotency::{Answer, Checkpoint, Operation, OperationState, OperationStatus};
+use crate::idempotency::{Checkpoint, Operation, OperationState, OperationStatus, StoredResponse};
 
 const TOKENS: usize = 4;
 /// The model's token of operations that were forgotten or completed by an operator.
@@ -225,8 +225,8 @@ fn seen(status: Option<&OperationStatus>) -> String {
 }
 
 /// The answer of an operator.
-fn answer(is_kept: bool) -> Answer {
-    if is_kept { Answer::of_operation([]) } else { Answer::not_kept() }
+fn answer(is_kept: bool) -> StoredResponse {
+    if is_kept { StoredResponse::of_operation([]) } else { StoredResponse::not_stored() }
 }
 
 fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
@@ -300,7 +300,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     model.checkpoint = None;
                 }
                 let answer = [step.token as u8].into();
-                let done = Completion { answer, is_kept, payload: body, retention };
+                let done = Completion { response: answer, is_kept, payload: body, retention };
                 let (memory, redis) =
                     pair.both(|to| to.complete(&operation, &token, &done), |to| to.complete(&operation, &token, &done));
                 (expected.to_string(), memory.to_string(), redis.to_string())

@@ -15,7 +15,7 @@ use super::topology::{Delivery, Servers};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::store::{Completion, Payload};
-use crate::idempotency::{self, Answer, Checkpoint};
+use crate::idempotency::{self, Checkpoint, StoredResponse};
 use crate::lock::store::{Claim, Queueing, Token};
 use crate::lock::{FenceFloor, LockKey, LockKind};
 use crate::rate_limit::Receipt;
@@ -390,10 +390,10 @@ impl Scripts {
         completion: &Completion,
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let Completion { answer, is_kept, payload, retention } = completion;
+        let Completion { response, is_kept, payload, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
         let payload = payload.to_bytes();
-        let kept = (state, millis(*retention), payload.as_slice(), &**answer);
+        let kept = (state, millis(*retention), payload.as_slice(), &**response);
         let args = (token.as_bytes().as_slice(), kept, publish, channel);
         self.idempotency_complete.call(servers, &[record], args).await
     }
@@ -430,7 +430,7 @@ impl Scripts {
         servers: &Servers,
         record: &str,
         (found, fence): (u8, u64),
-        (answer, retention): (&Answer, Duration),
+        (answer, retention): (&StoredResponse, Duration),
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
         let state = if answer.is_kept() { 2 } else { 3 };

@@ -75,7 +75,7 @@ pub use self::settings::OnUndecodable;
 /// | [`RateLimited`](crate::rate_limit::RateLimited), from a `RateLimitLayer` | is snoozed until the limit has capacity, and the attempt does not count; dead if the limit can never allow it. See [rate limits](crate::delay_queue#rate-limits) |
 /// | [`Busy`](crate::lock::Busy), [`LockError::QueueFull`](crate::LockError::QueueFull) or [`LockError::Closed`](crate::LockError::Closed), from a `LockLayer` | waits for up to a second, or up to eleven if many jobs wait, and the attempt does not count. One job of a key runs at a time, in no particular order |
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), from [`Idempotent`](crate::idempotency::Idempotent) | as with `Busy`, until the outcome of the operation is known |
-/// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), from `Idempotent` | as with any error, although the operation was done. If the job is then done, let the service [return `Ok`](crate::idempotency::OperationError::NotKept) |
+/// | [`OperationError::NotStored`](crate::idempotency::OperationError::NotStored), from `Idempotent` | as with any error, although the operation was done. If the job is then done, let the service [return `Ok`](crate::idempotency::OperationError::NotStored) |
 /// | a store error of a layer | as with any error, so the attempt counts; you can configure a layer to let jobs pass instead |
 /// | by panicking, or an error whose text panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
 ///

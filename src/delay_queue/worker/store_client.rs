@@ -130,12 +130,12 @@ impl CircuitObserver for PartObserver<'_> {
 
     fn opened(&self) {
         self.client.metrics().circuit(true);
-        tracing::warn!(queue = %self.queue, "delay queue circuit opens: the store is asked by probes only");
+        tracing::warn!(queue = %self.queue, "delay queue circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
         self.client.metrics().circuit(false);
-        tracing::info!(queue = %self.queue, "delay queue circuit closes: the store is asked again");
+        tracing::info!(queue = %self.queue, "delay queue circuit closes: all calls reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {

@@ -349,7 +349,7 @@ where
     let (recorded, payload) = match begun {
         Begun::Completed { payload, answer, is_kept } => match Recorded::read(Bytes::from_owner(answer)) {
             Some(recorded) if is_kept => (Ok(recorded), payload),
-            Some(recorded) => (Err(Rejection::NotKept { status: recorded.status.as_u16() }), payload),
+            Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), payload),
             None => {
                 let error = StoreError::foreign_data("an answer that this version cannot read");
                 (Err(Rejection::Store(error)), Payload::default())

@@ -69,7 +69,7 @@ impl IdempotencyLayer {
             max_running: 10_000,
             max_running_per_scope: None,
             max_records_per_scope: 1_000_000,
-            max_answer: 64 * 1_024,
+            max_response: 64 * 1_024,
             max_body: 64 * 1_024 * 1_024,
             body_timeout: Duration::from_secs(10),
             keeps_cookies: false,
@@ -271,8 +271,8 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// The maximum size of a stored response in bytes, including headers and trailers. Defaults to 64 KiB. Of a larger response
     /// only the status is stored. A retry is then rejected, 409 with HTTP, and the handler does not run again.
-    pub fn max_answer(self, bytes: usize) -> Self {
-        self.with(|settings| settings.max_answer = bytes)
+    pub fn max_response(self, bytes: usize) -> Self {
+        self.with(|settings| settings.max_response = bytes)
     }
 
     /// The maximum size of a request body in bytes. Defaults to 64 MiB. A request that announces more is rejected, 413 with HTTP.

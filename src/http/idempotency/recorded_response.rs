@@ -8,7 +8,7 @@ use ::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use bytes::{Buf, Bytes};
 use smallvec::{Array, SmallVec};
 
-use crate::idempotency::Answer;
+use crate::idempotency::StoredResponse;
 
 /// The version of the stored form.
 const VERSION: u8 = 1;
@@ -101,7 +101,7 @@ pub(super) fn mark(status: StatusCode) -> [u8; 5] {
     [VERSION, low, high, none, nothing]
 }
 
-impl Answer {
+impl StoredResponse {
     /// For an operation of an [`IdempotencyLayer`](crate::IdempotencyLayer): the whole response is replayed, including trailers
     /// and cookies. Only headers of one hop, one moment or one request are left out.
     pub fn with_trailers<B: Into<Bytes>>(response: Response<B>, trailers: &HeaderMap) -> Self {
@@ -130,14 +130,14 @@ impl Answer {
 }
 
 /// The whole response is replayed, including cookies. Only headers of one hop, one moment or one request are left out.
-impl<B: Into<Bytes>> From<Response<B>> for Answer {
+impl<B: Into<Bytes>> From<Response<B>> for StoredResponse {
     fn from(response: Response<B>) -> Self {
         Self::with_trailers(response, &HeaderMap::new())
     }
 }
 
 /// Only the status is stored: a retry learns that the operation was completed.
-impl From<StatusCode> for Answer {
+impl From<StatusCode> for StoredResponse {
     fn from(status: StatusCode) -> Self {
         Self::of_record(mark(status).as_slice().into(), false)
     }
@@ -292,7 +292,7 @@ mod tests {
             let (headers, trailers) = if in_trailers { (HeaderMap::new(), many) } else { (many, HeaderMap::new()) };
             let mut response = Response::new("body");
             *response.headers_mut() = headers.clone();
-            let answer = Answer::with_trailers(response, &trailers);
+            let answer = StoredResponse::with_trailers(response, &trailers);
             assert_eq!(answer.is_kept(), is_whole, "{len} {in_trailers}");
             let recorded = Recorded::read(Bytes::from_owner(Arc::clone(answer.bytes()))).unwrap();
             let (headers, body) = if is_whole { (headers, "body") } else { (HeaderMap::new(), "") };

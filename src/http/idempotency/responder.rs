@@ -17,7 +17,7 @@ impl HttpResponder {
             Rejection::Mismatch => (Kind::IdempotencyKeyReused, StatusCode::UNPROCESSABLE_ENTITY, None),
             Rejection::InFlight { retry_after } => (Kind::InFlight, StatusCode::CONFLICT, Some(*retry_after)),
             Rejection::OutcomeUnknown { .. } => (Kind::OutcomeUnknown, StatusCode::CONFLICT, None),
-            Rejection::NotKept { .. } => (Kind::AnswerNotKept, StatusCode::CONFLICT, None),
+            Rejection::NotStored { .. } => (Kind::ResponseNotStored, StatusCode::CONFLICT, None),
             Rejection::ScopeFull { retry_after, .. } => {
                 (Kind::IdempotencyScopeFull, StatusCode::TOO_MANY_REQUESTS, Some(*retry_after))
             }
@@ -32,7 +32,7 @@ impl HttpResponder {
         };
         let detail = match rejection {
             Rejection::Store(_) => STORE_TEXT.to_owned(),
-            Rejection::NotKept { status } => format!("{rejection}: it had status {status}"),
+            Rejection::NotStored { status } => format!("{rejection}: it had status {status}"),
             _ => rejection.to_string(),
         };
         let wait = wait.map(|wait| self.told(wait));

@@ -37,7 +37,7 @@ pub(super) struct Settings {
     // `None` is half of `max_running`.
     pub(super) max_running_per_scope: Option<usize>,
     pub(super) max_records_per_scope: u64,
-    pub(super) max_answer: usize,
+    pub(super) max_response: usize,
     pub(super) max_body: u64,
     pub(super) body_timeout: Duration,
     pub(super) keeps_cookies: bool,

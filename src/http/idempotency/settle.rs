@@ -56,7 +56,7 @@ impl Outcome {
             Self::Completed(response) if response.fits(reading) => {
                 let CompleteResponse { status, answer, is_kept, .. } = response;
                 let (payload, retention) = (reading.payload(), settings.retention);
-                let completion = Completion { answer, is_kept, payload, retention };
+                let completion = Completion { response: answer, is_kept, payload, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }
             Self::Released => Settlement::Release,

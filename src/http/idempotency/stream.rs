@@ -50,7 +50,7 @@ where
     /// `is_not_here`: the response may come from a router that knows no such route.
     pub(super) fn new(response: Response<R>, settings: &Settings, is_not_here: bool) -> Self {
         let (parts, body) = response.into_parts();
-        let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
+        let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_response);
         let classifier = ResponseClassifier::new(settings.keep, &parts, is_not_here);
         let hint = body.size_hint();
         Self { parts, chunks: Chunks::default(), stream: StreamRecorder::new(body, recorder, classifier), hint }

@@ -12,7 +12,9 @@ use crate::error::StoreError;
 use crate::idempotency::store::{
     Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
 };
-use crate::idempotency::{Answer, Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus};
+use crate::idempotency::{
+    Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
+};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
@@ -127,7 +129,7 @@ impl IdempotencyRegistry for RedisBackend {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &Answer,
+        answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         let OperationStatus { operation, state, fence, .. } = status;

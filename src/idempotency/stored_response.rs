@@ -11,18 +11,18 @@ pub(super) const MARK: [u8; 5] = [0; 5];
 /// A response with which an operator [completes](super::IdempotencyAdmin::complete) an operation. Its form depends on the user
 /// of the operation:
 ///
-/// * [`Idempotent`](super::Idempotent): [`of_operation`](Self::of_operation), or [`not_kept`](Self::not_kept).
+/// * [`Idempotent`](super::Idempotent): [`of_operation`](Self::of_operation), or [`not_stored`](Self::not_stored).
 /// * `IdempotencyLayer` (feature `http`): from an `http::Response`, which is replayed, or `with_trailers`. With gRPC
 ///   `of_message` (feature `grpc`), or from the response of a status.
 /// * A layer, without the response itself: from an `http::StatusCode`. A retry learns that it was completed and the response not
 ///   stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct StoredResponse {
     bytes: Arc<[u8]>,
     is_kept: bool,
 }
 
-impl Answer {
+impl StoredResponse {
     /// For an operation of [`Idempotent`](super::Idempotent): the bytes of [`Done::answer`](super::Done::answer).
     pub fn of_operation(answer: impl AsRef<[u8]>) -> Self {
         Self { bytes: written(answer.as_ref()), is_kept: true }
@@ -30,7 +30,7 @@ impl Answer {
 
     /// For an operation of [`Idempotent`](super::Idempotent): completed without a stored response, as a retry learns.
     #[must_use]
-    pub fn not_kept() -> Self {
+    pub fn not_stored() -> Self {
         Self { bytes: MARK.as_slice().into(), is_kept: false }
     }
 
