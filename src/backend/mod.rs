@@ -50,6 +50,9 @@
 //! 30 s after the signal. While Redis is down, the call takes no longer than its deadline either. At the deadline it returns and stops
 //! nothing: leftover work continues until the process ends. The [`ShutdownReport`] has the number of each kind.
 //!
+//! The shutdown cancels no work under a lock. End endless work, such as that of a leader, by your own signal: otherwise its lease is left at
+//! the deadline.
+//!
 //! A running job whose lock is refused is snoozed, and the attempt does not count. Locks and workers that you make from the backend
 //! afterwards are closed from the beginning. A closed backend does not open again. A further call waits again.
 //!
