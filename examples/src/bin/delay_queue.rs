@@ -113,7 +113,7 @@ async fn run() -> Result<(), BoxError> {
     println!("sent: {sent}, tried again: {retried}, early: {early}");
     let dead = queue.dead(0, 10).await?;
     for job in &dead {
-        println!("dead: {}, {}", job.id, job.failure.as_ref().map_or("", |note| &failure.error));
+        println!("dead: {}, {}", job.id, job.failure.as_ref().map_or("", |failure| &failure.error));
     }
     queue.forget(dead.len(), |_| true).await?;
     Ok(())
