@@ -157,7 +157,7 @@ macro_rules! delegate {
 }
 
 impl AnyBackend {
-    /// Pings the backend and returns the round-trip time. Use it for readiness checks. Memory replies at once; for Redis see
+    /// Pings the backend and returns the round-trip time. Use it for alerts. Memory replies at once; for Redis and readiness see
     /// `RedisBackend::ping`.
     ///
     /// ```

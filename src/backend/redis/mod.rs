@@ -258,7 +258,9 @@ impl RedisBackend {
         RedisOptions::from_pool(pool).connect().await
     }
 
-    /// Pings Redis and returns the round-trip time. Use it for readiness checks.
+    /// Pings Redis and returns the round-trip time. Use it for alerts, and for the readiness of a service that is useless without Redis.
+    ///
+    /// A service that only limits needs no Redis to be ready: its limits continue in each process while Redis fails.
     ///
     /// ```no_run
     /// use axum::{Router, extract::State, http::StatusCode, routing::get};
