@@ -23,7 +23,7 @@ pub struct StoredResponse {
 }
 
 impl StoredResponse {
-    /// For an operation of [`Idempotent`](super::Idempotent): the bytes of [`Done::answer`](super::Done::answer).
+    /// For an operation of [`Idempotent`](super::Idempotent): the bytes of [`Done::response`](super::Done::response).
     pub fn of_operation(answer: impl AsRef<[u8]>) -> Self {
         Self { bytes: written(answer.as_ref()), is_kept: true }
     }
