@@ -104,7 +104,7 @@ impl<B, A> RulesLayer<B, A> {
         Self { shared: Arc::new(Shared { backend, handle, common, responder, active: ArcSwapOption::empty() }) }
     }
 
-    /// Checks that the backend shares its counts at least as widely as `scope`. This catches a memory backend where a distributed one is
+    /// Checks that the backend shares its counts at least as widely as `needed`. This catches a memory backend where a distributed one is
     /// needed.
     ///
     /// # Errors

@@ -255,7 +255,7 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
         self.change(|core| core.resolver = Some(resolver))
     }
 
-    /// Fails unless the backend shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a
+    /// Fails unless the backend shares its counts as widely as `needed` requires, so that the memory backend is not mistaken for a
     /// distributed one. While the backend fails, [`RateLimitFallback`] applies instead.
     ///
     /// # Errors

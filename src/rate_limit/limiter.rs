@@ -136,7 +136,7 @@ impl<B> Limiter<B> {
 }
 
 impl<B: RateLimitStore> Limiter<B> {
-    /// Fails unless the store shares its counts as widely as `scope` requires, so that the memory backend is not mistaken for a distributed
+    /// Fails unless the store shares its counts as widely as `needed` requires, so that the memory backend is not mistaken for a distributed
     /// one.
     ///
     /// # Errors
