@@ -18,7 +18,7 @@
 //! | [`testing`] | test a service with its limits, without Redis and without waiting |
 //! | [`troubleshooting`] | find the cause of a symptom |
 //! | [`performance`] | reduce round trips and read the figures |
-//! | [`guarantees`] | say what is guaranteed, and what is not |
+//! | [`guarantees`] | name the guarantees and their limits |
 //! | [`comparison`] | compare Tollgate with other crates |
 
 // In rustdoc a page is not a file. The first definition of a link applies, so these replace the ones at the end of each page.

@@ -171,8 +171,7 @@ impl<T: fmt::Debug> fmt::Debug for Job<T> {
     }
 }
 
-/// Tells a service to give up its job: the job was cancelled, its lease is lost, it exceeded the maximum runtime, or the worker's shutdown is
-/// out of time.
+/// Tells a service to give up its job. The reason is a cancellation, a lost lease, the maximum runtime, or the end of the worker's grace period.
 ///
 /// A service that gives up returns an error. The job is then released if the worker is shutting down, and tried again otherwise. `Ok` still
 /// means that the job is done, and an error that [determines the outcome](super::DelayQueueWorker#what-becomes-of-a-job) still does so. The

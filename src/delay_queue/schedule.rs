@@ -129,8 +129,7 @@ fn invalid(error: &dyn Error) -> ConfigError {
 /// Any number of processes may run it at the same time. The id of a job is the name of the schedule and its time in seconds since 1970,
 /// such as `nightly@1767225600`, so that each job is pushed once. There is no leader.
 ///
-/// The job of the next time is pushed as soon as the previous one is due, so it runs even if all processes with a `Recurring` are gone by
-/// then. Further times without such a process are not made up for. The clocks of the processes may differ by up to an hour: the store's
+/// The job of the next time is pushed as soon as the previous one is due. So it runs even if no process with a `Recurring` is left by then. Further times without such a process are not made up for. The clocks of the processes may differ by up to an hour: the store's
 /// clock determines when a job is due.
 ///
 /// After you change or drop a schedule, one of its jobs is therefore left, and more if the clock of a pushing process is ahead. These jobs

@@ -200,8 +200,8 @@
 //!
 //! ## Further attempts
 //!
-//! After an attempt that was released or whose outcome is unknown, the next attempt must have the same body, as far as that of
-//! the earlier attempt is known. If it differs, the layer drops the handler before the handler reads the end of the body. The
+//! An attempt can follow one that was released, or one whose outcome is unknown. It must have the same body, as far as the body
+//! of the earlier attempt is known. If it differs, the layer drops the handler before the handler reads the end of the body. The
 //! client gets 422, or a response that breaks off if it has begun. The operation is released, and keeps its state from before.
 //! The exception is [`ResponsePolicy::All`] with [`OnUnknown::Reject`]: there the outcome is unknown, as for any handler that is
 //! dropped while it runs.

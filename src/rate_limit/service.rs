@@ -85,7 +85,7 @@ where
         self.inner.poll_ready(cx).map_err(|error| self.settings.options.responder.error(error))
     }
 
-    fn call(&mut self, request: Req) -> Self::Future {
+    fn call(&mut self, mut request: Req) -> Self::Future {
         let settings = &*self.settings;
         let mut added = Subjects::default();
         lack::forget();
@@ -97,51 +97,15 @@ where
                 return self.reject(Descriptors::default(), Rejection::Denied(Denied));
             }
         }
-        let mut policy = None;
-        let mut key = settings.key.extract_key(&request);
-        if !added.found.is_empty() || key.as_ref().is_none_or(Key::is_empty) {
-            match settings.descriptors(key, added) {
-                Ok(mut descriptors) => match descriptors.as_mut_slice() {
-                    [only] => (policy, key) = (only.policy.take(), Some(only.key)),
-                    [] => key = None,
-                    _ => {
-                        return self.evaluate(
-                            Descriptors::Several(descriptors),
-                            settings.options.cost.cost(&request),
-                            request,
-                        );
-                    }
-                },
-                Err(rejection) => return self.reject(Descriptors::default(), rejection),
+        let (policy, key) = match settings.counted(settings.key.extract_key(&request), added) {
+            Ok(Counted::One(policy, key)) => (policy, key),
+            Ok(Counted::Nothing) => return self.pass(request),
+            Ok(Counted::Several(descriptors)) => {
+                let cost = settings.options.cost.cost(&request);
+                return self.evaluate(Descriptors::Several(descriptors), cost, request);
             }
-        }
-        match key {
-            Some(key) => self.limit(policy, key, request),
-            None => self.pass(request),
-        }
-    }
-}
-
-impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
-    /// Limits a request that counts under one policy and key. `policy` is `None` for the policy of the layer.
-    #[inline]
-    fn limit<Req>(
-        &mut self,
-        policy: Option<Policy>,
-        key: Key,
-        mut request: Req,
-    ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
-    where
-        S: Service<Req> + Clone,
-        B: RateLimitStore + Clone + Send + Sync + 'static,
-        X: RequestFilter<Req>,
-        C: RequestCost<Req>,
-        A: Clone
-            + Responder<Rejection, S::Response, S::Error>
-            + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
-        R: ChargeOn<S::Response, S::Error>,
-    {
-        let settings = &*self.settings;
+            Err(rejection) => return self.reject(Descriptors::default(), rejection),
+        };
         let (cost, core, primary) = (settings.options.cost.cost(&request), &settings.core, policy.is_none());
         let (mut resolved, is_known) = match &core.resolver {
             Some(resolver) if primary => {
@@ -185,7 +149,9 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
             None => self.evaluate(Descriptors::One(descriptor), cost, request),
         }
     }
+}
 
+impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
     #[inline]
     fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
@@ -256,9 +222,25 @@ impl<S: Clone, B, K, O> RateLimit<S, B, K, O> {
     }
 }
 
+/// The policies and keys under which a request is counted.
+enum Counted {
+    Nothing,
+    /// One policy and key. `None` is the policy of the layer.
+    One(Option<Policy>, Key),
+    Several(Vec<Descriptor>),
+}
+
 impl<B, K, O> Settings<B, K, O> {
-    /// The descriptors of a request, if they are not just its key; none if it passes uncounted.
-    fn descriptors(&self, key: Option<Key>, added: Subjects) -> Result<Vec<Descriptor>, Rejection> {
+    /// How a request with this key counts. `added` are the policies and keys of the filters.
+    #[inline]
+    fn counted(&self, key: Option<Key>, added: Subjects) -> Result<Counted, Rejection> {
+        match key {
+            Some(key) if added.found.is_empty() && !key.is_empty() => Ok(Counted::One(None, key)),
+            key => self.counted_with(key, added),
+        }
+    }
+
+    fn counted_with(&self, key: Option<Key>, added: Subjects) -> Result<Counted, Rejection> {
         let layer = &self.core.policy;
         let mut descriptors = Vec::new();
         if let Some(key) = self.effective_key(layer, key)? {
@@ -269,7 +251,11 @@ impl<B, K, O> Settings<B, K, O> {
                 descriptors.push(Descriptor::new(layer, Some(policy), key));
             }
         }
-        Ok(descriptors)
+        Ok(match descriptors.as_mut_slice() {
+            [] => Counted::Nothing,
+            [only] => Counted::One(only.policy.take(), only.key),
+            _ => Counted::Several(descriptors),
+        })
     }
 
     /// The key under which the request is counted.

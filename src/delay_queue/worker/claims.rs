@@ -37,7 +37,7 @@ pub(crate) struct DecodedJob<T> {
     pub(crate) canceller: Canceller,
 }
 
-/// What becomes of jobs that cannot be decoded.
+/// The rule for jobs that cannot be decoded.
 #[derive(Clone, Copy)]
 pub(crate) struct UndecodableRule {
     pub(crate) action: OnUndecodable,

@@ -51,7 +51,7 @@ pub(crate) struct WorkerLoop<T, S, C> {
     failure: Option<BoxError>,
 }
 
-/// What ends a wait.
+/// An event that ends a wait.
 enum LoopEvent<T> {
     ShutDown,
     Ended(Ended),

@@ -13,7 +13,7 @@ use super::stream::ResponseStart;
 use crate::error::BoxError;
 
 /// The state of a handler that has returned.
-#[expect(clippy::large_enum_variant, reason = "the large one is what nearly all are, and in no future")]
+#[expect(clippy::large_enum_variant, reason = "nearly all values are the large variant, and no future holds one")]
 pub(super) enum HandlerOutcome<R, E> {
     /// The whole response. It is sent once it is stored.
     Complete(Outcome, Answer<R, E>),

@@ -1,4 +1,4 @@
-//! The channels that this process subscribes to: their listeners, their servers, and what is left to do at each server.
+//! The channels that this process subscribes to: their listeners, their servers, and the pending changes at each server.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

@@ -1,4 +1,4 @@
-//! Errors for what did not happen in time.
+//! Errors of operations that took too long.
 
 use std::io;
 use std::time::Duration;

@@ -147,8 +147,9 @@ pub async fn lists(run: &mut Run) {
     let url = server.url();
     let time = if run.is_quick { Duration::from_secs(1) } else { Duration::from_secs(3) };
     let mut text = format!(
-        "## What it costs\n\nA decision on Redis, 256 in flight over 10,000 keys: processor time of the client and of Redis, commands \
-         that Redis runs (those of scripts included), bytes on the wire, and the memory of Redis per key.\n\n| | {} | bytes per key \
+        "## What it costs\n\nThe cost of a decision on Redis, with 256 in flight over 10,000 keys. \
+         The processor times are those of the client and of Redis. The commands include those of scripts. \
+         The bytes are those on the wire, and those of a key in Redis.\n\n| | {} | bytes per key \
          |\n{RULE}\n",
         Row::HEAD
     );

@@ -133,8 +133,8 @@ pub async fn tables(run: &mut Run) {
             (
                 "locks",
                 "Locks, uncontended",
-                "Lock and release cycles, one key for each task, with leases of 30 s. The ceiling is the rate of a minimal client that \
-                 sends the two calls of a single cycle, which acquire a free lock and release it: 16 connections, 64 calls in a \
+                "Lock and release cycles, one key for each task, with leases of 30 s. The ceiling is the rate of a minimal client. \
+                 It sends the two calls of a single cycle, which acquire a free lock and release it, over 16 connections with 64 calls in a \
                  pipeline. Tollgate's concurrent cycles share calls, so they can exceed the ceiling.",
             )
         } else {

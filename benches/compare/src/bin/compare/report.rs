@@ -288,10 +288,10 @@ impl Report {
         }
         out.push_str(
             "\nClients and servers share that machine, so use the ratios, not the figures. All figures are medians of rounds in which \
-             all contenders take turns, except in \"What it costs\" at the end. A cell has the calls per second with the minimum and the \
-             maximum of all rounds, in parentheses their ratio to the ceiling of the same round, and the 99th percentile of the time of \
-             a call. A contender whose median is better than the best rounds of all others is first, and bold. Without such a contender, \
-             the result is a tie. Peers are compared with `tollgate`, or with the contender that the table names, because it does the \
+             all contenders take turns, except in \"What it costs\" at the end. A cell has the calls per second, with the minimum and \
+             the maximum of all rounds. Their ratio to the ceiling of the same round is in parentheses. The last figure is the 99th \
+             percentile of the time of a call. A contender whose median is better than the best rounds of all others is first, and bold. \
+             Without such a contender, the result is a tie. Peers are compared with `tollgate`, or with the contender that the table names, because it does the \
              same work. Peers are set up as their own documentation recommends.\n\n",
         );
         let _ = writeln!(out, "```text\n{}\n```\n", self.verdict().join("\n"));
