@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use redis::Connection;
 
-use super::server::{RedisServer, free_port, query, version, wait_until, words};
+use super::server::{RedisServer, folder_in_memory, free_port, query, version, wait_until, words};
 
 /// The service name of the servers.
 pub const SERVICE: &str = "orders";
@@ -134,7 +134,7 @@ fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
             for other in (0..SENTINELS).filter(|other| *other != number) {
                 config += &format!("sentinel known-sentinel {SERVICE} 127.0.0.1 {} {}\n", ports[other], id(other));
             }
-            let folder = tempfile::tempdir().expect("a temporary folder can be made");
+            let folder = folder_in_memory().expect("a temporary folder can be made");
             fs::write(folder.path().join("sentinel.conf"), config).expect("a file can be written");
             RedisServer::try_start(ports[number], words("sentinel.conf --sentinel"), folder)
         });

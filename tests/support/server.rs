@@ -8,6 +8,7 @@ use std::collections::hash_map::RandomState;
 use std::env;
 use std::fs;
 use std::hash::BuildHasher;
+use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -23,6 +24,14 @@ pub const DURABLE: &[&str] = &["--appendonly", "yes", "--appendfsync", "always"]
 
 /// The timeout of everything that the harness waits for.
 const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A temporary folder, in memory where the system has such a file system.
+///
+/// A Redis that saves its view of a cluster, or a Sentinel that saves its state, waits until it is on disk. That takes milliseconds, and
+/// sometimes more than 100 on a shared disk, and meanwhile it serves nobody.
+pub fn folder_in_memory() -> io::Result<TempDir> {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())
+}
 
 /// A server process. Killed, and its folder removed, when dropped.
 #[derive(Debug)]
@@ -49,14 +58,17 @@ impl RedisServer {
         // Another process may take the port before the server does. The next try has another port.
         for _ in 0..10 {
             let port = free_port();
-            let folder = tempfile::tempdir().expect("a temporary folder can be made");
+            let own = args();
+            let folder =
+                if own.iter().any(|arg| arg == "--appendonly") { tempfile::tempdir() } else { folder_in_memory() };
+            let folder = folder.expect("a temporary folder can be made");
             let mut all = words(&format!("--port {port} --bind 127.0.0.1 --appendonly no --unixsocket redis.sock"));
             all.extend(["--save".to_owned(), String::new()]);
             // Redis 6.2 allows DEBUG to all clients, and does not know the setting.
             if version() >= (7, 0) {
                 all.extend(words("--enable-debug-command local"));
             }
-            all.extend(args());
+            all.extend(own);
             if let Some(server) = Self::try_start(port, all, folder) {
                 return server;
             }
@@ -288,7 +300,7 @@ pub fn version() -> (u32, u32) {
     *VERSION
 }
 
-fn cannot_run(error: &std::io::Error) -> ! {
+fn cannot_run(error: &io::Error) -> ! {
     panic!("{} cannot be run ({error}): `scripts/test` installs Redis, or set TOLLGATE_REDIS_SERVER", binary())
 }
 
