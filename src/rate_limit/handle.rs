@@ -136,7 +136,8 @@ impl RateLimitHandle {
     }
 
     /// Sets the final charge of the request to `total`, instead of its [cost](Self::cost) and of earlier corrections. If the request passed
-    /// because the store had failed, only the excess over the cost is charged.
+    /// because the store had failed, only the excess over the cost is charged. [`Limiter::settle`](super::Limiter::settle) takes the
+    /// change, and not the total.
     pub fn settle(&self, total: u64) {
         self.state.change.store(as_change(total) - as_change(self.state.cost), Ordering::Relaxed);
     }

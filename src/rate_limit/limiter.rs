@@ -264,7 +264,7 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Corrects a charge: adds `change` units, or gives them back if `change` is negative and the charge still counts. See
-    /// [`RateLimitStore::settle`].
+    /// [`RateLimitStore::settle`]. [`RateLimitHandle::settle`](super::RateLimitHandle::settle) takes the total, and not the change.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
