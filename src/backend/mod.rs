@@ -46,9 +46,12 @@
 //! | [`Idempotent`](crate::idempotency::Idempotent) | executes operations as before | the store has the results of finished operations |
 //! | queues, [`Limiter`](crate::Limiter), admin types | work as before | |
 //!
-//! There is no default deadline. The [defaults of a worker](crate::DelayQueueWorker::grace) fit into 25 s, and Kubernetes kills a process
-//! 30 s after the signal. While Redis is down, the call takes no longer than its deadline either. At the deadline it returns and stops
-//! nothing: leftover work continues until the process ends. The [`ShutdownReport`] has the number of each kind.
+//! There is no default deadline. A worker ends within 24 s with its [defaults](crate::DelayQueueWorker::grace), so use 25 s for a process
+//! with workers, and 10 s for a process without. The grace period of Kubernetes, 30 s by default, also includes the time before this call:
+//! a pod that serves HTTP and runs workers needs 45 s. [The guide](crate::guide::kubernetes) adds up the parts.
+//!
+//! While Redis is down, the call takes no longer than its deadline either. At the deadline it returns and stops nothing: leftover work
+//! continues until the process ends. The [`ShutdownReport`] has the number of each kind.
 //!
 //! The shutdown cancels no work under a lock. End endless work, such as that of a leader, by your own signal: otherwise its lease is left at
 //! the deadline.
