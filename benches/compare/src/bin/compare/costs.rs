@@ -149,7 +149,8 @@ pub async fn lists(run: &mut Run) {
     let mut text = format!(
         "## What it costs\n\nThe cost of a decision on Redis, with 256 in flight over 10,000 keys. \
          The processor times are those of the client and of Redis. The commands include those of scripts. \
-         The bytes are those on the wire, and those of a key in Redis.\n\n| | {} | bytes per key \
+         The bytes are those on the wire, and the growth of `used_memory` of Redis per key. \
+         To plan memory, use the sizing table in docs/guide/redis.md.\n\n| | {} | bytes per key \
          |\n{RULE}\n",
         Row::HEAD
     );
