@@ -8,6 +8,20 @@
 //! [`connect`] selects a backend by URL at run time, and `connect_with` also takes options for Redis. Backends are cheap to clone, and
 //! clones share all state.
 //!
+//! ```
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
+//! let backend = tollgate::connect("memory:").await?; // or "redis://127.0.0.1/"
+//! # drop(backend);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`MemoryBackend::with_capacity`](memory::MemoryBackend::with_capacity) sets the number of keys, 100,000 by default. The module `redis` has
+//! the options of Redis.
+//!
+//! Guides: [Redis](crate::guide::redis), [Kubernetes](crate::guide::kubernetes), [performance](crate::guide::performance),
+//! [guarantees](crate::guide::guarantees).
+//!
 //! # Shutdown
 //!
 //! `backend.shutdown(deadline)` is one call for the end of a program. It closes everything that was made from the backend and its clones,

@@ -3,21 +3,6 @@
 //! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis,
 //! where any number of processes push and claim. Beside the workers you need no scheduler, leader or reaper.
 //!
-//! # Guarantees
-//!
-//! * At least once, on one Redis primary: a pushed job stays until it is done, cancelled or dead, even if processes die.
-//!   Data that Redis itself loses is lost: see [durability](#durability).
-//! * Never early: a delay counts by the store's clock, to the millisecond. The clocks of clients and workers do not matter.
-//! * A job is in one state, and every transition is one atomic step. Only the holder of the latest lease can finish a job, and each claim
-//!   of a job has a larger [fencing token](Job::fence) than all earlier ones.
-//! * A job that kills its worker each time ends up dead when its attempts are used up. An attempt counts as soon as it is claimed.
-//! * Not exactly once: if a worker dies or stalls, its job runs again. Use the [fence](Job::fence) or the id to reject effects that
-//!   happened already.
-//! * Not on time if the store's clock is set back. Due jobs, and the jobs of dead workers, are then late by that amount.
-//! * No ordering, except that jobs due in the same millisecond are claimed in the order of their ids.
-//!
-//! # Examples
-//!
 //! ```
 //! # #[cfg(feature = "json")] {
 //! use std::time::Duration;
@@ -41,7 +26,56 @@
 //! # }
 //! ```
 //!
-//! All options:
+//! Guides: [queues](crate::guide::queues), [Redis](crate::guide::redis), [Kubernetes](crate::guide::kubernetes),
+//! [troubleshooting](crate::guide::troubleshooting).
+//!
+//! # Guarantees
+//!
+//! * At least once, on one Redis primary: a pushed job stays until it is done, cancelled or dead, even if processes die.
+//!   Data that Redis itself loses is lost: see [durability](#durability).
+//! * Never early: a delay counts by the store's clock, to the millisecond. The clocks of clients and workers do not matter.
+//! * A job is in one state, and every transition is one atomic step. Only the holder of the latest lease can finish a job, and each claim
+//!   of a job has a larger [fencing token](Job::fence) than all earlier ones.
+//! * A job that kills its worker each time ends up dead when its attempts are used up. An attempt counts as soon as it is claimed.
+//! * Not exactly once: if a worker dies or stalls, its job runs again. Use the [fence](Job::fence) or the id to reject effects that
+//!   happened already.
+//! * Not on time if the store's clock is set back. Due jobs, and the jobs of dead workers, are then late by that amount.
+//! * No ordering, except that jobs due in the same millisecond are claimed in the order of their ids.
+//!
+//! # Options
+//!
+//! | setter of [`DelayQueue`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`max_jobs`](DelayQueue::max_jobs) | 1,000,000 | jobs in the queue: waiting, running and dead ones |
+//! | [`max_size`](DelayQueue::max_size) | 64 KiB | payload and headers of a job |
+//! | [`max_attempts`](DelayQueue::max_attempts) | 20 | attempts before a job is dead |
+//! | [`keep_dead`](DelayQueue::keep_dead) | 10,000 for 90 days | dead jobs |
+//! | [`deadline`](DelayQueue::deadline) | 100 ms | the longest time of a store call |
+//! | [`circuit_breaker`](DelayQueue::circuit_breaker) | [`CircuitBreaker::new`] | when to stop calling a failing store; workers ignore it |
+//! | [`split`](DelayQueue::split) | 1 | parts of a queue that is too much for one node of a cluster |
+//! | [`require`](DelayQueue::require) | none | the [`Reach`](crate::Reach) that a backend must have |
+//!
+//! | setter of [`Push`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`delay`](Push::delay), [`at`](Push::at), [`due`](Push::due) | at once | when the job is due |
+//! | [`id`](Push::id) | a generated one | while a job with this id waits or runs, a push changes nothing |
+//! | [`unique`](Push::unique), [`unique_for`](Push::unique_for) | none | while the key is held, a push changes nothing |
+//! | [`priority`](Push::priority) | [`Priority::Normal`] | due jobs of a higher priority are claimed first |
+//! | [`max_attempts`](Push::max_attempts) | that of the queue | attempts before the job is dead |
+//! | [`header`](Push::header) | none | metadata, such as `traceparent` |
+//!
+//! | setter of [`DelayQueueWorker`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`concurrency`](DelayQueueWorker::concurrency) | 64 | jobs that run at a time |
+//! | [`lease`](DelayQueueWorker::lease) | 30 s | how long a job of a dead worker stays reserved |
+//! | [`max_runtime`](DelayQueueWorker::max_runtime) | an hour | how long an attempt may run |
+//! | [`abort_after`](DelayQueueWorker::abort_after) | 5 s | how long a service may take to give up its job |
+//! | [`grace`](DelayQueueWorker::grace) | 13 s | how long a shutdown waits for running jobs |
+//! | [`backoff`](DelayQueueWorker::backoff) | from 1 s to an hour, with full jitter | how long a failed job waits |
+//! | [`on_undecodable`](DelayQueueWorker::on_undecodable) | [`OnUndecodable::Dead`] | what happens to a job whose payload cannot be decoded |
+//! | [`span`](DelayQueueWorker::span) | `job` | the span of each attempt |
+//!
+//! All options of a queue and a push:
 //!
 //! ```
 //! # #[cfg(feature = "json")] {

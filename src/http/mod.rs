@@ -1,6 +1,18 @@
 //! Keys, responses and header fields for HTTP services: axum, hyper, and tonic with the feature `grpc`.
 //!
+//! Guides: [keys, proxies and CDNs](crate::guide::keys), [responses](crate::guide::responses), [order of layers](crate::guide::order),
+//! [troubleshooting](crate::guide::troubleshooting).
+//!
 //! # Keys
+//!
+//! | extractor | the key of a request |
+//! | --- | --- |
+//! | [`peer_ip`] | the address of the peer |
+//! | [`ClientIp`] | the address of the client, also behind proxies |
+//! | [`header`] | a digest of the value of a header |
+//! | [`bearer_token`] | a digest of the bearer token |
+//! | [`basic_user`] | a digest of the user name of Basic authentication |
+//! | `matched_path` (feature `axum`) | the route |
 //!
 //! [`header`] counts by API key or session, and [`peer_ip`] by the address of the peer, which is the other end of the connection. The server
 //! must put this address into the extensions of each request:
@@ -34,6 +46,12 @@
 //! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
 //! | a CDN with its own header | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
 //! | proxies whose networks you cannot list | [`ClientIp::trusting_hops`], which has a risk |
+//!
+//! | setter of [`ClientIp`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`header`](ClientIp::header), [`single_header`](ClientIp::single_header) | [`ForwardingHeader::XForwardedFor`] | the header that your proxies write |
+//! | [`on_unreadable`](ClientIp::on_unreadable) | [`OnUnreadable::Peer`] | the key if a trusted proxy wrote no address |
+//! | [`ipv6_prefix`](ClientIp::ipv6_prefix) | 64 | the bits of an IPv6 address in the key |
 //!
 //! For credentials use [`bearer_token`] and [`basic_user`]. `header("authorization")` would give a client a quota for each spelling of the
 //! scheme, and for each password that it tries.

@@ -4,31 +4,6 @@
 //! record for each key in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend)), or in Redis, which all processes
 //! share. The first request is executed. Later requests with the same key get the same response, byte for byte.
 //!
-//! # Guarantees and limits
-//!
-//! * **One execution.** With one Redis primary, the handler of a key runs to its end at most once while its record is stored. The
-//!   number of processes and retries does not matter. If the client disconnects, the handler continues in a task of its own. The
-//!   exceptions are a response that [`ResponsePolicy`] does not store, [`OnUnknown::Retry`], and [`OnStoreError::Allow`](crate::OnStoreError::Allow).
-//! * **Separate callers.** Callers never get each other's responses: a key is unique within its
-//!   [scope](crate::http::IdempotencyLayer::scope), and a layer without a scope does not compile.
-//! * **Separate routes.** The scope includes the method and the path. If a router in front of the layer removes a prefix from the
-//!   path, the layer knows the whole path only with axum and the feature `axum`. **Otherwise `/shop/pay` and `/club/pay` are both
-//!   `/pay`, and a request to one gets the response of the other.** Include the prefix in the scope then.
-//! * **Different requests.** A different request under the same key is rejected, and learns nothing about the first one. Requests
-//!   differ by their query, their body, or the [headers you choose](crate::http::IdempotencyLayer::fingerprint_headers).
-//! * **Crashes.** If a process dies while a handler runs, the effects of the handler are not known. The record then says *outcome
-//!   unknown*. [`OnUnknown`] sets whether retries are rejected, or executed again, which may repeat effects.
-//! * **Effects in other systems** are not exactly once. To protect them, pass keys from [`IdempotencyHandle::derive`] to the
-//!   services that the handler calls. Or refuse a smaller [`fence`](IdempotencyHandle::fence), or store progress for the next
-//!   attempt with [`IdempotencyHandle::checkpoint`].
-//! * **Secrets.** Responses are stored unencrypted, headers and body, for the retention. Any client with read access to the store
-//!   can read them, so a response must not contain secrets. Of requests only fingerprints are stored: see
-//!   [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
-//! * **Lost records.** A failover to a replica loses records that were not replicated. Eviction loses records too, so set
-//!   `maxmemory-policy noeviction`. A request without a record is executed again.
-//!
-//! # Examples
-//!
 //! With the defaults, and the header `Idempotency-Key` of draft-ietf-httpapi-idempotency-key-header-07:
 //!
 //! ```
@@ -57,7 +32,67 @@
 //! # }
 //! ```
 //!
-//! All options:
+//! Guides: [idempotency](crate::guide::idempotency), [order of layers](crate::guide::order), [Redis](crate::guide::redis),
+//! [troubleshooting](crate::guide::troubleshooting).
+//!
+//! # Guarantees and limits
+//!
+//! * **One execution.** With one Redis primary, the handler of a key runs to its end at most once while its record is stored. The
+//!   number of processes and retries does not matter. If the client disconnects, the handler continues in a task of its own. The
+//!   exceptions are a response that [`ResponsePolicy`] does not store, [`OnUnknown::Retry`], and [`OnStoreError::Allow`](crate::OnStoreError::Allow).
+//! * **Separate callers.** Callers never get each other's responses: a key is unique within its
+//!   [scope](crate::http::IdempotencyLayer::scope), and a layer without a scope does not compile.
+//! * **Separate routes.** The scope includes the method and the path. If a router in front of the layer removes a prefix from the
+//!   path, the layer knows the whole path only with axum and the feature `axum`. **Otherwise `/shop/pay` and `/club/pay` are both
+//!   `/pay`, and a request to one gets the response of the other.** Include the prefix in the scope then.
+//! * **Different requests.** A different request under the same key is rejected, and learns nothing about the first one. Requests
+//!   differ by their query, their body, or the [headers you choose](crate::http::IdempotencyLayer::fingerprint_headers).
+//! * **Crashes.** If a process dies while a handler runs, the effects of the handler are not known. The record then says *outcome
+//!   unknown*. [`OnUnknown`] sets whether retries are rejected, or executed again, which may repeat effects.
+//! * **Effects in other systems** are not exactly once. To protect them, pass keys from [`IdempotencyHandle::derive`] to the
+//!   services that the handler calls. Or refuse a smaller [`fence`](IdempotencyHandle::fence), or store progress for the next
+//!   attempt with [`IdempotencyHandle::checkpoint`].
+//! * **Secrets.** Responses are stored unencrypted, headers and body, for the retention. Any client with read access to the store
+//!   can read them, so a response must not contain secrets. Of requests only fingerprints are stored: see
+//!   [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
+//! * **Lost records.** A failover to a replica loses records that were not replicated. Eviction loses records too, so set
+//!   `maxmemory-policy noeviction`. A request without a record is executed again.
+//!
+//! # Options
+//!
+//! | setter of [`IdempotencyLayer`](crate::http::IdempotencyLayer) | default | meaning |
+//! | --- | --- | --- |
+//! | [`scope`](crate::http::IdempotencyLayer::scope) | required | identifies the caller |
+//! | [`methods`](crate::http::IdempotencyLayer::methods) | POST and PATCH | the methods that the layer handles |
+//! | [`header`](crate::http::IdempotencyLayer::header) | `Idempotency-Key` | the header with the key |
+//! | [`fingerprint_headers`](crate::http::IdempotencyLayer::fingerprint_headers) | none | further headers in the fingerprint of a request |
+//! | [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret) | none | keeps readers of the store from guessing requests |
+//! | [`retention`](crate::http::IdempotencyLayer::retention) | a day | how long a response is stored |
+//! | [`lease`](crate::http::IdempotencyLayer::lease) | 15 s | how long a process may be silent |
+//! | [`wait`](crate::http::IdempotencyLayer::wait) | zero | how long a request waits for the same request in flight |
+//! | [`max_waiters_in_total`](crate::http::IdempotencyLayer::max_waiters_in_total) | 1,000 | how many requests wait at a time |
+//! | [`max_runtime`](crate::http::IdempotencyLayer::max_runtime) | 5 minutes | how long a handler may run |
+//! | [`max_running`](crate::http::IdempotencyLayer::max_running) | 10,000 | handlers in this process |
+//! | [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope) | half of `max_running` | handlers of one caller in this process |
+//! | [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope) | 1,000,000 | records of one caller |
+//! | [`max_response`](crate::http::IdempotencyLayer::max_response) | 64 KiB | the size of a stored response |
+//! | [`max_body`](crate::http::IdempotencyLayer::max_body) | 64 MiB | the size of a request body |
+//! | [`body_timeout`](crate::http::IdempotencyLayer::body_timeout) | 10 s | how long the body of a retry may stall |
+//! | [`keep`](crate::http::IdempotencyLayer::keep) | [`ResponsePolicy::SafeRetry`] | which responses are stored |
+//! | [`keep_cookies`](crate::http::IdempotencyLayer::keep_cookies) | `false` | whether `Set-Cookie` is stored |
+//! | [`on_missing_key`](crate::http::IdempotencyLayer::on_missing_key) | [`OnMissingKey::Reject`](crate::OnMissingKey::Reject) | what happens without a key |
+//! | [`on_unknown`](crate::http::IdempotencyLayer::on_unknown) | [`OnUnknown::Reject`] | what happens to a request whose outcome is unknown |
+//! | [`on_store_error`](crate::http::IdempotencyLayer::on_store_error) | [`OnStoreError::Deny`](crate::OnStoreError::Deny) | what happens if the store fails |
+//! | [`on_disconnect`](crate::http::IdempotencyLayer::on_disconnect) | [`OnDisconnect::Finish`] | what happens to a handler whose client disconnects |
+//! | [`deadline`](crate::http::IdempotencyLayer::deadline) | 100 ms | the longest time of a store call |
+//! | [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker) | [`CircuitBreaker::new`] | when to stop calling a failing store |
+//! | [`name`](crate::http::IdempotencyLayer::name) | `idempotency` | the name in metrics and logs |
+//! | [`responder`](crate::http::IdempotencyLayer::responder) | [`HttpResponder`](crate::HttpResponder) | the response to a rejected request |
+//! | [`require`](crate::http::IdempotencyLayer::require) | none | the [`Reach`](crate::Reach) that a backend must have |
+//!
+//! [`Idempotent`] has those of them that fit work without HTTP. Its [`max_runtime`](Idempotent::max_runtime) has no limit by default.
+//!
+//! All of them:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {

@@ -3,6 +3,49 @@
 //! [`Locks`] grants a [`Lease`] by key, and [`LockLayer`] does so in front of a tower service. A backend stores the lease: in
 //! this process ([`MemoryBackend`](crate::MemoryBackend)), or in Redis, which all processes share.
 //!
+//! ```
+//! use tollgate::{Locks, MemoryBackend};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let locks = Locks::new(MemoryBackend::new(), "orders");
+//!
+//! let total = locks.run("order:42", async |lease| {
+//!     // UPDATE orders SET .., fence = $1 WHERE id = 42 AND fence <= $1
+//!     lease.fence()
+//! }).await?;
+//! # assert!(total > 0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Guides: [locks and fencing](crate::guide::locks), [order of layers](crate::guide::order), [Redis](crate::guide::redis),
+//! [troubleshooting](crate::guide::troubleshooting).
+//!
+//! # Options
+//!
+//! | setter | default of [`Locks`] | default of [`LockLayer`] | meaning |
+//! | --- | --- | --- | --- |
+//! | [`ttl`](Locks::ttl) | 30 s | 15 s | how long the lock outlives a dead holder |
+//! | [`wait`](Locks::wait) | 10 s | zero | how long to wait for a held lock |
+//! | [`max_hold`](Locks::max_hold) | no limit | 5 minutes | how long a lease is renewed at most |
+//! | [`max_waiters`](Locks::max_waiters) | 1,000 | 64 | waiters for one lock in this process |
+//! | [`max_waiters_in_total`](Locks::max_waiters_in_total) | 100,000 | 1,000 | waiters for all locks in this process |
+//! | [`fair`](Locks::fair) | off | off | serves waiters of all processes in order |
+//! | [`request_release`](Locks::request_release) | off | off | asks the holder to release while a caller waits |
+//! | [`holder`](Locks::holder) | no name | no name | the name of holders for [`LockAdmin`] |
+//! | [`replication`](Locks::replication) | [`Replication::Primary`] | the same | where a lease must be stored before it counts |
+//! | [`deadline`](Locks::deadline) | 100 ms | 100 ms | the longest time of a store call |
+//! | [`circuit_breaker`](Locks::circuit_breaker) | [`CircuitBreaker::new`] | the same | when to stop calling a failing store |
+//! | [`require`](Locks::require) | none | none | the [`Reach`](crate::Reach) that a backend must have |
+//! | [`key`](LockLayer::key) | | required | what a request locks |
+//! | [`lock_safe_methods`](LockLayer::lock_safe_methods) | | `false` | whether GET and other safe requests need the lock |
+//! | [`on_missing_key`](LockLayer::on_missing_key) | | [`OnMissingKey::Reject`](crate::OnMissingKey::Reject) | what happens without a key |
+//! | [`on_store_error`](LockLayer::on_store_error) | | [`OnStoreError::Deny`](crate::OnStoreError::Deny) | what happens if the store fails |
+//! | [`on_loss`](LockLayer::on_loss) | | [`OnLoss::Cancel`] | what happens to a request that loses its lease |
+//! | [`release_at`](LockLayer::release_at) | | [`ReleaseAt::BodyEnd`] | when the lock of a request is released |
+//! | [`detached`](LockLayer::detached), [`max_running`](LockLayer::max_running) | | off, 10,000 | handlers finish after a disconnect, and how many run |
+//! | [`responder`](LockLayer::responder) | | [`HttpResponder`](crate::HttpResponder) | the response to a rejected request |
+//!
 //! # A lease, and not a lock
 //!
 //! A holder can die or stall at any time. So a lock here is a lease: it expires some time after the last sign of life of its
@@ -55,23 +98,6 @@
 //! etcd or ZooKeeper, and fences as well.
 //!
 //! # Examples
-//!
-//! With the defaults:
-//!
-//! ```
-//! use tollgate::{Locks, MemoryBackend};
-//!
-//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-//! let locks = Locks::new(MemoryBackend::new(), "orders");
-//!
-//! let total = locks.run("order:42", async |lease| {
-//!     // UPDATE orders SET .., fence = $1 WHERE id = 42 AND fence <= $1
-//!     lease.fence()
-//! }).await?;
-//! # assert!(total > 0);
-//! # Ok(())
-//! # }
-//! ```
 //!
 //! All options, with the loss of the lease handled by hand:
 //!

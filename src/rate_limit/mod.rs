@@ -60,6 +60,32 @@
 //!
 //! Instead of being rejected, a request can [wait](RateLimitLayer::wait) for room. Use this for calls to a third-party service.
 //!
+//! # Options
+//!
+//! | setter of [`RateLimitLayer`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`key`](RateLimitLayer::key) | [`GlobalKey`](crate::GlobalKey) | the key of a request |
+//! | [`and`](RateLimitLayer::and), [`and_if_present`](RateLimitLayer::and_if_present) | none | further policies and keys |
+//! | [`cost`](RateLimitLayer::cost) | 1 | the units that a request costs |
+//! | [`charge_on`](RateLimitLayer::charge_on) | [`ChargeAlways`] | which responses are charged |
+//! | [`allow`](RateLimitLayer::allow), [`deny`](RateLimitLayer::deny) | none | requests that pass uncounted, or get 403 |
+//! | [`filter`](RateLimitLayer::filter) | none | policies and keys that depend on the request |
+//! | [`resolver`](RateLimitLayer::resolver), [`resolver_from`](RateLimitLayer::resolver_from) | the policy of the layer | the policy of a key at run time |
+//! | [`wait`](RateLimitLayer::wait) | zero | how long a request waits for room |
+//! | [`max_waiters_in_total`](RateLimitLayer::max_waiters_in_total) | 1,000 | how many requests wait at a time |
+//! | [`on_missing_key`](RateLimitLayer::on_missing_key) | [`OnMissingKey::Reject`](crate::OnMissingKey::Reject) | what happens without a key |
+//! | [`on_store_error`](RateLimitLayer::on_store_error) | [`RateLimitFallback::Local`] | what happens if the store fails |
+//! | [`replicas`](RateLimitLayer::replicas) | 1 | how many processes share the quota while the store fails |
+//! | [`deadline`](RateLimitLayer::deadline) | 100 ms | the longest time of a decision |
+//! | [`circuit_breaker`](RateLimitLayer::circuit_breaker) | [`CircuitBreaker::new`] | when the layer stops calling a failing store |
+//! | [`responder`](RateLimitLayer::responder) | [`HttpResponder`](crate::HttpResponder) | the response to a rejected request |
+//! | [`require`](RateLimitLayer::require) | none | the [`Reach`](crate::Reach) that a backend must have |
+//!
+//! A [`Limiter`] has a [`deadline`](Limiter::deadline) (100 ms) and a [`circuit_breaker`](Limiter::circuit_breaker) (off).
+//!
+//! Guides: [algorithms](crate::guide::algorithms), [costs, plans and waiting](crate::guide::rate_limits), [keys](crate::guide::keys),
+//! [order of layers](crate::guide::order), [troubleshooting](crate::guide::troubleshooting).
+//!
 //! # What is charged
 //!
 //! An admitted request is charged its cost at once, so that requests in flight count. You can correct the charge afterwards. [`ChargeOn`]

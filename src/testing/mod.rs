@@ -7,6 +7,8 @@
 //! tokio = { version = "1", features = ["full", "test-util"] }
 //! ```
 //!
+//! Guide: [testing](crate::guide::testing).
+//!
 //! # Time
 //!
 //! [`MemoryBackend`](crate::MemoryBackend) uses tokio's clock. A test that pauses the clock does not have to wait, and windows are exact to
@@ -75,6 +77,15 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! | method of [`Faults`] | effect |
+//! | --- | --- |
+//! | [`fail`](Faults::fail), [`fail_next`](Faults::fail_next), [`fail_percent`](Faults::fail_percent) | all calls, the next ones, or a share of them fail |
+//! | [`hang`](Faults::hang) | calls never end |
+//! | [`lose_replies`](Faults::lose_replies) | calls take effect, and their replies are lost |
+//! | [`delay`](Faults::delay) | calls take this much longer |
+//! | [`heal`](Faults::heal) | removes all faults |
+//! | [`calls`](Faults::calls), [`total_calls`](Faults::total_calls) | the numbers of calls |
 //!
 //! # A job without a worker
 //!

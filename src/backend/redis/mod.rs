@@ -15,6 +15,19 @@
 //! # }
 //! ```
 //!
+//! | setter of [`RedisOptions`] | default | meaning |
+//! | --- | --- | --- |
+//! | [`prefix`](RedisOptions::prefix) | `tollgate` | the prefix of all keys |
+//! | [`connections`](RedisOptions::connections) | 3 | connections for requests to each server |
+//! | [`connect_timeout`](RedisOptions::connect_timeout) | 1 s | to open a connection, with login and Sentinel queries |
+//! | [`response_timeout`](RedisOptions::response_timeout) | 500 ms | for the reply to one command |
+//! | [`tolerate_outage`](RedisOptions::tolerate_outage) | `false` | whether `connect` returns a backend while Redis is down |
+//! | [`user`](RedisOptions::user), [`sentinel_user`](RedisOptions::sentinel_user) | those of the URL, none | the login |
+//! | `ca_certificate`, `client_certificate` (feature `tls`) | those of the operating system, none | trust and client authentication |
+//!
+//! The URL selects the servers, the database and the protocol. Guides: [Redis](crate::guide::redis),
+//! [performance](crate::guide::performance), [troubleshooting](crate::guide::troubleshooting).
+//!
 //! # Topologies
 //!
 //! The URL selects one server, the primary of a Sentinel service, or a cluster ([`RedisOptions::from_url`]). The rest of your
