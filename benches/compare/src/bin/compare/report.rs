@@ -279,7 +279,8 @@ impl Report {
     /// Writes `benchmarks.md` and the plots beside it.
     pub fn write(&self, folder: &Path, server: &str) {
         let mut out = String::from(
-            "# Benchmarks\n\nWritten by `scripts/bench`, which runs Tollgate and its peers against the same Redis, in turns, in one run. \
+            "# Benchmarks\n\n<!-- scripts/plot writes this part from the tables. -->\n<!-- end of the part -->\n\n\
+             Written by `scripts/bench`, which runs Tollgate and its peers against the same Redis, in turns, in one run. \
              `scripts/bench --quick` prints the same lines in less time and writes nothing.\n\n",
         );
         let _ = writeln!(out, "| | |\n| --- | --- |");
