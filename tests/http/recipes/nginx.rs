@@ -43,6 +43,7 @@ mod tests {
     use std::io::{self, Write};
     use std::net::{Ipv4Addr, TcpStream};
     use std::process::{Child, Command, Stdio};
+    use std::sync::Once;
     use std::time::Instant;
 
     use tempfile::TempDir;
@@ -107,9 +108,10 @@ mod tests {
             let redis = RedisServer::start();
             let is_there = Nginx::is_installed();
             if !is_there {
+                static NOTE: Once = Once::new();
                 // Not `eprintln`, which the test harness hides.
-                let note = "nginx is not installed: the test sends the X-Forwarded-For that nginx would send";
-                let _ = writeln!(io::stderr(), "recipes::nginx: {note}");
+                let note = "nginx is not installed: the tests send the X-Forwarded-For that nginx would send";
+                NOTE.call_once(|| drop(writeln!(io::stderr(), "recipes::nginx: {note}")));
             }
             let mut instances = Vec::new();
             for _ in 0..2 {
