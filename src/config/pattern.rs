@@ -42,14 +42,14 @@ fn check_spelling(path: &str) -> Result<(), String> {
             Some(Foreign::Rest(name)) => suggestion.extend(["{*", &name, "}"]),
             Some(Foreign::Unknown(char)) => {
                 let help = "write `{name}` for a segment, `{*name}` for the rest of a path, and a rule for each of several paths";
-                return Err(format!("`{char}` in `{segment}` would be literal text in no request: {help}; {ESCAPES}"));
+                return Err(format!("no request path contains the `{char}` in `{segment}`: {help}; {ESCAPES}"));
             }
         }
     }
     if suggestion == path {
         return Ok(());
     }
-    Err(format!("`{path}` would be literal text in no request: write `{suggestion}`; {ESCAPES}"))
+    Err(format!("no request has the path `{path}`: write `{suggestion}`; {ESCAPES}"))
 }
 
 const ESCAPES: &str = "to match the character itself, write `%2A` (*), `%3A` (:), `%3C` (<), `%2B` (+), `%24` ($), `%5B` ([), `%5D` (]), `%5C` (\\), \

@@ -162,7 +162,7 @@ impl Rules {
             rules_error(error.at(offset))
         })?;
         for unused in inner.unused() {
-            tracing::warn!(policy = unused, "no rule uses the policy `{unused}`");
+            tracing::warn!(policy = unused, "no rule uses a policy of the file; add a rule, or remove the policy");
         }
         if inner.file.client_ip.is_some() && !inner.has_key(&KeyPart::ClientIp) {
             tracing::warn!("no rule has the key `client_ip`, so the table `client_ip` has no effect");

@@ -66,7 +66,7 @@ async fn watch(current: Arc<CurrentRules>, path: PathBuf, period: Duration) {
             Err(error) => {
                 current.set_error(&error);
                 let cause = std::error::Error::source(&error).map(tracing::field::display);
-                tracing::error!(%error, cause, line = error.line(), "the rules stay unchanged: {error}");
+                tracing::error!(%error, cause, line = error.line(), "the rules stay unchanged: the file cannot be loaded");
             }
         }
     }

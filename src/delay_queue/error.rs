@@ -49,7 +49,10 @@ impl fmt::Display for QueueError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Store(error) => fmt::Display::fmt(error, f),
-            Self::Full { max } => write!(f, "the queue is full: it has {max} jobs, dead ones included"),
+            Self::Full { max } => write!(
+                f,
+                "the queue is full: it has {max} jobs, dead ones included; raise `max_jobs` or forget dead jobs"
+            ),
             Self::TooLarge { bytes, max } => {
                 write!(f, "the job is too large: {bytes} bytes, and the limit is {max} bytes")
             }

@@ -203,7 +203,7 @@ impl fmt::Display for ConfigError {
             }
             Self::DelayOutOfRange { delay, max } => {
                 let days = max.as_secs() / 86_400;
-                write!(f, "a delay, or the time of a unique key, of {delay:?} is longer than {max:?} ({days} days)")
+                write!(f, "a delay or unique-key time of {delay:?} is longer than {max:?} ({days} days)")
             }
             Self::EmptyJobId => f.write_str("the id of the job is empty"),
             Self::OtherQueue { queue, other } => {

@@ -193,7 +193,8 @@ pub(super) const NO_PEER: &str = "its extensions hold neither a `PeerAddr` nor, 
 
 pub(super) fn warn_missing_peer(extractor: &str) {
     tracing::warn!(
-        "{extractor} finds no address in a request: with axum, enable the feature `axum` and serve with \
+        extractor,
+        "a request has no peer address: with axum, enable the feature `axum` and serve with \
          `into_make_service_with_connect_info::<SocketAddr>()`; with another server, insert a `PeerAddr` into the extensions"
     );
 }

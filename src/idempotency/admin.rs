@@ -147,7 +147,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         let is_forgotten = self.within_deadline(self.store.forget(status)).await?;
         if is_forgotten {
             let OperationStatus { operation, state, attempts, .. } = status;
-            tracing::warn!(%operation, ?state, attempts, "operation forgotten");
+            tracing::warn!(%operation, ?state, attempts, "operation forgotten by an administrator");
         }
         Ok(is_forgotten)
     }
@@ -178,7 +178,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         let is_completed = self.within_deadline(call).await?;
         if is_completed {
             let OperationStatus { operation, attempts, .. } = status;
-            tracing::warn!(%operation, attempts, is_kept = answer.is_kept(), "operation completed by hand");
+            tracing::warn!(%operation, attempts, is_kept = answer.is_kept(), "operation completed by an administrator");
         }
         Ok(is_completed)
     }

@@ -183,14 +183,14 @@ impl<P: HasPayload + 'static> Attempt<P> {
             Ok(is_ours) => {
                 let ended = order.ended(&end, is_ours);
                 if ended == Ended::Kept && order.home().full.ends() {
-                    tracing::info!(layer = order.layer(), "there is room for responses again");
+                    tracing::info!(layer = order.layer(), "the idempotency store has room for responses again");
                 }
                 return order.home().meters().ended(ended);
             }
             Err(error) => match &mut end {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
                     if order.home().full.begins() {
-                        tracing::warn!(layer = order.layer(), %error, "there is no room to store a response");
+                        tracing::warn!(layer = order.layer(), %error, "the idempotency store is out of memory: responses are not stored, and retries of their requests are rejected");
                     }
                     completion.is_kept = false;
                     completion.response = Arc::from(mark.as_slice());
@@ -230,7 +230,7 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
         if !gives_back && self.end != DropAction::Settled {
             if !*self.is_told.get_mut() {
                 let (layer, operation) = (self.order.layer(), self.order.operation());
-                tracing::warn!(layer, %operation, "an operation was left: its outcome is unknown when its lease has ended");
+                tracing::warn!(layer, %operation, "an execution was dropped: the outcome of its operation is unknown when its lease has ended");
             }
             self.order.home().meters().ended(Ended::Unknown);
         }

@@ -122,7 +122,9 @@ impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
                 tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
                 self.order.home().meters().ended(Ended::Unknown);
             }
-            Settled::Claim => tracing::debug!(layer, %operation, "a claim is left to the end of its lease"),
+            Settled::Claim => {
+                tracing::debug!(layer, %operation, "cannot release a claim in the background: it lasts until its lease ends");
+            }
         }
     }
 }

@@ -318,7 +318,8 @@ impl Idempotent {
             Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
                 Some(_) => (Verdict::Replayed, Ok(Done { stored, is_replay: true })),
                 None => {
-                    let error = StoreError::foreign_data("an answer that was not written for operations");
+                    let error =
+                        StoreError::foreign_data("a stored response of a request, not the result of an operation");
                     (Verdict::FailedClosed, Err(OperationError::Store(error)))
                 }
             },

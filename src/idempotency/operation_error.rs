@@ -149,7 +149,11 @@ impl Failed {
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.said.is_unknown { "the outcome of the operation is unknown" } else { "nothing was done" })
+        f.write_str(if self.said.is_unknown {
+            "the outcome of the operation is unknown"
+        } else {
+            "the operation had no effects"
+        })
     }
 }
 

@@ -639,7 +639,7 @@ fn in_time(asked: &Asked, (answers, now): (Answers, Instant)) -> Result<(Answers
 }
 
 fn too_late() -> StoreError {
-    StoreError::late("the answer came when the lease that it grants was over")
+    StoreError::late("the lease expired before its reply arrived")
 }
 
 impl Future for Attempt<'_> {

@@ -101,7 +101,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
         let lock = LockKey::new(self.name, key);
         let seized = Deadline::new(self.store.seize(&lock), self.deadline).await?;
-        tracing::warn!(%lock, holders = seized.holders, "lock taken away from its holder");
+        tracing::warn!(%lock, holders = seized.holders, "lock released by an administrator");
         Ok(seized)
     }
 }

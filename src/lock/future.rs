@@ -109,14 +109,14 @@ where
                     });
                 }
                 StateProj::Rejected { rejection } => {
-                    let rejection = rejection.take().expect("a rejection waits to be told");
+                    let rejection = rejection.take().expect("a rejection is returned once");
                     this.state.set(State::Complete);
                     return Poll::Ready(answer.reject(rejection));
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
             // Leave the state first, so that a rejected request returns its permit of the inner service at once.
-            let (mut ready, mut request) = call.expect("the call waits while the lock is asked for");
+            let (mut ready, mut request) = call.expect("the call is kept until the lock is granted");
             match outcome {
                 Ok(lease) => {
                     settings.answered();

@@ -77,7 +77,7 @@ impl Shared {
         if self.circuit.get().is_some() {
             tracing::warn!(
                 locks = self.name.as_str(),
-                "a circuit breaker of locks is ignored: it comes after the first lock was asked for"
+                "a circuit breaker of locks is ignored: set it before the first call of the store"
             );
         } else {
             *self.breaker.lock().unwrap_or_else(PoisonError::into_inner) = breaker;
@@ -174,7 +174,7 @@ impl Shared {
 
     fn spawn_in(self: &Arc<Self>, runtime: Option<Handle>, task: impl Future<Output = ()> + Send + 'static) {
         let Some(runtime) = runtime else {
-            tracing::debug!("no runtime to give a lease back in: it will expire");
+            tracing::debug!("cannot release a lease without a tokio runtime: the lease expires on its own");
             return;
         };
         let running = Running::task(self);

@@ -287,7 +287,7 @@ impl<O: Send + 'static> Role for Pickup<O> {
                 home.spawn(Driver(self));
             }
             Expired::Withdraw(outcome) => {
-                tracing::debug!("a caller that is not polled has missed its lease, which goes to the next one");
+                tracing::debug!("a waiter was not polled in time: its lease goes to the next waiter");
                 drop(outcome);
             }
         }

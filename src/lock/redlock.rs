@@ -387,7 +387,9 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count()
             + (answers.len() - count(&answers));
         if held < quorum && held + unclear >= quorum {
-            return Err(StoreError::unavailable("it is not known whether most of the stores held the lease"));
+            return Err(StoreError::unavailable(
+                "the replies do not show whether a majority of the stores held the lease",
+            ));
         }
         let is_wanted = answered().any(|answer| answer.released.is_wanted);
         Ok(Released { was_held: held >= quorum, is_wanted })

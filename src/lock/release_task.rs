@@ -230,7 +230,7 @@ impl ReleaseTask {
                 self.is_done = is_settled;
                 self.hold.iter().for_each(|hold| hold.returned());
             }
-            Err(error) => tracing::debug!(lock = %self.lock, %error, "a lease could not be given back yet"),
+            Err(error) => tracing::debug!(lock = %self.lock, %error, "the release of a lock failed: trying again"),
         }
         answer
     }

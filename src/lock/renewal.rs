@@ -117,7 +117,7 @@ impl Shared {
         self.spawn(async move {
             if !matches!(timeout(hold.limit(), call).await, Ok(Ok(()))) {
                 hold.unnamed();
-                tracing::debug!("the name of a holder could not be told");
+                tracing::debug!(lock = %hold.lock(), "cannot store the name of a lock holder");
             }
         });
     }
@@ -127,7 +127,7 @@ impl Shared {
         let call = Arc::clone(&self.store).ask_holders(lock);
         self.spawn(async move {
             if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
-                tracing::debug!("the holder of a lock could not be asked for it");
+                tracing::debug!(%lock, "cannot send a release request to the holders of a lock");
             }
         });
     }

@@ -235,7 +235,7 @@ async fn take_any(
         let terms = Terms { wait, ..terms };
         let request = acquire::take(home, &lock, &terms, Instant::now(), home.gate.place());
         let share = answer_by.saturating_duration_since(Instant::now()) / 2;
-        let late = |_| StoreError::late("no answer for a segment in its share of the time that was left");
+        let late = |_| StoreError::late("the store did not answer for a segment in its share of the remaining time");
         let is_short = has_failed && share < limit;
         let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })

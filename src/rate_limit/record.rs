@@ -32,7 +32,7 @@ fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bo
         verdict = verdict.name(),
         cost,
         retry_after = ?decision.retry_after(),
-        "over a rate limit"
+        "request over a rate limit"
     );
 }
 

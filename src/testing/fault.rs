@@ -136,7 +136,7 @@ const VERBS: usize = Verb::Admin as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
-        let source = "a fault that the test asked for";
+        let source = "a fault injected by the test";
         match self {
             Self::Unavailable => StoreError::unavailable(source),
             Self::Timeout => StoreError::timeout(),

@@ -68,7 +68,7 @@ mod queue {
         let longer = Due::MAX_DELAY + Duration::from_secs(1);
         let unique = push().unique_for("x", UniqueFor::Time(longer)).await;
         for error in [push().delay(longer).await.unwrap_err(), unique.unwrap_err()] {
-            let expected = "a delay, or the time of a unique key, of 316224001s is longer than 316224000s (3660 days)";
+            let expected = "a delay or unique-key time of 316224001s is longer than 316224000s (3660 days)";
             assert_eq!(error.to_string(), expected);
         }
         let error = push().id("").await.unwrap_err();
@@ -712,7 +712,10 @@ mod queue {
             queue.push(i).await.unwrap();
         }
         let error = queue.push(10).await.unwrap_err();
-        assert_eq!(error.to_string(), "the queue is full: it has 10 jobs, dead ones included");
+        assert_eq!(
+            error.to_string(),
+            "the queue is full: it has 10 jobs, dead ones included; raise `max_jobs` or forget dead jobs"
+        );
         let service = service_fn(async |_: Job<u8>| Err::<(), _>("no"));
         DelayQueueWorker::new(queue.clone(), service).run_until(sleep(Duration::from_secs(1))).await.unwrap();
         assert_eq!(queue.counts().await.unwrap().dead, 5);

@@ -630,7 +630,7 @@ impl Service<Request<tonic::body::Body>> for Echo {
 
 /// A codec for messages of plain text.
 #[derive(Clone, Copy)]
-struct PlainText;
+pub(crate) struct PlainText;
 
 impl Codec for PlainText {
     type Encode = String;

@@ -1113,7 +1113,7 @@ async fn panic_within_a_response_leaves_an_unknown_outcome() {
     let mut body = ask(&app, pay("k")).await.into_body();
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "one ");
     let rest = body.collect().await;
-    assert_eq!(rest.unwrap_err().to_string(), "the answer broke off before its end");
+    assert_eq!(rest.unwrap_err().to_string(), "the handler ended before its response was complete");
     guard.wait_idle().await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     sleep(Duration::from_secs(15)).await;

@@ -44,7 +44,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Collects the messages of all events, with their fields `then`, `old_answer`, `cause` and `missing`. If the flag is set, a line also
+/// Collects the messages of all events, with their fields `then`, `old_answer`, `cause`, `missing` and `error`. If the flag is set, a line also
 /// names the layer, operation, locks or queue.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<Message>>>, bool, Option<tracing::Level>);
@@ -92,6 +92,7 @@ struct Message {
     old_answer: String,
     cause: String,
     missing: String,
+    error: String,
     operation: String,
     names_operations: bool,
 }
@@ -116,6 +117,7 @@ impl Visit for Message {
             name @ ("job" | "jobs" | "attempts" | "reason" | "error") if self.operation.starts_with(" queue=") => {
                 self.operation += &format!(" {name}={value:?}");
             }
+            "error" => self.error = format!("{value:?}"),
             _ => {}
         }
     }
@@ -423,7 +425,7 @@ async fn late_circuit_breaker_logs_a_warning() {
     drop(locks.clone().circuit_breaker(CircuitBreaker::new()).lock("a").await.unwrap());
     log.take();
     drop(locks.circuit_breaker(CircuitBreaker::new()));
-    let expected = "WARN a circuit breaker of locks is ignored: it comes after the first lock was asked for";
+    let expected = "WARN a circuit breaker of locks is ignored: set it before the first call of the store";
     assert_eq!(log.lines(), [expected]);
 }
 
@@ -438,7 +440,7 @@ async fn unlocked_requests_log_the_cause() {
     let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     service.oneshot(()).await.unwrap();
     let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
-    let cause = "a fault that the test asked for";
+    let cause = "a fault injected by the test";
     let expected = ["WARN lock store fails", "WARN lock store fails: requests pass without a lock"]
         .map(|line| (line.into(), cause.into()));
     assert_eq!(told, expected);
@@ -500,14 +502,16 @@ async fn store_without_room_for_responses_logs_one_line() {
         ask(number).await;
         sleep(Duration::from_millis(100)).await;
     }
-    let lines =
-        [r#"WARN idempotency store fails layer="pay""#, r#"WARN there is no room to store a response layer="pay""#];
+    let lines = [
+        r#"WARN idempotency store fails layer="pay""#,
+        r#"WARN the idempotency store is out of memory: responses are not stored, and retries of their requests are rejected layer="pay""#,
+    ];
     assert_eq!(log.lines(), lines);
     sleep(Duration::from_secs(86_400)).await;
     ask(10).await;
     let lines = [
         r#"INFO idempotency store answers again layer="pay""#,
-        r#"INFO there is room for responses again layer="pay""#,
+        r#"INFO the idempotency store has room for responses again layer="pay""#,
     ];
     assert_eq!(log.lines(), lines);
 }
@@ -555,7 +559,7 @@ async fn unknown_outcome_line_names_the_operation() {
         (
             "an operation could not be settled in time: its outcome is unknown",
             &named[1],
-            "a fault that the test asked for",
+            "a fault injected by the test",
         ),
     ] {
         let line = (format!("WARN {line} layer=\"payments\" operation={operation}"), cause.to_owned());
@@ -587,7 +591,7 @@ async fn log_of_an_unknown_outcome_has_its_error() {
 /// Each abandoned operation logs one line, whatever the reason.
 #[tokio::test(start_paused = true)]
 async fn abandoned_operations_log_one_line_each() {
-    const LEFT: &str = "an operation was left: its outcome is unknown when its lease has ended";
+    const LEFT: &str = "an execution was dropped: the outcome of its operation is unknown when its lease has ended";
     let log = Log(Arc::default(), true, None);
     let _logging = tracing::subscriber::set_default(log.clone());
     let guard = IdempotencyLayer::new(MemoryBackend::new())
@@ -862,7 +866,7 @@ fn client_without_peer_address_logs_one_warning() {
         assert_eq!(by_ip.clone().extract_key(&http::Request::new(())), None);
     }
     let lines = log.lines();
-    assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp finds no address"), "{lines:?}");
+    assert!(lines.len() == 1 && lines[0].starts_with("WARN a request has no peer address"), "{lines:?}");
 }
 
 #[test]
@@ -1059,13 +1063,13 @@ async fn mistakes_in_rules_are_logged_once() {
     let rule = "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"global\"";
     let good = format!("[policies.a]\n{limit}\n[policies.b]\n{limit}\n{rule}\n");
     let handle = Rules::from_toml(&good).unwrap().handle();
-    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+    assert_eq!(log.lines(), ["WARN no rule uses a policy of the file; add a rule, or remove the policy"]);
     // With this mistake, all clients of a proxy would share one quota.
     let trusting = format!("{good}[client_ip]\ntrusted = [\"10.0.0.0/8\"]\n");
     Rules::from_toml(&trusting.replace("\"global\"", "\"peer_ip\"")).unwrap();
     assert_eq!(log.lines()[1..], ["WARN no rule has the key `client_ip`, so the table `client_ip` has no effect"]);
     Rules::from_toml(&trusting.replace("\"global\"", "[{ header = \"x-api-key\" }, \"client_ip\"]")).unwrap();
-    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+    assert_eq!(log.lines(), ["WARN no rule uses a policy of the file; add a rule, or remove the policy"]);
     Rules::from_toml(&good.replace("\"global\"", "{ header = \"Authorization\" }")).unwrap();
     assert!(log.lines()[1].starts_with("WARN a rule uses the header `authorization` as a key"));
 
@@ -1084,9 +1088,10 @@ async fn mistakes_in_rules_are_logged_once() {
     let _watch = handle.watch_every(Duration::from_millis(2), &file);
     found("unclosed").await;
     let place = format!("{}:1:", file.display());
-    let lines = log.lines();
-    assert_eq!(lines.len(), 1, "one line, however often the file is polled: {lines:?}");
-    assert!(lines[0].starts_with("ERROR the rules stay unchanged: ") && lines[0].contains(&place), "{lines:?}");
+    let lines = log.take();
+    assert_eq!(lines.len(), 1, "one line, however often the file is polled");
+    assert_eq!(lines[0].line, "ERROR the rules stay unchanged: the file cannot be loaded");
+    assert!(lines[0].error.contains(&place), "{}", lines[0].error);
 
     write("rules = 7");
     found("invalid type").await;
@@ -1435,8 +1440,8 @@ async fn failed_recurring_push_logs_its_cause() {
     let lines: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
     let expected = [
         ("ERROR a recurring job cannot be pushed", "a payload without a name"),
-        ("WARN delay queue store fails", "a fault that the test asked for"),
-        ("WARN a recurring job could not be pushed yet", "a fault that the test asked for"),
+        ("WARN delay queue store fails", "a fault injected by the test"),
+        ("WARN a recurring job could not be pushed yet", "a fault injected by the test"),
     ];
     assert_eq!(lines, expected.map(|(line, cause)| (line.to_owned(), cause.to_owned())));
 }
@@ -1524,5 +1529,5 @@ async fn a_loss_found_at_release_is_logged_once() {
     }));
     service.clone().oneshot(()).await.unwrap();
     layer.shutdown().await;
-    assert_eq!(log.lines(), ["WARN lock taken away from its holder", "WARN lock lost"]);
+    assert_eq!(log.lines(), ["WARN lock released by an administrator", "WARN lock lost"]);
 }

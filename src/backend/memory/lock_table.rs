@@ -219,7 +219,9 @@ impl LockTable {
         self.sweep(shard, now);
         if !shard.locks.contains_key(lock) {
             if self.len.load(Ordering::Relaxed) >= self.capacity {
-                return Err(StoreError::out_of_memory("the memory backend has no capacity for more locks"));
+                return Err(StoreError::out_of_memory(
+                    "the memory backend has no capacity for more locks; raise `MemoryBackend::with_capacity`",
+                ));
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }

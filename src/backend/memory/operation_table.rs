@@ -205,9 +205,9 @@ impl OperationTable {
         match self.with_room(|| self.begin_if_there_is_room(operation, claim)) {
             Ok(begun) => Ok(begun),
             Err(NoRoom::Bound) => Ok(Begun::ScopeFull { retry_after: RETRY_FULL }),
-            Err(NoRoom::Share) => {
-                Err(StoreError::out_of_memory("the memory backend has no capacity for more operations"))
-            }
+            Err(NoRoom::Share) => Err(StoreError::out_of_memory(
+                "the memory backend has no capacity for more operations; raise `MemoryBackend::with_capacity`",
+            )),
         }
     }
 
@@ -613,12 +613,14 @@ impl Shard {
 
 /// Why a response is not stored.
 fn no_room(_: NoRoom) -> StoreError {
-    StoreError::out_of_memory("the memory backend has no capacity for more responses")
+    StoreError::out_of_memory(
+        "the memory backend has no capacity for more responses; raise `MemoryBackend::with_capacity`",
+    )
 }
 
 /// No attempt has this token.
 fn no_token() -> Token {
-    Token::from_bytes(&[0; 16]).expect("16 bytes are a token")
+    Token::from_bytes(&[0; 16]).expect("a token has 16 bytes")
 }
 
 /// Removes the channel of a waiter that has gone.

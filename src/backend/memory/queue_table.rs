@@ -204,7 +204,7 @@ impl QueueTable {
 }
 
 fn no_room() -> StoreError {
-    StoreError::out_of_memory("the memory backend has no capacity for more jobs")
+    StoreError::out_of_memory("the memory backend has no capacity for more jobs; raise `MemoryBackend::with_capacity`")
 }
 
 impl Queues {

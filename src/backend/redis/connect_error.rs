@@ -165,7 +165,7 @@ pub(crate) fn wrong_server_kind(peer: &Peer, error: &RedisError) -> ConnectError
     // After the comma, the message repeats the arguments.
     let message = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
     let remedy = "if it is a Sentinel, use `redis+sentinel://`; otherwise let it run EVAL and EVALSHA";
-    unsupported(peer, format!("it says \"{message}\""), remedy)
+    unsupported(peer, format!("it replied \"{message}\""), remedy)
 }
 
 fn not_redis(peer: &Peer) -> ConnectError {

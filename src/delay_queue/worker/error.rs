@@ -21,7 +21,7 @@ pub enum WorkerError {
 impl fmt::Display for WorkerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Service(_) => f.write_str("the service will never be ready again"),
+            Self::Service(_) => f.write_str("the service of the worker failed in `poll_ready`"),
             Self::Config(error) => fmt::Display::fmt(error, f),
             Self::Store(error) => fmt::Display::fmt(error, f),
         }

@@ -224,7 +224,7 @@ struct BrokenOff;
 
 impl fmt::Display for BrokenOff {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the answer broke off before its end")
+        f.write_str("the handler ended before its response was complete")
     }
 }
 

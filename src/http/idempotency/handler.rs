@@ -351,7 +351,7 @@ where
             Some(recorded) if is_kept => (Ok(recorded), payload),
             Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), payload),
             None => {
-                let error = StoreError::foreign_data("an answer that this version cannot read");
+                let error = StoreError::foreign_data("a stored response that this version cannot read");
                 (Err(Rejection::Store(error)), Payload::default())
             }
         },

@@ -256,7 +256,7 @@ impl Shared {
         };
         tracing::warn!(
             missing,
-            "the redis user may not subscribe: queue workers poll every 5 s, and waiters once a second"
+            "the redis user may not subscribe: queue workers poll every 5 s, and waiters once a second; grant it the permission in the field `missing`"
         );
     }
 
