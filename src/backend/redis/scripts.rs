@@ -27,9 +27,13 @@ pub(crate) struct LuaScript {
     hash: String,
 }
 
+/// A script, after the includes that its header names.
 macro_rules! lua {
-    ($file:literal) => {
-        LuaScript::new(include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $file)))
+    ($file:literal $(, $include:literal)*) => {
+        LuaScript::new(concat!(
+            $(include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/includes/", $include)),)*
+            include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $file)),
+        ))
     };
 }
 
@@ -127,9 +131,9 @@ impl ToRedisArgs for Group<'_> {
 impl Scripts {
     pub(crate) fn new() -> Self {
         Self {
-            check: lua!("rate_limit_check.lua"),
-            check_plain: lua!("rate_limit_check_plain.lua"),
-            check_many: lua!("rate_limit_check_many.lua"),
+            check: lua!("rate_limit_check.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
+            check_plain: lua!("rate_limit_check_plain.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
+            check_many: lua!("rate_limit_check_many.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
@@ -716,9 +720,12 @@ fn command(verb: &str, script: &str, keys: &[&str], args: &impl ToRedisArgs) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
     use super::*;
 
-    /// The names after `KEYS[1]`, `ARGV[1]` and so on in the header of a script.
+    /// The names after `KEYS[1]`, `ARGV[1]` and so on in the headers of a script and its includes.
     fn declared(header: &str, what: &str) -> Vec<String> {
         let names = (1..).map_while(|i| {
             let tag = format!("-- {what}[{i}]");
@@ -761,9 +768,10 @@ mod tests {
             (&scripts.delay_queue_control, 12, 5),
         ];
         for (script, keys, args) in calls {
-            let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
+            let (comments, code): (Vec<_>, Vec<_>) = script.code.lines().partition(|line| line.starts_with("--"));
+            let (header, body) = (comments.join("\n"), code.join("\n"));
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
-                let names = declared(header, what);
+                let names = declared(&header, what);
                 assert_eq!(names.len(), count, "{what} in the header");
                 assert!(
                     !body.contains(&format!("{what}[{}]", count + 1)),
@@ -776,6 +784,25 @@ mod tests {
             for word in ["Value ", "Returns ", "Errors ", "Repeat "] {
                 assert!(header.contains(&format!("-- {word}")), "the header has no line {word}");
             }
+        }
+    }
+
+    #[test]
+    fn scripts_follow_the_includes_of_their_headers() {
+        let lua = Path::new(env!("CARGO_MANIFEST_DIR")).join("lua");
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+        let scripts = format!("{:?}", Scripts::new());
+        for entry in fs::read_dir(&lua).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                continue;
+            }
+            let script = read(path);
+            let includes = script.lines().find_map(|line| line.strip_prefix("-- Includes ")).unwrap_or_default();
+            let includes = includes.split(',').map(str::trim).filter(|name| !name.is_empty());
+            let mut joined: String = includes.map(|name| read(lua.join(format!("includes/{name}.lua")))).collect();
+            joined += &script;
+            assert!(scripts.contains(Script::new(&joined).get_hash()), "no script is {joined}");
         }
     }
 
