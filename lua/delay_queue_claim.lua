@@ -1,20 +1,6 @@
 -- delay_queue_claim: acknowledge claimed jobs, then claim jobs that are due.
 --
--- KEYS[1]  jobs      hash of records by id                                            prefix:2:{delay_queue:<name>}:jobs
--- KEYS[2]  high      sorted set of ids by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:due:high
--- KEYS[3]  normal    likewise                                                         prefix:2:{delay_queue:<name>}:due:normal
--- KEYS[4]  low       likewise                                                         prefix:2:{delay_queue:<name>}:due:low
--- KEYS[5]  leases    sorted set of tickets by when they end in ms                     prefix:2:{delay_queue:<name>}:leases
--- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
--- KEYS[7]  unique    hash of holders by unique key                                   prefix:2:{delay_queue:<name>}:unique
--- KEYS[8]  cancels   hash of cancelled jobs that still run                             prefix:2:{delay_queue:<name>}:cancels
--- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
--- KEYS[10]  idle     sorted set of waiting workers by their last call in ms  prefix:2:{delay_queue:<name>}:idle
--- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
--- KEYS[12]  snoozed  sorted set of ids by when they return to their due set in ms     prefix:2:{delay_queue:<name>}:snoozed
--- ARGV[1]  keep_ms   how long keys outlive their last entry, at most 2^40
--- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[3]  wake      prefix of the channels of workers
+-- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_wake
 -- ARGV[4]  worker    32 hexadecimal digits, unique to the worker
 -- ARGV[5]  limit     how many jobs to claim, 0 to 256; a worker that gets fewer waits for more
 -- ARGV[6]  lease_ms  length of the leases, 10 to 86400000
@@ -31,57 +17,15 @@
 --          next_ms: when to call again. oldest_ms: how long the oldest waiting job is due, -1 if none is. token: of the claimed jobs.
 --          expired: number of ended leases. expired_dead: id and attempts of jobs that died by that. Then the claimed jobs in pairs of
 --          arrays, with an empty string for a missing record
--- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for acknowledged jobs: they are gone or lost. Jobs claimed the first time return when their leases end
--- Value    jobs: 1 byte version 1, 6 bytes push time and 6 bytes due time in ms. 1 byte priority (0 to 2) plus 4 times the uniqueness: 0
---          none, 1 while the job exists, 2 while it waits, 3 timed, 7 timed even if cancelled. 2 bytes attempts allowed, 2 bytes
---          attempts used. 1 byte last failure: 0 none, 1 failed, 2 lease expired, 3 refused, 4 undecodable. 2 bytes length of the error,
---          1 byte of the unique key, 4 bytes of the headers, big endian. Then unique key, error, headers and payload.
---          unique: 6 bytes end in ms, 0 while the job exists; then the id. runs: see delay_queue_push.
---          leases: a ticket is 7 bytes token, big endian, and the id.
---          state: 1 byte version 1, 1 byte 1 if paused, 7 bytes last token, 6 bytes when the timekeeper looks again in ms, little endian;
---          then the timekeeper, which is the worker that waits for the next due time.
---          cancels: byte 0 and the id of a cancelled job, to its record; byte 1 and its unique key, to its id. A job with that id or key
---          is not claimed before the cancelled run has ended
-local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
-local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
+local worker, limit = ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
 local done, first = math.min(ARGV[9] + 0, 256), 11
 local others = math.min(ARGV[10] + 0, 256 - done)
 -- Locals for functions that are called for each job.
 local cut, unpack = string.sub, unpack
-
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- Times count from the end of this millisecond, so that none is early or short.
-local later = time[2] % 1000 > 0 and now + 1 or now
-local due = {[0] = high, normal, low}
 -- The longest wait of a worker.
 local patience = 5000
-
-local function keep(key, ms)
-  if redis.call('PTTL', key) < ms then
-    redis.call('PEXPIRE', key, ms + 86400000)
-  end
-end
-
--- Number of notified workers. Without the right to publish, workers poll.
-local function tell(other)
-  local told = redis.pcall(publish, wake .. other, '1')
-  if publish == 'SPUBLISH' and type(told) ~= 'number' then
-    -- Redis 6.2 lacks SPUBLISH, and its PUBLISH counts only this node.
-    told = type(redis.pcall('PUBLISH', wake .. other, '1')) == 'number' and 1
-  end
-  return type(told) == 'number' and told or 0
-end
-
-local stored = redis.call('GET', state) or '\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
-if #stored < 15 or stored:byte(1) ~= 1 then
-  return redis.error_reply('TOLLGATE the value does not hold the state of a queue of version 1')
-end
-local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
-local keeper = stored:sub(16)
 
 -- Pending writes, as arguments of commands: records, due times by priority, snoozed and dead jobs; and pending removals.
 local records, waiting, asleep, died, gone = {}, {[0] = {}, {}, {}}, {}, {}, {}
@@ -102,14 +46,6 @@ local function free(key, id, ends_time)
   if holder and holder:sub(7) == id and (ends_time or holder:sub(1, 6) == '\0\0\0\0\0\0') then
     redis.call('HDEL', unique, key)
   end
-end
-
-local function is_job(record)
-  return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
-end
-
-local function key_of(record)
-  return is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
 end
 
 -- Returns a snoozed job to its due set, and the number of bytes read.
@@ -350,22 +286,6 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
--- The last characters of the ids of a run, by the first one.
-local signs = {
-  ['0'] = {'0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'},
-  G = {'G', 'H', 'J', 'K', 'M', 'N', 'P', 'Q', 'R', 'S', 'T', 'V', 'W', 'X', 'Y', 'Z'},
-}
-
--- Compares ids of one score by bytes, as a sorted set does. Lua's `<` uses the collation locale of the server.
-local function is_before(one, other)
-  for i = 1, math.min(#one, #other) do
-    local byte, its = string.byte(one, i), string.byte(other, i)
-    if byte ~= its then
-      return byte < its
-    end
-  end
-  return #one < #other
-end
 
 -- Removes the first due jobs of one priority from their sets, and returns them with their records.
 local function take(priority, room)
@@ -391,14 +311,14 @@ local function take(priority, room)
         count, single = count + 1, single + 2
         found[count] = id
       else
-        local stem, its = cut(first_id, 1, -2), signs[cut(first_id, -1)]
+        local its = jobs_of(first_id)
         local fits = math.min(most - count, 16)
         for i = 1, fits do
-          found[count + i] = stem .. its[i]
+          found[count + i] = its[i]
         end
         -- The rest of the run waits as single jobs.
         for i = fits + 1, 16 do
-          left[#left + 1], left[#left + 2] = score, stem .. its[i]
+          left[#left + 1], left[#left + 2] = score, its[i]
         end
         count, run = count + fits, run + 2
       end
@@ -524,20 +444,9 @@ elseif is_waiting then
 elseif keeper == worker then
   keeper = ''
 end
--- Wake the timekeeper if it would look too late, or another waiting worker if there is none. That worker wakes the next one if needed.
-local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
-if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
-  local told = has_keeper and tell(keeper) or 0
-  for _ = 1, 4 do
-    local other = told == 0 and has_idle and redis.call('ZPOPMIN', idle)[1]
-    if not other then
-      break
-    end
-    keeper, told = other, tell(other)
-  end
-  if told > 0 then
-    wakes_at = now
-  end
+-- The woken worker wakes the next one if needed.
+if soonest < now + patience and (keeper ~= '' or has_idle) then
+  keeper, wakes_at = wake_worker(publish, wake, idle, keeper, wakes_at, soonest)
 end
 local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
 -- Tokens keep rising if the clock is set back by up to ten minutes. A pause lasts as long as its jobs.

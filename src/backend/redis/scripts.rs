@@ -27,13 +27,19 @@ pub(crate) struct LuaScript {
     hash: String,
 }
 
-/// A script, after the includes that its header names.
+/// A script, after the includes that its header names. The names of its includes begin with the capability.
 macro_rules! lua {
-    ($file:literal $(, $include:literal)*) => {
+    ($file:literal $(, $capability:ident: $($include:ident)+)?) => {
         LuaScript::new(concat!(
-            $(include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/includes/", $include)),)*
-            include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $file)),
+            $($(lua_file!("includes/", stringify!($capability), "_", stringify!($include), ".lua"),)+)?
+            lua_file!($file),
         ))
+    };
+}
+
+macro_rules! lua_file {
+    ($($part:expr),+) => {
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $($part),+))
     };
 }
 
@@ -64,7 +70,17 @@ pub(crate) struct Scripts {
     pub(crate) delay_queue_push: LuaScript,
     pub(crate) delay_queue_claim: LuaScript,
     pub(crate) delay_queue_extend: LuaScript,
-    pub(crate) delay_queue_control: LuaScript,
+    pub(crate) delay_queue_get: LuaScript,
+    pub(crate) delay_queue_cancel: LuaScript,
+    pub(crate) delay_queue_reschedule: LuaScript,
+    pub(crate) delay_queue_replace: LuaScript,
+    pub(crate) delay_queue_counts: LuaScript,
+    pub(crate) delay_queue_list: LuaScript,
+    pub(crate) delay_queue_pause: LuaScript,
+    pub(crate) delay_queue_purge: LuaScript,
+    pub(crate) delay_queue_release_unique: LuaScript,
+    pub(crate) delay_queue_replay: LuaScript,
+    pub(crate) delay_queue_forget: LuaScript,
     pub(crate) probe: LuaScript,
     // The largest fence in any reply to a lock call. Acquisitions send it as the floor of new fences.
     pub(crate) floor: FenceFloor,
@@ -131,9 +147,9 @@ impl ToRedisArgs for Group<'_> {
 impl Scripts {
     pub(crate) fn new() -> Self {
         Self {
-            check: lua!("rate_limit_check.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
-            check_plain: lua!("rate_limit_check_plain.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
-            check_many: lua!("rate_limit_check_many.lua", "rate_limit_refill.lua", "rate_limit_fade.lua"),
+            check: lua!("rate_limit_check.lua", rate_limit: refill fade),
+            check_plain: lua!("rate_limit_check_plain.lua", rate_limit: refill fade),
+            check_many: lua!("rate_limit_check_many.lua", rate_limit: refill fade),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
@@ -152,10 +168,20 @@ impl Scripts {
             idempotency_inspect: lua!("idempotency_inspect.lua"),
             idempotency_forget: lua!("idempotency_forget.lua"),
             idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua"),
-            delay_queue_push: lua!("delay_queue_push.lua"),
-            delay_queue_claim: lua!("delay_queue_claim.lua"),
-            delay_queue_extend: lua!("delay_queue_extend.lua"),
-            delay_queue_control: lua!("delay_queue_control.lua"),
+            delay_queue_push: lua!("delay_queue_push.lua", delay_queue: time wake),
+            delay_queue_claim: lua!("delay_queue_claim.lua", delay_queue: time keys record runs wake),
+            delay_queue_extend: lua!("delay_queue_extend.lua", delay_queue: time),
+            delay_queue_get: lua!("delay_queue_get.lua", delay_queue: time keys record runs find),
+            delay_queue_cancel: lua!("delay_queue_cancel.lua", delay_queue: time keys record runs find free),
+            delay_queue_reschedule: lua!("delay_queue_reschedule.lua", delay_queue: time keys record runs find wake state),
+            delay_queue_replace: lua!("delay_queue_replace.lua", delay_queue: time keys record runs find),
+            delay_queue_counts: lua!("delay_queue_counts.lua", delay_queue: time keys),
+            delay_queue_list: lua!("delay_queue_list.lua", delay_queue: time keys record runs),
+            delay_queue_pause: lua!("delay_queue_pause.lua", delay_queue: time keys wake state),
+            delay_queue_purge: lua!("delay_queue_purge.lua", delay_queue: time keys record runs free),
+            delay_queue_release_unique: lua!("delay_queue_release_unique.lua", delay_queue: time keys),
+            delay_queue_replay: lua!("delay_queue_replay.lua", delay_queue: time keys record wake state),
+            delay_queue_forget: lua!("delay_queue_forget.lua", delay_queue: time keys record free),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
@@ -498,15 +524,16 @@ impl Scripts {
         self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
     }
 
+    /// Calls one of the scripts that inspect and administer jobs, with the arguments of its own.
     pub(crate) async fn delay_queue_control(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
-        verb: &str,
+        script: &LuaScript,
         args: impl ToRedisArgs,
     ) -> Result<Value, StoreError> {
-        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, verb, args);
-        self.delay_queue_control.call(servers, &all_of(keys), args).await
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, args);
+        script.call(servers, &all_of(keys), args).await
     }
 }
 
@@ -765,7 +792,17 @@ mod tests {
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),
-            (&scripts.delay_queue_control, 12, 5),
+            (&scripts.delay_queue_get, 12, 4),
+            (&scripts.delay_queue_cancel, 12, 5),
+            (&scripts.delay_queue_reschedule, 12, 5),
+            (&scripts.delay_queue_replace, 12, 5),
+            (&scripts.delay_queue_counts, 12, 3),
+            (&scripts.delay_queue_list, 12, 6),
+            (&scripts.delay_queue_pause, 12, 4),
+            (&scripts.delay_queue_purge, 12, 5),
+            (&scripts.delay_queue_release_unique, 12, 4),
+            (&scripts.delay_queue_replay, 12, 4),
+            (&scripts.delay_queue_forget, 12, 4),
         ];
         for (script, keys, args) in calls {
             let (comments, code): (Vec<_>, Vec<_>) = script.code.lines().partition(|line| line.starts_with("--"));
@@ -798,8 +835,8 @@ mod tests {
                 continue;
             }
             let script = read(path);
-            let includes = script.lines().find_map(|line| line.strip_prefix("-- Includes ")).unwrap_or_default();
-            let includes = includes.split(',').map(str::trim).filter(|name| !name.is_empty());
+            let includes =
+                script.lines().filter_map(|line| line.strip_prefix("-- Includes ")).flat_map(|names| names.split(", "));
             let mut joined: String = includes.map(|name| read(lua.join(format!("includes/{name}.lua")))).collect();
             joined += &script;
             assert!(scripts.contains(Script::new(&joined).get_hash()), "no script is {joined}");

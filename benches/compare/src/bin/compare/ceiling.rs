@@ -123,8 +123,8 @@ fn source(script: &str) -> String {
         text.unwrap_or_else(|error| panic!("lua/{file} cannot be read: {error}"))
     };
     let script = read(script);
-    let includes = script.lines().find_map(|line| line.strip_prefix("-- Includes ")).unwrap_or_default();
-    let includes = includes.split(',').map(str::trim).filter(|name| !name.is_empty());
+    let includes =
+        script.lines().filter_map(|line| line.strip_prefix("-- Includes ")).flat_map(|names| names.split(", "));
     includes.map(|name| read(&format!("includes/{name}.lua"))).collect::<String>() + &script
 }
 
