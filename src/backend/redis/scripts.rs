@@ -169,7 +169,7 @@ impl Scripts {
             idempotency_forget: lua!("idempotency_forget.lua"),
             idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua"),
             delay_queue_push: lua!("delay_queue_push.lua", delay_queue: time wake),
-            delay_queue_claim: lua!("delay_queue_claim.lua", delay_queue: time keys record runs wake),
+            delay_queue_claim: lua!("delay_queue_claim.lua", delay_queue: time keys record runs wake rare settle fetch finish reclaim take),
             delay_queue_extend: lua!("delay_queue_extend.lua", delay_queue: time),
             delay_queue_get: lua!("delay_queue_get.lua", delay_queue: time keys record runs find),
             delay_queue_cancel: lua!("delay_queue_cancel.lua", delay_queue: time keys record runs find free),
