@@ -14,7 +14,7 @@
 --          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
 --          endian. Then 16 bytes head, 16 bytes token, 24 bytes payload: the fingerprint of the body (1 byte 0 none, 1 partial, 2
 --          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
---          idempotency_checkpoint. Five zeros stand for the checkpoint after a takeover of an attempt without one
+--          idempotency_renew. Five zeros stand for the checkpoint after a takeover of an attempt without one
 --          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
 -- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, payload, checkpoint}, with the state of earlier attempts. In
 --          flight: {2, remaining_ms, payload}. Outcome unknown, since the lease ended before completion: {3, attempt, payload}.

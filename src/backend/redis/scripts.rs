@@ -61,7 +61,6 @@ pub(crate) struct Scripts {
     pub(crate) lock_seize: LuaScript,
     pub(crate) idempotency_begin: LuaScript,
     pub(crate) idempotency_renew: LuaScript,
-    pub(crate) idempotency_checkpoint: LuaScript,
     pub(crate) idempotency_complete: LuaScript,
     pub(crate) idempotency_release: LuaScript,
     pub(crate) idempotency_inspect: LuaScript,
@@ -162,7 +161,6 @@ impl Scripts {
             lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
-            idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
             idempotency_inspect: lua!("idempotency_inspect.lua"),
@@ -391,25 +389,13 @@ impl Scripts {
         record: &str,
         claim: &idempotency::store::Claim,
         payload: &Payload,
+        checkpoint: Option<&Checkpoint>,
     ) -> Result<Value, StoreError> {
         let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
-        let args = (token, millis(claim.lease), millis(claim.retention), payload.as_slice());
-        self.idempotency_renew.call(servers, &[record], args).await
-    }
-
-    pub(crate) async fn idempotency_checkpoint(
-        &self,
-        servers: &Servers,
-        record: &str,
-        claim: &idempotency::store::Claim,
-        payload: &Payload,
-        checkpoint: &Checkpoint,
-    ) -> Result<Value, StoreError> {
-        let (token, payload, checkpoint) =
-            (claim.token.as_bytes().as_slice(), payload.to_bytes(), checkpoint.to_bytes());
+        let checkpoint = checkpoint.map(Checkpoint::to_bytes);
         let times = (millis(claim.lease), millis(claim.retention));
-        let args = (token, times, payload.as_slice(), checkpoint.as_slice());
-        self.idempotency_checkpoint.call(servers, &[record], args).await
+        let args = (token, times, payload.as_slice(), checkpoint.as_deref());
+        self.idempotency_renew.call(servers, &[record], args).await
     }
 
     pub(crate) async fn idempotency_complete(
@@ -782,8 +768,7 @@ mod tests {
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 1, 4),
             (&scripts.idempotency_begin, 2, 6),
-            (&scripts.idempotency_renew, 1, 4),
-            (&scripts.idempotency_checkpoint, 1, 5),
+            (&scripts.idempotency_renew, 1, 5),
             (&scripts.idempotency_complete, 1, 7),
             (&scripts.idempotency_release, 2, 5),
             (&scripts.idempotency_inspect, 1, 1),
