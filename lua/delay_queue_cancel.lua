@@ -1,6 +1,7 @@
 -- delay_queue_cancel: remove a waiting job, or notify the worker of a running one.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_find, delay_queue_free
+-- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_split, delay_queue_find
+-- Includes delay_queue_unique, delay_queue_free
 -- ARGV[4]  id  of the job
 -- ARGV[5]  keeps_unique  1 to keep a timed unique key, or 0
 --

@@ -1,12 +1,9 @@
 -- delay_queue_claim: acknowledge claimed jobs, then claim jobs that are due.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_wake
+-- Includes server_notify, delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_unique, delay_queue_wake
 -- Includes delay_queue_rare, delay_queue_settle, delay_queue_fetch, delay_queue_finish, delay_queue_reclaim, delay_queue_take
 -- ARGV[4]  worker    32 hexadecimal digits, unique to the worker
--- ARGV[5]  limit     how many jobs to claim, 0 to 256; a worker that gets fewer waits for more
 -- ARGV[6]  lease_ms  length of the leases, 10 to 86400000
--- ARGV[7]  dead_max  how many dead jobs are kept
--- ARGV[8]  dead_ms   for how long
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}. finished: a digit for each job: 0
 --          gone, or its id was pushed again since; 1 as requested; 2 dead; 3 lease lost; 4 cancelled. more: 1 if more jobs are due.
@@ -14,19 +11,10 @@
 --          expired: number of ended leases. expired_dead: id and attempts of jobs that died by that. Then the claimed jobs in pairs of
 --          arrays, with an empty string for a missing record
 -- Repeat   harmless for acknowledged jobs: they are gone or lost. Jobs claimed the first time return when their leases end
-local worker, limit = ARGV[4], math.min(ARGV[5] + 0, 256)
-local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
+local worker, lease_ms = ARGV[4], ARGV[6] + 0
 -- The longest wait of a worker.
 local patience = 5000
 
-local finished, expired, expired_dead = finish(), 0, {}
-if limit > 0 then
-  expired, expired_dead = reclaim()
-  resume_all(limit)
-  remove_dead(dead_max, dead_ms)
-end
-
--- Claim.
 local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, expired, expired_dead}, 0
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
@@ -50,7 +38,13 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enou
     end
     for i = 1, #found do
       local id, record = found[i], stored_jobs[i]
-      if record and is_held_up(id, record) then
+      local is_blocked = false
+      if record and has_cancels then
+        -- A cancelled run with this id or unique key has to end first.
+        local key = key_of(record)
+        is_blocked = redis.call('HEXISTS', cancels, '\0' .. id) == 1 or (key and redis.call('HEXISTS', cancels, '\1' .. key) == 1)
+      end
+      if is_blocked then
         stored_jobs[i] = false
         redis.call('ZADD', snoozed, now + patience, id)
         keep(snoozed, patience + keep_ms)

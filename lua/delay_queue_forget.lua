@@ -1,6 +1,6 @@
 -- delay_queue_forget: remove dead jobs.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_free
+-- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_unique, delay_queue_free
 -- ARGV[4]  first  the first of at most 256 ids
 --
 -- Returns  1 or 0 for each id. After 1 MiB of records the other ids have no answer

@@ -1,6 +1,7 @@
 -- delay_queue_purge: remove waiting jobs.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_free
+-- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_split, delay_queue_unique
+-- Includes delay_queue_free
 -- ARGV[4]  count  how many, at most 256
 -- ARGV[5]  keeps_unique  1 to keep timed unique keys, or 0
 --

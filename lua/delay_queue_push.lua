@@ -1,6 +1,6 @@
 -- delay_queue_push: store jobs of one priority until they are due, unless they exist.
 --
--- Includes delay_queue_time, delay_queue_wake
+-- Includes server_notify, delay_queue_time, delay_queue_wake
 -- KEYS[1]  jobs    expires `keep_ms` after the last job is due. This and the others but `ends`: see delay_queue_keys
 -- KEYS[2]  due     of the priority, expires likewise
 -- KEYS[3]  dead
@@ -34,14 +34,10 @@ local soonest, latest, has_twins, is_run = nil, now, false, false
 local at, last, left, alone, head, score = first + 2 * count, 0, 0, 0, '', '0'
 for i = 1, count do
   if left == 0 then
-    local when, due_ms = ARGV[at + 1] + 0, now
+    local when = ARGV[at + 1] + 0
+    local due_ms = when > 0 and later + when or math.max(now, -when)
     left, at = ARGV[at] + 0, at + 2
     is_run, left = left < 0, math.abs(left)
-    if when > 0 then
-      due_ms = later + when
-    elseif when < 0 then
-      due_ms = math.max(now, -when)
-    end
     soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
     head, score = struct.pack('>BI6I6', 1, now, due_ms), string.format('%d', due_ms)
   end

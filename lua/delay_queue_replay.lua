@@ -1,6 +1,7 @@
 -- delay_queue_replay: make dead jobs due again.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_wake, delay_queue_state
+-- Includes server_notify, delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_unique, delay_queue_wake
+-- Includes delay_queue_state
 -- ARGV[4]  first  the first of at most 256 ids
 --
 -- Returns  1 or 0 for each id. A job whose unique key another job holds is not replayed. After 1 MiB of records the other ids have no answer
@@ -13,10 +14,9 @@ local function hold(record, id)
     return true
   end
   local key = record:sub(27, 26 + record:byte(22))
-  local holder = redis.call('HGET', unique, key)
-  local ends_at, its = holder and struct.unpack('>I6', holder) or 0, holder and holder:sub(7)
+  local holder, ends_at = holder_of(key)
   -- A holder whose job was evicted blocks no other job.
-  if ends_at > now or (holder and ends_at == 0 and its ~= id and redis.call('HEXISTS', jobs, its) == 1) then
+  if holder and (ends_at > 0 or (holder ~= id and redis.call('HEXISTS', jobs, holder) == 1)) then
     return false
   end
   redis.call('HSET', unique, key, '\0\0\0\0\0\0' .. id)

@@ -1,6 +1,7 @@
 -- delay_queue_reschedule: change the due time of a waiting job.
 --
--- Includes delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_find, delay_queue_wake, delay_queue_state
+-- Includes server_notify, delay_queue_time, delay_queue_keys, delay_queue_record, delay_queue_runs, delay_queue_split
+-- Includes delay_queue_find, delay_queue_wake, delay_queue_state
 -- ARGV[4]  id  of the job
 -- ARGV[5]  when  a delay in ms, or a negated instant in ms since 1970
 --
@@ -13,12 +14,7 @@ if run then
   break_up(run)
 end
 if is == 1 then
-  local score = now
-  if when > 0 then
-    score = later + when
-  elseif when < 0 then
-    score = math.max(now, -when)
-  end
+  local score = when > 0 and later + when or math.max(now, -when)
   redis.call('ZREM', place, id)
   place = due[record:byte(14) % 4]
   redis.call('HSET', jobs, id, due_at(record, score))

@@ -10,18 +10,16 @@ local others = math.min(ARGV[10] + 0, 256 - done)
 -- A local, because it is called for each job.
 local cut = string.sub
 
--- Returns a digit for each acknowledged job: `finished` of the reply.
-local function finish()
-  local tickets, ids, cancelled, finished = {unpack(ARGV, first, first + done - 1)}, {}, {}
-  for i = 1, others do
-    tickets[done + i] = ARGV[first + done + 4 * (i - 1)]
-  end
-  for i = 1, done + others do
-    ids[i] = cut(tickets[i], 8)
-  end
-  if #tickets == 0 then
-    return ''
-  end
+-- A digit for each acknowledged job, see the reply.
+local finished = ''
+local tickets, ids, cancelled = {unpack(ARGV, first, first + done - 1)}, {}, {}
+for i = 1, others do
+  tickets[done + i] = ARGV[first + done + 4 * (i - 1)]
+end
+for i = 1, done + others do
+  ids[i] = cut(tickets[i], 8)
+end
+if #tickets > 0 then
   local ends = redis.call('ZMSCORE', leases, unpack(tickets))
   local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1))
   local removed = redis.call('ZREM', leases, unpack(tickets))
@@ -68,5 +66,4 @@ local function finish()
       release_key(ARGV[at + 2 * i], ids[place], ends_time)
     end
   end
-  return finished
 end

@@ -10,14 +10,6 @@ if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', canc
   has_cancels = false
 end
 
--- Releases the unique key of a job. A timed key stays unless `ends_time`.
-local function release_key(key, id, ends_time)
-  local holder = redis.call('HGET', unique, key)
-  if holder and holder:sub(7) == id and (ends_time or holder:sub(1, 6) == '\0\0\0\0\0\0') then
-    redis.call('HDEL', unique, key)
-  end
-end
-
 -- Returns a snoozed job to its due set, and the number of bytes read.
 local function resume(id)
   local record = redis.call('ZREM', snoozed, id) == 1 and redis.call('HGET', jobs, id)
@@ -44,18 +36,10 @@ local function end_cancelled(id)
   local key = key_of(record)
   if key and redis.call('HGET', cancels, '\1' .. key) == id then
     redis.call('HDEL', cancels, '\1' .. key)
-    local holder = redis.call('HGET', unique, key)
-    local ends_at = holder and struct.unpack('>I6', holder)
-    -- A hold whose time has ended is none.
-    if holder and (ends_at == 0 or ends_at > now) then
-      resume(holder:sub(7))
+    local holder = holder_of(key)
+    if holder then
+      resume(holder)
     end
   end
   return true
-end
-
--- Whether the run of a cancelled job blocks this job.
-local function is_held_up(id, record)
-  local key = has_cancels and key_of(record)
-  return has_cancels and (redis.call('HEXISTS', cancels, '\0' .. id) == 1 or (key and redis.call('HEXISTS', cancels, '\1' .. key) == 1))
 end

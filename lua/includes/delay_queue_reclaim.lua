@@ -1,8 +1,13 @@
 -- delay_queue_reclaim: return jobs whose lease or snooze has ended, and remove old dead jobs.
+--
+-- ARGV[5]  limit     how many jobs to claim, 0 to 256; a worker that gets fewer waits for more
+-- ARGV[7]  dead_max  how many dead jobs are kept
+-- ARGV[8]  dead_ms   for how long
+local limit, dead_max, dead_ms = math.min(ARGV[5] + 0, 256), ARGV[7] + 0, ARGV[8] + 0
 
--- Ends attempts whose lease has expired. Returns `expired` and `expired_dead` of the reply.
-local function reclaim()
-  local expired, expired_dead = 0, {}
+-- For the reply: the number of ended leases, and id and attempts of jobs that died by that.
+local expired, expired_dead = 0, {}
+if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
     local ids = {}
@@ -25,11 +30,6 @@ local function reclaim()
     write()
     read, bytes = 0, 0
   end
-  return expired, expired_dead
-end
-
--- Returns snoozed jobs to their due sets.
-local function resume_all(limit)
   -- At least as many as can be claimed.
   local awake = has_rare and redis.call('ZRANGEBYSCORE', snoozed, '-inf', now, 'LIMIT', 0, math.max(limit, 64)) or {}
   local resumed = 0
@@ -39,10 +39,6 @@ local function resume_all(limit)
     end
     resumed = resumed + resume(awake[i])
   end
-end
-
--- Removes dead jobs beyond the number and age that are kept.
-local function remove_dead(dead_max, dead_ms)
   local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
   local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0
   if excess > 0 then

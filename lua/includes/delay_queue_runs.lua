@@ -11,19 +11,6 @@ local function jobs_of(run)
   return found
 end
 
--- Splits a run into single waiting jobs.
-local function break_up(run)
-  local score, members, found = redis.call('ZSCORE', runs, run), {}, jobs_of(run)
-  for i = 1, #found do
-    members[2 * i - 1], members[2 * i] = score, found[i]
-  end
-  redis.call('ZREM', runs, run)
-  redis.call('ZADD', normal, unpack(members))
-  local lasts = math.max(score - now, 0) + keep_ms
-  keep(normal, lasts)
-  keep(jobs, lasts + 86400000)
-end
-
 -- Compares ids of one score by bytes, as a sorted set does. Lua's `<` uses the collation locale of the server.
 local function is_before(one, other)
   for i = 1, math.min(#one, #other) do

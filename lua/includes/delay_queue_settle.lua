@@ -6,7 +6,7 @@ local latest = now
 
 -- Ends an attempt of a job that is not done; kind 5 is an expired lease. Returns the digit of `finished`.
 local function settle(id, record, kind, delay, failure)
-  if #record < 26 or record:byte(1) ~= 1 or record:byte(14) % 4 > 2 then
+  if not is_job(record) then
     -- An unreadable job must not block others.
     died[#died + 1], died[#died + 2] = now, id
     return '2'

@@ -27,11 +27,11 @@ pub(crate) struct LuaScript {
     hash: String,
 }
 
-/// A script, after the includes that its header names. The names of its includes begin with the capability.
+/// A script, after the includes that its header names.
 macro_rules! lua {
-    ($file:literal $(, $capability:ident: $($include:ident)+)?) => {
+    ($file:literal $(, $prefix:ident: $($include:ident)+)*) => {
         LuaScript::new(concat!(
-            $($(lua_file!("includes/", stringify!($capability), "_", stringify!($include), ".lua"),)+)?
+            $($(lua_file!("includes/", stringify!($prefix), "_", stringify!($include), ".lua"),)+)*
             lua_file!($file),
         ))
     };
@@ -153,33 +153,48 @@ impl Scripts {
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_exchange: lua!("lock_exchange.lua"),
-            lock_line: lua!("lock_line.lua"),
+            lock_line: lua!("lock_line.lua", server: notify),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
             lock_name: lua!("lock_name.lua"),
-            lock_seize: lua!("lock_seize.lua"),
-            idempotency_begin: lua!("idempotency_begin.lua"),
+            lock_seize: lua!("lock_seize.lua", server: notify),
+            idempotency_begin: lua!("idempotency_begin.lua", idempotency: record),
             idempotency_renew: lua!("idempotency_renew.lua"),
-            idempotency_complete: lua!("idempotency_complete.lua"),
-            idempotency_release: lua!("idempotency_release.lua"),
-            idempotency_inspect: lua!("idempotency_inspect.lua"),
-            idempotency_forget: lua!("idempotency_forget.lua"),
-            idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua"),
-            delay_queue_push: lua!("delay_queue_push.lua", delay_queue: time wake),
-            delay_queue_claim: lua!("delay_queue_claim.lua", delay_queue: time keys record runs wake rare settle fetch finish reclaim take),
+            idempotency_complete: lua!("idempotency_complete.lua", server: notify),
+            idempotency_release: lua!("idempotency_release.lua", server: notify),
+            idempotency_inspect: lua!("idempotency_inspect.lua", idempotency: record),
+            idempotency_forget: lua!("idempotency_forget.lua", server: notify, idempotency: record),
+            idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua", server: notify, idempotency: record),
+            delay_queue_push: lua!("delay_queue_push.lua", server: notify, delay_queue: time wake),
+            delay_queue_claim: lua!(
+                "delay_queue_claim.lua",
+                server: notify,
+                delay_queue: time keys record runs unique wake rare settle fetch finish reclaim take
+            ),
             delay_queue_extend: lua!("delay_queue_extend.lua", delay_queue: time),
             delay_queue_get: lua!("delay_queue_get.lua", delay_queue: time keys record runs find),
-            delay_queue_cancel: lua!("delay_queue_cancel.lua", delay_queue: time keys record runs find free),
-            delay_queue_reschedule: lua!("delay_queue_reschedule.lua", delay_queue: time keys record runs find wake state),
+            delay_queue_cancel: lua!(
+                "delay_queue_cancel.lua",
+                delay_queue: time keys record runs split find unique free
+            ),
+            delay_queue_reschedule: lua!(
+                "delay_queue_reschedule.lua",
+                server: notify,
+                delay_queue: time keys record runs split find wake state
+            ),
             delay_queue_replace: lua!("delay_queue_replace.lua", delay_queue: time keys record runs find),
             delay_queue_counts: lua!("delay_queue_counts.lua", delay_queue: time keys),
             delay_queue_list: lua!("delay_queue_list.lua", delay_queue: time keys record runs),
-            delay_queue_pause: lua!("delay_queue_pause.lua", delay_queue: time keys wake state),
-            delay_queue_purge: lua!("delay_queue_purge.lua", delay_queue: time keys record runs free),
-            delay_queue_release_unique: lua!("delay_queue_release_unique.lua", delay_queue: time keys),
-            delay_queue_replay: lua!("delay_queue_replay.lua", delay_queue: time keys record wake state),
-            delay_queue_forget: lua!("delay_queue_forget.lua", delay_queue: time keys record free),
+            delay_queue_pause: lua!("delay_queue_pause.lua", server: notify, delay_queue: time keys wake state),
+            delay_queue_purge: lua!("delay_queue_purge.lua", delay_queue: time keys record runs split unique free),
+            delay_queue_release_unique: lua!("delay_queue_release_unique.lua", delay_queue: time keys unique),
+            delay_queue_replay: lua!(
+                "delay_queue_replay.lua",
+                server: notify,
+                delay_queue: time keys record unique wake state
+            ),
+            delay_queue_forget: lua!("delay_queue_forget.lua", delay_queue: time keys record unique free),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
