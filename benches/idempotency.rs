@@ -34,7 +34,8 @@ const KEYS: u64 = 10_000;
 const ROUNDS: usize = 3;
 const ROUND: Duration = Duration::from_millis(1_800);
 const BENCHMARK_REQUESTS: &str = "200000";
-const SCRIPT: &str = include_str!("../lua/idempotency_begin.lua");
+const SCRIPT: &str =
+    concat!(include_str!("../lua/includes/idempotency_record.lua"), include_str!("../lua/idempotency_begin.lua"));
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");

@@ -28,7 +28,11 @@ const KEYS: u64 = 10_000;
 const ROUNDS: usize = 5;
 const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
-const SCRIPT: &str = include_str!("../lua/rate_limit_check_plain.lua");
+const SCRIPT: &str = concat!(
+    include_str!("../lua/includes/rate_limit_refill.lua"),
+    include_str!("../lua/includes/rate_limit_fade.lua"),
+    include_str!("../lua/rate_limit_check_plain.lua"),
+);
 /// A request for one unit of a fixed window of 1,000,000 per minute, encoded for the script.
 const REQUEST: &[u8] = b"\x01\x00\x00\x00\x6a\xea\x00\x00\x00\x00\x1d\x00\x05\x00\
     \x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00\

@@ -1,29 +1,21 @@
 -- delay_queue_extend: renew the leases of tickets that still hold them.
 --
--- KEYS[1]  leases    sorted set of tickets, see delay_queue_claim      prefix:2:{delay_queue:<name>}:leases
--- KEYS[2]  jobs      hash of records, see delay_queue_push             prefix:2:{delay_queue:<name>}:jobs
--- KEYS[3]  cancels   hash, see delay_queue_claim                       prefix:2:{delay_queue:<name>}:cancels
+-- Includes delay_queue_time
+-- KEYS[1]  leases    sorted set of tickets, see delay_queue_keys      prefix:2:{delay_queue:<name>}:leases
+-- KEYS[2]  jobs      hash of records, see delay_queue_keys             prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[3]  cancels   hash, see delay_queue_keys                       prefix:2:{delay_queue:<name>}:cancels
 -- ARGV[1]  keep_ms   how long keys outlive their last entry
 -- ARGV[2]  lease_ms  from now on, 10 to 86400000
 -- ARGV[3]  first     the first of at most 256 tickets
 --
--- Value    leases, jobs, cancels: see delay_queue_claim
+-- Value    leases, jobs, cancels: see delay_queue_keys
 -- Returns  a number for each ticket. Lease lost or job ended: 0. Renewed, even if the job's record was evicted: 1. Renewed, and the job
 --          was cancelled: 2
 -- Errors   WRONGTYPE
 -- Repeat   harmless
 local leases, jobs, cancels, keep_ms, lease_ms, first = KEYS[1], KEYS[2], KEYS[3], ARGV[1] + 0, ARGV[2] + 0, 3
 
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local later = time[2] % 1000 > 0 and now + 1 or now
 local ends = string.format('%d', later + lease_ms)
-
-local function keep(key, ms)
-  if redis.call('PTTL', key) < ms then
-    redis.call('PEXPIRE', key, ms + 86400000)
-  end
-end
 
 local tickets, ids = {}, {}
 for i = 1, math.min(#ARGV - first + 1, 256) do

@@ -1,13 +1,14 @@
 -- delay_queue_push: store jobs of one priority until they are due, unless they exist.
 --
--- KEYS[1]  jobs  hash of records by id, see delay_queue_claim, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
--- KEYS[2]  due  sorted set of ids by when they are due in ms, expires likewise  prefix:2:{delay_queue:<name>}:due:<priority>
--- KEYS[3]  dead  sorted set of ids by when they died in ms  prefix:2:{delay_queue:<name>}:dead
--- KEYS[4]  unique  hash of holders by unique key, expires likewise  prefix:2:{delay_queue:<name>}:unique
--- KEYS[5]  ends  sorted set of timed unique keys by when they end  prefix:2:{delay_queue:<name>}:unique_ends
--- KEYS[6]  state  string, see delay_queue_claim  prefix:2:{delay_queue:<name>}:state
--- KEYS[7]  idle  sorted set of workers, see delay_queue_claim  prefix:2:{delay_queue:<name>}:idle
--- KEYS[8]  runs  sorted set of runs, likewise  prefix:2:{delay_queue:<name>}:runs
+-- Includes server_notify, delay_queue_time, delay_queue_wake
+-- KEYS[1]  jobs    expires `keep_ms` after the last job is due. This and the others but `ends`: see delay_queue_keys
+-- KEYS[2]  due     of the priority, expires likewise
+-- KEYS[3]  dead
+-- KEYS[4]  unique  expires likewise
+-- KEYS[5]  ends    sorted set of timed unique keys by when they end  prefix:2:{delay_queue:<name>}:unique_ends
+-- KEYS[6]  state
+-- KEYS[7]  idle
+-- KEYS[8]  runs    expires likewise
 -- ARGV[1]  keep_ms  how long keys outlive their last entry, at most 2^40
 -- ARGV[2]  max_jobs  how many jobs there may be
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
@@ -17,8 +18,7 @@
 --   of jobs, negative if they are runs, and `when`: a delay in ms, or a negated instant in ms since 1970. Then for each unique job: its
 --   position from 1, 6 bytes duration in ms (0 while the job exists), and the key
 --
--- Value    runs: the first id of 16 waiting jobs of normal priority and one due time, whose ids differ only in the last character: 0 to F,
---   or G to Z without I, L, O and U. They are not in `due`. All else: see delay_queue_claim
+-- Value    see delay_queue_keys
 -- Returns  {answers, holders ...}: a digit a job (0 the id exists, 1 new, 2 queue full, 3 another job holds its unique key), and for each
 --   3 the id of the holder
 -- Errors   WRONGTYPE
@@ -29,40 +29,15 @@ local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV
 local count, first = math.min(ARGV[5] + 0, 256), 6
 local call, unpack = redis.call, unpack
 
-local time = call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
--- Never early: a delay counts from the end of this millisecond.
-local later = time[2] % 1000 > 0 and now + 1 or now
-
-local function keep(key, ms)
-  if call('PTTL', key) < ms then
-    call('PEXPIRE', key, ms + 86400000)
-  end
-end
-
--- Number of notified workers. Without the right to publish, workers poll.
-local function tell(worker)
-  local told = redis.pcall(publish, wake .. worker, '1')
-  if publish == 'SPUBLISH' and type(told) ~= 'number' then
-    -- Redis 6.2 lacks SPUBLISH, and its PUBLISH counts only this node.
-    told = type(redis.pcall('PUBLISH', wake .. worker, '1')) == 'number' and 1
-  end
-  return type(told) == 'number' and told or 0
-end
-
 local ids, records, dues, taken, singles, whole = {}, {}, {}, {}, {}, {}
 local soonest, latest, has_twins, is_run = nil, now, false, false
 local at, last, left, alone, head, score = first + 2 * count, 0, 0, 0, '', '0'
 for i = 1, count do
   if left == 0 then
-    local when, due_ms = ARGV[at + 1] + 0, now
+    local when = ARGV[at + 1] + 0
+    local due_ms = when > 0 and later + when or math.max(now, -when)
     left, at = ARGV[at] + 0, at + 2
     is_run, left = left < 0, math.abs(left)
-    if when > 0 then
-      due_ms = later + when
-    elseif when < 0 then
-      due_ms = math.max(now, -when)
-    end
     soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
     head, score = struct.pack('>BI6I6', 1, now, due_ms), string.format('%d', due_ms)
   end
@@ -164,26 +139,16 @@ if call('EXISTS', ends) == 1 then
   end
 end
 
--- Wake the timekeeper if it would look too late, or another worker if there is none.
 local stored = call('GET', state)
 if stored and #stored > 14 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
-  local keeper = stored:sub(16)
-  local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
   if is_paused == 1 then
     -- A pause lasts as long as its jobs.
     keep(state, lasts)
-  elseif not (has_keeper and soonest >= wakes_at) then
-    local told = has_keeper and tell(keeper) or 0
-    for _ = 1, 4 do
-      local next = told == 0 and call('ZPOPMIN', idle)[1]
-      if not next then
-        break
-      end
-      keeper, told = next, tell(next)
-    end
-    if told > 0 then
-      call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', 600000)
+  else
+    local keeper, looks_at, is_awake = wake_worker(publish, wake, idle, stored:sub(16), wakes_at, soonest)
+    if is_awake then
+      call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, looks_at) .. keeper, 'PX', 600000)
     end
   end
 end

@@ -1,5 +1,6 @@
 -- idempotency_begin: claim an operation, or report its state.
 --
+-- Includes idempotency_record
 -- KEYS[1]  record      string, expires `keep_ms` after the lease  prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- KEYS[2]  records     sorted set, expires some time after its last record     
 --                                                                 prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
@@ -14,16 +15,15 @@
 --          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
 --          endian. Then 16 bytes head, 16 bytes token, 24 bytes payload: the fingerprint of the body (1 byte 0 none, 1 partial, 2
 --          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
---          idempotency_checkpoint. Five zeros stand for the checkpoint after a takeover of an attempt without one
+--          idempotency_renew. Five zeros stand for the checkpoint after a takeover of an attempt without one
 --          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
 -- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, payload, checkpoint}, with the state of earlier attempts. In
 --          flight: {2, remaining_ms, payload}. Outcome unknown, since the lease ended before completion: {3, attempt, payload}.
 --          Completed: {4, payload, response}. Completed without a stored response: {5, payload, response}. No record, and the caller
 --          has as many as allowed: {6, remaining_ms}, until the first of them ends
--- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
 --          is released unclaimed
-local record, records, token, head = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
+local records, token, head = KEYS[2], ARGV[1], ARGV[2]
 local lease_ms, keep_ms, takes_over, most = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1', ARGV[6] + 0
 
 local time = redis.call('TIME')
@@ -31,11 +31,7 @@ local now = time[1] * 1000000 + time[2]
 local state, attempt, fence, ends, length_ms = 0, 0, 0, 0, 0
 local holder, payload, rest = '', string.rep('\0', 24), ''
 local taken_over = string.rep('\0', 5)
-local stored = redis.call('GET', record)
 if stored then
-  if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
-    return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
-  end
   state, attempt, fence, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
   holder, rest = stored:sub(41, 56), stored:sub(81)
 end

@@ -1,5 +1,6 @@
 -- idempotency_complete: store the response of an attempt, if the token still holds the operation.
 --
+-- Includes server_notify
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  state    2 with the response, 3 without
@@ -31,10 +32,5 @@ stored = struct.pack('<BBI4I7I7I4', 1, state, attempt, fence, now, 0) .. stored:
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
--- Without the right to publish, waiters poll.
-local listeners = redis.pcall(publish, channel, '1')
-if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 lacks SPUBLISH.
-  redis.pcall('PUBLISH', channel, '1')
-end
+notify(publish, channel, '1')
 return 1

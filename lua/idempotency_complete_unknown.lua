@@ -1,6 +1,7 @@
 -- idempotency_complete_unknown: store a response that an operator determined, if the outcome is still unknown as inspected. Also replaces
 -- a response that this script stored.
 --
+-- Includes server_notify, idempotency_record
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  fence    from idempotency_inspect
 -- ARGV[2]  found    state from idempotency_inspect: 4 unknown; 2 or 3 completed by this script
@@ -12,17 +13,12 @@
 --
 -- Value    record: see idempotency_begin; without a token, and with the fingerprints of the request
 -- Returns  1 stored; 0 the record changed since it was inspected, or is gone
--- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the reply is the same while the response is stored
-local record, fence, found, state, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0
+local fence, found, state, keep_ms = ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0
 local answer, publish, channel = ARGV[5], ARGV[6], ARGV[7]
 
-local stored = redis.call('GET', record)
 if not stored then
   return 0
-end
-if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
-  return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
 end
 local is, attempt, last, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
 local nobody = string.rep('\0', 16)
@@ -45,10 +41,5 @@ stored = struct.pack('<BBI4I7I7I4', 1, state, attempt, fence, now, 0) .. head ..
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
--- Without the right to publish, waiters poll.
-local listeners = redis.pcall(publish, channel, '1')
-if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 lacks SPUBLISH.
-  redis.pcall('PUBLISH', channel, '1')
-end
+notify(publish, channel, '1')
 return 1

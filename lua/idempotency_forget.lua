@@ -1,5 +1,6 @@
 -- idempotency_forget: free an operation for any request, if it is still in the inspected state.
 --
+-- Includes server_notify, idempotency_record
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  state    from idempotency_inspect, 0 to 4
 -- ARGV[2]  fence    from idempotency_inspect
@@ -9,17 +10,12 @@
 --
 -- Value    record: see idempotency_begin; free, without a request and without a token
 -- Returns  1 forgotten; 0 the record changed since it was inspected, or is gone
--- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the reply is the same until the next attempt
-local record, state, fence, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0
+local state, fence, keep_ms = ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0
 local publish, channel = ARGV[4], ARGV[5]
 
-local stored = redis.call('GET', record)
 if not stored then
   return 0
-end
-if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
-  return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
 end
 local is, attempt, last, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
 local none = string.rep('\0', 56)
@@ -38,10 +34,5 @@ end
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, struct.pack('<BBI4I7I7I4', 1, 0, attempt, last, 0, 0) .. none, 'PX', keep_ms)
--- Without the right to publish, waiters poll.
-local listeners = redis.pcall(publish, channel, '1')
-if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 lacks SPUBLISH.
-  redis.pcall('PUBLISH', channel, '1')
-end
+notify(publish, channel, '1')
 return 1

@@ -1,5 +1,6 @@
 -- idempotency_inspect: report the state of an operation.
 --
+-- Includes idempotency_record
 -- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  most    maximum bytes of a checkpoint; a longer one is not returned
 --
@@ -7,16 +8,11 @@
 -- Returns  {} without a record, or {state, fence, attempt, lasts_ms, kept_ms, checkpoint}. state: that of the record, or 4 if the lease ended
 --          without a result, so that the outcome is unknown. lasts_ms: until the end of the lease, or since then. kept_ms: until the record
 --          expires. checkpoint: empty if there is none
--- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
-local record, most = KEYS[1], ARGV[1] + 0
+local most = ARGV[1] + 0
 
-local stored = redis.call('GET', record)
 if not stored then
   return {}
-end
-if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
-  return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
 end
 local state, attempt, fence, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
 local lasts_ms, checkpoint = 0, ''

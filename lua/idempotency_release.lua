@@ -1,5 +1,6 @@
 -- idempotency_release: release an operation without a result, if the token still holds it.
 --
+-- Includes server_notify
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- KEYS[2]  records  sorted set, see idempotency_begin             prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
 -- ARGV[1]  token    of the attempt
@@ -49,10 +50,5 @@ if most > 0 then
     end
   end
 end
--- Without the right to publish, waiters poll.
-local listeners = redis.pcall(publish, channel, '1')
-if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
-  -- Redis 6.2 lacks SPUBLISH.
-  redis.pcall('PUBLISH', channel, '1')
-end
+notify(publish, channel, '1')
 return 1

@@ -1,5 +1,6 @@
 -- lock_line: grant a lease in the order of arrival, or keep the position of a waiter in the queue.
 --
+-- Includes server_notify
 -- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<name>:<key>}:lease
 -- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after the last call of a waiter  ...:line
 -- KEYS[3]  places    sorted set, kind and token by when the position is lost in us; expires with the line           ...:places
@@ -96,12 +97,8 @@ if granted then
     redis.call('ZREM', places, me)
     head = redis.call('ZRANGE', line, 0, 0)[1]
     if head and head:sub(1, 1) == kind and #others + 1 < permits then
-      -- The next waiter has room as well. Without the right to publish, waiters poll.
-      local heard = redis.pcall(publish, channel, head:sub(2))
-      if publish == 'SPUBLISH' and type(heard) ~= 'number' then
-        -- Redis 6.2 lacks SPUBLISH.
-        redis.pcall('PUBLISH', channel, head:sub(2))
-      end
+      -- The next waiter has room as well.
+      notify(publish, channel, head:sub(2))
     end
   end
   return {1, first}

@@ -1,5 +1,6 @@
 -- lock_seize: release a lease by force, whichever token holds it.
 --
+-- Includes server_notify
 -- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<name>:<key>}:lease
 -- ARGV[1]  keep_ms  how long the last fence is remembered
 -- ARGV[2]  publish  PUBLISH, or SPUBLISH on a cluster
@@ -32,9 +33,5 @@ end
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', lease, keep_ms)
 redis.call('SET', lease, struct.pack('<BI7', 1, fence), 'PX', keep_ms)
--- Without the right to publish, waiters poll.
-if type(redis.pcall(publish, channel, '1')) ~= 'number' and publish == 'SPUBLISH' then
-  -- Redis 6.2 lacks SPUBLISH.
-  redis.pcall('PUBLISH', channel, '1')
-end
+notify(publish, channel, '1')
 return {holders, fence}

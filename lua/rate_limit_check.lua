@@ -5,6 +5,7 @@
 -- last window, oldest first, and each entry carries the running sum. So the units between two entries are a subtraction, and each
 -- query is a binary search. The client derives remaining units and waiting times from the reply.
 --
+-- Includes rate_limit_refill, rate_limit_fade
 -- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 --          then one for each sliding log among the limits, in their order     ...{...}:<shape>:log:<window_us>
 --          then the same for each further descriptor
@@ -56,21 +57,6 @@ local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 local GRACE_MS = 10
 -- The bounds of products and of counts, see `LimitParams` in algorithm.rs.
 local EXACT, STEPS, MOST = 2 ^ 51, 2 ^ 26, 2 ^ 53 - 1
-
--- The debt of a bucket after a refill: whole and parts. The debt is below 0 if more was refilled than was missing.
-local function refilled(debt, part, passed, step, parts)
-  if parts == 1 then
-    return debt - passed * step, 0
-  end
-  -- passed * step / parts, with no product above 2^53 unless it is above the debt.
-  local rest = passed % parts * step
-  local refill = rest % parts
-  debt, part = debt - (passed - passed % parts) / parts * step - (rest - refill) / parts, part - refill
-  if part < 0 then
-    return debt - 1, part + parts
-  end
-  return debt, part
-end
 
 -- Create closures only if needed: creating one takes as long as calling a command.
 local open_log
@@ -441,15 +427,12 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       if previous + used == 0 then
         start = now
       end
-      -- See rate_limit_check_plain.
-      local left, steps = ceil((span - (now - start)) / step), ceil(span / step)
-      local over = previous % steps
-      local faded = (previous - over) / steps * left + ceil(over * left / steps)
+      local weighted = faded(previous, ceil((span - (now - start)) / step), ceil(span / step))
       if not settle then
         used = used + cost
-        fits = used + faded <= capacity
+        fits = used + weighted <= capacity
       elseif cost > 0 then
-        used = used + max(min(cost, most - used - faded), 0)
+        used = used + max(min(cost, most - used - weighted), 0)
       elseif ARGV[8] - start >= 0 then
         used = max(used + cost, 0)
       elseif ARGV[8] - start + span >= 0 then

@@ -2,6 +2,7 @@
 -- serves decisions that are requested at the same time and would cost a call each. A descriptor may repeat directly after itself, and
 -- once more in another group.
 --
+-- Includes rate_limit_refill, rate_limit_fade
 -- KEYS[1]  keys     strings, at most 64 of them, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  groups   four arguments for each policy, in the order of the keys:
 --                   head, little endian: 6 bytes ttl_ms, see rate_limit_check_plain; 2 bytes number of descriptors; 7 bytes cost
@@ -46,18 +47,7 @@ for at_group = 1, #groups, 4 do
     if kind == TOKEN_BUCKET then
       capacity = capacity * span
       charge = function(since, debt, part, ...)
-        local passed = now - last
-        if parts == 1 then
-          debt = debt - passed * step
-        else
-          -- See `refilled` in rate_limit_check.
-          local over = passed % parts * step
-          local refill = over % parts
-          debt, part = debt - (passed - passed % parts) / parts * step - (over - refill) / parts, part - refill
-          if part < 0 then
-            debt, part = debt - 1, part + parts
-          end
-        end
+        debt, part = refilled(debt, part, now - last, step, parts)
         if debt < 0 or debt + part == 0 then
           since, debt, part = now, 0, 0
         end
@@ -89,17 +79,14 @@ for at_group = 1, #groups, 4 do
         if start <= ended then
           start, previous, used = start + span, start + span > ended and used or 0, 0
         end
-        local faded = 0
+        local weighted = 0
         if previous > 0 then
-          -- See rate_limit_check_plain.
-          local left, steps = ceil((start + span - now) / step), ceil(span / step)
-          local over = previous % steps
-          faded = (previous - over) / steps * left + ceil(over * left / steps)
+          weighted = faded(previous, ceil((start + span - now) / step), ceil(span / step))
         elseif used == 0 then
           start = now
         end
         used = used + cost
-        if used + faded > capacity then
+        if used + weighted > capacity then
           fits = false
         end
         if rest then

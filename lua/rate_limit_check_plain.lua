@@ -1,6 +1,7 @@
 -- rate_limit_check_plain: the fast path of rate_limit_check. It charges one descriptor to its limits, none of which is a sliding log,
 -- if all of them have room. All other cases are left to rate_limit_check.
 --
+-- Includes rate_limit_refill, rate_limit_fade
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  request  little endian: 7 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts matter
 --                   after a write, at most; 2 bytes length of the packed value, 2 bytes length of limits; then terms and limits, see
@@ -50,18 +51,7 @@ local fits, charged, at = true, nil, length + 9
 while true do
   local has_three = kind ~= FIXED_WINDOW
   if kind == TOKEN_BUCKET then
-    local passed = now - last
-    if parts == 1 then
-      b = b - passed * step
-    else
-      -- See `refilled` in rate_limit_check.
-      local rest = passed % parts * step
-      local part = rest % parts
-      b, c = b - (passed - passed % parts) / parts * step - (rest - part) / parts, c - part
-      if c < 0 then
-        b, c = b - 1, c + parts
-      end
-    end
+    b, c = refilled(b, c, now - last, step, parts)
     if b < 0 or b + c == 0 then
       a, b, c = now, 0, 0
     end
@@ -85,11 +75,7 @@ while true do
     c = c + cost
     local used = c
     if b > 0 then
-      -- b * rest / steps, divided first, so that no product reaches 2^53.
-      local ceil = math.ceil
-      local rest, steps = ceil((span - passed) / step), ceil(span / step)
-      local over = b % steps
-      used = used + (b - over) / steps * rest + ceil(over * rest / steps)
+      used = used + faded(b, math.ceil((span - passed) / step), math.ceil(span / step))
     end
     fits = fits and used <= capacity
   end

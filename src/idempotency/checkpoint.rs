@@ -52,7 +52,7 @@ impl Checkpoint {
         Self::HEAD + self.step.len() + self.data.len()
     }
 
-    /// The stored form: see `lua/idempotency_checkpoint.lua`.
+    /// The stored form: see `lua/idempotency_renew.lua`.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.len());

@@ -49,15 +49,16 @@ fn claim_for(limit: usize, lease: Duration) -> Claim {
     Claim::new(WorkerId::random().unwrap(), limit, lease)
 }
 
-/// The number of scripts that the server has run, and their total time.
+/// The number of scripts that the server has run, and their total time. A call of an unknown script runs none: it fails.
 fn scripts(server: &RedisServer) -> (u64, Duration) {
     let stats = server.text("INFO commandstats");
     let number = |line: &str, field: &str| -> Option<u64> {
         line.split_once(&format!("{field}="))?.1.split(',').next()?.parse().ok()
     };
     let of_scripts = stats.lines().filter(|line| line.starts_with("cmdstat_eval"));
-    let (calls, usec): (Vec<_>, Vec<_>) =
-        of_scripts.filter_map(|line| Some((number(line, "calls")?, number(line, "usec")?))).unzip();
+    let (calls, usec): (Vec<_>, Vec<_>) = of_scripts
+        .filter_map(|line| Some((number(line, "calls")? - number(line, "failed_calls")?, number(line, "usec")?)))
+        .unzip();
     (calls.iter().sum(), Duration::from_micros(usec.iter().sum()))
 }
 

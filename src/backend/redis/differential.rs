@@ -451,7 +451,6 @@ impl RedisBackend {
             lock_seize,
             idempotency_begin,
             idempotency_renew,
-            idempotency_checkpoint,
             idempotency_complete,
             idempotency_release,
             idempotency_inspect,
@@ -460,19 +459,32 @@ impl RedisBackend {
             delay_queue_push,
             delay_queue_claim,
             delay_queue_extend,
-            delay_queue_control,
+            delay_queue_get,
+            delay_queue_cancel,
+            delay_queue_reschedule,
+            delay_queue_replace,
+            delay_queue_counts,
+            delay_queue_list,
+            delay_queue_pause,
+            delay_queue_purge,
+            delay_queue_release_unique,
+            delay_queue_replay,
+            delay_queue_forget,
             probe: _,
             floor: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
         let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];
-        let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
-        let ends = [idempotency_complete, idempotency_release];
+        let operations = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
         let looking = [lock_inspect, lock_name, lock_seize];
         let operating = [idempotency_inspect, idempotency_forget, idempotency_complete_unknown];
-        let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
+        let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_pause, delay_queue_purge];
+        let one_job = [delay_queue_get, delay_queue_cancel, delay_queue_reschedule, delay_queue_replace];
+        let many_jobs =
+            [delay_queue_counts, delay_queue_list, delay_queue_release_unique, delay_queue_replay, delay_queue_forget];
+        let queueing = delaying.into_iter().chain(one_job).chain(many_jobs);
         for script in
-            counting.into_iter().chain(locking).chain(looking).chain(once).chain(ends).chain(operating).chain(delaying)
+            counting.into_iter().chain(locking).chain(looking).chain(operations).chain(operating).chain(queueing)
         {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }

@@ -27,9 +27,19 @@ pub(crate) struct LuaScript {
     hash: String,
 }
 
+/// A script, after the includes that its header names.
 macro_rules! lua {
-    ($file:literal) => {
-        LuaScript::new(include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $file)))
+    ($file:literal $(, $prefix:ident: $($include:ident)+)*) => {
+        LuaScript::new(concat!(
+            $($(lua_file!("includes/", stringify!($prefix), "_", stringify!($include), ".lua"),)+)*
+            lua_file!($file),
+        ))
+    };
+}
+
+macro_rules! lua_file {
+    ($($part:expr),+) => {
+        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $($part),+))
     };
 }
 
@@ -51,7 +61,6 @@ pub(crate) struct Scripts {
     pub(crate) lock_seize: LuaScript,
     pub(crate) idempotency_begin: LuaScript,
     pub(crate) idempotency_renew: LuaScript,
-    pub(crate) idempotency_checkpoint: LuaScript,
     pub(crate) idempotency_complete: LuaScript,
     pub(crate) idempotency_release: LuaScript,
     pub(crate) idempotency_inspect: LuaScript,
@@ -60,7 +69,17 @@ pub(crate) struct Scripts {
     pub(crate) delay_queue_push: LuaScript,
     pub(crate) delay_queue_claim: LuaScript,
     pub(crate) delay_queue_extend: LuaScript,
-    pub(crate) delay_queue_control: LuaScript,
+    pub(crate) delay_queue_get: LuaScript,
+    pub(crate) delay_queue_cancel: LuaScript,
+    pub(crate) delay_queue_reschedule: LuaScript,
+    pub(crate) delay_queue_replace: LuaScript,
+    pub(crate) delay_queue_counts: LuaScript,
+    pub(crate) delay_queue_list: LuaScript,
+    pub(crate) delay_queue_pause: LuaScript,
+    pub(crate) delay_queue_purge: LuaScript,
+    pub(crate) delay_queue_release_unique: LuaScript,
+    pub(crate) delay_queue_replay: LuaScript,
+    pub(crate) delay_queue_forget: LuaScript,
     pub(crate) probe: LuaScript,
     // The largest fence in any reply to a lock call. Acquisitions send it as the floor of new fences.
     pub(crate) floor: FenceFloor,
@@ -127,31 +146,55 @@ impl ToRedisArgs for Group<'_> {
 impl Scripts {
     pub(crate) fn new() -> Self {
         Self {
-            check: lua!("rate_limit_check.lua"),
-            check_plain: lua!("rate_limit_check_plain.lua"),
-            check_many: lua!("rate_limit_check_many.lua"),
+            check: lua!("rate_limit_check.lua", rate_limit: refill fade),
+            check_plain: lua!("rate_limit_check_plain.lua", rate_limit: refill fade),
+            check_many: lua!("rate_limit_check_many.lua", rate_limit: refill fade),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_exchange: lua!("lock_exchange.lua"),
-            lock_line: lua!("lock_line.lua"),
+            lock_line: lua!("lock_line.lua", server: notify),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
             lock_name: lua!("lock_name.lua"),
-            lock_seize: lua!("lock_seize.lua"),
-            idempotency_begin: lua!("idempotency_begin.lua"),
+            lock_seize: lua!("lock_seize.lua", server: notify),
+            idempotency_begin: lua!("idempotency_begin.lua", idempotency: record),
             idempotency_renew: lua!("idempotency_renew.lua"),
-            idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
-            idempotency_complete: lua!("idempotency_complete.lua"),
-            idempotency_release: lua!("idempotency_release.lua"),
-            idempotency_inspect: lua!("idempotency_inspect.lua"),
-            idempotency_forget: lua!("idempotency_forget.lua"),
-            idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua"),
-            delay_queue_push: lua!("delay_queue_push.lua"),
-            delay_queue_claim: lua!("delay_queue_claim.lua"),
-            delay_queue_extend: lua!("delay_queue_extend.lua"),
-            delay_queue_control: lua!("delay_queue_control.lua"),
+            idempotency_complete: lua!("idempotency_complete.lua", server: notify),
+            idempotency_release: lua!("idempotency_release.lua", server: notify),
+            idempotency_inspect: lua!("idempotency_inspect.lua", idempotency: record),
+            idempotency_forget: lua!("idempotency_forget.lua", server: notify, idempotency: record),
+            idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua", server: notify, idempotency: record),
+            delay_queue_push: lua!("delay_queue_push.lua", server: notify, delay_queue: time wake),
+            delay_queue_claim: lua!(
+                "delay_queue_claim.lua",
+                server: notify,
+                delay_queue: time keys record runs unique wake rare settle fetch finish reclaim take
+            ),
+            delay_queue_extend: lua!("delay_queue_extend.lua", delay_queue: time),
+            delay_queue_get: lua!("delay_queue_get.lua", delay_queue: time keys record runs find),
+            delay_queue_cancel: lua!(
+                "delay_queue_cancel.lua",
+                delay_queue: time keys record runs split find unique free
+            ),
+            delay_queue_reschedule: lua!(
+                "delay_queue_reschedule.lua",
+                server: notify,
+                delay_queue: time keys record runs split find wake state
+            ),
+            delay_queue_replace: lua!("delay_queue_replace.lua", delay_queue: time keys record runs find),
+            delay_queue_counts: lua!("delay_queue_counts.lua", delay_queue: time keys),
+            delay_queue_list: lua!("delay_queue_list.lua", delay_queue: time keys record runs),
+            delay_queue_pause: lua!("delay_queue_pause.lua", server: notify, delay_queue: time keys wake state),
+            delay_queue_purge: lua!("delay_queue_purge.lua", delay_queue: time keys record runs split unique free),
+            delay_queue_release_unique: lua!("delay_queue_release_unique.lua", delay_queue: time keys unique),
+            delay_queue_replay: lua!(
+                "delay_queue_replay.lua",
+                server: notify,
+                delay_queue: time keys record unique wake state
+            ),
+            delay_queue_forget: lua!("delay_queue_forget.lua", delay_queue: time keys record unique free),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
@@ -361,25 +404,13 @@ impl Scripts {
         record: &str,
         claim: &idempotency::store::Claim,
         payload: &Payload,
+        checkpoint: Option<&Checkpoint>,
     ) -> Result<Value, StoreError> {
         let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
-        let args = (token, millis(claim.lease), millis(claim.retention), payload.as_slice());
-        self.idempotency_renew.call(servers, &[record], args).await
-    }
-
-    pub(crate) async fn idempotency_checkpoint(
-        &self,
-        servers: &Servers,
-        record: &str,
-        claim: &idempotency::store::Claim,
-        payload: &Payload,
-        checkpoint: &Checkpoint,
-    ) -> Result<Value, StoreError> {
-        let (token, payload, checkpoint) =
-            (claim.token.as_bytes().as_slice(), payload.to_bytes(), checkpoint.to_bytes());
+        let checkpoint = checkpoint.map(Checkpoint::to_bytes);
         let times = (millis(claim.lease), millis(claim.retention));
-        let args = (token, times, payload.as_slice(), checkpoint.as_slice());
-        self.idempotency_checkpoint.call(servers, &[record], args).await
+        let args = (token, times, payload.as_slice(), checkpoint.as_deref());
+        self.idempotency_renew.call(servers, &[record], args).await
     }
 
     pub(crate) async fn idempotency_complete(
@@ -494,15 +525,16 @@ impl Scripts {
         self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
     }
 
+    /// Calls one of the scripts that inspect and administer jobs, with the arguments of its own.
     pub(crate) async fn delay_queue_control(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
-        verb: &str,
+        script: &LuaScript,
         args: impl ToRedisArgs,
     ) -> Result<Value, StoreError> {
-        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, verb, args);
-        self.delay_queue_control.call(servers, &all_of(keys), args).await
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, args);
+        script.call(servers, &all_of(keys), args).await
     }
 }
 
@@ -716,9 +748,12 @@ fn command(verb: &str, script: &str, keys: &[&str], args: &impl ToRedisArgs) -> 
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
     use super::*;
 
-    /// The names after `KEYS[1]`, `ARGV[1]` and so on in the header of a script.
+    /// The names after `KEYS[1]`, `ARGV[1]` and so on in the headers of a script and its includes.
     fn declared(header: &str, what: &str) -> Vec<String> {
         let names = (1..).map_while(|i| {
             let tag = format!("-- {what}[{i}]");
@@ -748,8 +783,7 @@ mod tests {
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 1, 4),
             (&scripts.idempotency_begin, 2, 6),
-            (&scripts.idempotency_renew, 1, 4),
-            (&scripts.idempotency_checkpoint, 1, 5),
+            (&scripts.idempotency_renew, 1, 5),
             (&scripts.idempotency_complete, 1, 7),
             (&scripts.idempotency_release, 2, 5),
             (&scripts.idempotency_inspect, 1, 1),
@@ -758,12 +792,23 @@ mod tests {
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),
-            (&scripts.delay_queue_control, 12, 5),
+            (&scripts.delay_queue_get, 12, 4),
+            (&scripts.delay_queue_cancel, 12, 5),
+            (&scripts.delay_queue_reschedule, 12, 5),
+            (&scripts.delay_queue_replace, 12, 5),
+            (&scripts.delay_queue_counts, 12, 3),
+            (&scripts.delay_queue_list, 12, 6),
+            (&scripts.delay_queue_pause, 12, 4),
+            (&scripts.delay_queue_purge, 12, 5),
+            (&scripts.delay_queue_release_unique, 12, 4),
+            (&scripts.delay_queue_replay, 12, 4),
+            (&scripts.delay_queue_forget, 12, 4),
         ];
         for (script, keys, args) in calls {
-            let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
+            let (comments, code): (Vec<_>, Vec<_>) = script.code.lines().partition(|line| line.starts_with("--"));
+            let (header, body) = (comments.join("\n"), code.join("\n"));
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
-                let names = declared(header, what);
+                let names = declared(&header, what);
                 assert_eq!(names.len(), count, "{what} in the header");
                 assert!(
                     !body.contains(&format!("{what}[{}]", count + 1)),
@@ -776,6 +821,25 @@ mod tests {
             for word in ["Value ", "Returns ", "Errors ", "Repeat "] {
                 assert!(header.contains(&format!("-- {word}")), "the header has no line {word}");
             }
+        }
+    }
+
+    #[test]
+    fn scripts_follow_the_includes_of_their_headers() {
+        let lua = Path::new(env!("CARGO_MANIFEST_DIR")).join("lua");
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+        let scripts = format!("{:?}", Scripts::new());
+        for entry in fs::read_dir(&lua).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                continue;
+            }
+            let script = read(path);
+            let includes =
+                script.lines().filter_map(|line| line.strip_prefix("-- Includes ")).flat_map(|names| names.split(", "));
+            let mut joined: String = includes.map(|name| read(lua.join(format!("includes/{name}.lua")))).collect();
+            joined += &script;
+            assert!(scripts.contains(Script::new(&joined).get_hash()), "no script is {joined}");
         }
     }
 

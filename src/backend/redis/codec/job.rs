@@ -1,4 +1,4 @@
-//! The encoding of jobs in Redis: see the headers of `lua/delay_queue_push.lua` and `lua/delay_queue_claim.lua`.
+//! The encoding of jobs in Redis: see the headers of `lua/includes/delay_queue_keys.lua` and `lua/delay_queue_push.lua`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,7 +15,7 @@ use crate::key::Key;
 /// The bytes of a record before its unique key.
 const HEADER_LEN: usize = 26;
 
-/// How many jobs a run has: see `lua/delay_queue_push.lua`.
+/// How many jobs a run has: see `lua/includes/delay_queue_keys.lua`.
 const RUN: usize = 16;
 
 /// Jobs of one priority, as arguments of `delay_queue_push`.

@@ -7,6 +7,7 @@ use crate::backend::redis::batch::push::{PushBatcher, push};
 use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs, pack_lease, stored_job, when};
 use crate::backend::redis::connection::subscriber::Interest;
 use crate::backend::redis::error::unexpected_reply;
+use crate::backend::redis::scripts::LuaScript;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::delay_queue::store::{
     Ack, Admission, Claim, Claimed, ClaimedJob, DelayQueueStore, Died, Expired, Extended, Finished, JobLease,
@@ -111,7 +112,7 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
-        let reply = self.control(queue, "get", id.as_bytes()).await?;
+        let reply = self.control(queue, &self.inner.scripts.delay_queue_get, id.as_bytes()).await?;
         match &reply {
             Value::Array(values) => match values.as_slice() {
                 [] => Ok(None),
@@ -126,7 +127,10 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
-        match self.control(queue, "cancel", (id.as_bytes(), u8::from(keeps_unique))).await? {
+        match self
+            .control(queue, &self.inner.scripts.delay_queue_cancel, (id.as_bytes(), u8::from(keeps_unique)))
+            .await?
+        {
             Value::Int(0) => Ok(Cancelled::Missing),
             Value::Int(1) => Ok(Cancelled::Removed),
             Value::Int(2) => Ok(Cancelled::Notified),
@@ -136,15 +140,15 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
-        changed(&self.control(queue, "reschedule", (id.as_bytes(), when(due))).await?)
+        changed(&self.control(queue, &self.inner.scripts.delay_queue_reschedule, (id.as_bytes(), when(due))).await?)
     }
 
     async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        changed(&self.control(queue, "replace", (id.as_bytes(), payload)).await?)
+        changed(&self.control(queue, &self.inner.scripts.delay_queue_replace, (id.as_bytes(), payload)).await?)
     }
 
     async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
-        let reply = self.control(queue, "counts", "").await?;
+        let reply = self.control(queue, &self.inner.scripts.delay_queue_counts, None::<u64>).await?;
         let numbers: Option<Vec<i64>> = array(&reply, 6)?
             .iter()
             .map(|value| match value {
@@ -180,35 +184,39 @@ impl DelayQueueStore for RedisBackend {
         };
         // The script counts in doubles, which are exact up to this number.
         let skip = skip.min(1 << 53);
-        let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
+        let reply =
+            self.control(queue, &self.inner.scripts.delay_queue_list, (place, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
         Ok(stored_jobs(values, state))
     }
 
     async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-        self.control(queue, "pause", u8::from(is_paused)).await.map(drop)
+        self.control(queue, &self.inner.scripts.delay_queue_pause, u8::from(is_paused)).await.map(drop)
     }
 
     async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
-        match self.control(queue, "purge", (limit.min(MAX_BATCH), u8::from(keeps_unique))).await? {
+        match self
+            .control(queue, &self.inner.scripts.delay_queue_purge, (limit.min(MAX_BATCH), u8::from(keeps_unique)))
+            .await?
+        {
             Value::Int(removed @ 0..) => Ok(removed as usize),
             reply => Err(unexpected_reply(&reply)),
         }
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
-        match self.control(queue, "release_unique", key.as_bytes()).await? {
+        match self.control(queue, &self.inner.scripts.delay_queue_release_unique, key.as_bytes()).await? {
             Value::Int(was_held @ 0..=1) => Ok(was_held == 1),
             reply => Err(unexpected_reply(&reply)),
         }
     }
 
     async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.each(queue, "replay", ids).await
+        self.each(queue, &self.inner.scripts.delay_queue_replay, ids).await
     }
 
     async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.each(queue, "forget", ids).await
+        self.each(queue, &self.inner.scripts.delay_queue_forget, ids).await
     }
 
     fn reach(&self) -> Reach {
@@ -225,17 +233,22 @@ impl DelayQueueStore for RedisBackend {
 }
 
 impl RedisBackend {
-    async fn control(&self, queue: &QueueKey, verb: &str, args: impl redis::ToRedisArgs) -> Result<Value, StoreError> {
+    async fn control(
+        &self,
+        queue: &QueueKey,
+        script: &LuaScript,
+        args: impl redis::ToRedisArgs,
+    ) -> Result<Value, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        scripts.delay_queue_control(servers, &keys.delay_queue(queue), verb, args).await
+        scripts.delay_queue_control(servers, &keys.delay_queue(queue), script, args).await
     }
 
-    async fn each(&self, queue: &QueueKey, verb: &str, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+    async fn each(&self, queue: &QueueKey, script: &LuaScript, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
         let names: Vec<_> = ids.iter().take(MAX_BATCH).map(JobId::as_bytes).collect();
         if names.is_empty() {
             return Ok(Vec::new());
         }
-        let reply = self.control(queue, verb, &names).await?;
+        let reply = self.control(queue, script, &names).await?;
         match &reply {
             // Fewer than requested if the jobs are large.
             Value::Array(answers) if (1..=names.len()).contains(&answers.len()) => {

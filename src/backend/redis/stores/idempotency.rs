@@ -30,7 +30,7 @@ impl IdempotencyStore for RedisBackend {
 
     async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload).await?)
+        is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload, None).await?)
     }
 
     async fn checkpoint(
@@ -42,7 +42,7 @@ impl IdempotencyStore for RedisBackend {
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
-        is_done(&scripts.idempotency_checkpoint(servers, &record, claim, payload, checkpoint).await?)
+        is_done(&scripts.idempotency_renew(servers, &record, claim, payload, Some(checkpoint)).await?)
     }
 
     async fn complete(

@@ -116,9 +116,16 @@ impl Ceiling {
     }
 }
 
+/// The script after its includes, as the crate sends it.
 fn source(script: &str) -> String {
-    let source = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lua").join(script));
-    source.unwrap_or_else(|error| panic!("lua/{script} cannot be read: {error}"))
+    let read = |file: &str| {
+        let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lua").join(file));
+        text.unwrap_or_else(|error| panic!("lua/{file} cannot be read: {error}"))
+    };
+    let script = read(script);
+    let includes =
+        script.lines().filter_map(|line| line.strip_prefix("-- Includes ")).flat_map(|names| names.split(", "));
+    includes.map(|name| read(&format!("includes/{name}.lua"))).collect::<String>() + &script
 }
 
 fn load_script(server: &RedisServer, source: &str) -> String {
