@@ -97,6 +97,7 @@
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod codec;
 mod error;
 mod key;
 #[cfg(feature = "metrics")]
@@ -107,6 +108,7 @@ mod reach;
 mod store;
 
 pub mod backend;
+pub mod cache;
 #[cfg(feature = "config")]
 pub mod config;
 pub mod delay_queue;
@@ -131,6 +133,8 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
+pub use self::cache::Cache;
+pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
