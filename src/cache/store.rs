@@ -173,6 +173,12 @@ pub struct NewEntry {
 }
 
 impl NewEntry {
+    /// An entry with a value, or without one if the origin has none.
+    #[must_use]
+    pub const fn new(value: Option<Bytes>, fresh_for: Duration, ttl: Duration, cost: Duration) -> Self {
+        Self { value, fresh_for, ttl, cost }
+    }
+
     /// The longest time for which an entry is kept.
     pub const MAX_TTL: Duration = Duration::from_secs(365 * 86_400);
     /// The largest value, in bytes.
