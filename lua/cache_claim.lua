@@ -7,8 +7,8 @@
 -- ARGV[3]  lease_ms  how long the lease lasts
 --
 -- Value    lease: 1 byte L, and the token: a fill holds it. F: a fill failed. U: the value is not cached. Expires with the lease or mark
--- Returns  {state, ms, now_ms}: 0 the entry is another one; 1 granted; 2 another fill holds the lease; 3 F; 4 U, each of these for ms.
---          now_ms is the server's clock
+-- Returns  {state, ms, now_ms}. state is 0 if the entry is another one, 1 granted, 2 another fill holds the lease, 3 F, 4 U. The last three
+--          last for ms. now_ms is the server's clock
 -- Errors   WRONGTYPE
 -- Repeat   renews the lease of the same token
 local entry, lease, token, seen, lease_ms = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]

@@ -1,4 +1,4 @@
--- cache_put: store an entry, either as the result of a fill that holds the lease, or whoever holds it.
+-- cache_put: store an entry, for a fill that holds the lease, or unconditionally.
 --
 -- KEYS[1]  entry      string                              prefix:2:{cache:<cache>:<key>}:entry
 -- KEYS[2]  lease      string, see cache_claim             prefix:2:{cache:<cache>:<key>}:lease
@@ -12,8 +12,8 @@
 -- ARGV[8]  publish    PUBLISH, or SPUBLISH on a cluster
 -- ARGV[9]  channel    channel of the waiters
 --
--- Value    entry: 1 byte version 1, 1 byte is_value, 16 bytes id, then 7 bytes each, lowest byte first: the server's clock at the put and
---          when it becomes stale, in milliseconds; 4 bytes cost_ms; the value
+-- Value    entry: 1 byte version 1, 1 byte is_value, 16 bytes id, 7 bytes time of the put, 7 bytes time of becoming stale, 4 bytes cost_ms,
+--          the value. Times are in milliseconds of the server's clock. Numbers have their lowest byte first
 -- Returns  {stored, now_ms}: 1, or 0 if the token does not hold the lease. now_ms is the server's clock
 -- Errors   WRONGTYPE
 -- Repeat   stores nothing again, and returns 1 while the entry is the same

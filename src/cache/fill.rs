@@ -1,4 +1,4 @@
-//! One load: the lease, the loader, and what it leaves in the store.
+//! One load: the lease, the loader, and the new entry or mark in the store.
 
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,7 +20,7 @@ use crate::codec::Codec;
 use crate::error::StoreError;
 use crate::panics::discard;
 
-/// What a load needs of its cache.
+/// The parts of a cache that a load needs.
 pub(super) struct Filler<C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
@@ -41,7 +41,7 @@ impl<C> Clone for Filler<C> {
     }
 }
 
-/// What a caller knows when it asks for a load.
+/// The state of the entry, as the caller of a load has found it.
 pub(super) enum Before {
     /// The id of the entry that the store returned.
     Seen(EntryId),
@@ -243,12 +243,12 @@ impl<C> Filler<C> {
 const POLL: Duration = Duration::from_millis(500);
 
 /// The future of a loader, which calls it at the first poll: a panic of the call is then one of the future.
-pub(super) fn loading<T, L, F, R, E>(loader: L) -> impl Future<Output = Result<Loaded<T>, CacheError>> + Send
+pub(super) async fn loading<T, L, F, R, E>(loader: L) -> Result<Loaded<T>, CacheError>
 where
     L: FnOnce() -> F + Send,
     F: Future<Output = Result<R, E>> + Send,
     R: Into<Loaded<T>>,
     E: Into<crate::error::BoxError>,
 {
-    async move { loader().await.map(Into::into).map_err(|error| CacheError::load(error.into())) }
+    loader().await.map(Into::into).map_err(|error| CacheError::load(error.into()))
 }

@@ -33,9 +33,9 @@ struct Flight<T> {
 }
 
 /// A caller of a load.
-pub(super) struct Ticket<T>(watch::Receiver<Option<Outcome<T>>>);
+pub(super) struct LoadWaiter<T>(watch::Receiver<Option<Outcome<T>>>);
 
-impl<T> Ticket<T> {
+impl<T> LoadWaiter<T> {
     /// The result of the load.
     pub(super) async fn outcome(mut self) -> Outcome<T> {
         match self.0.wait_for(Option::is_some).await {
@@ -62,14 +62,14 @@ impl<T: Send + Sync + 'static> Flights<T> {
         is_background: bool,
         load: impl FnOnce() -> L,
         cancel: impl FnOnce() -> C + Send + 'static,
-    ) -> Result<Ticket<T>, CacheError>
+    ) -> Result<LoadWaiter<T>, CacheError>
     where
         L: Future<Output = Outcome<T>> + Send + 'static,
         C: Future<Output = ()> + Send,
     {
         let mut running = self.running();
         if let Some(flight) = running.get(&key) {
-            return Ok(Ticket(flight.outcome.subscribe()));
+            return Ok(LoadWaiter(flight.outcome.subscribe()));
         }
         if self.is_closed.load(Ordering::Acquire) {
             return Err(CacheError::Closed);
@@ -97,7 +97,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
                 }
             }
         });
-        Ok(Ticket(ticket))
+        Ok(LoadWaiter(ticket))
     }
 
     fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {
@@ -113,7 +113,7 @@ struct Landing<T> {
 }
 
 impl<T: Send + Sync + 'static> Landing<T> {
-    /// Runs a load. `None` if its last caller has gone; then nobody can join it any more.
+    /// Runs a load. `None` if its last caller has gone. The load is then no longer in the table.
     async fn fly<L>(self, mut load: Pin<&mut L>) -> Option<Outcome<T>>
     where
         L: Future<Output = Outcome<T>> + Send,

@@ -69,7 +69,7 @@ pub trait CacheStore {
         mark: Option<Mark>,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores an entry whether or not somebody fills it. Ends the lease of a fill or a mark. Notifies waiters. The entry has the token as
+    /// Stores an entry unconditionally. Ends the lease of a fill or a mark. Notifies waiters. The entry has the token as
     /// its id.
     fn set(
         &self,
@@ -122,7 +122,7 @@ impl From<&Token> for EntryId {
     }
 }
 
-/// What is stored under a key.
+/// The content of an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Content {
@@ -140,7 +140,7 @@ pub enum Content {
 pub struct Entry {
     /// Its id.
     pub id: EntryId,
-    /// What is stored.
+    /// Its content.
     pub content: Content,
     /// The time since it was stored.
     pub age: Duration,
@@ -214,7 +214,7 @@ impl Claim {
 pub enum Claimed {
     /// The token holds the lease: fill the entry.
     Granted,
-    /// The entry is not the one that the caller has seen.
+    /// The entry is no longer the one in `seen`.
     Changed,
     /// Another fill holds the lease.
     Busy {

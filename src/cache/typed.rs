@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::error::CacheError;
 use super::fill::{Before, Filler, loading};
-use super::flights::{Flights, Ticket};
+use super::flights::{Flights, LoadWaiter};
 use super::loaded::Loaded;
 use super::options::Options;
 use super::store::{CacheKey, CacheStore, Claim, Entry, EntryId, Token};
@@ -269,7 +269,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         before: Before,
         is_background: bool,
         loader: L,
-    ) -> Result<Ticket<T>, CacheError>
+    ) -> Result<LoadWaiter<T>, CacheError>
     where
         L: FnOnce() -> F + Send + 'static,
         F: Future<Output = Result<R, E>> + Send,
