@@ -12,7 +12,7 @@
 -- Repeat   harmless: an entry stored in between is removed or stale too
 local entry, lease, is_hard, publish, channel = KEYS[1], KEYS[2], ARGV[1] == '1', ARGV[2], ARGV[3]
 
-redis.call('DEL', lease)
+redis.call('UNLINK', lease)
 if is_hard then
   redis.call('UNLINK', entry)
 elseif redis.call('STRLEN', entry) >= 36 then

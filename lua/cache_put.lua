@@ -28,7 +28,7 @@ if is_fill and redis.call('GET', lease) ~= 'L' .. token then
 end
 local header = struct.pack('<BBc16I7I7I4', 1, is_value, token, now_ms, now_ms + fresh_ms, cost_ms)
 redis.call('SET', entry, header .. value, 'PX', ttl_ms)
-redis.call('DEL', lease)
+redis.call('UNLINK', lease)
 -- Without the right to publish, waiters poll.
 local listeners = redis.pcall(publish, channel, '1')
 if publish == 'SPUBLISH' and type(listeners) ~= 'number' then

@@ -17,7 +17,7 @@ if redis.call('GET', lease) ~= 'L' .. token then
   return 0
 end
 if mark == '' then
-  redis.call('DEL', lease)
+  redis.call('UNLINK', lease)
 else
   redis.call('SET', lease, mark, 'PX', mark_ms)
 end

@@ -39,6 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
 //! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
+//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, and its store trait |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with`, and the [shutdown](backend#shutdown) |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |

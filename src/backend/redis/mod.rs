@@ -122,7 +122,7 @@
 //! * Locks with replication: `+wait`.
 //! * Fair locks and fair semaphores, and read/write locks: `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`.
 //! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard +zscore`.
-//! * Waiting for a lock or for the same request: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
+//! * Waiting for a lock, for the same request or for a cached value: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
 //!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second.
 //! * Cheaper batches of lock releases: `+pubsub|numsub`. Releases are then published only to channels with subscribers.
 //! * Listing locks or operations: `+scan`.
