@@ -321,6 +321,7 @@ async fn use_a_cache(server: &RedisServer) -> Result<(), BoxError> {
     here.invalidate(key.as_str()).await?;
     let failing = async || Err::<u32, _>(BoxError::from("the origin is down"));
     assert!(here.get_or_fill(key.as_str(), failing).await.is_err());
+    sleep(LINGER).await;
     Ok(())
 }
 
