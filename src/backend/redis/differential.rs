@@ -461,6 +461,11 @@ impl RedisBackend {
             delay_queue_claim,
             delay_queue_extend,
             delay_queue_control,
+            cache_claim: _,
+            cache_renew: _,
+            cache_put: _,
+            cache_release: _,
+            cache_invalidate: _,
             probe: _,
             floor: _,
         } = &mut scripts;
