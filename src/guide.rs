@@ -12,6 +12,7 @@
 //! | [`locks`] | lock work across processes, and refuse late writes with a fence |
 //! | [`idempotency`] | execute a request or an operation once |
 //! | [`queues`] | run delayed jobs with retries in production |
+//! | [`cache`] | cache values that all processes load once |
 //! | [`redis`] | run and size Redis |
 //! | [`kubernetes`] | set probes, and shut down and deploy without lost work |
 //! | [`migrating`] | replace tower_governor, your own `INCR`, rslock or apalis |
@@ -26,6 +27,7 @@ macro_rules! links {
     () => {
         concat!(
             "[algorithms.md]: crate::guide::algorithms\n",
+            "[cache.md]: crate::guide::cache\n",
             "[comparison.md]: crate::guide::comparison\n",
             "[guarantees.md]: crate::guide::guarantees\n",
             "[idempotency.md#work-that-is-not-http]: crate::guide::idempotency#work-that-is-not-http\n",
@@ -69,6 +71,7 @@ macro_rules! pages {
 
 pages! {
     algorithms "../docs/guide/algorithms.md"
+    cache "../docs/guide/cache.md"
     comparison "../docs/guide/comparison.md"
     guarantees "../docs/guide/guarantees.md"
     idempotency "../docs/guide/idempotency.md"

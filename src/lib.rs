@@ -39,6 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
 //! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
+//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, and its store trait |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with`, and the [shutdown](backend#shutdown) |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -97,6 +98,7 @@
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod codec;
 mod error;
 mod key;
 #[cfg(feature = "metrics")]
@@ -107,6 +109,7 @@ mod reach;
 mod store;
 
 pub mod backend;
+pub mod cache;
 #[cfg(feature = "config")]
 pub mod config;
 pub mod delay_queue;
@@ -131,6 +134,8 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
+pub use self::cache::Cache;
+pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]

@@ -3,6 +3,8 @@ use std::time::Duration;
 use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
+use crate::cache::store as cache;
+use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State, StoredJob};
 use crate::error::{ConfigError, ConnectError, StoreError};
@@ -391,6 +393,52 @@ impl IdempotencyRegistry for AnyBackend {
     }
 }
 
+impl CacheStore for AnyBackend {
+    async fn get(&self, key: &CacheKey) -> Result<Option<Entry>, StoreError> {
+        delegate!(self, store => CacheStore::get(store, key).await)
+    }
+
+    async fn claim(&self, key: &CacheKey, seen: &EntryId, claim: &cache::Claim) -> Result<cache::Claimed, StoreError> {
+        delegate!(self, store => CacheStore::claim(store, key, seen, claim).await)
+    }
+
+    async fn renew(&self, key: &CacheKey, claim: &cache::Claim) -> Result<bool, StoreError> {
+        delegate!(self, store => CacheStore::renew(store, key, claim).await)
+    }
+
+    async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {
+        delegate!(self, store => store.put(key, token, entry).await)
+    }
+
+    async fn release(&self, key: &CacheKey, token: &Token, mark: Option<Mark>) -> Result<bool, StoreError> {
+        delegate!(self, store => CacheStore::release(store, key, token, mark).await)
+    }
+
+    async fn set(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<(), StoreError> {
+        delegate!(self, store => store.set(key, token, entry).await)
+    }
+
+    async fn invalidate(&self, key: &CacheKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.invalidate(key).await)
+    }
+
+    async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.expire(key).await)
+    }
+
+    async fn watch(&self, key: &CacheKey) -> Notifications {
+        delegate!(self, store => CacheStore::watch(store, key).await)
+    }
+
+    fn reach(&self) -> Reach {
+        delegate!(self, store => CacheStore::reach(store))
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        delegate!(self, store => CacheStore::add_to_shutdown(store, target));
+    }
+}
+
 impl DelayQueueStore for AnyBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         delegate!(self, store => store.push(queue, jobs, max_jobs).await)
@@ -402,7 +450,7 @@ impl DelayQueueStore for AnyBackend {
         finished: &[Ack],
         claim: &delay_queue::store::Claim,
     ) -> Result<Claimed, StoreError> {
-        delegate!(self, store => store.claim(queue, finished, claim).await)
+        delegate!(self, store => DelayQueueStore::claim(store, queue, finished, claim).await)
     }
 
     async fn extend(&self, queue: &QueueKey, leases: &[JobLease], ttl: Duration) -> Result<Vec<Extended>, StoreError> {
@@ -414,7 +462,7 @@ impl DelayQueueStore for AnyBackend {
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
-        delegate!(self, store => store.get(queue, id).await)
+        delegate!(self, store => DelayQueueStore::get(store, queue, id).await)
     }
 
     async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {

@@ -273,7 +273,6 @@
 //! [unique key](Push::unique_for) outlasts your retries: `.unique_for(key, UniqueFor::Time(..))`.
 
 mod backoff;
-mod codec;
 mod error;
 mod id;
 mod job;
@@ -300,7 +299,6 @@ mod trace;
 pub use crate::store::circuit::CircuitBreaker;
 
 pub use self::backoff::Backoff;
-pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
 pub use self::id::JobId;
 #[cfg(all(test, feature = "redis"))]
@@ -320,3 +318,4 @@ pub use self::schedule::{Recurring, Schedule};
 pub use self::store::{Cancelled, Changed, Counts, DeadLimits};
 pub use self::worker::events::{Event, Events};
 pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};
+pub use crate::codec::{Codec, Json};

@@ -7,7 +7,6 @@ use std::time::Duration;
 use tokio::task::yield_now;
 
 use super::activity::ActivityGuard;
-use super::codec::{Codec, Json};
 use super::erased::{Call, DynStore};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
@@ -22,6 +21,7 @@ use super::store::{
     MAX_BATCH, QueueKey, State, WorkerId, batch_len,
 };
 use super::worker::store_client::{CircuitWait, StoreClient};
+use crate::codec::{Codec, Json};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;

@@ -17,13 +17,13 @@ use jiff::{Timestamp, Zoned};
 use tokio::time::{Instant, sleep};
 
 use super::backoff::share;
-use super::codec::{Codec, Json};
 use super::error::QueueError;
 use super::id::JobId;
 use super::push::Push;
 use super::queue::DelayQueue;
 use super::record::{Due, UniqueFor};
 use super::store::{Cancelled, State};
+use crate::codec::{Codec, Json};
 use crate::error::ConfigError;
 
 /// The largest supported clock difference between processes that push for a schedule or retire it.

@@ -68,6 +68,8 @@ pub struct ShutdownReport {
     pub corrections: usize,
     /// Handlers of idempotency layers that still run, and operations whose result is not stored. Their outcome will be unknown.
     pub handlers: usize,
+    /// Loads of caches that still run. Their values may not be cached.
+    pub loads: usize,
 }
 
 impl ShutdownReport {
@@ -84,19 +86,21 @@ impl ShutdownReport {
             leases: self.leases + other.leases,
             corrections: self.corrections + other.corrections,
             handlers: self.handlers + other.handlers,
+            loads: self.loads + other.loads,
         }
     }
 }
 
 impl fmt::Display for ShutdownReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { workers, jobs, leases, corrections, handlers } = *self;
+        let Self { workers, jobs, leases, corrections, handlers, loads } = *self;
         let kinds = [
             (workers, "running worker", "running workers"),
             (jobs, "unfinished job", "unfinished jobs"),
             (leases, "held lease", "held leases"),
             (corrections, "correction in flight", "corrections in flight"),
             (handlers, "running handler", "running handlers"),
+            (loads, "running load", "running loads"),
         ];
         let mut before = "the shutdown is incomplete: it left ";
         for (count, one, several) in kinds.into_iter().filter(|(count, ..)| *count > 0) {

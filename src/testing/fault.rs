@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
+use crate::cache::store as cache;
+use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State as JobState, StoredJob};
 use crate::error::StoreError;
@@ -85,8 +87,8 @@ pub enum Failure {
     Other,
 }
 
-/// The kind of a call: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`], and of
-/// [`LockRegistry`] and [`IdempotencyRegistry`].
+/// The kind of a call: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`], [`DelayQueueStore`] and [`CacheStore`], and
+/// of [`LockRegistry`] and [`IdempotencyRegistry`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -106,13 +108,13 @@ pub enum Verb {
     Acquire,
     /// `renew`. One call for any number of leases.
     Renew,
-    /// `release`, of a lock or of an operation.
+    /// `release`, of a lock, an operation or a load.
     Release,
     /// `name` of a holder.
     Name,
     /// `ask_holders`.
     Ask,
-    /// `watch` of a lock, an operation or a queue, or `watch_asks`. If it fails, there are no notifications.
+    /// `watch` of a lock, an operation, a queue or a cache entry, or `watch_asks`. If it fails, there are no notifications.
     Watch,
     /// `begin` of an operation.
     Begin,
@@ -122,8 +124,14 @@ pub enum Verb {
     Checkpoint,
     /// `push`. One call for any number of jobs.
     Push,
-    /// `claim`, which also finishes jobs.
+    /// `claim` of jobs, which also finishes jobs, or of a load.
     Claim,
+    /// `get` of a cache.
+    Get,
+    /// `put` of a load, or `set` of a cache.
+    Put,
+    /// `invalidate` or `expire` of a cache.
+    Invalidate,
     /// `extend`. One call for any number of leases.
     Extend,
     /// All other methods of a delay queue.
@@ -313,6 +321,52 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
+    }
+
+    fn reach(&self) -> Reach {
+        self.inner.reach()
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.add_to_shutdown(target);
+    }
+}
+
+impl<S: CacheStore + Sync> CacheStore for FaultStore<S> {
+    async fn get(&self, key: &CacheKey) -> Result<Option<Entry>, StoreError> {
+        self.faults.around(Verb::Get, self.inner.get(key)).await
+    }
+
+    async fn claim(&self, key: &CacheKey, seen: &EntryId, claim: &cache::Claim) -> Result<cache::Claimed, StoreError> {
+        self.faults.around(Verb::Claim, self.inner.claim(key, seen, claim)).await
+    }
+
+    async fn renew(&self, key: &CacheKey, claim: &cache::Claim) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Renew, self.inner.renew(key, claim)).await
+    }
+
+    async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Put, self.inner.put(key, token, entry)).await
+    }
+
+    async fn release(&self, key: &CacheKey, token: &Token, mark: Option<Mark>) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Release, self.inner.release(key, token, mark)).await
+    }
+
+    async fn set(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<(), StoreError> {
+        self.faults.around(Verb::Put, self.inner.set(key, token, entry)).await
+    }
+
+    async fn invalidate(&self, key: &CacheKey) -> Result<(), StoreError> {
+        self.faults.around(Verb::Invalidate, self.inner.invalidate(key)).await
+    }
+
+    async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
+        self.faults.around(Verb::Invalidate, self.inner.expire(key)).await
+    }
+
+    async fn watch(&self, key: &CacheKey) -> Notifications {
+        self.faults.watch(self.inner.watch(key)).await
     }
 
     fn reach(&self) -> Reach {
@@ -580,6 +634,7 @@ mod tests {
             ("LockRegistry", include_str!("../lock/store.rs"), 3),
             ("IdempotencyStore", include_str!("../idempotency/store.rs"), 6),
             ("IdempotencyRegistry", include_str!("../idempotency/store.rs"), 4),
+            ("CacheStore", include_str!("../cache/store.rs"), 9),
             ("DelayQueueStore", include_str!("../delay_queue/store.rs"), 14),
         ];
         for (name, source, expected) in traits {

@@ -99,6 +99,7 @@
 //! * [`rate_limit_contract!`](crate::rate_limit_contract) tests a [`RateLimitStore`](crate::rate_limit::store::RateLimitStore).
 //! * [`lock_contract!`](crate::lock_contract) tests a [`LockStore`](crate::lock::store::LockStore).
 //! * [`idempotency_contract!`](crate::idempotency_contract) tests an [`IdempotencyStore`](crate::idempotency::store::IdempotencyStore).
+//! * [`cache_contract!`](crate::cache_contract) tests a [`CacheStore`](crate::cache::store::CacheStore).
 //! * [`delay_queue_contract!`](crate::delay_queue_contract) tests a [`DelayQueueStore`](crate::delay_queue::store::DelayQueueStore).
 //! * [`lock_registry_contract!`](crate::lock_registry_contract) tests a [`LockRegistry`](crate::lock::store::LockRegistry).
 //! * [`idempotency_registry_contract!`](crate::idempotency_registry_contract) tests an
@@ -110,6 +111,7 @@
 //! # fn main() {}
 //! ```
 
+pub mod cache_contract;
 pub mod contract;
 pub mod delay_queue_contract;
 mod exhaust;
@@ -308,6 +310,40 @@ macro_rules! idempotency_contract {
     };
 }
 
+/// Creates the tests of [`cache_contract`](crate::testing::cache_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::cache_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! cache_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [cache_contract:
+                filled_entry_is_returned
+                absence_is_an_entry
+                caches_and_keys_are_separate
+                entry_becomes_stale_and_expires
+                lease_is_granted_once
+                one_of_many_racing_claims_is_granted
+                claim_needs_the_current_entry
+                ended_lease_is_granted_again
+                renewed_lease_lasts
+                put_can_be_repeated
+                release_leaves_its_mark
+                mark_leaves_the_entry
+                invalidation_beats_a_running_fill
+                expired_entry_is_stale
+                set_beats_a_running_fill
+                watcher_is_notified
+            ] [] $($told)+
+        }
+    };
+}
+
 /// Creates the tests of [`lock_registry_contract`](crate::testing::lock_registry_contract) for a backend. Takes the same arguments as
 /// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
@@ -441,6 +477,7 @@ mod tests {
             ("lock_contract", include_str!("lock_contract.rs"), 20),
             ("idempotency_contract", include_str!("idempotency_contract.rs"), 12),
             ("delay_queue_contract", include_str!("delay_queue_contract.rs"), 15),
+            ("cache_contract", include_str!("cache_contract.rs"), 15),
             ("lock_registry_contract", include_str!("lock_registry_contract.rs"), 4),
             ("idempotency_registry_contract", include_str!("idempotency_registry_contract.rs"), 7),
         ];

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 
+mod cache;
 mod fair_locks;
 mod locks;
 mod rate_limits;
@@ -12,7 +13,7 @@ mod support;
 use std::env;
 
 fn main() {
-    if [fair_locks::is_worker, locks::is_worker, rate_limits::is_worker, segments::is_worker]
+    if [cache::is_worker, fair_locks::is_worker, locks::is_worker, rate_limits::is_worker, segments::is_worker]
         .iter()
         .any(|worker| worker())
     {
@@ -20,7 +21,7 @@ fn main() {
     }
     // As in other tests, arguments that are not options are parts of test names.
     let filters: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
-    let all = [rate_limits::TESTS, locks::TESTS, fair_locks::TESTS, segments::TESTS].concat();
+    let all = [rate_limits::TESTS, locks::TESTS, fair_locks::TESTS, segments::TESTS, cache::TESTS].concat();
     let chosen = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
     let mut passed = 0;
     for (name, test) in all.iter().filter(|(name, _)| chosen(name)) {

@@ -20,7 +20,7 @@ use tollgate::idempotency::store::{
 use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation};
 use tollgate::lock::store::Token;
 use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore};
-use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
+use tollgate::{BoxError, Cache, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// How long the server may take to refuse a command that the user lacks.
@@ -44,8 +44,11 @@ fn base() -> Vec<&'static str> {
 }
 
 fn for_waiting() -> Vec<&'static str> {
-    [documented("Waiting for a lock or for the same request: `"), documented("Cheaper batches of lock releases: `")]
-        .concat()
+    [
+        documented("Waiting for a lock, for the same request or for a cached value: `"),
+        documented("Cheaper batches of lock releases: `"),
+    ]
+    .concat()
 }
 
 /// Gives the user exactly these rights.
@@ -293,11 +296,42 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn operations_need_the_documented_rights() {
     let server = RedisServer::start();
-    let own = documented("Waiting for a lock or for the same request: `");
+    let own = documented("Waiting for a lock, for the same request or for a cached value: `");
     takes_exactly(&server, &base(), &own, || use_operations(&server)).await;
 }
 
 /// Runs every call for a queue.
+/// Loads a value that another backend waits for, and uses each other call of a cache.
+async fn use_a_cache(server: &RedisServer) -> Result<(), BoxError> {
+    let key = &fresh()?;
+    let cache = async || {
+        let cache = Cache::<u32>::new(connect(server).await?, "default", MINUTE);
+        Ok::<_, BoxError>(cache.deadline(Duration::from_secs(2)).lease(Duration::from_millis(300)))
+    };
+    let (here, there) = (cache().await?, cache().await?);
+    let slow = async || {
+        // Wait until the lease is renewed.
+        sleep(Duration::from_millis(500)).await;
+        Ok::<_, BoxError>(7)
+    };
+    let (loaded, waited) = tokio::join!(here.get_or_fill(key.as_str(), slow), there.get_or_fill(key.as_str(), slow));
+    assert_eq!((loaded?.as_deref(), waited?.as_deref()), (Some(&7), Some(&7)));
+    here.expire(key.as_str()).await?;
+    here.set(key.as_str(), 8).await?;
+    here.invalidate(key.as_str()).await?;
+    let failing = async || Err::<u32, _>(BoxError::from("the origin is down"));
+    assert!(here.get_or_fill(key.as_str(), failing).await.is_err());
+    sleep(LINGER).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cache_needs_the_documented_rights() {
+    let server = RedisServer::start();
+    let own = documented("Waiting for a lock, for the same request or for a cached value: `");
+    takes_exactly(&server, &base(), &own, || use_a_cache(&server)).await;
+}
+
 async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let backend = connect(server).await?;
     let name = fresh()?;

@@ -1,5 +1,7 @@
 //! Counts, leases, operations and jobs in this process.
 
+mod cache;
+mod cache_table;
 mod clock;
 mod counts;
 mod delay_queue;
@@ -22,6 +24,7 @@ use std::time::Duration;
 
 use siphasher::sip::{SipHasher13, SipHasher24};
 
+use self::cache_table::CacheTable;
 use self::clock::Clock;
 use self::lock_table::LockTable;
 use self::operation_table::OperationTable;
@@ -97,6 +100,7 @@ struct Inner {
     asks: Arc<LockTable>,
     operations: Arc<OperationTable>,
     queues: QueueTable,
+    cache: Arc<CacheTable>,
     shutdown: ShutdownRegistry,
 }
 
@@ -160,6 +164,7 @@ impl MemoryBackend {
                 asks: Arc::new(LockTable::new(keys.max(1))),
                 operations: Arc::new(OperationTable::new(keys.max(1))),
                 queues: QueueTable::new(keys.max(1)),
+                cache: Arc::new(CacheTable::new(keys.max(1))),
                 shutdown: ShutdownRegistry::default(),
             }),
         }

@@ -470,6 +470,11 @@ impl RedisBackend {
             delay_queue_release_unique,
             delay_queue_replay,
             delay_queue_forget,
+            cache_claim: _,
+            cache_renew: _,
+            cache_put: _,
+            cache_release: _,
+            cache_invalidate: _,
             probe: _,
             floor: _,
         } = &mut scripts;

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::cache::store::CacheKey;
 use crate::delay_queue::store::QueueKey;
 use crate::idempotency::Operation;
 use crate::key::Key;
@@ -129,6 +130,13 @@ impl Keys {
     fn operation(&self, operation: &Operation, part: &str) -> String {
         let (scope, key) = (escape_part(operation.scope()), operation.key().as_str());
         [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
+    }
+
+    /// `<prefix>:2:{cache:<cache>:<key>}:<part>`.
+    pub(crate) fn cache(&self, key: &CacheKey) -> CacheKeys {
+        let tag = [&self.root, "{cache:", &escape_part(key.cache()), ":", key.key().as_str(), "}:"].concat();
+        let name = |part: &str| [&tag, part].concat();
+        CacheKeys { entry: name("entry"), lease: name("lease"), changed: name("changed") }
     }
 
     /// The channel `<prefix>:2:{lock:<name>:<subject>}:free`.
@@ -259,6 +267,14 @@ fn escape_part(part: &Key) -> Cow<'_, str> {
     let part = part.as_str();
     // Unambiguous, because a `Key` never contains `%3A`.
     if part.contains(':') { part.replace(':', "%3A").into() } else { part.into() }
+}
+
+/// The keys of an entry: see the headers of the scripts.
+pub(crate) struct CacheKeys {
+    pub(crate) entry: String,
+    pub(crate) lease: String,
+    // The channel of the waiters.
+    pub(crate) changed: String,
 }
 
 /// The keys of a queue: see the headers of the scripts.

@@ -122,7 +122,7 @@
 //! * Locks with replication: `+wait`.
 //! * Fair locks and fair semaphores, and read/write locks: `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`.
 //! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard +zscore`.
-//! * Waiting for a lock or for the same request: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
+//! * Waiting for a lock, for the same request or for a cached value: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
 //!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second.
 //! * Cheaper batches of lock releases: `+pubsub|numsub`. Releases are then published only to channels with subscribers.
 //! * Listing locks or operations: `+scan`.
@@ -178,6 +178,7 @@ mod replicated;
 mod scripts;
 mod sentinel;
 mod server_check;
+mod server_clock;
 mod stores;
 mod topology;
 mod url;
@@ -202,6 +203,7 @@ use self::keys::Keys;
 use self::lock_links::LockLinks;
 use self::peer::Peer;
 use self::scripts::Scripts;
+use self::server_clock::ServerClock;
 use self::topology::{Connections, Servers};
 use crate::error::{ConnectError, StoreError};
 use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
@@ -239,6 +241,7 @@ struct Inner {
     lock_batcher: OnceLock<LockBatcher>,
     // Created at the first push.
     pushes: OnceLock<PushBatcher>,
+    server_clock: ServerClock,
     shutdown: ShutdownRegistry,
 }
 
@@ -357,6 +360,7 @@ impl RedisBackend {
                 locks,
                 lock_batcher,
                 pushes,
+                server_clock: ServerClock::new(),
                 shutdown,
             }),
         }

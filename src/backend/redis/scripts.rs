@@ -9,9 +9,10 @@ use super::codec::job::{PackedFinishes, PackedJobs};
 use super::codec::millis::millis;
 use super::codec::rate_limit::EncodedLimits;
 use super::error;
-use super::keys::QueueKeys;
+use super::keys::{CacheKeys, QueueKeys};
 use super::replicated::Outcome;
 use super::topology::{Delivery, Servers};
+use crate::cache::store::{self as cache, EntryId, Mark, NewEntry};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::store::{Completion, Payload};
@@ -66,6 +67,11 @@ pub(crate) struct Scripts {
     pub(crate) idempotency_inspect: LuaScript,
     pub(crate) idempotency_forget: LuaScript,
     pub(crate) idempotency_complete_unknown: LuaScript,
+    pub(crate) cache_claim: LuaScript,
+    pub(crate) cache_renew: LuaScript,
+    pub(crate) cache_put: LuaScript,
+    pub(crate) cache_release: LuaScript,
+    pub(crate) cache_invalidate: LuaScript,
     pub(crate) delay_queue_push: LuaScript,
     pub(crate) delay_queue_claim: LuaScript,
     pub(crate) delay_queue_extend: LuaScript,
@@ -195,6 +201,11 @@ impl Scripts {
                 delay_queue: time keys record unique wake state
             ),
             delay_queue_forget: lua!("delay_queue_forget.lua", delay_queue: time keys record unique free),
+            cache_claim: lua!("cache_claim.lua"),
+            cache_renew: lua!("cache_renew.lua"),
+            cache_put: lua!("cache_put.lua", server: notify),
+            cache_release: lua!("cache_release.lua", server: notify),
+            cache_invalidate: lua!("cache_invalidate.lua", server: notify),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
@@ -471,6 +482,70 @@ impl Scripts {
 }
 
 impl Scripts {
+    pub(crate) async fn cache_claim(
+        &self,
+        servers: &Servers,
+        keys: &CacheKeys,
+        seen: &EntryId,
+        claim: &cache::Claim,
+    ) -> Result<Value, StoreError> {
+        let args = (claim.token.as_bytes().as_slice(), seen.as_bytes(), millis(claim.lease));
+        self.cache_claim.call(servers, &[&keys.entry, &keys.lease], args).await
+    }
+
+    pub(crate) async fn cache_renew(
+        &self,
+        servers: &Servers,
+        keys: &CacheKeys,
+        claim: &cache::Claim,
+    ) -> Result<Value, StoreError> {
+        let args = (claim.token.as_bytes().as_slice(), millis(claim.lease));
+        self.cache_renew.call(servers, &[&keys.lease], args).await
+    }
+
+    pub(crate) async fn cache_put(
+        &self,
+        servers: &Servers,
+        keys: &CacheKeys,
+        token: &Token,
+        is_fill: bool,
+        entry: &NewEntry,
+    ) -> Result<Value, StoreError> {
+        let NewEntry { value, fresh_for, ttl, cost } = entry;
+        let times = (millis(*fresh_for), millis(*ttl).max(1), millis(*cost).min(u32::MAX.into()));
+        let (is_value, value) = (u8::from(value.is_some()), value.as_deref().unwrap_or_default());
+        let args =
+            (token.as_bytes().as_slice(), u8::from(is_fill), is_value, times, value, publish(servers), &keys.changed);
+        self.cache_put.call(servers, &[&keys.entry, &keys.lease], args).await
+    }
+
+    pub(crate) async fn cache_release(
+        &self,
+        servers: &Servers,
+        keys: &CacheKeys,
+        token: &Token,
+        mark: Option<Mark>,
+    ) -> Result<Value, StoreError> {
+        let (mark, time) = match mark {
+            None => ("", Duration::ZERO),
+            Some(Mark::Failed { retry_after }) => ("F", retry_after),
+            Some(Mark::Uncached { remaining }) => ("U", remaining),
+        };
+        let args = (token.as_bytes().as_slice(), mark, millis(time).max(1), publish(servers), &keys.changed);
+        self.cache_release.call(servers, &[&keys.lease], args).await
+    }
+
+    /// Removes an entry, or makes it stale.
+    pub(crate) async fn cache_invalidate(
+        &self,
+        servers: &Servers,
+        keys: &CacheKeys,
+        is_hard: bool,
+    ) -> Result<Value, StoreError> {
+        let args = (u8::from(is_hard), publish(servers), &keys.changed);
+        self.cache_invalidate.call(servers, &[&keys.entry, &keys.lease], args).await
+    }
+
     /// Pushes jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(crate) async fn delay_queue_push(
         &self,
@@ -789,6 +864,11 @@ mod tests {
             (&scripts.idempotency_inspect, 1, 1),
             (&scripts.idempotency_forget, 1, 5),
             (&scripts.idempotency_complete_unknown, 1, 7),
+            (&scripts.cache_claim, 2, 3),
+            (&scripts.cache_renew, 1, 2),
+            (&scripts.cache_put, 2, 9),
+            (&scripts.cache_release, 1, 5),
+            (&scripts.cache_invalidate, 2, 3),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -31,10 +31,10 @@ use self::events::{EventSender, Events};
 use self::ready::ReadyServices;
 use self::settings::Settings;
 use super::backoff::Backoff;
-use super::codec::{Codec, Json};
 use super::job::Job;
 use super::queue::DelayQueue;
 use super::store::Claim;
+use crate::codec::{Codec, Json};
 use crate::error::{BoxError, ConfigError};
 
 pub use self::error::WorkerError;

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::claims::{Claims, UndecodableRule};
 use super::part::SentCall;
 use super::settings::Settings;
-use crate::delay_queue::codec::Codec;
+use crate::codec::Codec;
 use crate::delay_queue::queue::DelayQueue;
 use crate::delay_queue::store::{Claim, Extended, JobLease, MAX_BATCH, QueueKey, WorkerId};
 use crate::error::StoreError;

@@ -40,11 +40,11 @@ fn registry_does_not_grow_with_dropped_owners() {
 
 #[test]
 fn report_is_one_line_with_each_kind() {
-    let report = ShutdownReport { workers: 1, jobs: 2, leases: 1, corrections: 3, handlers: 1 };
+    let report = ShutdownReport { workers: 1, jobs: 2, leases: 1, corrections: 3, handlers: 1, loads: 1 };
     assert_eq!(
         report.to_string(),
         "the shutdown is incomplete: it left 1 running worker, 2 unfinished jobs, 1 held lease, 3 corrections in flight, \
-         1 running handler"
+         1 running handler, 1 running load"
     );
 }
 

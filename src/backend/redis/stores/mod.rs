@@ -1,5 +1,6 @@
 //! `RedisBackend` as the store of each capability.
 
+mod cache;
 pub(crate) mod delay_queue;
 mod idempotency;
 pub(crate) mod lock;

@@ -1,10 +1,11 @@
+//! How values become bytes in a store.
+
 use crate::error::BoxError;
 
-/// Encodes and decodes payloads.
+/// Encodes and decodes payloads of jobs and values of a cache.
 ///
 /// ```
-/// use tollgate::BoxError;
-/// use tollgate::delay_queue::Codec;
+/// use tollgate::{BoxError, Codec};
 ///
 /// #[derive(Clone, Copy, Debug)]
 /// struct Plain;
@@ -24,18 +25,18 @@ pub trait Codec<T> {
     ///
     /// # Errors
     ///
-    /// If the payload cannot be encoded; the job is then not pushed.
+    /// If the payload cannot be encoded. A job is then not pushed, and a value is not cached.
     fn encode(&self, payload: &T) -> Result<Vec<u8>, BoxError>;
 
     /// Decodes the bytes from [`encode`](Self::encode).
     ///
     /// # Errors
     ///
-    /// If the bytes are no valid payload; the job is then dead, with its bytes kept.
+    /// If the bytes are no valid payload. A job is then dead, with its bytes kept, and a value is loaded again.
     fn decode(&self, bytes: &[u8]) -> Result<T, BoxError>;
 }
 
-/// Encodes payloads as JSON with serde. A [`Codec`] with the feature `json`.
+/// Encodes as JSON with serde. A [`Codec`] with the feature `json`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 

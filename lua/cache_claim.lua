@@ -1,0 +1,27 @@
+-- cache_claim: claim the lease of a key, to fill its entry.
+--
+-- KEYS[1]  entry     string, see cache_put                prefix:2:{cache:<cache>:<key>}:entry
+-- KEYS[2]  lease     string                               prefix:2:{cache:<cache>:<key>}:lease
+-- ARGV[1]  token     of the fill
+-- ARGV[2]  seen      id of the entry that the caller has seen, empty for none
+-- ARGV[3]  lease_ms  how long the lease lasts
+--
+-- Value    lease: 1 byte L, and the token: a fill holds it. F: a fill failed. U: the value is not cached. Expires with the lease or mark
+-- Returns  {state, ms, now_ms}. state is 0 if the entry is another one, 1 granted, 2 another fill holds the lease, 3 F, 4 U. The last three
+--          last for ms. now_ms is the server's clock
+-- Errors   WRONGTYPE
+-- Repeat   renews the lease of the same token
+local entry, lease, token, seen, lease_ms = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
+
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+if redis.call('GETRANGE', entry, 2, 17) ~= seen then
+  return {0, 0, now_ms}
+end
+local held = redis.call('GET', lease)
+if held and held ~= 'L' .. token then
+  local states = {L = 2, F = 3, U = 4}
+  return {states[held:sub(1, 1)] or 2, redis.call('PTTL', lease), now_ms}
+end
+redis.call('SET', lease, 'L' .. token, 'PX', lease_ms)
+return {1, 0, now_ms}

@@ -1,0 +1,157 @@
+use std::time::Duration;
+
+use bytes::Bytes;
+use redis::{Cmd, Value};
+
+use crate::backend::redis::connection::subscriber::Interest;
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::cache::store::{
+    CacheKey, CacheStore, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, Token,
+};
+use crate::error::StoreError;
+use crate::reach::Reach;
+use crate::store::shutdown::ShutdownTarget;
+
+impl CacheStore for RedisBackend {
+    async fn get(&self, key: &CacheKey) -> Result<Option<Entry>, StoreError> {
+        let Inner { servers, keys, server_clock, .. } = &*self.inner;
+        let entry = keys.cache(key).entry;
+        if server_clock.now_ms().is_none() {
+            let reply = servers.send(&entry, &redis::cmd("TIME")).await.map_err(store_error)?;
+            server_clock.set(milliseconds(&reply).ok_or_else(|| unexpected_reply(&reply))?);
+        }
+        let mut get = Cmd::with_capacity(2, entry.len() + 3);
+        get.arg("GET").arg(&entry);
+        match servers.send(&entry, &get).await.map_err(store_error)? {
+            Value::Nil => Ok(None),
+            // The clock was known before the call, and the reply took less than its estimate lasts.
+            Value::BulkString(bytes) => Ok(Some(decode(bytes, server_clock.now_ms().unwrap_or(u64::MAX)))),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn claim(&self, key: &CacheKey, seen: &EntryId, claim: &Claim) -> Result<Claimed, StoreError> {
+        let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
+        let reply = scripts.cache_claim(servers, &keys.cache(key), seen, claim).await?;
+        let Some([state, ms, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
+        server_clock.set(now_ms);
+        let time = Duration::from_millis(ms);
+        match state {
+            0 => Ok(Claimed::Changed),
+            1 => Ok(Claimed::Granted),
+            2 => Ok(Claimed::Busy { remaining: time }),
+            3 => Ok(Claimed::Marked(Mark::Failed { retry_after: time })),
+            4 => Ok(Claimed::Marked(Mark::Uncached { remaining: time })),
+            _ => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn renew(&self, key: &CacheKey, claim: &Claim) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        is_done(&scripts.cache_renew(locks.apart(), &keys.cache(key), claim).await?)
+    }
+
+    async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {
+        self.store_entry(key, token, true, entry).await
+    }
+
+    async fn release(&self, key: &CacheKey, token: &Token, mark: Option<Mark>) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        is_done(&scripts.cache_release(servers, &keys.cache(key), token, mark).await?)
+    }
+
+    async fn set(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<(), StoreError> {
+        self.store_entry(key, token, false, entry).await.map(drop)
+    }
+
+    async fn invalidate(&self, key: &CacheKey) -> Result<(), StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        scripts.cache_invalidate(servers, &keys.cache(key), true).await.map(drop)
+    }
+
+    async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        scripts.cache_invalidate(servers, &keys.cache(key), false).await.map(drop)
+    }
+
+    async fn watch(&self, key: &CacheKey) -> Notifications {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.cache(key).changed, Interest::Changes).await
+    }
+
+    fn reach(&self) -> Reach {
+        Reach::Redis
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        self.inner.shutdown.add(target);
+    }
+}
+
+impl RedisBackend {
+    async fn store_entry(
+        &self,
+        key: &CacheKey,
+        token: &Token,
+        is_fill: bool,
+        entry: &NewEntry,
+    ) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
+        let reply = scripts.cache_put(servers, &keys.cache(key), token, is_fill, entry).await?;
+        let Some([stored, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
+        server_clock.set(now_ms);
+        Ok(stored == 1)
+    }
+}
+
+/// The length of the header of an entry: see `cache_put.lua`.
+const HEADER: usize = 36;
+
+/// Decodes an entry, as `cache_put.lua` describes it.
+fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
+    let bytes = Bytes::from(bytes);
+    // As GETRANGE returns it in `cache_claim.lua`.
+    let id = EntryId::new(&bytes[bytes.len().min(2)..bytes.len().min(18)]);
+    let content = match bytes.first_chunk::<2>() {
+        Some([1, 0]) if bytes.len() == HEADER => Content::Absent,
+        Some([1, 1]) if bytes.len() >= HEADER => Content::Value(bytes.slice(HEADER..)),
+        _ => return Entry::new(id, Content::Unreadable, Duration::ZERO, Duration::ZERO, Duration::ZERO),
+    };
+    let number = |at: std::ops::Range<usize>| bytes[at].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+    Entry::new(
+        id,
+        content,
+        Duration::from_millis(now_ms.saturating_sub(number(18..25))),
+        Duration::from_millis(number(25..32).saturating_sub(now_ms)),
+        Duration::from_millis(number(32..36)),
+    )
+}
+
+fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
+    let Value::Array(values) = reply else { return None };
+    let numbers: Option<Vec<u64>> = values
+        .iter()
+        .map(|value| match value {
+            // A key without an expiry is -1.
+            Value::Int(number) => Some((*number).try_into().unwrap_or_default()),
+            _ => None,
+        })
+        .collect();
+    numbers?.try_into().ok()
+}
+
+/// The reply of TIME, in milliseconds.
+fn milliseconds(reply: &Value) -> Option<u64> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(seconds), Value::BulkString(micros)] = values.as_slice() else { return None };
+    let number = |text: &[u8]| std::str::from_utf8(text).ok()?.parse::<u64>().ok();
+    Some(number(seconds)? * 1_000 + number(micros)? / 1_000)
+}
+
+fn is_done(reply: &Value) -> Result<bool, StoreError> {
+    match reply {
+        Value::Int(done) => Ok(*done == 1),
+        reply => Err(unexpected_reply(reply)),
+    }
+}

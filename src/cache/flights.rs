@@ -1,0 +1,168 @@
+//! The loads in this process: at most one for each key.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::error::CacheError;
+use super::store::CacheKey;
+use crate::panics::discard_joined;
+use crate::store::shutdown::{ShutdownReport, Work};
+
+/// The result of a load for all callers.
+pub(super) type Outcome<T> = Result<Option<Arc<T>>, CacheError>;
+
+/// The loads in progress, by key.
+pub(super) struct Flights<T> {
+    running: Mutex<HashMap<CacheKey, Arc<Flight<T>>>>,
+    count: watch::Sender<usize>,
+    is_closed: AtomicBool,
+}
+
+/// A load in progress.
+struct Flight<T> {
+    // `None` until the load has ended.
+    outcome: watch::Sender<Option<Outcome<T>>>,
+    // Goes on without callers.
+    is_background: bool,
+}
+
+/// A caller of a load.
+pub(super) struct LoadWaiter<T>(watch::Receiver<Option<Outcome<T>>>);
+
+impl<T> LoadWaiter<T> {
+    /// The result of the load.
+    pub(super) async fn outcome(mut self) -> Outcome<T> {
+        match self.0.wait_for(Option::is_some).await {
+            Ok(outcome) => outcome.clone().unwrap_or(Err(CacheError::Panicked)),
+            // The cache was dropped, or its runtime ends.
+            Err(_) => Err(CacheError::Closed),
+        }
+    }
+}
+
+impl<T> Default for Flights<T> {
+    fn default() -> Self {
+        Self { running: Mutex::default(), count: watch::Sender::new(0), is_closed: AtomicBool::new(false) }
+    }
+}
+
+impl<T: Send + Sync + 'static> Flights<T> {
+    /// Joins the load of a key, or starts `load` in a task of `tasks`. Without callers the load is cancelled, and then `cancel` runs,
+    /// unless it is in the background.
+    pub(super) fn join_or_start<L, C>(
+        self: &Arc<Self>,
+        tasks: &Mutex<JoinSet<()>>,
+        key: CacheKey,
+        is_background: bool,
+        load: impl FnOnce() -> L,
+        cancel: impl FnOnce() -> C + Send + 'static,
+    ) -> Result<LoadWaiter<T>, CacheError>
+    where
+        L: Future<Output = Outcome<T>> + Send + 'static,
+        C: Future<Output = ()> + Send,
+    {
+        let mut running = self.running();
+        if let Some(flight) = running.get(&key) {
+            return Ok(LoadWaiter(flight.outcome.subscribe()));
+        }
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(CacheError::Closed);
+        }
+        let (outcome, ticket) = watch::channel(None);
+        let flight = Arc::new(Flight { outcome, is_background });
+        running.insert(key, Arc::clone(&flight));
+        self.count.send_modify(|count| *count += 1);
+        drop(running);
+        let landing = Landing { flights: Arc::clone(self), key, flight: Arc::clone(&flight) };
+        let load = load();
+        let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(result) = tasks.try_join_next() {
+            discard_joined(result);
+        }
+        tasks.spawn(async move {
+            let mut load = Box::pin(load);
+            match landing.fly(load.as_mut()).await {
+                Some(outcome) => {
+                    flight.outcome.send_replace(Some(outcome));
+                }
+                None => {
+                    drop(load);
+                    cancel().await;
+                }
+            }
+        });
+        Ok(LoadWaiter(ticket))
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Removes a load from the table when it ends, also if its task is aborted.
+struct Landing<T> {
+    flights: Arc<Flights<T>>,
+    key: CacheKey,
+    flight: Arc<Flight<T>>,
+}
+
+impl<T: Send + Sync + 'static> Landing<T> {
+    /// Runs a load. `None` if its last caller has gone. The load is then no longer in the table.
+    async fn fly<L>(self, mut load: Pin<&mut L>) -> Option<Outcome<T>>
+    where
+        L: Future<Output = Outcome<T>> + Send,
+    {
+        loop {
+            tokio::select! {
+                outcome = &mut load => return Some(outcome),
+                () = self.flight.outcome.closed(), if !self.flight.is_background => {
+                    let mut running = self.flights.running();
+                    // A caller may have joined meanwhile.
+                    if self.flight.outcome.receiver_count() == 0 {
+                        running.remove(&self.key);
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T> Drop for Landing<T> {
+    fn drop(&mut self) {
+        let mut running = self.flights.running.lock().unwrap_or_else(PoisonError::into_inner);
+        // The next load of the key may have begun.
+        if running.get(&self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
+            running.remove(&self.key);
+        }
+        drop(running);
+        self.flights.count.send_modify(|count| *count -= 1);
+    }
+}
+
+impl<T: Send + Sync> Work for Flights<T> {
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+    }
+
+    fn is_idle(&self) -> bool {
+        *self.count.borrow() == 0
+    }
+
+    fn wait_idle(&self) -> Pin<Box<dyn Future<Output = ()> + Send + '_>> {
+        Box::pin(async {
+            // The sender lives in `self`, so this cannot fail.
+            let _ = self.count.subscribe().wait_for(|count| *count == 0).await;
+        })
+    }
+
+    fn left(&self) -> ShutdownReport {
+        ShutdownReport { loads: *self.count.borrow(), ..ShutdownReport::default() }
+    }
+}

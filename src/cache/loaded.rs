@@ -1,0 +1,60 @@
+use std::time::Duration;
+
+/// What a loader returns: a value, the fact that the origin has none, or a value that must not be cached.
+///
+/// A loader may also return the value itself, or an `Option`, whose `None` means [absent](Self::absent):
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::cache::Loaded;
+///
+/// assert_eq!(Loaded::from("value"), Loaded::value("value"));
+/// assert_eq!(Loaded::<&str>::from(None), Loaded::absent());
+/// let short = Loaded::value("price").fresh_for(Duration::from_secs(5));
+/// let mine = Loaded::uncached("one-time code");
+/// # let _ = (short, mine);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loaded<T> {
+    pub(super) value: Option<T>,
+    pub(super) fresh_for: Option<Duration>,
+    pub(super) is_cached: bool,
+}
+
+impl<T> Loaded<T> {
+    /// A value to cache.
+    pub const fn value(value: T) -> Self {
+        Self { value: Some(value), fresh_for: None, is_cached: true }
+    }
+
+    /// The origin has no value for this key. This is cached for [`absent_for`](super::Cache::absent_for).
+    #[must_use]
+    pub const fn absent() -> Self {
+        Self { value: None, fresh_for: None, is_cached: true }
+    }
+
+    /// A value for the callers of this load only. For a while, each further caller loads its own value at once, instead of waiting for
+    /// the load of another.
+    pub const fn uncached(value: T) -> Self {
+        Self { value: Some(value), fresh_for: None, is_cached: false }
+    }
+
+    /// How long this value, or its absence, is fresh. Defaults to the time of the cache.
+    #[must_use]
+    pub fn fresh_for(mut self, time: Duration) -> Self {
+        self.fresh_for = Some(time);
+        self
+    }
+}
+
+impl<T> From<T> for Loaded<T> {
+    fn from(value: T) -> Self {
+        Self::value(value)
+    }
+}
+
+impl<T> From<Option<T>> for Loaded<T> {
+    fn from(value: Option<T>) -> Self {
+        Self { value, fresh_for: None, is_cached: true }
+    }
+}

@@ -1,0 +1,72 @@
+use std::time::Duration;
+
+use super::store::NewEntry;
+use crate::error::ConfigError;
+use crate::key::Key;
+
+/// The options of a cache: see the setters of [`Cache`](super::Cache).
+#[derive(Clone, Debug)]
+pub(super) struct Options {
+    pub(super) name: Key,
+    pub(super) fresh_for: Duration,
+    pub(super) stale_for: Duration,
+    pub(super) absent_for: Duration,
+    pub(super) jitter: f64,
+    pub(super) early_refresh: f64,
+    pub(super) soft_timeout: Duration,
+    pub(super) error_for: Duration,
+    pub(super) load_timeout: Duration,
+    pub(super) lease: Duration,
+    pub(super) max_len: usize,
+    pub(super) deadline: Duration,
+}
+
+impl Options {
+    pub(super) fn new(name: Key, fresh_for: Duration) -> Self {
+        Self {
+            name,
+            fresh_for,
+            stale_for: Duration::ZERO,
+            absent_for: fresh_for.min(Duration::from_secs(10)),
+            jitter: 0.1,
+            early_refresh: 1.0,
+            soft_timeout: Duration::ZERO,
+            error_for: Duration::from_secs(1),
+            load_timeout: Duration::from_secs(30),
+            lease: Duration::from_secs(2),
+            max_len: 1 << 20,
+            deadline: crate::store::deadline::DEFAULT_DEADLINE,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let times = [("fresh_for", self.fresh_for), ("load_timeout", self.load_timeout), ("deadline", self.deadline)];
+        match times.into_iter().find(|(_, time)| time.is_zero()) {
+            Some((setting, _)) => Err(ConfigError::ZeroTimeout { setting }),
+            None => Ok(()),
+        }
+    }
+
+    /// The entry for a value, or for its absence, with the times that this load sets.
+    pub(super) fn entry(&self, value: Option<Vec<u8>>, fresh_for: Option<Duration>, cost: Duration) -> NewEntry {
+        let (default, stale_for) =
+            if value.is_some() { (self.fresh_for, self.stale_for) } else { (self.absent_for, Duration::ZERO) };
+        let fresh_for = fresh_for.unwrap_or(default).min(NewEntry::MAX_TTL);
+        let fresh_for = fresh_for.mul_f64(1.0 - self.jitter * random());
+        let ttl = fresh_for.saturating_add(stale_for).min(NewEntry::MAX_TTL);
+        NewEntry { value: value.map(Into::into), fresh_for, ttl, cost }
+    }
+
+    /// Whether to refresh a fresh entry already: XFetch (Vattani, Chierichetti, Lowenstein: Optimal Probabilistic Cache Stampede Prevention,
+    /// VLDB 2015).
+    pub(super) fn refreshes_early(&self, fresh_for: Duration, cost: Duration) -> bool {
+        // Not 0, whose logarithm is infinite.
+        let draw = 1.0 - random();
+        cost.as_secs_f64() * self.early_refresh * -draw.ln() >= fresh_for.as_secs_f64()
+    }
+}
+
+/// A number from 0 up to but not including 1.
+fn random() -> f64 {
+    f64::from(getrandom::u32().unwrap_or_default()) / (f64::from(u32::MAX) + 1.0)
+}

@@ -1,0 +1,242 @@
+//! For people who write a backend: what a cache needs from a store.
+
+use std::future::Future;
+use std::time::Duration;
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use crate::error::StoreError;
+use crate::reach::Reach;
+
+pub use super::key::CacheKey;
+pub use crate::store::notifications::Notifications;
+use crate::store::shutdown::ShutdownTarget;
+pub use crate::store::token::Token;
+
+/// What a cache needs from a backend: entries, and one lease for each key, which a process holds while it fills the entry.
+///
+/// ```text
+///             claim                 put
+///   no lease ------> leased ------------------> no lease, a new entry
+///      ^                |  \  release
+///      |                |   +-----------------> no lease, or for a while a mark: failed, or not cached
+///      |                |
+///      +----------------+  the lease ends, or the entry is set, expired or invalidated
+/// ```
+///
+/// A fill can only store its entry while it holds the lease, and every other change of the entry ends the lease. So a fill that began
+/// before an invalidation is never stored after it.
+///
+/// Each fill has its own [`Token`], and each call may be repeated with it. The backend owns the clock. Every change is one atomic step.
+///
+/// All backends pass the same contract tests. `tollgate::testing` (feature `testing`) has them for your own backend.
+///
+/// # Cancellation
+///
+/// If you drop a returned future, the call may or may not have been executed.
+pub trait CacheStore {
+    /// The entry of a key, unless it has expired. An entry that the store cannot read counts as [`Content::Unreadable`].
+    fn get(&self, key: &CacheKey) -> impl Future<Output = Result<Option<Entry>, StoreError>> + Send;
+
+    /// Claims the lease of a key, for a caller that has seen the entry `seen`.
+    ///
+    /// If the entry is another one by now, nothing is claimed: look again. If the token holds the lease already, it is renewed.
+    fn claim(
+        &self,
+        key: &CacheKey,
+        seen: &EntryId,
+        claim: &Claim,
+    ) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
+
+    /// Renews a lease for its whole time. False if the token does not hold it. An ended lease does not come back.
+    fn renew(&self, key: &CacheKey, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Stores an entry and ends the lease, if the token holds it. Notifies waiters. False otherwise; then nothing changes.
+    fn put(
+        &self,
+        key: &CacheKey,
+        token: &Token,
+        entry: &NewEntry,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Ends the lease without an entry, if the token holds it, and leaves a mark. Notifies waiters. False if the token does not hold the
+    /// lease; then nothing changes.
+    fn release(
+        &self,
+        key: &CacheKey,
+        token: &Token,
+        mark: Option<Mark>,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Stores an entry unconditionally. Ends the lease of a fill or a mark. Notifies waiters. The entry has the token as
+    /// its id.
+    fn set(
+        &self,
+        key: &CacheKey,
+        token: &Token,
+        entry: &NewEntry,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Removes an entry. Ends the lease of a fill or a mark. Notifies waiters.
+    fn invalidate(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Makes an entry stale, if there is one. Ends the lease of a fill or a mark. Notifies waiters.
+    fn expire(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Notifications for a waiter, whenever the entry or its lease changes. The future is ready once none can be missed. Look again then,
+    /// and after each notification. A store without notifications returns [`Notifications::none`].
+    fn watch(&self, key: &CacheKey) -> impl Future<Output = Notifications> + Send;
+
+    /// The reach within which at most one fill of a key runs at a time.
+    fn reach(&self) -> Reach;
+
+    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        let _ = target;
+    }
+}
+
+/// Identifies an entry: the token of the fill that stored it. Empty if there was none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EntryId(SmallVec<[u8; 16]>);
+
+impl EntryId {
+    /// The id from a store. For an entry that cannot be read it may have any length up to 16 bytes.
+    #[must_use]
+    pub fn new(bytes: &[u8]) -> Self {
+        Self(bytes.into())
+    }
+
+    /// The bytes of the id.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl From<&Token> for EntryId {
+    fn from(token: &Token) -> Self {
+        Self::new(token.as_bytes())
+    }
+}
+
+/// The content of an entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Content {
+    /// A value, as the codec has encoded it.
+    Value(Bytes),
+    /// The origin has no value for this key.
+    Absent,
+    /// Written by another version, or damaged. It counts as stale, and is never served.
+    Unreadable,
+}
+
+/// A stored entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Entry {
+    /// Its id.
+    pub id: EntryId,
+    /// Its content.
+    pub content: Content,
+    /// The time since it was stored.
+    pub age: Duration,
+    /// How long it is still fresh; zero if it is stale.
+    pub fresh_for: Duration,
+    /// How long its fill took.
+    pub cost: Duration,
+}
+
+impl Entry {
+    /// For stores: an entry.
+    #[must_use]
+    pub const fn new(id: EntryId, content: Content, age: Duration, fresh_for: Duration, cost: Duration) -> Self {
+        Self { id, content, age, fresh_for, cost }
+    }
+}
+
+/// An entry to store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NewEntry {
+    /// The encoded value. `None` if the origin has none.
+    pub value: Option<Bytes>,
+    /// How long it is fresh.
+    pub fresh_for: Duration,
+    /// How long it is kept: while it is fresh and then stale. At most [`NewEntry::MAX_TTL`].
+    pub ttl: Duration,
+    /// How long its fill took.
+    pub cost: Duration,
+}
+
+impl NewEntry {
+    /// An entry with a value, or without one if the origin has none.
+    #[must_use]
+    pub const fn new(value: Option<Bytes>, fresh_for: Duration, ttl: Duration, cost: Duration) -> Self {
+        Self { value, fresh_for, ttl, cost }
+    }
+
+    /// The longest time for which an entry is kept.
+    pub const MAX_TTL: Duration = Duration::from_secs(365 * 86_400);
+    /// The largest value, in bytes.
+    pub const MAX_LEN: usize = 256 << 20;
+}
+
+/// The parameters of a fill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Claim {
+    /// Identifies the fill. The entry that it stores has the token as its id.
+    pub token: Token,
+    /// How long the lease lasts without a renewal, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
+    pub lease: Duration,
+}
+
+impl Claim {
+    /// A claim.
+    #[must_use]
+    pub const fn new(token: Token, lease: Duration) -> Self {
+        Self { token, lease }
+    }
+
+    /// The shortest lease.
+    pub const MIN_LEASE: Duration = Duration::from_millis(10);
+    /// The longest lease.
+    pub const MAX_LEASE: Duration = Duration::from_secs(3_600);
+}
+
+/// The reply to a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Claimed {
+    /// The token holds the lease: fill the entry.
+    Granted,
+    /// The entry is no longer the one in `seen`.
+    Changed,
+    /// Another fill holds the lease.
+    Busy {
+        /// The time until its lease ends, unless it is renewed.
+        remaining: Duration,
+    },
+    /// A fill has left a mark.
+    Marked(Mark),
+}
+
+/// What a fill leaves instead of an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Mark {
+    /// It has failed.
+    Failed {
+        /// The time until the next fill may begin.
+        retry_after: Duration,
+    },
+    /// The value must not be stored: each caller loads its own, without a lease.
+    Uncached {
+        /// How long this holds.
+        remaining: Duration,
+    },
+}

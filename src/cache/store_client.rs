@@ -1,0 +1,130 @@
+//! The store calls of a cache: each with a deadline, and through the circuit breaker.
+
+use std::error::Error as _;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::store::{CacheKey, CacheStore, Claim, Claimed, Entry, EntryId, Mark, NewEntry, Notifications, Token};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::reach::Reach;
+use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
+use crate::store::deadline::{DEFAULT_DEADLINE, Deadline};
+use crate::store::shutdown::ShutdownTarget;
+
+type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+
+/// A store of any type.
+pub(super) trait DynStore: Send + Sync {
+    fn get<'a>(&'a self, key: &'a CacheKey) -> Call<'a, Option<Entry>>;
+    fn claim<'a>(&'a self, key: &'a CacheKey, seen: &'a EntryId, claim: &'a Claim) -> Call<'a, Claimed>;
+    fn renew<'a>(&'a self, key: &'a CacheKey, claim: &'a Claim) -> Call<'a, bool>;
+    fn put<'a>(&'a self, key: &'a CacheKey, token: &'a Token, entry: &'a NewEntry) -> Call<'a, bool>;
+    fn release<'a>(&'a self, key: &'a CacheKey, token: &'a Token, mark: Option<Mark>) -> Call<'a, bool>;
+    fn set<'a>(&'a self, key: &'a CacheKey, token: &'a Token, entry: &'a NewEntry) -> Call<'a, ()>;
+    fn invalidate<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()>;
+    fn expire<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()>;
+    fn watch<'a>(&'a self, key: &'a CacheKey) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
+    fn reach(&self) -> Reach;
+    fn add_to_shutdown(&self, target: &ShutdownTarget);
+}
+
+impl<S: CacheStore + Send + Sync> DynStore for S {
+    fn get<'a>(&'a self, key: &'a CacheKey) -> Call<'a, Option<Entry>> {
+        Box::pin(CacheStore::get(self, key))
+    }
+
+    fn claim<'a>(&'a self, key: &'a CacheKey, seen: &'a EntryId, claim: &'a Claim) -> Call<'a, Claimed> {
+        Box::pin(CacheStore::claim(self, key, seen, claim))
+    }
+
+    fn renew<'a>(&'a self, key: &'a CacheKey, claim: &'a Claim) -> Call<'a, bool> {
+        Box::pin(CacheStore::renew(self, key, claim))
+    }
+
+    fn put<'a>(&'a self, key: &'a CacheKey, token: &'a Token, entry: &'a NewEntry) -> Call<'a, bool> {
+        Box::pin(CacheStore::put(self, key, token, entry))
+    }
+
+    fn release<'a>(&'a self, key: &'a CacheKey, token: &'a Token, mark: Option<Mark>) -> Call<'a, bool> {
+        Box::pin(CacheStore::release(self, key, token, mark))
+    }
+
+    fn set<'a>(&'a self, key: &'a CacheKey, token: &'a Token, entry: &'a NewEntry) -> Call<'a, ()> {
+        Box::pin(CacheStore::set(self, key, token, entry))
+    }
+
+    fn invalidate<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()> {
+        Box::pin(CacheStore::invalidate(self, key))
+    }
+
+    fn expire<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()> {
+        Box::pin(CacheStore::expire(self, key))
+    }
+
+    fn watch<'a>(&'a self, key: &'a CacheKey) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>> {
+        Box::pin(CacheStore::watch(self, key))
+    }
+
+    fn reach(&self) -> Reach {
+        CacheStore::reach(self)
+    }
+
+    fn add_to_shutdown(&self, target: &ShutdownTarget) {
+        CacheStore::add_to_shutdown(self, target);
+    }
+}
+
+/// A store, with the deadline of its calls and a circuit breaker.
+#[derive(Clone)]
+pub(super) struct StoreClient {
+    pub(super) store: Arc<dyn DynStore>,
+    pub(super) deadline: Duration,
+    circuit: Arc<Circuit>,
+    // For the log.
+    cache: Key,
+}
+
+impl StoreClient {
+    pub(super) fn new(store: Arc<dyn DynStore>, cache: Key) -> Self {
+        Self { store, deadline: DEFAULT_DEADLINE, circuit: Arc::new(Circuit::new(CircuitBreaker::new())), cache }
+    }
+
+    pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
+        self.circuit = Arc::new(Circuit::new(settings));
+    }
+
+    /// Makes a call, unless the circuit is open.
+    pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
+        self.circuit.admit()?;
+        let reply = Deadline::new(call, self.deadline).await;
+        match &reply {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error),
+        }
+        reply
+    }
+}
+
+impl CircuitObserver for StoreClient {
+    fn failed(&self) {}
+
+    fn opened(&self) {
+        tracing::warn!(cache = %self.cache, "cache circuit opens: only probes call the store");
+    }
+
+    fn closed(&self) {
+        tracing::info!(cache = %self.cache, "cache circuit closes: all calls reach the store");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(cache = %self.cache, %error, cause, "cache store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(cache = %self.cache, "cache store answers again");
+    }
+}

@@ -1,0 +1,10 @@
+//! The cache: contracts, loads, failures, and processes.
+
+#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod contract;
+mod loads;
+mod model;
