@@ -58,6 +58,7 @@
 //! | rate limit layers | limit as before | no [correction](crate::rate_limit::RateLimitHandle) is in flight |
 //! | idempotency layers | reject requests that have a key: 503 with HTTP | no handler runs, detached or not, and the store has all results |
 //! | [`Idempotent`](crate::idempotency::Idempotent) | executes operations as before | the store has the results of finished operations |
+//! | [caches](crate::Cache) | load nothing; cached values are still returned | no load runs |
 //! | queues, [`Limiter`](crate::Limiter), admin types | work as before | |
 //!
 //! There is no default deadline. A worker ends within 24 s with its [defaults](crate::DelayQueueWorker::grace), so use 25 s for a process

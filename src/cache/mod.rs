@@ -19,6 +19,24 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! | option | default | meaning |
+//! | --- | --- | --- |
+//! | `fresh_for`, in [`Cache::new`] | | how long a value is served without a load |
+//! | [`stale_for`](Cache::stale_for) | 0 | how long it is served after that, while it is loaded again |
+//! | [`absent_for`](Cache::absent_for) | 10 s, at most `fresh_for` | how long the absence of a value is cached |
+//! | [`jitter`](Cache::jitter) | 0.1 | by which part these times are shortened at random |
+//! | [`early_refresh`](Cache::early_refresh) | 1 | how early a fresh value is loaded again |
+//! | [`soft_timeout`](Cache::soft_timeout) | 0 | how long a caller waits for a new value before it gets the stale one |
+//! | [`error_for`](Cache::error_for) | 1 s | how long no load begins after a failed one |
+//! | [`load_timeout`](Cache::load_timeout) | 30 s | how long a load may take |
+//! | [`lease`](Cache::lease) | 2 s | after what silence of a process another one may load |
+//! | [`max_len`](Cache::max_len) | 1 MiB | the largest encoded value |
+//! | [`origin_limit`](Cache::origin_limit) | 16 | how many loads run in this process while the store fails |
+//! | [`deadline`](Cache::deadline) | 100 ms | the deadline of a store call |
+//! | [`circuit_breaker`](Cache::circuit_breaker) | 5 failures | when to stop calling a failing store |
+//!
+//! See the [guide](crate::guide::cache) for the three faults of caches, failures and guarantees.
 
 mod error;
 mod fill;

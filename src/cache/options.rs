@@ -18,7 +18,6 @@ pub(super) struct Options {
     pub(super) load_timeout: Duration,
     pub(super) lease: Duration,
     pub(super) max_len: usize,
-    pub(super) deadline: Duration,
 }
 
 impl Options {
@@ -35,12 +34,11 @@ impl Options {
             load_timeout: Duration::from_secs(30),
             lease: Duration::from_secs(2),
             max_len: 1 << 20,
-            deadline: crate::store::deadline::DEFAULT_DEADLINE,
         }
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        let times = [("fresh_for", self.fresh_for), ("load_timeout", self.load_timeout), ("deadline", self.deadline)];
+        let times = [("fresh_for", self.fresh_for), ("load_timeout", self.load_timeout)];
         match times.into_iter().find(|(_, time)| time.is_zero()) {
             Some((setting, _)) => Err(ConfigError::ZeroTimeout { setting }),
             None => Ok(()),

@@ -181,8 +181,6 @@ impl NewEntry {
 
     /// The longest time for which an entry is kept.
     pub const MAX_TTL: Duration = Duration::from_secs(365 * 86_400);
-    /// The largest value, in bytes.
-    pub const MAX_LEN: usize = 256 << 20;
 }
 
 /// The parameters of a fill.

@@ -11,7 +11,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
-use crate::store::deadline::{DEFAULT_DEADLINE, Deadline};
+use crate::store::deadline::{DEFAULT_DEADLINE, Deadline, require_nonzero_deadline};
 use crate::store::shutdown::ShutdownTarget;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -98,6 +98,7 @@ impl StoreClient {
 
     /// Makes a call, unless the circuit is open.
     pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
+        require_nonzero_deadline(self.deadline)?;
         self.circuit.admit()?;
         let reply = Deadline::new(call, self.deadline).await;
         match &reply {

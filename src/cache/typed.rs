@@ -164,7 +164,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.filler.client.deadline = deadline;
-        self.with(|options| options.deadline = deadline)
+        self
     }
 
     /// When to stop calling a failing store. Defaults to [`CircuitBreaker::new`].
