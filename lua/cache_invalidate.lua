@@ -1,5 +1,6 @@
 -- cache_invalidate: remove an entry or make it stale, and end the lease of its fill.
 --
+-- Includes server_notify
 -- KEYS[1]  entry    string, see cache_put                 prefix:2:{cache:<cache>:<key>}:entry
 -- KEYS[2]  lease    string, see cache_claim               prefix:2:{cache:<cache>:<key>}:lease
 -- ARGV[1]  is_hard  1 to remove the entry, 0 to make it stale

@@ -1,5 +1,6 @@
 -- cache_put: store an entry, for a fill that holds the lease, or unconditionally.
 --
+-- Includes server_notify
 -- KEYS[1]  entry      string                              prefix:2:{cache:<cache>:<key>}:entry
 -- KEYS[2]  lease      string, see cache_claim             prefix:2:{cache:<cache>:<key>}:lease
 -- ARGV[1]  token      of the fill, the id of the entry

@@ -1,5 +1,6 @@
 -- cache_release: end the lease of a fill without an entry, and leave a mark if there is one.
 --
+-- Includes server_notify
 -- KEYS[1]  lease    string, see cache_claim               prefix:2:{cache:<cache>:<key>}:lease
 -- ARGV[1]  token    of the fill
 -- ARGV[2]  mark     F for a failure, U if the value is not cached, empty for none
