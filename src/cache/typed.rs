@@ -194,7 +194,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.filler.options.name, key)
     }
 
-    /// Removes the entry of a key. A load that began before this call is not stored after it. Its callers still get its value.
+    /// Removes the entry of a key. A load that began before this call is not stored after it. Its callers still get
+    /// its value, and so do later callers in this process until it ends.
     ///
     /// # Errors
     ///
@@ -204,7 +205,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         client.call(client.store.invalidate(&key)).await
     }
 
-    /// Makes the entry of a key stale: the next call loads it again, and within [`stale_for`](Self::stale_for) gets the old value. A load
+    /// Makes the entry of a key stale: the next call loads it again, and gets the old value until the original end of the entry. A load
     /// that began before this call is not stored after it.
     ///
     /// # Errors
