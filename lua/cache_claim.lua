@@ -21,7 +21,13 @@ end
 local held = redis.call('GET', lease)
 if held and held ~= 'L' .. token then
   local states = {L = 2, F = 3, U = 4}
-  return {states[held:sub(1, 1)] or 2, redis.call('PTTL', lease), now_ms}
+  local ends_ms = redis.call('PTTL', lease)
+  if ends_ms < 0 then
+    -- Somebody has removed its expiry.
+    redis.call('PEXPIRE', lease, lease_ms)
+    ends_ms = lease_ms + 0
+  end
+  return {states[held:sub(1, 1)] or 2, ends_ms, now_ms}
 end
 redis.call('SET', lease, 'L' .. token, 'PX', lease_ms)
 return {1, 0, now_ms}

@@ -1,7 +1,8 @@
 //! Descriptions and units of the metrics.
 //!
 //! Their labels are listed in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
-//! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics) and `backend::redis`.
+//! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics), [`cache`](crate::cache#metrics) and
+//! `backend::redis`.
 
 use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
@@ -25,7 +26,7 @@ pub fn describe() {
     }
 }
 
-const COUNTERS: [(&str, &str); 27] = [
+const COUNTERS: [(&str, &str); 31] = [
     ("tollgate_decisions_total", "Decisions of rate limits, one for each policy and key of a request or limiter call"),
     ("tollgate_near_limit_total", "Admitted requests that left less than a fifth of a limit"),
     ("tollgate_store_errors_total", "Store calls of rate limits that failed or were late"),
@@ -50,6 +51,10 @@ const COUNTERS: [(&str, &str); 27] = [
     ("tollgate_idempotency_attempts_total", "Finished attempts at operations"),
     ("tollgate_idempotency_store_errors_total", "Store calls of idempotency that failed or were late"),
     ("tollgate_idempotency_circuit_transitions_total", "Openings and closings of the circuits of idempotency"),
+    ("tollgate_cache_requests_total", "Calls of `get_or_fill` of a cache by outcome"),
+    ("tollgate_cache_loads_total", "Calls of the loaders of caches by outcome"),
+    ("tollgate_cache_store_errors_total", "Store calls of caches that failed or were late"),
+    ("tollgate_cache_circuit_transitions_total", "Openings and closings of the circuits of caches"),
     ("tollgate_jobs_total", "Finished attempts at jobs"),
     ("tollgate_job_leases_expired_total", "Attempts at jobs whose lease expired without a report of the worker"),
     ("tollgate_job_store_errors_total", "Store calls of delay queues that failed or were late"),
@@ -61,7 +66,7 @@ const COUNTERS: [(&str, &str); 27] = [
     ),
 ];
 
-const HISTOGRAMS: [(&str, &str); 9] = [
+const HISTOGRAMS: [(&str, &str); 10] = [
     ("tollgate_store_seconds", "Duration of store calls of rate limits that did not return at once"),
     ("tollgate_wait_seconds", "How long requests over a limit waited for room"),
     ("tollgate_lock_wait_seconds", "Time until a lock was granted"),
@@ -72,6 +77,7 @@ const HISTOGRAMS: [(&str, &str); 9] = [
         "Time from the claim of an operation to the end of its response, or until its handler was aborted",
     ),
     ("tollgate_idempotency_wait_seconds", "How long requests waited for another request with the same key"),
+    ("tollgate_cache_load_seconds", "Duration of loads of caches"),
     ("tollgate_job_lateness_seconds", "Time from the due time of a job to its claim"),
     ("tollgate_job_seconds", "Duration of attempts at jobs"),
 ];
@@ -93,12 +99,13 @@ mod tests {
     use super::*;
 
     /// The documentation of metrics, and the code that records them.
-    const DOCS_AND_CODE: [(&str, &str); 7] = [
+    const DOCS_AND_CODE: [(&str, &str); 8] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/metrics.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
         (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
         (include_str!("lock/mod.rs"), include_str!("lock/metrics.rs")),
         (include_str!("idempotency/mod.rs"), include_str!("idempotency/metrics.rs")),
+        (include_str!("cache/mod.rs"), include_str!("cache/metrics.rs")),
         (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/metrics.rs")),
         (include_str!("backend/redis/mod.rs"), include_str!("backend/redis/metrics.rs")),
     ];

@@ -13,8 +13,9 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::error::CacheError;
 use super::flights::Outcome;
 use super::loaded::Loaded;
+use super::metrics::Load;
 use super::options::Options;
-use super::store::{CacheKey, Claim, Claimed, Content, EntryId, Mark};
+use super::store::{CacheKey, Claim, Claimed, Content, EntryId, Mark, NewEntry};
 use super::store_client::StoreClient;
 use crate::codec::Codec;
 use crate::error::StoreError;
@@ -63,7 +64,18 @@ enum Permission<T> {
 
 impl<C> Filler<C> {
     /// Loads the value of a key, or waits for the process that does.
-    pub(super) async fn fill<T, L>(&self, key: CacheKey, claim: Claim, before: Before, loader: L) -> Outcome<T>
+    ///
+    /// A background load needs the store, since its value would otherwise be lost. `detach` is called when the lease is lost, for instance
+    /// by an invalidation in another process.
+    pub(super) async fn fill<T, L>(
+        &self,
+        key: CacheKey,
+        claim: Claim,
+        before: Before,
+        is_background: bool,
+        loader: L,
+        detach: impl FnOnce() + Send,
+    ) -> Outcome<T>
     where
         C: Codec<T>,
         L: Future<Output = Result<Loaded<T>, CacheError>> + Send,
@@ -72,36 +84,39 @@ impl<C> Filler<C> {
             Before::Seen(seen) => self.acquire(&key, seen, &claim).await?,
             Before::Failed(error) => Permission::Failed(error),
         };
-        let is_leased = match permission {
+        let (is_leased, _permit) = match permission {
             Permission::Found(value) => return Ok(value),
-            Permission::Leased => true,
-            Permission::Uncached => false,
-            Permission::Failed(store) => {
-                let Ok(_permit) = self.origin.try_acquire() else { return Err(CacheError::OriginLimit { store }) };
-                return self.load(loader).await.map(|loaded| loaded.value.map(Arc::new));
-            }
+            Permission::Leased => (true, None),
+            Permission::Uncached => (false, None),
+            Permission::Failed(store) if is_background => return Err(CacheError::Store(store)),
+            Permission::Failed(store) => match self.origin.try_acquire() {
+                Ok(permit) => (false, Some(permit)),
+                Err(_) => return Err(CacheError::OriginLimit { store }),
+            },
         };
         let started = Instant::now();
-        if !is_leased {
-            return self.load(loader).await.map(|loaded| loaded.value.map(Arc::new));
-        }
         let mut loading = pin!(self.load(loader));
-        let mut renewals = pin!(self.renew(&key, &claim));
         let loaded = tokio::select! {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
-            () = &mut renewals => loading.await,
+            () = self.renew(&key, &claim), if is_leased => {
+                detach();
+                loading.await
+            }
         };
-        match loaded {
-            Ok(loaded) => {
-                self.store(&key, &claim, &loaded, started.elapsed()).await;
-                Ok(loaded.value.map(Arc::new))
+        let cost = started.elapsed();
+        let load = match &loaded {
+            Ok(loaded) if is_leased => self.store(&key, &claim, loaded, cost).await,
+            Ok(_) => Load::NotStored,
+            Err(_) => {
+                if is_leased {
+                    self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
+                }
+                Load::Failed
             }
-            Err(error) => {
-                self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
-                Err(error)
-            }
-        }
+        };
+        self.client.meters().loaded(load, cost);
+        loaded.map(|loaded| loaded.value.map(Arc::new))
     }
 
     /// Waits for the lease of a key, or for the entry of the process that holds it.
@@ -115,7 +130,11 @@ impl<C> Filler<C> {
         let mut notifications = None;
         loop {
             match self.client.call(store.claim(key, &seen, claim)).await {
-                Err(error) => return Ok(Permission::Failed(error)),
+                Err(error) => {
+                    // The claim may have been executed.
+                    self.release(key, claim, None).await;
+                    return Ok(Permission::Failed(error));
+                }
                 Ok(Claimed::Granted) => return Ok(Permission::Leased),
                 Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Permission::Uncached),
                 Ok(Claimed::Marked(Mark::Failed { retry_after })) => {
@@ -126,7 +145,7 @@ impl<C> Filler<C> {
                     // Looks again below, since the entry may have come before the subscription.
                     None => notifications = Some(store.watch(key).await),
                     Some(notifications) => {
-                        let wake = give_up.min(Instant::now() + remaining.min(POLL));
+                        let wake = give_up.min(Instant::now() + remaining.clamp(MIN_WAIT, POLL));
                         // A late notification is a poll.
                         let _ = timeout_at(wake, notifications.next()).await;
                     }
@@ -198,36 +217,54 @@ impl<C> Filler<C> {
     }
 
     /// Stores a loaded value. The callers get the value in any case, so failures are only logged.
-    async fn store<T>(&self, key: &CacheKey, claim: &Claim, loaded: &Loaded<T>, cost: Duration)
+    async fn store<T>(&self, key: &CacheKey, claim: &Claim, loaded: &Loaded<T>, cost: Duration) -> Load
     where
         C: Codec<T>,
     {
-        let Options { max_len, fresh_for, absent_for, .. } = *self.options;
+        let value = match self.encode(key, loaded) {
+            Ok(value) => value,
+            Err(mark) => {
+                self.release(key, claim, Some(mark)).await;
+                return Load::NotStored;
+            }
+        };
+        let entry = self.options.entry(value, loaded.fresh_for, cost);
+        match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
+            Ok(true) => Load::Stored,
+            Ok(false) => {
+                tracing::debug!(%key, "value is not cached: the key was invalidated, or the lease has ended");
+                Load::Refused
+            }
+            Err(error) => {
+                tracing::debug!(%key, %error, "value is not cached");
+                self.release(key, claim, None).await;
+                Load::NotStored
+            }
+        }
+    }
+
+    /// The encoded value, or the mark for a value that must not be stored.
+    fn encode<T>(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark>
+    where
+        C: Codec<T>,
+    {
+        let Options { max_len, fresh_for, .. } = *self.options;
         let Loaded { value, fresh_for: own, is_cached } = loaded;
-        if value.is_none() && own.unwrap_or(absent_for).is_zero() {
-            return self.release(key, claim, None).await;
-        }
-        let uncached = Some(Mark::Uncached { remaining: fresh_for });
+        let uncached = Err(Mark::Uncached { remaining: own.unwrap_or(fresh_for).min(NewEntry::MAX_TTL) });
         if !is_cached {
-            return self.release(key, claim, uncached).await;
+            return uncached;
         }
-        let value = match value.as_ref().map(|value| self.codec.encode(value)).transpose() {
-            Ok(value) if value.as_ref().is_none_or(|value| value.len() <= max_len) => value,
+        match value.as_ref().map(|value| self.codec.encode(value)).transpose() {
+            Ok(value) if value.as_ref().is_none_or(|value| value.len() <= max_len) => Ok(value),
             Ok(value) => {
                 let bytes = value.map(|value| value.len());
                 tracing::warn!(%key, bytes, max_len, "value is too large to be cached");
-                return self.release(key, claim, uncached).await;
+                uncached
             }
             Err(error) => {
                 tracing::warn!(%key, %error, "value cannot be encoded, so it is not cached");
-                return self.release(key, claim, uncached).await;
+                uncached
             }
-        };
-        let entry = self.options.entry(value, *own, cost);
-        match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
-            Ok(true) => {}
-            Ok(false) => tracing::debug!(%key, "value is not cached: the key was invalidated, or the lease has ended"),
-            Err(error) => tracing::debug!(%key, %error, "value is not cached"),
         }
     }
 
@@ -241,6 +278,8 @@ impl<C> Filler<C> {
 
 /// How often to look for the entry of another process, at least: a notification may get lost.
 const POLL: Duration = Duration::from_millis(500);
+/// The shortest wait for it, if the lease is about to end.
+const MIN_WAIT: Duration = Duration::from_millis(10);
 
 /// The future of a loader, which calls it at the first poll: a panic of the call is then one of the future.
 pub(super) async fn loading<T, L, F, R, E>(loader: L) -> Result<Loaded<T>, CacheError>

@@ -40,8 +40,8 @@ impl<T> LoadWaiter<T> {
     pub(super) async fn outcome(mut self) -> Outcome<T> {
         match self.0.wait_for(Option::is_some).await {
             Ok(outcome) => outcome.clone().unwrap_or(Err(CacheError::Panicked)),
-            // The cache was dropped, or its runtime ends.
-            Err(_) => Err(CacheError::Closed),
+            // Its task panicked outside of the loader, for instance in the codec.
+            Err(_) => Err(CacheError::Panicked),
         }
     }
 }
@@ -77,7 +77,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
         let (outcome, ticket) = watch::channel(None);
         let flight = Arc::new(Flight { outcome, is_background });
         running.insert(key, Arc::clone(&flight));
-        self.count.send_modify(|count| *count += 1);
+        let counted = Counted::new(Arc::clone(self));
         drop(running);
         let landing = Landing { flights: Arc::clone(self), key, flight: Arc::clone(&flight) };
         let load = load();
@@ -96,8 +96,14 @@ impl<T: Send + Sync + 'static> Flights<T> {
                     cancel().await;
                 }
             }
+            drop(counted);
         });
         Ok(LoadWaiter(ticket))
+    }
+
+    /// Callers from now on do not join the load of a key. Its earlier callers still get its result.
+    pub(super) fn detach(&self, key: &CacheKey) {
+        self.running().remove(key);
     }
 
     fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {
@@ -141,13 +147,29 @@ impl<T> Drop for Landing<T> {
         if running.get(&self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
             running.remove(&self.key);
         }
-        drop(running);
-        self.flights.count.send_modify(|count| *count -= 1);
+    }
+}
+
+/// Counts a task until its end, for the shutdown.
+struct Counted<T>(Arc<Flights<T>>);
+
+impl<T> Counted<T> {
+    fn new(flights: Arc<Flights<T>>) -> Self {
+        flights.count.send_modify(|count| *count += 1);
+        Self(flights)
+    }
+}
+
+impl<T> Drop for Counted<T> {
+    fn drop(&mut self) {
+        self.0.count.send_modify(|count| *count -= 1);
     }
 }
 
 impl<T: Send + Sync> Work for Flights<T> {
     fn close(&self) {
+        // No load is being counted meanwhile.
+        let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_closed.store(true, Ordering::Release);
     }
 

@@ -36,6 +36,18 @@
 //! | [`deadline`](Cache::deadline) | 100 ms | the deadline of a store call |
 //! | [`circuit_breaker`](Cache::circuit_breaker) | 5 failures | when to stop calling a failing store |
 //!
+//! # Metrics
+//!
+//! With the feature `metrics`, a cache reports to the `metrics` facade. The label `cache` is its name; a key is never a label.
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
+//! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
+//! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
+//! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |
+//! | `tollgate_cache_circuit_transitions_total` | `cache`, `state`: `open`, `closed` | circuits that opened and closed |
+//!
 //! See the [guide](crate::guide::cache) for the three faults of caches, failures and guarantees.
 
 mod error;
@@ -43,6 +55,7 @@ mod fill;
 mod flights;
 mod key;
 mod loaded;
+mod metrics;
 mod options;
 pub mod store;
 mod store_client;

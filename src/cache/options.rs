@@ -24,7 +24,7 @@ impl Options {
     pub(super) fn new(name: Key, fresh_for: Duration) -> Self {
         Self {
             name,
-            fresh_for,
+            fresh_for: fresh_for.min(NewEntry::MAX_TTL),
             stale_for: Duration::ZERO,
             absent_for: fresh_for.min(Duration::from_secs(10)),
             jitter: 0.1,

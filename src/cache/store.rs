@@ -25,7 +25,7 @@ pub use crate::store::token::Token;
 ///      +----------------+  the lease ends, or the entry is set, expired or invalidated
 /// ```
 ///
-/// A fill can only store its entry while it holds the lease, and every other change of the entry ends the lease. So a fill that began
+/// A fill can only store its entry while it holds the lease, and each `set`, `expire` and `invalidate` ends the lease. So a fill that began
 /// before an invalidation is never stored after it.
 ///
 /// Each fill has its own [`Token`], and each call may be repeated with it. The backend owns the clock. Every change is one atomic step.
@@ -60,7 +60,8 @@ pub trait CacheStore {
         entry: &NewEntry,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Ends the lease without an entry, if the token holds it, and leaves a mark. Notifies waiters. False if the token does not hold the
+    /// Ends the lease without an entry, if the token holds it, and leaves a mark. [`Mark::Uncached`] also removes the old entry. Notifies
+    /// waiters. False if the token does not hold the
     /// lease; then nothing changes.
     fn release(
         &self,

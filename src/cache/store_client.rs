@@ -3,11 +3,12 @@
 use std::error::Error as _;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use super::metrics::Meters;
 use super::store::{CacheKey, CacheStore, Claim, Claimed, Entry, EntryId, Mark, NewEntry, Notifications, Token};
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
@@ -85,11 +86,26 @@ pub(super) struct StoreClient {
     circuit: Arc<Circuit>,
     // For the log.
     cache: Key,
+    meters: Arc<OnceLock<Meters>>,
 }
 
 impl StoreClient {
     pub(super) fn new(store: Arc<dyn DynStore>, cache: Key) -> Self {
-        Self { store, deadline: DEFAULT_DEADLINE, circuit: Arc::new(Circuit::new(CircuitBreaker::new())), cache }
+        Self {
+            store,
+            deadline: DEFAULT_DEADLINE,
+            circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            cache,
+            meters: Arc::default(),
+        }
+    }
+
+    pub(super) const fn check(&self) -> Result<(), ConfigError> {
+        if self.deadline.is_zero() { Err(ConfigError::ZeroTimeout { setting: "deadline" }) } else { Ok(()) }
+    }
+
+    pub(super) fn meters(&self) -> &Meters {
+        self.meters.get_or_init(|| Meters::new(&self.cache))
     }
 
     pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
@@ -98,8 +114,13 @@ impl StoreClient {
 
     /// Makes a call, unless the circuit is open.
     pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        require_nonzero_deadline(self.deadline)?;
         self.circuit.admit()?;
+        self.call_always(call).await
+    }
+
+    /// Makes a call, also while the circuit is open: for calls that are not repeated.
+    pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
+        require_nonzero_deadline(self.deadline)?;
         let reply = Deadline::new(call, self.deadline).await;
         match &reply {
             Ok(_) => self.circuit.answered(self),
@@ -110,13 +131,17 @@ impl StoreClient {
 }
 
 impl CircuitObserver for StoreClient {
-    fn failed(&self) {}
+    fn failed(&self) {
+        self.meters().store_failed();
+    }
 
     fn opened(&self) {
+        self.meters().circuit(true);
         tracing::warn!(cache = %self.cache, "cache circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
+        self.meters().circuit(false);
         tracing::info!(cache = %self.cache, "cache circuit closes: all calls reach the store");
     }
 

@@ -12,8 +12,9 @@ use super::error::CacheError;
 use super::fill::{Before, Filler, loading};
 use super::flights::{Flights, LoadWaiter};
 use super::loaded::Loaded;
+use super::metrics::Served;
 use super::options::Options;
-use super::store::{CacheKey, CacheStore, Claim, Entry, EntryId, Token};
+use super::store::{CacheKey, CacheStore, Claim, Entry, EntryId, NewEntry, Token};
 use super::store_client::StoreClient;
 use crate::codec::{Codec, Json};
 use crate::error::{BoxError, ConfigError, StoreError};
@@ -96,14 +97,14 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// How long a stale value is served after it was fresh: while one caller loads a new one, and while the origin fails. Defaults to zero.
     #[must_use]
     pub fn stale_for(self, time: Duration) -> Self {
-        self.with(|options| options.stale_for = time)
+        self.with(|options| options.stale_for = time.min(NewEntry::MAX_TTL))
     }
 
     /// How long the absence of a value is cached. With zero it is not. Defaults to ten seconds, or to the time for values if that is
     /// shorter.
     #[must_use]
     pub fn absent_for(self, time: Duration) -> Self {
-        self.with(|options| options.absent_for = time)
+        self.with(|options| options.absent_for = time.min(NewEntry::MAX_TTL))
     }
 
     /// By which part, at most, the time for which an entry is fresh is shortened at random, so that entries that were stored together do not
@@ -125,19 +126,19 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// How long a caller waits for a new value before it gets the stale one. The load goes on. Defaults to zero.
     #[must_use]
     pub fn soft_timeout(self, time: Duration) -> Self {
-        self.with(|options| options.soft_timeout = time)
+        self.with(|options| options.soft_timeout = time.min(NewEntry::MAX_TTL))
     }
 
     /// How long no process loads a key again after a load has failed. Defaults to one second.
     #[must_use]
     pub fn error_for(self, time: Duration) -> Self {
-        self.with(|options| options.error_for = time)
+        self.with(|options| options.error_for = time.min(NewEntry::MAX_TTL))
     }
 
     /// How long a load may take, and how long a caller waits for that of another process. Defaults to 30 seconds.
     #[must_use]
     pub fn load_timeout(self, time: Duration) -> Self {
-        self.with(|options| options.load_timeout = time)
+        self.with(|options| options.load_timeout = time.min(NewEntry::MAX_TTL))
     }
 
     /// How long a load is protected without a sign of life of its process. After that another process may load. Defaults to two seconds.
@@ -194,15 +195,18 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.filler.options.name, key)
     }
 
-    /// Removes the entry of a key. A load that began before this call is not stored after it. Its callers still get
-    /// its value, and so do later callers in this process until it ends.
+    /// Removes the entry of a key. A load that began before this call is not stored after it. Its callers still get its value; later ones do not join it.
     ///
     /// # Errors
     ///
     /// If the store fails; the entry may then still be there.
     pub async fn invalidate(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
-        client.call(client.store.invalidate(&key)).await
+        // Before and after: a load may begin in between.
+        self.flights.detach(&key);
+        let result = client.call_always(client.store.invalidate(&key)).await;
+        self.flights.detach(&key);
+        result
     }
 
     /// Makes the entry of a key stale: the next call loads it again, and gets the old value until the original end of the entry. A load
@@ -213,7 +217,10 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// If the store fails; the entry may then still be fresh.
     pub async fn expire(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
-        client.call(client.store.expire(&key)).await
+        self.flights.detach(&key);
+        let result = client.call_always(client.store.expire(&key)).await;
+        self.flights.detach(&key);
+        result
     }
 }
 
@@ -237,30 +244,62 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         R: Into<Loaded<T>>,
         E: Into<BoxError>,
     {
+        let result = self.serve(self.key(key), loader).await;
+        let served = result.as_ref().map_or(Served::Failed, |(_, served)| *served);
+        self.filler.client.meters().served(served);
+        result.map(|(value, _)| value)
+    }
+
+    async fn serve<L, F, R, E>(&self, key: CacheKey, loader: L) -> Result<(Option<Arc<T>>, Served), CacheError>
+    where
+        L: FnOnce() -> F + Send + 'static,
+        F: Future<Output = Result<R, E>> + Send,
+        R: Into<Loaded<T>>,
+        E: Into<BoxError>,
+    {
         let Filler { options, client, .. } = &self.filler;
         options.check()?;
-        let key = self.key(key);
-        let entry = match client.call(client.store.get(&key)).await {
-            Ok(Some(entry)) => entry,
-            Ok(None) => return self.load(key, Before::Seen(EntryId::default()), false, loader)?.outcome().await,
-            Err(error) => return self.load(key, Before::Failed(error), false, loader)?.outcome().await,
+        client.check()?;
+        let before = match client.call(client.store.get(&key)).await {
+            Ok(Some(entry)) => match self.filler.decode(&key, &entry.content) {
+                Some(value) => return Ok(self.serve_entry(key, &entry, value, loader).await),
+                None => Before::Seen(entry.id),
+            },
+            Ok(None) => Before::Seen(EntryId::default()),
+            Err(error) => Before::Failed(error),
         };
-        let Entry { id, content, fresh_for, cost, .. } = entry;
-        let Some(value) = self.filler.decode(&key, &content) else {
-            return self.load(key, Before::Seen(id), false, loader)?.outcome().await;
-        };
-        let is_fresh = !fresh_for.is_zero();
-        if !is_fresh || options.refreshes_early(fresh_for, cost) {
-            // Without a load, for instance in a shutdown, the value is still good.
-            let load = self.load(key, Before::Seen(id), true, loader);
-            if let Ok(load) = load
-                && !is_fresh
-                && let Ok(Ok(loaded)) = timeout(options.soft_timeout, load.outcome()).await
-            {
-                return Ok(loaded);
-            }
+        Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
+    }
+
+    /// Serves the value of an entry, or a new one if it is stale.
+    async fn serve_entry<L, F, R, E>(
+        &self,
+        key: CacheKey,
+        entry: &Entry,
+        value: Option<Arc<T>>,
+        loader: L,
+    ) -> (Option<Arc<T>>, Served)
+    where
+        L: FnOnce() -> F + Send + 'static,
+        F: Future<Output = Result<R, E>> + Send,
+        R: Into<Loaded<T>>,
+        E: Into<BoxError>,
+    {
+        let options = &self.filler.options;
+        let is_fresh = !entry.fresh_for.is_zero();
+        if is_fresh && !options.refreshes_early(entry.fresh_for, entry.cost) {
+            return (value, Served::Fresh);
         }
-        Ok(value)
+        // Without a load, for instance in a shutdown, the value is still good.
+        let load = self.load(key, Before::Seen(entry.id.clone()), true, loader);
+        match load {
+            _ if is_fresh => (value, Served::Fresh),
+            Ok(load) => match timeout(options.soft_timeout, load.outcome()).await {
+                Ok(Ok(loaded)) => (loaded, Served::Loaded),
+                Ok(Err(_)) | Err(_) => (value, Served::Stale),
+            },
+            Err(_) => (value, Served::Stale),
+        }
     }
 
     /// Joins the load of a key, or starts it.
@@ -284,10 +323,19 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         }
         let claim = Claim { token: Token::random()?, lease: self.filler.options.lease };
         let (filler, canceller) = (self.filler.clone(), self.filler.clone());
+        // Nobody waits long for a background load, so it is not a part of the load that started it.
+        let chain = Arc::new(Chain { flights, key, outer: outer.filter(|_| !is_background) });
+        let table = Arc::downgrade(&self.flights);
+        let detach = move || {
+            if let Some(flights) = table.upgrade() {
+                flights.detach(&key);
+            }
+        };
         let load = move || {
-            CHAIN.scope(Arc::new(Chain { flights, key, outer }), async move {
-                filler.fill(key, claim, before, loading(loader)).await
-            })
+            CHAIN.scope(
+                chain,
+                async move { filler.fill(key, claim, before, is_background, loading(loader), detach).await },
+            )
         };
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
         self.flights.join_or_start(&self.tasks, key, is_background, load, cancel)
@@ -313,14 +361,22 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     pub async fn set(&self, key: impl Into<Key>, value: impl Into<Loaded<T>>) -> Result<(), CacheError> {
         let Filler { options, client, codec, .. } = &self.filler;
         options.check()?;
-        let (key, loaded) = (self.key(key), value.into());
+        let (key, loaded) = (key.into(), value.into());
+        if !loaded.is_cached {
+            return Ok(self.invalidate(key).await?);
+        }
+        let key = self.key(key);
         let encoded = loaded.value.as_ref().map(|value| codec.encode(value)).transpose();
         let value = encoded.map_err(|error| CacheError::Encode(error.into()))?;
         if let Some(bytes) = value.as_ref().map(Vec::len).filter(|bytes| *bytes > options.max_len) {
             return Err(CacheError::TooLarge { bytes, max: options.max_len });
         }
         let entry = options.entry(value, loaded.fresh_for, Duration::ZERO);
-        Ok(client.call(client.store.set(&key, &Token::random()?, &entry)).await?)
+        let token = Token::random()?;
+        self.flights.detach(&key);
+        let result = client.call_always(client.store.set(&key, &token, &entry)).await;
+        self.flights.detach(&key);
+        Ok(result?)
     }
 }
 

@@ -199,6 +199,15 @@ pub async fn release_leaves_its_mark<S: CacheStore>(store: S) {
     assert!(matches!(marked, Claimed::Marked(Mark::Uncached { remaining }) if remaining <= LONG), "{marked:?}");
 }
 
+/// A value that is not cached removes the entry before it.
+pub async fn uncached_mark_removes_the_entry<S: CacheStore>(store: S) {
+    let claim = take(&store, &key("a"), LONG).await;
+    assert!(put(&store, &key("a"), &claim, &entry(b"a")).await);
+    let claim = take(&store, &key("a"), LONG).await;
+    assert!(store.release(&key("a"), &claim.token, Some(Mark::Uncached { remaining: LONG })).await.unwrap());
+    assert_eq!(store.get(&key("a")).await.unwrap(), None);
+}
+
 /// A failed refresh leaves the stale entry.
 pub async fn mark_leaves_the_entry<S: CacheStore>(store: S) {
     let claim = take(&store, &key("a"), LONG).await;

@@ -334,6 +334,7 @@ macro_rules! cache_contract {
                 renewed_lease_lasts
                 put_can_be_repeated
                 release_leaves_its_mark
+                uncached_mark_removes_the_entry
                 mark_leaves_the_entry
                 invalidation_beats_a_running_fill
                 expired_entry_is_stale

@@ -318,3 +318,59 @@ async fn failing_store_limits_loads_of_this_process() {
     sleep(ms(200)).await;
     assert!(get(&cache, &origin).await.unwrap().is_some());
 }
+
+/// A caller after an invalidation does not get what a load before it has read, in the same process either.
+#[tokio::test(start_paused = true)]
+async fn call_after_an_invalidation_joins_no_earlier_load() {
+    let (backend, origin) = (MemoryBackend::new(), Origin::default());
+    let (cache, other) = (cache(&backend), self::cache(&backend));
+    for invalidating in [&cache, &other] {
+        let old = tokio::spawn({
+            let (cache, origin) = (cache.clone(), origin.clone());
+            async move {
+                let slow = async move || {
+                    sleep(secs(10)).await;
+                    origin.load().await
+                };
+                cache.get_or_fill("a", slow).await.unwrap().map(|value| *value)
+            }
+        });
+        sleep(ms(100)).await;
+        invalidating.invalidate("a").await.unwrap();
+        // Another process tells this one by a lost lease: at the next renewal.
+        sleep(secs(1)).await;
+        let new = get(&cache, &origin).await.unwrap();
+        let old = old.await.unwrap();
+        assert!(new < old, "{new:?} {old:?}");
+        assert_eq!(get(&cache, &origin).await.unwrap(), new, "the later value is not stored");
+        cache.invalidate("a").await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn absent_and_uncached_results_replace_a_stale_value() {
+    let backend = MemoryBackend::new();
+    let cache = cache(&backend).stale_for(secs(600)).absent_for(Duration::ZERO);
+    for loaded in [Loaded::absent(), Loaded::uncached(8)] {
+        cache.set("a", 7).await.unwrap();
+        cache.expire("a").await.unwrap();
+        let result = loaded.clone();
+        let stale = cache.get_or_fill("a", async || Ok::<_, BoxError>(result)).await.unwrap();
+        assert_eq!(stale.as_deref(), Some(&7));
+        sleep(ms(1)).await;
+        assert!(cache.get("a").await.unwrap().is_none(), "{loaded:?}");
+        cache.set("a", Loaded::uncached(9)).await.unwrap();
+        assert!(cache.get("a").await.unwrap().is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn longest_settings_are_accepted() {
+    let cache =
+        cache(&MemoryBackend::new()).load_timeout(Duration::MAX).error_for(Duration::MAX).soft_timeout(Duration::MAX);
+    assert_eq!(get(&cache, &Origin::default()).await.unwrap(), Some(1));
+    let failing = Origin::default();
+    assert!(cache.get_or_fill("b", move || failing.fail()).await.is_err());
+    let error = get(&cache.deadline(Duration::ZERO), &Origin::default()).await.unwrap_err();
+    assert!(matches!(error, CacheError::Config(_)), "{error:?}");
+}

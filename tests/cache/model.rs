@@ -123,6 +123,9 @@ async fn run<S: CacheStore>(store: &S, steps: &[(usize, Step)], round: u64, evic
                 assert_eq!(store.release(&key, &fills[fill], mark).await.unwrap(), is_held, "step {number}: {slot:?}");
                 if is_held {
                     slot.lease = lease;
+                    if lease == Lease::Uncached {
+                        slot.entry = None;
+                    }
                 }
             }
             Step::Renew { fill } => {

@@ -153,6 +153,7 @@ impl CacheTable {
                 shard.set_lease(*key, Lease { state: State::Failed, ends: now + retry_after }, now);
             }
             Some(Mark::Uncached { remaining }) => {
+                shard.remove(key);
                 shard.set_lease(*key, Lease { state: State::Uncached, ends: now + remaining }, now);
             }
         }
@@ -218,6 +219,12 @@ impl Shard {
 
     fn store(&mut self, key: &CacheKey, token: &Token, entry: &NewEntry, now: Instant) {
         self.remove(key);
+        self.leases.remove(key);
+        self.notify(key);
+        if entry.value.as_ref().is_some_and(|value| value.len() > self.capacity * VALUE_SHARE) {
+            // It would evict everything else, and then itself.
+            return;
+        }
         let NewEntry { ref value, fresh_for, ttl, cost } = *entry;
         let stored = Stored {
             id: *token,
@@ -232,8 +239,6 @@ impl Shard {
         while self.entries.len() > self.capacity || self.bytes > self.capacity * VALUE_SHARE {
             self.evict();
         }
-        self.leases.remove(key);
-        self.notify(key);
     }
 
     /// Removes the entry that expires first among a few.

@@ -532,7 +532,7 @@ impl Scripts {
             Some(Mark::Uncached { remaining }) => ("U", remaining),
         };
         let args = (token.as_bytes().as_slice(), mark, millis(time).max(1), publish(servers), &keys.changed);
-        self.cache_release.call(servers, &[&keys.lease], args).await
+        self.cache_release.call(servers, &[&keys.lease, &keys.entry], args).await
     }
 
     /// Removes an entry, or makes it stale.
@@ -867,7 +867,7 @@ mod tests {
             (&scripts.cache_claim, 2, 3),
             (&scripts.cache_renew, 1, 2),
             (&scripts.cache_put, 2, 9),
-            (&scripts.cache_release, 1, 5),
+            (&scripts.cache_release, 2, 5),
             (&scripts.cache_invalidate, 2, 3),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),

@@ -16,7 +16,7 @@ pub(crate) struct ServerClock {
 }
 
 impl ServerClock {
-    /// How long an estimate lasts. A new primary may have another clock, and its scripts may not run for long.
+    /// How long an estimate lasts: after a failover, the new primary may have another clock.
     const LASTS: Duration = Duration::from_secs(10);
 
     pub(crate) fn new() -> Self {
@@ -34,7 +34,12 @@ impl ServerClock {
     pub(crate) fn now_ms(&self) -> Option<u64> {
         let (told, elapsed) = (self.told.load(Ordering::Acquire), self.elapsed_ms());
         let is_known = told > 0 && elapsed.saturating_sub(told) < Self::LASTS.as_millis() as u64;
-        is_known.then(|| elapsed.saturating_add_signed(self.offset.load(Ordering::Relaxed)))
+        is_known.then(|| self.estimate_ms())
+    }
+
+    /// The same, however long ago the last reply was.
+    pub(crate) fn estimate_ms(&self) -> u64 {
+        self.elapsed_ms().saturating_add_signed(self.offset.load(Ordering::Relaxed))
     }
 
     fn elapsed_ms(&self) -> u64 {

@@ -25,8 +25,7 @@ impl CacheStore for RedisBackend {
         get.arg("GET").arg(&entry);
         match servers.send(&entry, &get).await.map_err(store_error)? {
             Value::Nil => Ok(None),
-            // The clock was known before the call, and the reply took less than its estimate lasts.
-            Value::BulkString(bytes) => Ok(Some(decode(bytes, server_clock.now_ms().unwrap_or(u64::MAX)))),
+            Value::BulkString(bytes) => Ok(Some(decode(bytes, server_clock.estimate_ms()))),
             reply => Err(unexpected_reply(&reply)),
         }
     }
