@@ -195,7 +195,10 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.filler.options.name, key)
     }
 
-    /// Removes the entry of a key. A load that began before this call is not stored after it. Its callers still get its value; later ones do not join it.
+    /// Removes the entry of a key.
+    ///
+    /// A load that began before this call is not stored after it. Its callers still get its
+    /// value; later ones do not join it.
     ///
     /// # Errors
     ///
