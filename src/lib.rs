@@ -107,6 +107,7 @@ mod on_failure;
 mod panics;
 mod reach;
 mod store;
+mod together;
 
 pub mod backend;
 pub mod cache;

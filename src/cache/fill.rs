@@ -1,10 +1,7 @@
 //! One load: the lease, the loader, and the new entry or mark in the store.
 
-use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
@@ -13,13 +10,14 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::error::CacheError;
 use super::flights::Outcome;
 use super::loaded::Loaded;
+use super::loader::{Loader, without_panics};
 use super::metrics::Load;
 use super::options::Options;
-use super::store::{CacheKey, Claim, Claimed, Content, EntryId, Mark, NewEntry};
+use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration};
 use super::store_client::StoreClient;
+use super::tags::Generations;
 use crate::codec::Codec;
 use crate::error::StoreError;
-use crate::panics::discard;
 
 /// The parts of a cache that a load needs.
 pub(super) struct Filler<C> {
@@ -28,6 +26,7 @@ pub(super) struct Filler<C> {
     pub(super) codec: Arc<C>,
     // One permit for each load without the store.
     pub(super) origin: Arc<Semaphore>,
+    pub(super) generations: Arc<Generations>,
 }
 
 // Not derived, which would require `C: Clone`.
@@ -38,6 +37,7 @@ impl<C> Clone for Filler<C> {
             client: self.client.clone(),
             codec: Arc::clone(&self.codec),
             origin: Arc::clone(&self.origin),
+            generations: Arc::clone(&self.generations),
         }
     }
 }
@@ -50,10 +50,26 @@ pub(super) enum Before {
     Failed(StoreError),
 }
 
+/// What the store has for a key.
+pub(super) struct Lookup<T> {
+    /// The id of the entry, also if it must not be served.
+    pub(super) id: EntryId,
+    pub(super) found: Option<Found<T>>,
+}
+
+/// An entry that may be served.
+pub(super) struct Found<T> {
+    pub(super) value: Option<Arc<T>>,
+    /// Zero if it is stale.
+    pub(super) fresh_for: Duration,
+    /// How long its load took.
+    pub(super) cost: Duration,
+}
+
 /// How a load may proceed.
 enum Permission<T> {
-    /// Load the value and store it.
-    Leased,
+    /// Load the value and store it, with these tags.
+    Leased(Vec<TagGeneration>),
     /// Load a value for these callers only.
     Uncached,
     /// Another process has loaded it.
@@ -67,31 +83,30 @@ impl<C> Filler<C> {
     ///
     /// A background load needs the store, since its value would otherwise be lost. `detach` is called when the lease is lost, for instance
     /// by an invalidation in another process.
-    pub(super) async fn fill<T, L>(
+    pub(super) async fn fill<T>(
         &self,
         key: CacheKey,
         claim: Claim,
         before: Before,
         is_background: bool,
-        loader: L,
+        mut loader: impl Loader<T>,
         detach: impl FnOnce() + Send,
     ) -> Outcome<T>
     where
         C: Codec<T>,
-        L: Future<Output = Result<Loaded<T>, CacheError>> + Send,
     {
         let permission = match before {
-            Before::Seen(seen) => self.acquire(&key, seen, &claim).await?,
+            Before::Seen(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
             Before::Failed(error) => Permission::Failed(error),
         };
-        let (is_leased, _permit) = match permission {
+        let (lease, _permit) = match permission {
             Permission::Found(value) => return Ok(value),
-            Permission::Leased => (true, None),
-            Permission::Uncached => (false, None),
+            Permission::Leased(tags) => (Some(tags), None),
+            Permission::Uncached => (None, None),
             Permission::Failed(store) if is_background => return Err(CacheError::Store(store)),
-            Permission::Failed(store) => match self.origin.try_acquire() {
-                Ok(permit) => (false, Some(permit)),
-                Err(_) => return Err(CacheError::OriginLimit { store }),
+            Permission::Failed(store) => match loader.permit(&self.origin) {
+                Some(permit) => (None, Some(permit)),
+                None => return Err(CacheError::OriginLimit { store }),
             },
         };
         let started = Instant::now();
@@ -99,28 +114,33 @@ impl<C> Filler<C> {
         let loaded = tokio::select! {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
-            () = self.renew(&key, &claim), if is_leased => {
+            () = self.renew(&key, &claim, lease.as_deref().unwrap_or_default()), if lease.is_some() => {
                 detach();
                 loading.await
             }
         };
         let cost = started.elapsed();
-        let load = match &loaded {
-            Ok(loaded) if is_leased => self.store(&key, &claim, loaded, cost).await,
-            Ok(_) => Load::NotStored,
-            Err(_) => {
-                if is_leased {
-                    self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
-                }
+        let load = match (&loaded, lease) {
+            (Ok(loaded), Some(tags)) => self.store(&key, &claim, loaded, cost, tags).await,
+            (Ok(_), None) => Load::NotStored,
+            (Err(_), Some(_)) => {
+                self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
                 Load::Failed
             }
+            (Err(_), None) => Load::Failed,
         };
         self.client.meters().loaded(load, cost);
         loaded.map(|loaded| loaded.value.map(Arc::new))
     }
 
     /// Waits for the lease of a key, or for the entry of the process that holds it.
-    async fn acquire<T>(&self, key: &CacheKey, mut seen: EntryId, claim: &Claim) -> Result<Permission<T>, CacheError>
+    async fn acquire<T>(
+        &self,
+        key: &CacheKey,
+        mut seen: EntryId,
+        claim: &Claim,
+        loader: &mut impl Loader<T>,
+    ) -> Result<Permission<T>, CacheError>
     where
         C: Codec<T>,
     {
@@ -135,7 +155,7 @@ impl<C> Filler<C> {
                     self.release(key, claim, None).await;
                     return Ok(Permission::Failed(error));
                 }
-                Ok(Claimed::Granted) => return Ok(Permission::Leased),
+                Ok(Claimed::Granted) => return Ok(self.begin(key, claim).await),
                 Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Permission::Uncached),
                 Ok(Claimed::Marked(Mark::Failed { retry_after })) => {
                     return Err(CacheError::RecentlyFailed { retry_after });
@@ -143,7 +163,10 @@ impl<C> Filler<C> {
                 Ok(Claimed::Changed) => {}
                 Ok(Claimed::Busy { remaining }) => match &mut notifications {
                     // Looks again below, since the entry may have come before the subscription.
-                    None => notifications = Some(store.watch(key).await),
+                    None => {
+                        loader.waits_for_lease();
+                        notifications = Some(store.watch(key).await);
+                    }
                     Some(notifications) => {
                         let wake = give_up.min(Instant::now() + remaining.clamp(MIN_WAIT, POLL));
                         // A late notification is a poll.
@@ -151,14 +174,13 @@ impl<C> Filler<C> {
                     }
                 },
             }
-            let entry = match self.client.call(store.get(key)).await {
-                Ok(entry) => entry,
+            let Lookup { id, found } = match self.look(key).await {
+                Ok(lookup) => lookup,
                 Err(error) => return Ok(Permission::Failed(error)),
             };
-            let id = entry.as_ref().map_or_else(EntryId::default, |entry| entry.id.clone());
             if id != seen {
-                if let Some(value) = entry.and_then(|entry| self.decode(key, &entry.content)) {
-                    return Ok(Permission::Found(value));
+                if let Some(found) = found {
+                    return Ok(Permission::Found(found.value));
                 }
                 seen = id;
             }
@@ -168,8 +190,38 @@ impl<C> Filler<C> {
         }
     }
 
+    /// Reads the tags of a load that has just got its lease.
+    async fn begin<T>(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
+        match self.tags_before_fill().await {
+            Ok(tags) => Permission::Leased(tags),
+            Err(error) => {
+                self.release(key, claim, None).await;
+                Permission::Failed(error)
+            }
+        }
+    }
+
+    pub(super) async fn tags_before_fill(&self) -> Result<Vec<TagGeneration>, StoreError> {
+        let Options { name, tags, .. } = &*self.options;
+        self.generations.before_fill(&self.client, name, tags, self.options.tag_ttl()).await
+    }
+
+    /// Looks a key up in the store.
+    pub(super) async fn look<T>(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError>
+    where
+        C: Codec<T>,
+    {
+        let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
+            return Ok(Lookup { id: EntryId::default(), found: None });
+        };
+        let Entry { id, content, fresh_for, cost, tags, .. } = entry;
+        let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
+        let value = if is_valid { self.decode(key, &content) } else { None };
+        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, cost }) })
+    }
+
     /// The value of an entry, which may be absent. `None` if it cannot be read.
-    pub(super) fn decode<T>(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>>
+    fn decode<T>(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>>
     where
         C: Codec<T>,
     {
@@ -187,37 +239,34 @@ impl<C> Filler<C> {
     }
 
     /// Runs the loader for at most `load_timeout`, and catches its panics.
-    async fn load<T, L>(&self, loader: L) -> Result<Loaded<T>, CacheError>
-    where
-        L: Future<Output = Result<Loaded<T>, CacheError>> + Send,
-    {
-        let Options { load_timeout, .. } = *self.options;
-        let mut loader = Box::pin(loader);
-        let caught = poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| loader.as_mut().poll(cx))) {
-            Ok(Poll::Pending) => Poll::Pending,
-            Ok(Poll::Ready(loaded)) => Poll::Ready(loaded),
-            Err(payload) => {
-                discard(payload);
-                Poll::Ready(Err(CacheError::Panicked))
-            }
-        });
-        let loaded = timeout_at(Instant::now() + load_timeout, caught).await;
-        loaded.unwrap_or(Err(CacheError::TimedOut { after: load_timeout }))
+    async fn load<T>(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
+        let after = self.options.load_timeout;
+        let loaded = timeout_at(Instant::now() + after, without_panics(async { loader.load().await })).await;
+        loaded.unwrap_or(Err(CacheError::TimedOut { after }))
     }
 
-    /// Renews the lease until it is lost.
-    async fn renew(&self, key: &CacheKey, claim: &Claim) {
+    /// Renews the lease until it is lost, or a tag is invalidated.
+    async fn renew(&self, key: &CacheKey, claim: &Claim, tags: &[TagGeneration]) {
         loop {
             sleep(claim.lease / 3).await;
             // A failed call may be repeated before the lease ends.
-            if self.client.call(self.client.store.renew(key, claim)).await.is_ok_and(|is_renewed| !is_renewed) {
+            let is_renewed = self.client.call(self.client.store.renew(key, claim)).await;
+            let is_current = self.generations.are_current(&self.client, key.cache(), tags).await;
+            if !is_renewed.unwrap_or(true) || !is_current.unwrap_or(true) {
                 return;
             }
         }
     }
 
     /// Stores a loaded value. The callers get the value in any case, so failures are only logged.
-    async fn store<T>(&self, key: &CacheKey, claim: &Claim, loaded: &Loaded<T>, cost: Duration) -> Load
+    async fn store<T>(
+        &self,
+        key: &CacheKey,
+        claim: &Claim,
+        loaded: &Loaded<T>,
+        cost: Duration,
+        tags: Vec<TagGeneration>,
+    ) -> Load
     where
         C: Codec<T>,
     {
@@ -228,7 +277,7 @@ impl<C> Filler<C> {
                 return Load::NotStored;
             }
         };
-        let entry = self.options.entry(value, loaded.fresh_for, cost);
+        let entry = self.options.entry(value, loaded.fresh_for, cost, tags);
         match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
             Ok(true) => Load::Stored,
             Ok(false) => {
@@ -280,14 +329,3 @@ impl<C> Filler<C> {
 const POLL: Duration = Duration::from_millis(500);
 /// The shortest wait for it, if the lease is about to end.
 const MIN_WAIT: Duration = Duration::from_millis(10);
-
-/// The future of a loader, which calls it at the first poll: a panic of the call is then one of the future.
-pub(super) async fn loading<T, L, F, R, E>(loader: L) -> Result<Loaded<T>, CacheError>
-where
-    L: FnOnce() -> F + Send,
-    F: Future<Output = Result<R, E>> + Send,
-    R: Into<Loaded<T>>,
-    E: Into<crate::error::BoxError>,
-{
-    loader().await.map(Into::into).map_err(|error| CacheError::load(error.into()))
-}

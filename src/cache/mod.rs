@@ -50,15 +50,18 @@
 //!
 //! See the [guide](crate::guide::cache) for the three faults of caches, failures and guarantees.
 
+mod batch;
 mod error;
 mod fill;
 mod flights;
 mod key;
 mod loaded;
+mod loader;
 mod metrics;
 mod options;
 pub mod store;
 mod store_client;
+mod tags;
 mod typed;
 
 pub use self::error::CacheError;

@@ -22,9 +22,9 @@ use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, ended};
 use super::store::Claim;
-use super::together::together;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::together::together;
 
 impl Locks {
     /// Acquires the locks of all keys, or none.

@@ -12,11 +12,11 @@ use super::fence_floor::FenceFloor;
 use super::kind::LockKind;
 use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
-use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
+use crate::together::together;
 
 /// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///

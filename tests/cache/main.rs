@@ -5,6 +5,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod batches;
 mod contract;
 mod loads;
 mod model;
+mod tags;

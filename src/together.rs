@@ -1,8 +1,10 @@
+//! Several futures at the same time.
+
 use std::future::{Future, poll_fn};
 use std::task::Poll;
 
 /// Waits for all of several futures at the same time. Returns their results in order.
-pub(super) async fn together<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+pub(crate) async fn together<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut futures: Vec<_> = futures.into_iter().map(|future| Some(Box::pin(future))).collect();
     let mut outcomes: Vec<_> = futures.iter().map(|_| None).collect();
     poll_fn(|cx| {
