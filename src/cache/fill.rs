@@ -1,5 +1,6 @@
 //! One load: the lease, the loader, and the new entry or mark in the store.
 
+use std::marker::PhantomData;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +12,8 @@ use super::error::CacheError;
 use super::flights::Outcome;
 use super::loaded::Loaded;
 use super::loader::{Loader, without_panics};
+#[cfg(feature = "local-cache")]
+use super::local::Local;
 use super::metrics::Load;
 use super::options::Options;
 use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration};
@@ -18,19 +21,23 @@ use super::store_client::StoreClient;
 use super::tags::Generations;
 use crate::codec::Codec;
 use crate::error::StoreError;
+use crate::key::Key;
 
 /// The parts of a cache that a load needs.
-pub(super) struct Filler<C> {
+pub(super) struct Filler<T, C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
     pub(super) codec: Arc<C>,
     // One permit for each load without the store.
     pub(super) origin: Arc<Semaphore>,
     pub(super) generations: Arc<Generations>,
+    #[cfg(feature = "local-cache")]
+    pub(super) local: Option<Arc<Local<T>>>,
+    pub(super) value: PhantomData<fn() -> T>,
 }
 
 // Not derived, which would require `C: Clone`.
-impl<C> Clone for Filler<C> {
+impl<T, C> Clone for Filler<T, C> {
     fn clone(&self) -> Self {
         Self {
             options: Arc::clone(&self.options),
@@ -38,6 +45,9 @@ impl<C> Clone for Filler<C> {
             codec: Arc::clone(&self.codec),
             origin: Arc::clone(&self.origin),
             generations: Arc::clone(&self.generations),
+            #[cfg(feature = "local-cache")]
+            local: self.local.clone(),
+            value: PhantomData,
         }
     }
 }
@@ -64,6 +74,10 @@ pub(super) struct Found<T> {
     pub(super) fresh_for: Duration,
     /// How long its load took.
     pub(super) cost: Duration,
+    #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier checks them again"))]
+    pub(super) tags: Vec<TagGeneration>,
+    /// From this process, not from the store.
+    pub(super) is_local: bool,
 }
 
 /// How a load may proceed.
@@ -78,12 +92,33 @@ enum Permission<T> {
     Failed(StoreError),
 }
 
-impl<C> Filler<C> {
+impl<T: Send + Sync + 'static, C> Filler<T, C> {
+    /// Removes an entry of this process.
+    pub(super) fn forget(&self, key: &CacheKey) {
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            local.remove(key);
+        }
+        #[cfg(not(feature = "local-cache"))]
+        let _ = key;
+    }
+
+    /// Removes all entries of this process with a tag, and reads its generation again from now on.
+    pub(super) fn forget_tag(&self, tag: &Key) {
+        self.generations.forget(tag);
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            local.remove_tag(tag);
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
     /// A background load needs the store, since its value would otherwise be lost. `detach` is called when the lease is lost, for instance
     /// by an invalidation in another process.
-    pub(super) async fn fill<T>(
+    pub(super) async fn fill(
         &self,
         key: CacheKey,
         claim: Claim,
@@ -91,10 +126,7 @@ impl<C> Filler<C> {
         is_background: bool,
         mut loader: impl Loader<T>,
         detach: impl FnOnce() + Send,
-    ) -> Outcome<T>
-    where
-        C: Codec<T>,
-    {
+    ) -> Outcome<T> {
         let permission = match before {
             Before::Seen(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
             Before::Failed(error) => Permission::Failed(error),
@@ -134,16 +166,13 @@ impl<C> Filler<C> {
     }
 
     /// Waits for the lease of a key, or for the entry of the process that holds it.
-    async fn acquire<T>(
+    async fn acquire(
         &self,
         key: &CacheKey,
         mut seen: EntryId,
         claim: &Claim,
         loader: &mut impl Loader<T>,
-    ) -> Result<Permission<T>, CacheError>
-    where
-        C: Codec<T>,
-    {
+    ) -> Result<Permission<T>, CacheError> {
         let Options { load_timeout, .. } = *self.options;
         let store = &self.client.store;
         let give_up = Instant::now() + load_timeout;
@@ -174,7 +203,7 @@ impl<C> Filler<C> {
                     }
                 },
             }
-            let Lookup { id, found } = match self.look(key).await {
+            let Lookup { id, found } = match self.look_in_store(key).await {
                 Ok(lookup) => lookup,
                 Err(error) => return Ok(Permission::Failed(error)),
             };
@@ -191,7 +220,7 @@ impl<C> Filler<C> {
     }
 
     /// Reads the tags of a load that has just got its lease.
-    async fn begin<T>(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
+    async fn begin(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
         match self.tags_before_fill().await {
             Ok(tags) => Permission::Leased(tags),
             Err(error) => {
@@ -206,25 +235,43 @@ impl<C> Filler<C> {
         self.generations.before_fill(&self.client, name, tags, self.options.tag_ttl()).await
     }
 
-    /// Looks a key up in the store.
-    pub(super) async fn look<T>(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError>
-    where
-        C: Codec<T>,
-    {
+    /// Looks a key up, in this process first.
+    pub(super) async fn look(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            let result = self.look_in_both(local, key).await;
+            return result.or_else(|error| local.last_known(key).ok_or(error));
+        }
+        self.look_in_store(key).await
+    }
+
+    #[cfg(feature = "local-cache")]
+    async fn look_in_both(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        if let Some(lookup) = local.fresh(key) {
+            let tags = lookup.found.as_ref().map_or(&[][..], |found| &found.tags);
+            if self.generations.are_current(&self.client, key.cache(), tags).await? {
+                return Ok(lookup);
+            }
+        }
+        // The subscription begins before the entry is read, so no change is missed.
+        let reading = local.reading(self.client.store.watch(key).await);
+        let lookup = self.look_in_store(key).await?;
+        local.keep(*key, &lookup, reading, self.options.stale_for);
+        Ok(lookup)
+    }
+
+    async fn look_in_store(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
         };
         let Entry { id, content, fresh_for, cost, tags, .. } = entry;
         let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
         let value = if is_valid { self.decode(key, &content) } else { None };
-        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, cost }) })
+        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, cost, tags, is_local: false }) })
     }
 
     /// The value of an entry, which may be absent. `None` if it cannot be read.
-    fn decode<T>(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>>
-    where
-        C: Codec<T>,
-    {
+    fn decode(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>> {
         match content {
             Content::Absent => Some(None),
             Content::Value(bytes) => match self.codec.decode(bytes) {
@@ -239,7 +286,7 @@ impl<C> Filler<C> {
     }
 
     /// Runs the loader for at most `load_timeout`, and catches its panics.
-    async fn load<T>(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
+    async fn load(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
         let after = self.options.load_timeout;
         let loaded = timeout_at(Instant::now() + after, without_panics(async { loader.load().await })).await;
         loaded.unwrap_or(Err(CacheError::TimedOut { after }))
@@ -259,17 +306,14 @@ impl<C> Filler<C> {
     }
 
     /// Stores a loaded value. The callers get the value in any case, so failures are only logged.
-    async fn store<T>(
+    async fn store(
         &self,
         key: &CacheKey,
         claim: &Claim,
         loaded: &Loaded<T>,
         cost: Duration,
         tags: Vec<TagGeneration>,
-    ) -> Load
-    where
-        C: Codec<T>,
-    {
+    ) -> Load {
         let value = match self.encode(key, loaded) {
             Ok(value) => value,
             Err(mark) => {
@@ -293,10 +337,7 @@ impl<C> Filler<C> {
     }
 
     /// The encoded value, or the mark for a value that must not be stored.
-    fn encode<T>(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark>
-    where
-        C: Codec<T>,
-    {
+    fn encode(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark> {
         let Options { max_len, fresh_for, .. } = *self.options;
         let Loaded { value, fresh_for: own, is_cached } = loaded;
         let uncached = Err(Mark::Uncached { remaining: own.unwrap_or(fresh_for).min(NewEntry::MAX_TTL) });

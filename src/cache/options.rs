@@ -75,8 +75,10 @@ impl Options {
     /// VLDB 2015).
     pub(super) fn refreshes_early(&self, fresh_for: Duration, cost: Duration) -> bool {
         // Not 0, whose logarithm is infinite.
-        let draw = 1.0 - random();
-        cost.as_secs_f64() * self.early_refresh * -draw.ln() >= fresh_for.as_secs_f64()
+        let draw = || 1.0 - random();
+        let scale = cost.as_secs_f64() * self.early_refresh;
+        // Far from the end, the smallest number, 2^-32, is not small enough either, so none is drawn.
+        fresh_for.as_secs_f64() <= scale * 32.0 && scale * -draw().ln() >= fresh_for.as_secs_f64()
     }
 }
 

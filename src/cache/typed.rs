@@ -16,6 +16,8 @@ use super::fill::{Before, Filler, Found, Lookup};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
 use super::loader::{Loader, LoaderFn};
+#[cfg(feature = "local-cache")]
+use super::local::Local;
 use super::metrics::Served;
 use super::options::Options;
 use super::store::{CacheKey, CacheStore, Claim, EntryId, NewEntry, Token};
@@ -35,10 +37,9 @@ use crate::together::together;
 ///
 /// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
 pub struct Cache<T, C = Json> {
-    filler: Filler<C>,
+    filler: Filler<T, C>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
-    value: PhantomData<fn() -> T>,
 }
 
 /// The loads that the current task is in, the innermost first.
@@ -89,10 +90,13 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
             codec: Arc::new(codec),
             origin: Arc::new(Semaphore::new(ORIGIN_LIMIT)),
             generations: Arc::default(),
+            #[cfg(feature = "local-cache")]
+            local: None,
+            value: PhantomData,
         };
         let flights = Arc::new(Flights::default());
         filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, flights, tasks: Arc::default(), value: PhantomData }
+        Self { filler, flights, tasks: Arc::default() }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
@@ -167,6 +171,23 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self
     }
 
+    /// Keeps at most this number of values in this process too, each for at most `max_age` before the store is asked again. They are
+    /// served without a call of the store. By default there are none.
+    ///
+    /// The store notifies this process of each change, so a changed value is usually gone within a millisecond. If it cannot notify, for
+    /// instance because the connection is lost, the store is asked. While the store fails, values without a known change are served until
+    /// they are no longer fresh, or [stale](Self::stale_for). [`invalidate_tag`](Self::invalidate_tag) of another process takes up to one
+    /// second.
+    ///
+    /// On Redis, each value is a subscription to a channel, for which Redis keeps about 200 bytes.
+    #[cfg(feature = "local-cache")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "local-cache")))]
+    #[must_use]
+    pub fn local_tier(mut self, values: u64, max_age: Duration) -> Self {
+        self.filler.local = Some(Arc::new(Local::new(values, max_age)));
+        self
+    }
+
     /// The deadline of a store call. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -223,6 +244,12 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.filler.options.name, key)
     }
 
+    /// Later calls neither join the load of a key nor get an entry of this process.
+    fn forget(&self, key: &CacheKey) {
+        self.flights.detach(key);
+        self.filler.forget(key);
+    }
+
     /// Removes the entry of a key.
     ///
     /// A load that began before this call is not stored after it. Its callers still get its
@@ -234,9 +261,9 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     pub async fn invalidate(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
         // Before and after: a load may begin in between.
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.invalidate(&key)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
         result
     }
 
@@ -248,9 +275,9 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// If the store fails; the entry may then still be fresh.
     pub async fn expire(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.expire(&key)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
         result
     }
 
@@ -262,9 +289,9 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     ///
     /// If the store fails; the entries may then still be there.
     pub async fn invalidate_tag(&self, tag: impl Into<Key>) -> Result<(), StoreError> {
-        let (Filler { client, generations, .. }, tag) = (&self.filler, tag.into());
+        let (client, tag) = (&self.filler.client, tag.into());
         let forget = || {
-            generations.forget(&tag);
+            self.filler.forget_tag(&tag);
             self.flights.detach_tag(&tag);
         };
         // Before and after: a load may begin in between.
@@ -380,18 +407,19 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         &self,
         key: CacheKey,
         id: EntryId,
-        Found { value, fresh_for, cost }: Found<T>,
+        Found { value, fresh_for, cost, is_local, .. }: Found<T>,
         loader: impl Loader<T> + 'static,
     ) -> (Option<Arc<T>>, Served) {
         let options = &self.filler.options;
         let is_fresh = !fresh_for.is_zero();
+        let fresh = if is_local { Served::Local } else { Served::Fresh };
         if is_fresh && !options.refreshes_early(fresh_for, cost) {
-            return (value, Served::Fresh);
+            return (value, fresh);
         }
         // Without a load, for instance in a shutdown, the value is still good.
         let load = self.load(key, Before::Seen(id), true, loader);
         match load {
-            _ if is_fresh => (value, Served::Fresh),
+            _ if is_fresh => (value, fresh),
             Ok(load) => match timeout(options.soft_timeout, load.outcome()).await {
                 Ok(Ok(loaded)) => (loaded, Served::Loaded),
                 Ok(Err(_)) | Err(_) => (value, Served::Stale),
@@ -461,9 +489,9 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         let tags = self.filler.tags_before_fill().await?;
         let entry = options.entry(value, loaded.fresh_for, Duration::ZERO, tags);
         let token = Token::random()?;
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.set(&key, &token, &entry)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
         Ok(result?)
     }
 }
@@ -471,12 +499,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 // Not derived, which would require `C: Clone`.
 impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
-        Self {
-            filler: self.filler.clone(),
-            flights: Arc::clone(&self.flights),
-            tasks: Arc::clone(&self.tasks),
-            value: PhantomData,
-        }
+        Self { filler: self.filler.clone(), flights: Arc::clone(&self.flights), tasks: Arc::clone(&self.tasks) }
     }
 }
 

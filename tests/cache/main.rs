@@ -8,5 +8,6 @@ mod support;
 mod batches;
 mod contract;
 mod loads;
+mod local;
 mod model;
 mod tags;
