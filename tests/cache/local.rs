@@ -137,13 +137,37 @@ async fn value_that_changes_while_it_is_read_is_not_kept() {
     }
 }
 
+/// The subscription begins before the value is read.
+#[tokio::test(start_paused = true)]
+async fn change_between_read_and_subscription_is_noticed() {
+    let backend = MemoryBackend::new();
+    let (store, other) = (FaultStore::new(backend.clone()), plain(backend));
+    let faults = store.faults();
+    let cache = cache(store);
+    other.set("a", 1).await.unwrap();
+    let step = Duration::from_millis(10);
+    faults.delay(step);
+    tokio::join!(async { cache.get("a").await.unwrap() }, async {
+        sleep(step + step / 2).await;
+        other.set("a", 2).await.unwrap();
+    });
+    assert_eq!(cache.get("a").await.unwrap().as_deref(), Some(&2));
+}
+
 /// A change during a lost connection is not notified. After the loss, the store is asked.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_subscription_ends_the_trust() {
     let server = RedisServer::start();
-    let cache = plain(patient(server.url()).await).local_tier(100, 100 * MINUTE).deadline(5 * SECOND);
+    let store = FaultStore::new(patient(server.url()).await);
+    let faults = store.faults();
+    let cache = plain(store).local_tier(100, 100 * MINUTE).deadline(5 * SECOND);
+    // The message of the put may arrive after the next read. Then the value is read once more.
     fill(&cache, 1).await;
-    wait_for(&cache, Some(1)).await;
+    let mut calls = 0;
+    while faults.total_calls() != calls {
+        calls = faults.total_calls();
+        assert_eq!(fill(&cache, 9).await, 1);
+    }
     let mut connection = server.connection();
     let entry = "tollgate:2:{cache:numbers:a}:entry";
     // Without a message, as if it was lost.
