@@ -92,6 +92,7 @@
 //!   descriptions.
 //! * `cron`: recurring jobs with cron patterns and time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: OpenTelemetry links from the span of a job to the span that pushed it: see [`delay_queue`](delay_queue#traces).
+//! * `local-cache`: `Cache::local_tier`, with moka.
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, toml_parser, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!

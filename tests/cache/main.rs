@@ -7,6 +7,7 @@ mod support;
 
 mod batches;
 mod contract;
+mod faults;
 mod loads;
 mod local;
 mod model;
