@@ -47,6 +47,7 @@ macro_rules! links {
             "[recipes.md#plans-from-a-database-and-get-usage]: crate::guide::recipes#plans-from-a-database-and-get-usage\n",
             "[redis.md#persistence]: crate::guide::redis#persistence\n",
             "[redis.md#sizing]: crate::guide::redis#sizing\n",
+            "[redis.md#the-rights-of-an-acl-user]: crate::guide::redis#the-rights-of-an-acl-user\n",
             "[redis.md]: crate::guide::redis\n",
             "[responses.md]: crate::guide::responses\n",
             "[storing_layers.md]: crate::guide::storing_layers\n",
