@@ -27,6 +27,7 @@ macro_rules! links {
     () => {
         concat!(
             "[algorithms.md]: crate::guide::algorithms\n",
+            "[algorithms.md#worst-case-and-memory]: crate::guide::algorithms#worst-case-and-memory\n",
             "[cache.md]: crate::guide::cache\n",
             "[comparison.md]: crate::guide::comparison\n",
             "[guarantees.md]: crate::guide::guarantees\n",
