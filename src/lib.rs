@@ -82,7 +82,7 @@
 //!
 //! # Features
 //!
-//! * `redis` (default): `RedisBackend`, with bb8, redis, crc16 and futures-util.
+//! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
@@ -110,7 +110,6 @@ mod on_failure;
 mod panics;
 mod reach;
 mod store;
-mod together;
 
 pub mod backend;
 pub mod cache;

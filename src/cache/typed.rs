@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -28,7 +29,6 @@ use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 use crate::store::shutdown::ShutdownTarget;
-use crate::together::together;
 
 /// A cache of values, shared by all processes that use the same backend, whose misses are loaded once.
 ///
@@ -376,7 +376,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             let value = self.serve(self.key(key.clone()), member).await?;
             Ok(value.map(|value| (key, value)))
         });
-        together(served).await.into_iter().filter_map(Result::transpose).collect()
+        join_all(served).await.into_iter().filter_map(Result::transpose).collect()
     }
 
     /// Serves a key, and counts the result.
