@@ -60,6 +60,7 @@ mod loaded;
 mod loader;
 #[cfg(feature = "local-cache")]
 mod local;
+mod lookup;
 mod metrics;
 mod options;
 pub mod store;

@@ -13,12 +13,13 @@ use tokio::time::timeout;
 
 use super::batch::Batch;
 use super::error::CacheError;
-use super::fill::{Before, Filler, Found, Lookup};
+use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
 use super::loader::{Loader, LoaderFn};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
+use super::lookup::{Found, Lookup};
 use super::metrics::Served;
 use super::options::Options;
 use super::store::{CacheKey, CacheStore, Claim, EntryId, NewEntry, Token};
