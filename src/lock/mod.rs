@@ -58,7 +58,7 @@
 //!   reply. [`Locks::run`] drops its body then.
 //! * If the store ends a lease, the holder learns it at the next renewal, after a third of the lease, or at the release. Another
 //!   client may
-//!   have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_unlock`], or if the clock of the server
+//!   have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_release`], or if the clock of the server
 //!   was set
 //!   forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged at WARN and counted
 //!   once.

@@ -360,7 +360,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
     let is_free = async || drop(there.lock("a").await.unwrap());
     drop_everywhere!(admin.inspect("a"), is_free().await);
     drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
-    drop_everywhere!(admin.force_unlock("a"), is_free().await);
+    drop_everywhere!(admin.force_release("a"), is_free().await);
     let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).responder(ErrorResponder);
     let fenced = fenced.layer(service_fn(async |fence: u64| {
         yield_now().await;
@@ -589,7 +589,7 @@ async fn body_runs_only_while_several_locks_are_held() {
     // The loss of one lease is the loss of all.
     let taken_away = async {
         sleep(Duration::from_millis(100)).await;
-        assert_eq!(admin.force_unlock("bob").await.unwrap().holders, 1);
+        assert_eq!(admin.force_release("bob").await.unwrap().holders, 1);
     };
     let (outcome, ()) = tokio::join!(locks.lock_all(["alice", "bob"]).run(|_| pending::<()>()), taken_away);
     assert!(outcome.unwrap_err().is_lost());
@@ -1187,11 +1187,11 @@ struct Hasty {
 impl LockStore for Hasty {
     delegate_lock!(inner: acquire, acquire_all, renew, release);
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         if let Some(lease) = self.held.lock().await.take() {
             lease.release().await.unwrap();
         }
-        LockStore::watch(&self.inner, lock, in_line).await
+        LockStore::watch(&self.inner, lock, waiter).await
     }
 
     fn reach(&self) -> Reach {
@@ -1899,7 +1899,7 @@ async fn waiter_behind_a_dead_waiter_polls_rarely() {
         let claim = |line| claim_in(line, LONG);
         let (held, dead) = (claim(Queueing::Bypass), claim(Queueing::Enqueue));
         backend.acquire(&lock, &held).await.unwrap();
-        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
+        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::Queued { is_first: true, .. }));
         backend.release(&lock, &held.token).await.unwrap();
         let locks = Locks::new(store, "default").fair().deadline(Duration::from_secs(2)).wait(LONG);
         let waiter = tokio::spawn(locks.lock("a").into_future());
@@ -2001,14 +2001,14 @@ async fn evicted_positions_are_restored_once() {
     assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
     for place in 0..3 {
         let answer = backend.acquire(&lock, &claim(LONG)).await.unwrap();
-        assert!(matches!(answer, Acquired::InLine { is_first, .. } if is_first == (place == 0)), "{answer:?}");
+        assert!(matches!(answer, Acquired::Queued { is_first, .. } if is_first == (place == 0)), "{answer:?}");
     }
     let begun = Instant::now();
-    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
+    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:positions"]);
     // A claim that does not enter the queue leaves no key without an expiry.
     let passing = claim_in(Queueing::Yield, LONG);
     assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
-    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
+    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:positions"]);
     assert!(lives > 0, "{lives}");
     let mine = claim(LONG);
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {

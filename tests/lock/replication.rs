@@ -529,7 +529,7 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     let ttl = Duration::from_secs(30);
     let locks = Locks::new(store, "default").replication(Replication::Require(1)).ttl(ttl);
     let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
-    LockAdmin::new(backend, "default").force_unlock("taken").await.unwrap();
+    LockAdmin::new(backend, "default").force_release("taken").await.unwrap();
     let begun = tokio::time::Instant::now();
     assert_eq!(taken.lost().await.reason(), LossReason::Taken);
     // With the second renewal. Later renewals may be sent in separate calls.

@@ -1505,7 +1505,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     let locks = Locks::new(store.clone(), "default");
     let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store, "default"));
     let lease = locks.lock("a").await.unwrap();
-    admin.force_unlock("a").await.unwrap();
+    admin.force_release("a").await.unwrap();
     log.take();
     assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Lost);
     locks.shutdown().await;
@@ -1514,17 +1514,17 @@ async fn a_loss_found_at_release_is_logged_once() {
     // If the connection fails, the outcome of the release is uncertain.
     let locks = Locks::new(locks_store.clone(), "default");
     let lease = locks.lock("a").await.unwrap();
-    admin.force_unlock("a").await.unwrap();
+    admin.force_release("a").await.unwrap();
     log.take();
     faults.fail_next(1, Failure::Unavailable);
     assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Uncertain);
     assert!(log.lines().is_empty());
 
     // A layer does not read the outcome of its releases.
-    let seizing = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
+    let admin = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
     let layer = LockLayer::new(locks_store, "requests").key(GlobalKey).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
-        seizing.force_unlock(Key::GLOBAL).await.unwrap();
+        admin.force_release(Key::GLOBAL).await.unwrap();
         Ok::<_, BoxError>(())
     }));
     service.clone().oneshot(()).await.unwrap();

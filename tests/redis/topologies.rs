@@ -516,7 +516,7 @@ mod on_a_cluster {
             assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());
         }
         let admin = LockAdmin::new(backend.clone(), "default");
-        assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+        assert_eq!(admin.force_release("b").await.unwrap().holders, 0);
     }
 
     /// One lock is acquired before the migration and lies on the old node. The other is acquired during it and lies on the new node.

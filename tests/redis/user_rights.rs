@@ -240,7 +240,7 @@ async fn lock_admin_needs_the_documented_rights() {
         sleep(Duration::from_millis(50)).await;
         admin.inspect(a.clone()).await?;
         admin.list(Cursor::default(), 10).await?;
-        admin.force_unlock(a.clone()).await?;
+        admin.force_release(a.clone()).await?;
         drop(lease);
         locks.shutdown().await;
         Ok(())
