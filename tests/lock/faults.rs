@@ -891,24 +891,24 @@ async fn all_callers_get_the_remaining_time_of_the_lease() {
     faults.delay(Duration::from_millis(5));
     let (here, there) = (Locks::new(store, "default"), Locks::new(backend, "default"));
     let held = there.lock("a").await.unwrap();
-    let told = async |key: &'static str| {
+    let wait_is_exact = async |key: &'static str| {
         let requests: JoinSet<_> = (0..10).map(|_| here.try_lock(key).into_future()).collect();
         for answer in requests.join_all().await {
             let error = answer.unwrap_err();
             assert!(matches!(&error, LockError::Busy(busy) if !busy.retry_after().is_zero()), "{error:?}");
         }
     };
-    told("a").await;
+    wait_is_exact("a").await;
     assert_eq!(faults.calls(Verb::Acquire), 1, "one call serves all callers");
     // The same behind a waiter for this lock, or for several locks, that has had its reply.
     let waiter = tokio::spawn(here.lock("a").into_future());
     sleep(Duration::from_millis(50)).await;
-    told("a").await;
+    wait_is_exact("a").await;
     waiter.abort();
     let waiter = tokio::spawn(here.lock_all(["a", "b"]).into_future());
     sleep(Duration::from_millis(50)).await;
-    told("a").await;
-    told("b").await;
+    wait_is_exact("a").await;
+    wait_is_exact("b").await;
     waiter.abort();
     sleep(Duration::from_secs(1)).await;
     // `lock_all` does not claim its first lock while another of its locks is held in this process.
@@ -916,7 +916,7 @@ async fn all_callers_get_the_remaining_time_of_the_lease() {
     let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
     sleep(Duration::from_millis(50)).await;
     let begun = tokio::time::Instant::now();
-    told("b").await;
+    wait_is_exact("b").await;
     assert_eq!(begun.elapsed(), Duration::ZERO);
     drop(second);
     drop((waiter.await.unwrap().unwrap(), held));
@@ -1705,11 +1705,11 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     sleep(ttl / 2).await;
     assert!(lease.check().is_err() || believes_until(&lease) <= ends - margin);
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
-    let (told, told_us) = (Instant::now(), now_us());
+    let (notified, notified_us) = (Instant::now(), now_us());
     assert!(lease.check().is_err() && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
     // A holder without a processor cannot be notified.
-    let waited = meter.stop().between(told - SLACK, told);
-    let late = Duration::from_micros(told_us.saturating_sub(ends));
+    let waited = meter.stop().between(notified - SLACK, notified);
+    let late = Duration::from_micros(notified_us.saturating_sub(ends));
     assert!(late <= waited, "notified {late:?} after the key expired, of which {waited:?} without a processor");
     if !is_killed {
         server.resume();
