@@ -13,7 +13,7 @@
 -- Repeat   harmless for acknowledged jobs: they are gone or lost. Jobs claimed the first time return when their leases end
 local worker, lease_ms = ARGV[4], ARGV[6] + 0
 -- The longest wait of a worker.
-local patience = 5000
+local max_wait_ms = 5000
 
 local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, expired, expired_dead}, 0
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
@@ -46,8 +46,8 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enou
       end
       if is_blocked then
         stored_jobs[i] = false
-        redis.call('ZADD', snoozed, now + patience, id)
-        keep(snoozed, patience + keep_ms)
+        redis.call('ZADD', snoozed, now + max_wait_ms, id)
+        keep(snoozed, max_wait_ms + keep_ms)
       elseif record then
         added[last + 1], added[last + 2] = ends, token_bytes .. id
         last = last + 2
@@ -78,10 +78,10 @@ if claimed > 0 then
 end
 
 -- The next due time.
-local next, more, oldest = patience, 0, -1
-local places = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
+local next, more, oldest = max_wait_ms, 0, -1
+local sets = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
 for i = has_rare and -1 or 2, 4 do
-  local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
+  local head = redis.call('ZRANGE', sets[i], 0, 0, 'WITHSCORES')[2]
   if head then
     local is_open = i == 4 or is_paused == 0
     next = is_open and math.min(next, math.max(head - now, 0)) or next
@@ -89,7 +89,7 @@ for i = has_rare and -1 or 2, 4 do
       more = is_open and 1 or more
       oldest = i < 4 and math.max(oldest, now - head) or oldest
       -- Keys must outlive overdue jobs.
-      keep(places[i], keep_ms / 2)
+      keep(sets[i], keep_ms / 2)
       if claimed == 0 then
         keep(jobs, keep_ms / 2 + 86400000)
       end
@@ -109,22 +109,22 @@ end
 if is_waiting and (keeper == '' or keeper == worker or wakes_at + 1000 < now) then
   keeper, wakes_at = worker, soonest
 elseif is_waiting then
-  next, has_idle = patience, true
+  next, has_idle = max_wait_ms, true
   -- On a full server the first write of a script must need no memory, here and below.
-  redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
+  redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * max_wait_ms)
   redis.call('ZADD', idle, now, worker)
-  redis.call('PEXPIRE', idle, 12 * patience)
+  redis.call('PEXPIRE', idle, 12 * max_wait_ms)
   -- The timekeeper may have died, so a few other workers look shortly after a job is due or a lease ends, at different times. Of many
   -- workers these are different ones each time.
   local chance = tonumber(worker:sub(1, 8), 16)
   if (chance + now) % redis.call('ZCARD', idle) < 8 then
-    next = math.min(patience, soonest - now + 200 + chance % 150)
+    next = math.min(max_wait_ms, soonest - now + 200 + chance % 150)
   end
 elseif keeper == worker then
   keeper = ''
 end
 -- The woken worker wakes the next one if needed.
-if soonest < now + patience and (keeper ~= '' or has_idle) then
+if soonest < now + max_wait_ms and (keeper ~= '' or has_idle) then
   keeper, wakes_at = wake_worker(publish, wake, idle, keeper, wakes_at, soonest)
 end
 local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper

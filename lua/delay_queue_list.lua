@@ -63,21 +63,21 @@ local function waiting_from(skip, room)
   return found
 end
 
-local places = ({{[0] = high, normal, low, snoozed}, {[0] = leases}, {[0] = dead}})[where]
-local has_cancels = places[0] == leases and redis.call('EXISTS', cancels) == 1
+local sets = ({{[0] = high, normal, low, snoozed}, {[0] = leases}, {[0] = dead}})[where]
+local has_cancels = sets[0] == leases and redis.call('EXISTS', cancels) == 1
 -- Members of `leases` begin with a token.
 local cut = where == 2 and 8 or 1
 local listed, bytes, at, looked = {}, 0, 0, 0
-while places[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 do
+while sets[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 do
   local room = math.min(count - #listed / 2, 64)
-  local has_runs = places[at] == normal and redis.call('EXISTS', runs) == 1
-  local found = has_runs and waiting_from(skip, room) or redis.call('ZRANGE', places[at], skip, skip + room - 1)
+  local has_runs = sets[at] == normal and redis.call('EXISTS', runs) == 1
+  local found = has_runs and waiting_from(skip, room) or redis.call('ZRANGE', sets[at], skip, skip + room - 1)
   local stale, removed = {}, 0
   for i = 1, #found do
     local id = found[i]:sub(cut)
     local record = has_cancels and redis.call('HGET', cancels, '\0' .. id) or redis.call('HGET', jobs, id)
     if record and is_job(record) then
-      if places[at] == snoozed then
+      if sets[at] == snoozed then
         record = due_at(record, redis.call('ZSCORE', snoozed, id))
       end
       listed[#listed + 1], listed[#listed + 2] = id, record
@@ -91,11 +91,11 @@ while places[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 d
   end
   if #stale > 0 then
     -- Remove an id without a record: it is no job.
-    removed = redis.call('ZREM', places[at], unpack(stale))
+    removed = redis.call('ZREM', sets[at], unpack(stale))
   end
   skip, looked = skip + #found - removed, looked + #found
   if #found < room then
-    local all = redis.call('ZCARD', places[at]) + (has_runs and 16 * redis.call('ZCARD', runs) or 0)
+    local all = redis.call('ZCARD', sets[at]) + (has_runs and 16 * redis.call('ZCARD', runs) or 0)
     skip, at = math.max(skip - all, 0), at + 1
   end
 end

@@ -6,7 +6,7 @@
 --          that; permits, 1 to 1000. Then 1 byte kind, 1 or 2, and 7 bytes floor: granted fences are larger than this number, which is
 --          below 2^53
 --
--- Value    lease: 1 byte kind of the holders: 1 exclusive, 2 semaphore, and from the fair queue (see lock_line) 3 exclusive, 4 reader, 5 writer,
+-- Value    lease: 1 byte kind of the holders: 1 exclusive, 2 semaphore, and from the fair queue (see lock_queue) 3 exclusive, 4 reader, 5 writer,
 --          6 semaphore. 1 and 3, 2 and 6, and 4 and 5 are one kind of lock, and no two kinds are held together. 7 bytes last fence.
 --          Then for each holder 7 bytes end of the lease in us, 4 bytes its length in ms, 7 bytes its first fence, little endian, and 16
 --          bytes token. A lease that ends at 0 was released. The expiry is written again unless the last grant was in the same fifth of

@@ -1,21 +1,21 @@
 -- lock_release: release a lease that the token still holds, or leave the queue for it, and notify a waiter.
 --
--- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<name>:<key>}:lease
--- KEYS[2]  line     sorted set, see lock_line                  prefix:2:{lock:<name>:<key>}:line
--- KEYS[3]  places   sorted set, see lock_line                  prefix:2:{lock:<name>:<key>}:places
---                   Left out while a slot moves, since a node refuses several keys then: the queue is taken to be empty
--- ARGV[1]  token    of the acquisition
--- ARGV[2]  keep_ms  how long the last fence is remembered, or up to twice that
--- ARGV[3]  channel  channel of the waiters. Not in KEYS: a node with a moving slot would look for a key of that name
+-- KEYS[1]  lease      string, see lock_acquire                 prefix:2:{lock:<name>:<key>}:lease
+-- KEYS[2]  queue      sorted set, see lock_queue               prefix:2:{lock:<name>:<key>}:queue
+-- KEYS[3]  positions  sorted set, see lock_queue               prefix:2:{lock:<name>:<key>}:positions
+--                     Left out while a slot moves, since a node refuses several keys then: the queue is taken to be empty
+-- ARGV[1]  token      of the acquisition
+-- ARGV[2]  keep_ms    how long the last fence is remembered, or up to twice that
+-- ARGV[3]  channel    channel of the waiters. Not in KEYS: a node with a moving slot would look for a key of that name
 --                                                              prefix:2:{lock:<name>:<key>}:free
--- ARGV[4]  publish  SPUBLISH on a cluster; left out elsewhere, which means PUBLISH
+-- ARGV[4]  publish    SPUBLISH on a cluster; left out elsewhere, which means PUBLISH
 --
--- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry. line, places: see lock_line.
+-- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry. queue, positions: see lock_queue.
 --          channel: the token of the first waiter in the queue, or 1 without a queue
 -- Returns  1 + listeners: released; -listeners: the lease had ended, or the token was only queued; 0 also if the token holds nothing
 -- Errors   WRONGTYPE
 -- Repeat   harmless: a token without a lease and without a position changes nothing
-local lease, line, places = KEYS[1], KEYS[2], KEYS[3]
+local lease, queue, positions = KEYS[1], KEYS[2], KEYS[3]
 local token, keep_ms, channel, publish = ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4] or 'PUBLISH'
 
 local stored = redis.call('GET', lease) or ''
@@ -26,7 +26,7 @@ local held_as, ends, length_ms, first, holder, _
 if #stored == 42 then
   held_as, _, ends, length_ms, first, holder = struct.unpack('<BI7I7I4I7c16', stored)
 end
--- The common case: overwrite the end in place if the expiry is known to be right. With fences ahead of the clock it is unknown: see
+-- The common case: overwrite the end in until_us if the expiry is known to be right. With fences ahead of the clock it is unknown: see
 -- lock_acquire. The user may lack the right to SETRANGE.
 if holder == token and (held_as == 1 or held_as == 2) and ends > now and ends - now <= keep_ms * 1000 and ends - length_ms * 1000 >= first
   and type(redis.pcall('SETRANGE', lease, '8', '\0\0\0\0\0\0\0')) == 'number' then
@@ -55,12 +55,12 @@ else
   end
   if held_as > 2 or not rest then
     -- A user without this right was never queued.
-    local head = line and redis.pcall('ZRANGE', line, 0, 0)[1]
+    local head = queue and redis.pcall('ZRANGE', queue, 0, 0)[1]
     local was_first = head and head:sub(2) == token
     -- Also after the lease ended, if the token was queued again.
-    if head and redis.call('ZREM', line, '3' .. token, '4' .. token, '5' .. token, '6' .. token) > 0 then
-      redis.call('ZREM', places, '3' .. token, '4' .. token, '5' .. token, '6' .. token)
-      head = redis.call('ZRANGE', line, 0, 0)[1]
+    if head and redis.call('ZREM', queue, '3' .. token, '4' .. token, '5' .. token, '6' .. token) > 0 then
+      redis.call('ZREM', positions, '3' .. token, '4' .. token, '5' .. token, '6' .. token)
+      head = redis.call('ZRANGE', queue, 0, 0)[1]
     end
     if not rest and not was_first then
       return 0

@@ -1,15 +1,15 @@
 -- lock_renew: renew leases that their tokens still hold.
 --
--- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<name>:<key>}:lease
---                   Leases of one key should be adjacent
--- ARGV[1]  keep_ms  how long the last fence is remembered after a lease
--- ARGV[2]  terms    token and ttl_ms, two arguments a lease
+-- KEYS[1]  leases    strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<name>:<key>}:lease
+--                    Leases of one key should be adjacent
+-- ARGV[1]  keep_ms   how long the last fence is remembered after a lease
+-- ARGV[2]  renewals  token and ttl_ms, two arguments a lease
 --
 -- Value    leases: see lock_acquire
 -- Returns  a number a lease: 1 renewed, 0 the token no longer holds it
 -- Errors   any other failure of GET, for instance NOPERM; earlier leases have been renewed
 -- Repeat   harmless: a lost lease stays lost
-local leases, keep_ms, terms = KEYS, ARGV[1] + 0, ARGV
+local leases, keep_ms, renewals = KEYS, ARGV[1] + 0, ARGV
 local HOLDER, FORMAT = 34, '<I7I4I7c16'
 
 local time = redis.call('TIME')
@@ -31,7 +31,7 @@ while i <= count do
     end
     stored = ''
   end
-  local holders, places, latest, is_renewed = {}, {}, now, false
+  local holders, indexes, latest, is_renewed = {}, {}, now, false
   local held_as = stored:byte(1) or 0
   if held_as >= 1 and held_as <= 6 and (#stored - 8) % HOLDER == 0 then
     -- One iteration for each holder.
@@ -40,19 +40,19 @@ while i <= count do
       holders[#holders + 1] = stored:sub(at, at + HOLDER - 1)
       -- Past its end, another caller may already have seen the lease as free.
       if ends > now then
-        places[holder] = #holders
+        indexes[holder] = #holders
       end
       latest = math.max(latest, ends)
     end
   end
-  for term = i, last do
-    local token, ttl_ms = terms[2 * term], terms[2 * term + 1] + 0
-    local place = places[token]
-    answers[term] = place and 1 or 0
-    if place then
-      local _, _, first = struct.unpack(FORMAT, holders[place])
+  for index = i, last do
+    local token, ttl_ms = renewals[2 * index], renewals[2 * index + 1] + 0
+    local holder_index = indexes[token]
+    answers[index] = holder_index and 1 or 0
+    if holder_index then
+      local _, _, first = struct.unpack(FORMAT, holders[holder_index])
       local ends = now + ttl_ms * 1000
-      holders[place] = struct.pack(FORMAT, ends, ttl_ms, first, token)
+      holders[holder_index] = struct.pack(FORMAT, ends, ttl_ms, first, token)
       latest, is_renewed = math.max(latest, ends), true
     end
   end

@@ -1,6 +1,6 @@
 -- rate_limit_block: deny a key everything for a while, or lift the block. The counts stay.
 --
--- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
+-- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
 -- ARGV[2]  ttl_ms    a quarter longer than counts say something after they were written, at the most
 -- ARGV[3]  limits    how counts begin that were written by these limits, see rate_limit_check

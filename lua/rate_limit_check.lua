@@ -6,7 +6,7 @@
 -- query is a binary search. The client derives remaining units and waiting times from the reply.
 --
 -- Includes rate_limit_refill, rate_limit_fade
--- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
+-- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 --          then one for each sliding log among the limits, in their order     ...{...}:<shape>:log:<window_us>
 --          then the same for each further descriptor
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct a charge of one descriptor
@@ -14,11 +14,11 @@
 -- ARGV[3]  change  for counts of another quota: 'keep' | 'reset' | 'proportional'. A refund, or a correction whose own quota would cut
 --                  or forget counts, uses the stored quota instead
 -- ARGV[4]  ttl_ms  a quarter longer than the counts matter after a write, at most
--- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
+-- ARGV[5]  params  of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
 --                  log), 7 bytes span, 7 bytes step, 4 bytes parts, 7 bytes capacity (see `LimitParams` in algorithm.rs)
 -- ARGV[6]  layout  format of the last update and the counts, for struct.pack
 -- ARGV[7]  limits  first bytes of a packed value of these limits, see Value
---          then cost, change, ttl_ms, terms, layout and limits for each further descriptor
+--          then cost, change, ttl_ms, params, layout and limits for each further descriptor
 -- ARGV[8]  at      settle only: time of the charge that is corrected, in us; 0 if nothing was charged
 -- ARGV[9]  missing  settle only: tokens missing after that charge in the first token bucket of the limits
 -- ARGV[10] missing  and in the second; 0 if unknown
@@ -50,7 +50,7 @@ local settle = verb == 'settle'
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
-local TERM = 26
+local PARAMS_SIZE = 26
 local FOREIGN = 'TOLLGATE the value does not hold counts of version 5'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive their counts by this much: Redis counts expiry in whole milliseconds of another clock reading.
@@ -191,7 +191,7 @@ local next_key = 1
 for arg = 2, settle and 2 or #ARGV, 6 do
   local key, cost = KEYS[next_key], ARGV[arg] + 0
   local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 5]
-  local packed_terms, layout = ARGV[arg + 3], ARGV[arg + 4]
+  local packed_params, layout = ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
   if settle and cost < 0 and ARGV[8] - now > 0 then
     -- The charge predates a clock step back, and may have expired.
@@ -211,12 +211,12 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     end
   end
   -- Algorithm, span, step, parts and capacity of each limit.
-  local terms = {unpack('<' .. string.rep('BI7I7I4I7', #packed_terms / TERM), packed_terms)}
-  local last_term = #terms - 1
+  local params = {unpack('<' .. string.rep('BI7I7I4I7', #packed_params / PARAMS_SIZE), packed_params)}
+  local last_param = #params - 1
   -- Format of the limit parameters at the start of a value.
   local frame_format = '<B'
-  for i = 1, last_term, 5 do
-    frame_format = frame_format .. (terms[i] == TOKEN_BUCKET and 'I7I7I4I7' or 'I7')
+  for i = 1, last_param, 5 do
+    frame_format = frame_format .. (params[i] == TOKEN_BUCKET and 'I7I7I4I7' or 'I7')
   end
   local known, size = value ~= '', #limits + struct.size(layout)
   if not known then
@@ -233,11 +233,11 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     -- The clock was set back: no time has passed since the last update.
     local back, at = counts[1] - now, 2
     counts[1] = now
-    for i = 1, last_term, 5 do
-      if terms[i] ~= SLIDING_LOG then
+    for i = 1, last_param, 5 do
+      if params[i] ~= SLIDING_LOG then
         -- No instant is below 0, which could not be read.
         counts[at] = max(counts[at] - back, 0)
-        at = at + (terms[i] == FIXED_WINDOW and 2 or 3)
+        at = at + (params[i] == FIXED_WINDOW and 2 or 3)
       end
     end
     value = sub(value, 1, #limits) .. pack(layout, unpack_table(counts))
@@ -252,8 +252,8 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     -- A correction may carry an older and smaller quota: do not cut counts to it.
     local cuts, is_used = change == 'reset', false
     local at, from, log_key = 2, 2, next_key
-    for i = 1, last_term, 5 do
-      local kind, span, passed = terms[i], terms[i + 1], now - (counts[at] or 0)
+    for i = 1, last_param, 5 do
+      local kind, span, passed = params[i], params[i + 1], now - (counts[at] or 0)
       if kind == TOKEN_BUCKET then
         local debt, part = refilled(counts[at + 1], counts[at + 2], now - counts[1], before[from + 1], before[from + 2])
         is_used = is_used or debt >= 0 and debt + part > 0
@@ -269,7 +269,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         is_used = not log or log.used > 0
         log_key = log_key + 1
       end
-      cuts = cuts or terms[i + 4] < before[from]
+      cuts = cuts or params[i + 4] < before[from]
       from = from + 1
     end
     stays = ARGV[8] ~= '0' and cuts and is_used
@@ -277,8 +277,8 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if stays then
     limits = sub(value, 1, #limits)
     local from, longest = 2, 0
-    for i = 1, last_term, 5 do
-      local kind, span, capacity = terms[i], terms[i + 1], before[from]
+    for i = 1, last_param, 5 do
+      local kind, span, capacity = params[i], params[i + 1], before[from]
       local lasts = span
       if kind == TOKEN_BUCKET then
         local step, parts
@@ -287,13 +287,13 @@ for arg = 2, settle and 2 or #ARGV, 6 do
           return redis.error_reply(FOREIGN)
         end
         lasts = ceil(min(2 * capacity, MOST) * span / max(step, 1)) * parts
-        terms[i + 1], terms[i + 2], terms[i + 3] = span, step, parts
+        params[i + 1], params[i + 2], params[i + 3] = span, step, parts
         from = from + 3
       elseif kind == SLIDING_WINDOW then
         lasts = 2 * span
-        terms[i + 2] = ceil(span / max(floor(EXACT / max(capacity, 1)), STEPS))
+        params[i + 2] = ceil(span / max(floor(EXACT / max(capacity, 1)), STEPS))
       end
-      terms[i + 4] = capacity
+      params[i + 4] = capacity
       from, longest = from + 1, max(longest, lasts)
     end
     ttl_ms = ceil(longest / 1000) + GRACE_MS
@@ -324,8 +324,8 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       return whole * by + quotient + (rest > 0 and 1 or 0)
     end
     local elapsed, at, from = now - counts[1], 2, 2
-    for i = 1, last_term, 5 do
-      local kind, span, step, parts, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3], terms[i + 4]
+    for i = 1, last_param, 5 do
+      local kind, span, step, parts, new = params[i], params[i + 1], params[i + 2], params[i + 3], params[i + 4]
       if kind == TOKEN_BUCKET then
         span, step, parts = before[from], before[from + 1], before[from + 2]
         from = from + 3
@@ -335,7 +335,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       end
       local old = before[from]
       from = from + 1
-      local same = span == terms[i + 1] and step == terms[i + 2] and parts == terms[i + 3] and old == new
+      local same = span == params[i + 1] and step == params[i + 2] and parts == params[i + 3] and old == new
       local function convert(used)
         if change == 'reset' then
           return 0
@@ -349,7 +349,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
           counts[at], debt, part = now, 0, 0
         end
         if not same then
-          debt, part = convert(ceil((part > 0 and debt + 1 or debt) / span)) * terms[i + 1], 0
+          debt, part = convert(ceil((part > 0 and debt + 1 or debt) / span)) * params[i + 1], 0
         end
         counts[at + 1], counts[at + 2] = debt, part
         at = at + 3
@@ -370,8 +370,8 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   counts[1] = now
   local logs
   local buckets, at = 0, 2
-  for i = 1, last_term, 5 do
-    local kind, span, step, parts, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3], terms[i + 4]
+  for i = 1, last_param, 5 do
+    local kind, span, step, parts, capacity = params[i], params[i + 1], params[i + 2], params[i + 3], params[i + 4]
     local fits, most = true, min(2 * capacity, MOST)
     if kind == TOKEN_BUCKET then
       local since = counts[at]

@@ -3,11 +3,11 @@
 -- once more in another group.
 --
 -- Includes rate_limit_refill, rate_limit_fade
--- KEYS[1]  keys     strings, at most 64 of them, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
+-- KEYS[1]  keys     strings, at most 64 of them, see rate_limit_check    prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 -- ARGV[1]  groups   four arguments for each policy, in the order of the keys:
 --                   head, little endian: 6 bytes ttl_ms, see rate_limit_check_plain; 2 bytes number of descriptors; 7 bytes cost
 --                   of each, left out if all are 1;
---                   terms and limits, see rate_limit_check;
+--                   params and limits, see rate_limit_check;
 --                   format of the packed value for struct.unpack: 'c', the length of limits, then the counts from '<' on
 --
 -- Value    counts: see rate_limit_check; expiry as in rate_limit_check_plain
@@ -18,7 +18,7 @@
 local keys, groups = KEYS, ARGV
 local unpack_table = unpack
 local call, pcall, pack, unpack, ceil = redis.call, redis.pcall, struct.pack, struct.unpack, math.ceil
-local TERM = 26
+local PARAMS_SIZE = 26
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
 -- How a charge is written: into the value, as a whole value, or as a new key.
 local WITHIN, WHOLE, NEW = 1, 2, 3
@@ -27,7 +27,7 @@ local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local replies, n, are_all_charged = {}, 0, true
 for at_group = 1, #groups, 4 do
-  local head, terms, limits, format = unpack_table(groups, at_group, at_group + 3)
+  local head, params, limits, format = unpack_table(groups, at_group, at_group + 3)
   local ttl_ms, descriptors = unpack('<I6I2', head)
   local are_all_one = #head == 8
   local offset, layout = format:match('c(%d+)(<d+)')
@@ -40,8 +40,8 @@ for at_group = 1, #groups, 4 do
   -- the rest on. This takes half the time of a loop over a table, and allocates nothing for each descriptor.
   local cost, last, fits = 1, 0, true
   local charge
-  for at = #terms - TERM + 1, 1, -TERM do
-    local kind, span, step, parts, capacity = unpack('<BI7I7I4I7', terms, at)
+  for at = #params - PARAMS_SIZE + 1, 1, -PARAMS_SIZE do
+    local kind, span, step, parts, capacity = unpack('<BI7I7I4I7', params, at)
     -- A window that began at `ended` or earlier is over.
     local rest, ended = charge, now - span
     if kind == TOKEN_BUCKET then

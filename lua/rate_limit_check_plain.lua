@@ -2,9 +2,9 @@
 -- if all of them have room. All other cases are left to rate_limit_check.
 --
 -- Includes rate_limit_refill, rate_limit_fade
--- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
+-- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 -- ARGV[1]  request  little endian: 7 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts matter
---                   after a write, at most; 2 bytes length of the packed value, 2 bytes length of limits; then terms and limits, see
+--                   after a write, at most; 2 bytes length of the packed value, 2 bytes length of limits; then params and limits, see
 --                   rate_limit_check. One argument, because another one costs more time than reading all of these
 --
 -- Value    counts: see rate_limit_check. The expiry is written once in a fifth of ttl_ms, counted from 1970, because that takes longer
@@ -20,8 +20,8 @@ local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
 -- Length of `limits` for a policy with one limit, the most common case.
 local BUCKET_ALONE, WINDOW_ALONE = 26, 8
 
--- The first limit. `terms` is the position of the next one.
-local cost, ttl_ms, size, length, kind, span, step, parts, capacity, terms = unpack('<I7I6I2I2BI7I7I4I7', request)
+-- The first limit. `next_limit` is the position of the next one.
+local cost, ttl_ms, size, length, kind, span, step, parts, capacity, next_limit = unpack('<I7I6I2I2BI7I7I4I7', request)
 local limits = request:sub(-length)
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -36,7 +36,7 @@ end
 local frame, last, a, b, c
 if length == WINDOW_ALONE then
   frame, last, a, b, c = unpack(kind == FIXED_WINDOW and '<c8ddd' or '<c8dddd', value)
-elseif length == BUCKET_ALONE and terms > #request - length then
+elseif length == BUCKET_ALONE and next_limit > #request - length then
   frame, last, a, b, c = unpack('<c26dddd', value)
 else
   frame = value:sub(1, length)
@@ -84,11 +84,11 @@ while true do
   else
     charged = has_three and pack('<dddd', now, a, b, c) or pack('<ddd', now, a, b)
   end
-  if terms > #request - length then
+  if next_limit > #request - length then
     break
   end
   at = at + (has_three and 24 or 16)
-  kind, span, step, parts, capacity, terms = unpack('<BI7I7I4I7', request, terms)
+  kind, span, step, parts, capacity, next_limit = unpack('<BI7I7I4I7', request, next_limit)
   a, b, c = unpack(kind == FIXED_WINDOW and '<dd' or '<ddd', value, at)
 end
 if not fits then

@@ -298,8 +298,8 @@ impl LockRegistry for AnyBackend {
         delegate!(self, store => LockRegistry::inspect(store, lock).await)
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
-        delegate!(self, store => store.seize(lock).await)
+    async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
+        delegate!(self, store => store.force_release(lock).await)
     }
 
     async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {

@@ -298,7 +298,7 @@ impl Claim {
     pub const MAX_WAIT: Duration = Duration::from_secs(5);
 
     /// The deadline of a worker's call: a fraction of the lease, so that there is time for another call.
-    pub(crate) fn patience(lease: Duration) -> Duration {
+    pub(crate) fn call_timeout(lease: Duration) -> Duration {
         (lease / 3).min(Duration::from_secs(5)).max(Duration::from_millis(100))
     }
 }

@@ -51,7 +51,7 @@ impl HttpResponder {
                     BusyStatus::Locked => StatusCode::LOCKED,
                     BusyStatus::TooManyRequests => StatusCode::TOO_MANY_REQUESTS,
                 };
-                let wait = self.told(busy.retry_after().min(MAX_RETRY_AFTER));
+                let wait = self.retry_after_secs(busy.retry_after().min(MAX_RETRY_AFTER));
                 // The key and the holder are not for the client to see.
                 let detail = &format!("the lock is in use, try again in {wait} s");
                 self.answer(Some(wait), Problem { kind: Kind::LockBusy, status, detail, violated: Vec::new() })
@@ -83,7 +83,7 @@ impl HttpResponder {
 
     fn retry_later(&self, kind: Kind, detail: &str) -> Response<Bytes> {
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
+        self.answer(Some(self.retry_after_secs(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
     }
 }
 

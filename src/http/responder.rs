@@ -36,7 +36,7 @@ impl HttpResponder {
                     Outcome::Blocked => Kind::AbnormalUsageDetected,
                     _ => Kind::QuotaExceeded,
                 };
-                let retry_after = limited.retry_after().map(|wait| self.told(wait));
+                let retry_after = limited.retry_after().map(|wait| self.retry_after_secs(wait));
                 let detail = &*limited.text(retry_after);
                 let violated = limited.violated().collect();
                 self.answer(retry_after, Problem { kind, status: StatusCode::TOO_MANY_REQUESTS, detail, violated })
@@ -46,7 +46,7 @@ impl HttpResponder {
             Rejection::Store(_) => {
                 let (kind, status) = (Kind::TemporaryReducedCapacity, StatusCode::SERVICE_UNAVAILABLE);
                 let problem = Problem { kind, status, detail: STORE_TEXT, violated: Vec::new() };
-                self.answer(Some(self.told(STORE_RETRY)), problem)
+                self.answer(Some(self.retry_after_secs(STORE_RETRY)), problem)
             }
         }
     }
@@ -136,7 +136,7 @@ impl HttpResponder {
     }
 
     /// The seconds of a wait, rounded up and with jitter, so never shorter than the wait.
-    pub(super) fn told(&self, wait: Duration) -> u64 {
+    pub(super) fn retry_after_secs(&self, wait: Duration) -> u64 {
         ceil_seconds(wait).saturating_add(fastrand::u32(..=self.retry_jitter).into())
     }
 

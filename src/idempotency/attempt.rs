@@ -33,12 +33,12 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
 
 /// An operation that this process holds.
 pub(crate) struct Attempt<P: HasPayload + 'static> {
-    order: Arc<OperationContext<P>>,
+    context: Arc<OperationContext<P>>,
     end: DropAction,
     is_at_work: AtomicBool,
     is_answering: AtomicBool,
     // Whether the log already has a line about its unknown outcome.
-    is_told: AtomicBool,
+    is_reported: AtomicBool,
 }
 
 /// What to do with an attempt that is dropped.
@@ -62,10 +62,10 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// # Cancellation
     ///
     /// If you drop the future, a claim that was granted meanwhile is released in the background.
-    pub(crate) async fn begin(order: &Arc<OperationContext<P>>) -> Result<Begin<P>, StoreError> {
-        order.begins();
-        let mut attempt = Self::new(Arc::clone(order), DropAction::GiveBackClaim);
-        let begun = order.claim().await;
+    pub(crate) async fn begin(context: &Arc<OperationContext<P>>) -> Result<Begin<P>, StoreError> {
+        context.begins();
+        let mut attempt = Self::new(Arc::clone(context), DropAction::GiveBackClaim);
+        let begun = context.claim().await;
         if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
             attempt.end = DropAction::Settled;
         }
@@ -80,14 +80,14 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
     ///
     /// Call it at once: the lease is assumed to begin when the context was created.
-    pub(crate) fn begin_now(order: &Arc<OperationContext<P>>) -> Option<Result<Begin<P>, StoreError>> {
-        let begun = order.claim_now()?;
-        Some(begun.map(|begun| Self::new(Arc::clone(order), DropAction::Settled).begun(begun)))
+    pub(crate) fn begin_now(context: &Arc<OperationContext<P>>) -> Option<Result<Begin<P>, StoreError>> {
+        let begun = context.claim_now()?;
+        Some(begun.map(|begun| Self::new(Arc::clone(context), DropAction::Settled).begun(begun)))
     }
 
-    const fn new(order: Arc<OperationContext<P>>, end: DropAction) -> Self {
-        let [is_at_work, is_answering, is_told] = [const { AtomicBool::new(false) }; 3];
-        Self { order, end, is_at_work, is_answering, is_told }
+    const fn new(context: Arc<OperationContext<P>>, end: DropAction) -> Self {
+        let [is_at_work, is_answering, is_reported] = [const { AtomicBool::new(false) }; 3];
+        Self { context, end, is_at_work, is_answering, is_reported }
     }
 
     /// The result of the claim, from the reply of the store.
@@ -96,7 +96,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 self.end = DropAction::Leave;
                 if let Some(last) = &checkpoint {
-                    self.order.begin_after(last);
+                    self.context.begin_after(last);
                 }
                 Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
             }
@@ -107,13 +107,13 @@ impl<P: HasPayload + 'static> Attempt<P> {
         }
     }
 
-    pub(crate) const fn order(&self) -> &Arc<OperationContext<P>> {
-        &self.order
+    pub(crate) const fn context(&self) -> &Arc<OperationContext<P>> {
+        &self.context
     }
 
     /// When the claim or the last renewal was sent.
     pub(crate) fn sent(&self) -> Instant {
-        self.order.sent()
+        self.context.sent()
     }
 
     /// Releases the attempt if a panic of its own work drops it. Such a panic is a failure like any other.
@@ -141,34 +141,34 @@ impl<P: HasPayload + 'static> Attempt<P> {
     }
 
     /// Call this if the log already says why the outcome will be unknown.
-    pub(crate) fn told(&self) {
-        self.is_told.store(true, Ordering::Relaxed);
+    pub(crate) fn mark_reported(&self) {
+        self.is_reported.store(true, Ordering::Relaxed);
     }
 
     /// Whether another attempt may have started, by the local clock.
     pub(crate) fn is_lost(&self) -> bool {
-        self.order.is_lost()
+        self.context.is_lost()
     }
 
     /// Renews the lease while it is polled. Resolves when another attempt may have started, so that all work has to stop.
     pub(crate) fn keep(&self) -> impl Future<Output = ()> + Send + use<P> {
-        let order = Arc::clone(&self.order);
-        async move { order.keep().await }
+        let context = Arc::clone(&self.context);
+        async move { context.keep().await }
     }
 
     /// Stores the result of the operation; `None` if that needs no waiting. If the store fails, a background task retries for the
     /// length of a lease. The client gets its response in any case.
     pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
-        if let Some(settled) = self.order.settle_now(&end) {
+        if let Some(settled) = self.context.settle_now(&end) {
             self.end = DropAction::Settled;
             self.settled(settled, end);
             return None;
         }
         self.end = DropAction::Settled;
-        let mut settling = Settling { order: Arc::clone(&self.order), end: Some(end) };
+        let mut settling = Settling { context: Arc::clone(&self.context), end: Some(end) };
         Some(async move {
             if let Some(end) = &settling.end {
-                let settled = settling.order.settle(end).await;
+                let settled = settling.context.settle(end).await;
                 if let Some(end) = settling.end.take() {
                     self.settled(settled, end);
                 }
@@ -178,42 +178,42 @@ impl<P: HasPayload + 'static> Attempt<P> {
 
     /// Handles the reply of the store. If the call failed, a background task retries it.
     fn settled(&self, settled: Result<bool, StoreError>, mut end: Settlement) {
-        let order = &self.order;
+        let context = &self.context;
         match settled {
             Ok(is_ours) => {
-                let ended = order.ended(&end, is_ours);
-                if ended == Ended::Kept && order.home().full.ends() {
-                    tracing::info!(layer = order.layer(), "the idempotency store has room for responses again");
+                let ended = context.ended(&end, is_ours);
+                if ended == Ended::Kept && context.coordinator().full.ends() {
+                    tracing::info!(layer = context.layer(), "the idempotency store has room for responses again");
                 }
-                return order.home().meters().ended(ended);
+                return context.coordinator().meters().ended(ended);
             }
             Err(error) => match &mut end {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
-                    if order.home().full.begins() {
-                        tracing::warn!(layer = order.layer(), %error, "the idempotency store is out of memory: responses are not stored, and retries of their requests are rejected");
+                    if context.coordinator().full.begins() {
+                        tracing::warn!(layer = context.layer(), %error, "the idempotency store is out of memory: responses are not stored, and retries of their requests are rejected");
                     }
                     completion.is_kept = false;
                     completion.response = Arc::from(mark.as_slice());
                 }
                 _ => {
-                    tracing::debug!(operation = %order.operation(), %error, "an operation could not be settled: trying again");
+                    tracing::debug!(operation = %context.operation(), %error, "an operation could not be settled: trying again");
                 }
             },
         }
-        BackgroundSettle::spawn(order, end, Settled::Attempt);
+        BackgroundSettle::spawn(context, end, Settled::Attempt);
     }
 }
 
 /// A settlement in progress. Both kinds may be repeated, so a dropped one continues in the background.
 struct Settling<P: HasPayload + 'static> {
-    order: Arc<OperationContext<P>>,
+    context: Arc<OperationContext<P>>,
     end: Option<Settlement>,
 }
 
 impl<P: HasPayload + 'static> Drop for Settling<P> {
     fn drop(&mut self) {
         if let Some(end) = self.end.take() {
-            BackgroundSettle::spawn(&self.order, end, Settled::Attempt);
+            BackgroundSettle::spawn(&self.context, end, Settled::Attempt);
         }
     }
 }
@@ -228,15 +228,15 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             DropAction::Leave | DropAction::Settled => false,
         };
         if !gives_back && self.end != DropAction::Settled {
-            if !*self.is_told.get_mut() {
-                let (layer, operation) = (self.order.layer(), self.order.operation());
+            if !*self.is_reported.get_mut() {
+                let (layer, operation) = (self.context.layer(), self.context.operation());
                 tracing::warn!(layer, %operation, "an execution was dropped: the outcome of its operation is unknown when its lease has ended");
             }
-            self.order.home().meters().ended(Ended::Unknown);
+            self.context.coordinator().meters().ended(Ended::Unknown);
         }
         if gives_back {
             let what = if self.end == DropAction::GiveBackClaim { Settled::Claim } else { Settled::Attempt };
-            BackgroundSettle::spawn(&self.order, Settlement::Release, what);
+            BackgroundSettle::spawn(&self.context, Settlement::Release, what);
         }
     }
 }

@@ -23,7 +23,7 @@ const SHORTEST: Duration = Duration::from_secs(1);
 
 /// A background settlement. It may be dropped before its end, if there is no room or no runtime for its task.
 pub(super) struct BackgroundSettle<P: HasPayload + 'static> {
-    order: Arc<OperationContext<P>>,
+    context: Arc<OperationContext<P>>,
     end: Settlement,
     what: Settled,
     is_over: bool,
@@ -40,9 +40,11 @@ pub(super) enum Settled {
 
 impl<P: HasPayload + 'static> BackgroundSettle<P> {
     /// Continues to settle in the background, for the length of a lease, but at least a second.
-    pub(super) fn spawn(order: &Arc<OperationContext<P>>, end: Settlement, what: Settled) {
-        let settling = Self { order: Arc::clone(order), end, what, is_over: false };
-        let (Some(runtime), Some(running)) = (order.runtime(), order.home().admit_background()) else { return };
+    pub(super) fn spawn(context: &Arc<OperationContext<P>>, end: Settlement, what: Settled) {
+        let settling = Self { context: Arc::clone(context), end, what, is_over: false };
+        let (Some(runtime), Some(running)) = (context.runtime(), context.coordinator().admit_background()) else {
+            return;
+        };
         let task = async move {
             settling.run().await;
             drop(running);
@@ -51,7 +53,7 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
     }
 
     async fn run(mut self) {
-        let until = Instant::now() + self.order.lease().max(SHORTEST);
+        let until = Instant::now() + self.context.lease().max(SHORTEST);
         match self.what {
             Settled::Attempt => self.settle_attempt(until).await,
             Settled::Claim => self.release_claim(until).await,
@@ -60,29 +62,29 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
     }
 
     async fn settle_attempt(&self, until: Instant) {
-        let Self { order, end, .. } = self;
+        let Self { context, end, .. } = self;
         let settled = self.settle_until(until, || Ok(())).await;
         if let Err(error) = &settled {
-            let (layer, operation) = (order.layer(), order.operation());
+            let (layer, operation) = (context.layer(), context.operation());
             let cause = error.source().map(tracing::field::display);
             tracing::warn!(
                 layer, %operation, %error, cause,
                 "an operation could not be settled in time: its outcome is unknown"
             );
         }
-        order.home().meters().ended(settled.map_or(Ended::Unknown, |is_ours| order.ended(end, is_ours)));
+        context.coordinator().meters().ended(settled.map_or(Ended::Unknown, |is_ours| context.ended(end, is_ours)));
     }
 
     async fn release_claim(&self, until: Instant) {
-        let Self { order, end, .. } = self;
+        let Self { context, end, .. } = self;
         // During a store outage there are as many of these as requests, so none of them is used as a probe.
-        let mut settled = self.settle_until(until, || order.home().circuit.admit_no_probe()).await;
+        let mut settled = self.settle_until(until, || context.coordinator().circuit.admit_no_probe()).await;
         if settled.is_ok() {
             sleep(LATE).await;
-            settled = order.settle(end).await;
+            settled = context.settle(end).await;
         }
         if let Err(error) = settled {
-            tracing::debug!(operation = %order.operation(), %error, "a claim could not be released, if it was granted");
+            tracing::debug!(operation = %context.operation(), %error, "a claim could not be released, if it was granted");
         }
     }
 
@@ -93,14 +95,14 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
         until: Instant,
         may_ask: impl Fn() -> Result<(), StoreError>,
     ) -> Result<bool, StoreError> {
-        let Self { order, end, .. } = self;
-        let longest = (order.lease() / 10).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        let Self { context, end, .. } = self;
+        let longest = (context.lease() / 10).clamp(FIRST_PAUSE, LONGEST_PAUSE);
         let mut pause = FIRST_PAUSE;
         loop {
             let is_last = Instant::now() >= until;
             let settled = match may_ask() {
                 Err(error) if !is_last => Err(error),
-                _ => order.settle(end).await,
+                _ => context.settle(end).await,
             };
             if settled.is_ok() || is_last {
                 return settled;
@@ -116,11 +118,11 @@ impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
         if self.is_over {
             return;
         }
-        let (layer, operation) = (self.order.layer(), self.order.operation());
+        let (layer, operation) = (self.context.layer(), self.context.operation());
         match self.what {
             Settled::Attempt => {
                 tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
-                self.order.home().meters().ended(Ended::Unknown);
+                self.context.coordinator().meters().ended(Ended::Unknown);
             }
             Settled::Claim => {
                 tracing::debug!(layer, %operation, "cannot release a claim in the background: it lasts until its lease ends");

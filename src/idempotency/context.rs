@@ -20,7 +20,7 @@ use crate::store::token::Token;
 
 /// All state of one request for an operation, from the first store call to the last. One allocation for each request.
 pub(crate) struct OperationContext<P: ?Sized> {
-    home: Arc<Coordinator>,
+    coordinator: Arc<Coordinator>,
     operation: Operation,
     claim: Claim,
     // When the claim or the last renewal was sent: taken before the call.
@@ -39,8 +39,8 @@ impl<P: ?Sized> OperationContext<P> {
         &self.operation
     }
 
-    pub(super) const fn home(&self) -> &Arc<Coordinator> {
-        &self.home
+    pub(super) const fn coordinator(&self) -> &Arc<Coordinator> {
+        &self.coordinator
     }
 
     /// The scope whose records are limited, if there is a limit.
@@ -50,7 +50,7 @@ impl<P: ?Sized> OperationContext<P> {
 
     /// The name of its layer.
     pub(crate) fn layer(&self) -> &str {
-        &self.home.terms().name
+        &self.coordinator.options().name
     }
 
     /// The reader of the request body.
@@ -118,37 +118,39 @@ impl<P: ?Sized> OperationContext<P> {
 
     /// Stores the progress of the attempt.
     pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
-        let Self { home, operation, claim, .. } = self;
-        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms().limit).await)
+        let Self { coordinator, operation, claim, .. } = self;
+        coordinator.noted(
+            coordinator.store.checkpoint(operation, claim, payload, checkpoint, coordinator.options().limit).await,
+        )
     }
 }
 
 impl<P: HasPayload + 'static> OperationContext<P> {
-    pub(crate) fn new(home: &Arc<Coordinator>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
+    pub(crate) fn new(coordinator: &Arc<Coordinator>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
         let (sent, checkpoint, is_done) = (Mutex::new(Instant::now()), AtomicU32::new(0), AtomicBool::new(false));
-        let (home, runtime) = (Arc::clone(home), OnceLock::new());
-        Arc::new(Self { home, operation, claim, sent, checkpoint, is_done, runtime, body })
+        let (coordinator, runtime) = (Arc::clone(coordinator), OnceLock::new());
+        Arc::new(Self { coordinator, operation, claim, sent, checkpoint, is_done, runtime, body })
     }
 
     /// The same request with a new token, for use when the outcome of this claim is not known.
     pub(super) fn anew(&self) -> Result<Arc<Self>, StoreError> {
         let claim = Claim { token: Token::random()?, ..self.claim };
-        Ok(Self::new(&self.home, self.operation, claim, self.body.anew()))
+        Ok(Self::new(&self.coordinator, self.operation, claim, self.body.anew()))
     }
 
     /// Claims the operation, or returns its state.
     pub(super) async fn claim(&self) -> Result<Begun, StoreError> {
-        let Self { home, operation, claim, .. } = self;
-        home.circuit.admit()?;
-        home.noted(home.store.begin(operation, claim, home.terms().limit).await)
+        let Self { coordinator, operation, claim, .. } = self;
+        coordinator.circuit.admit()?;
+        coordinator.noted(coordinator.store.begin(operation, claim, coordinator.options().limit).await)
     }
 
     /// Like [`claim`](Self::claim), if the reply is available without waiting. `None` if not, and then nothing was done.
     pub(super) fn claim_now(&self) -> Option<Result<Begun, StoreError>> {
-        let Self { home, operation, claim, .. } = self;
+        let Self { coordinator, operation, claim, .. } = self;
         // A call that may not reach the store cannot be a probe.
-        home.circuit.admit_no_probe().ok()?;
-        Some(home.noted(home.store.begin_now(operation, claim)?))
+        coordinator.circuit.admit_no_probe().ok()?;
+        Some(coordinator.noted(coordinator.store.begin_now(operation, claim)?))
     }
 
     /// Notes that the claim is sent now, and the runtime that it is sent in.
@@ -161,7 +163,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
 
     /// Notifications for a waiter of the operation.
     pub(super) async fn watch(&self) -> Notifications {
-        self.home.store.watch(&self.operation).await
+        self.coordinator.store.watch(&self.operation).await
     }
 
     /// See [`Attempt::keep`].
@@ -188,12 +190,14 @@ impl<P: HasPayload + 'static> OperationContext<P> {
 
     /// When the successful renewal was sent; `None` if another attempt holds the operation or the record is gone.
     async fn renewed(&self, sent: Instant) -> Option<Instant> {
-        let Self { home, operation, claim, body, .. } = self;
+        let Self { coordinator, operation, claim, body, .. } = self;
         let mut due = sent + claim.lease / 3;
         loop {
             sleep_until(due).await;
             let sent = Instant::now();
-            match home.noted(home.store.renew(operation, claim, &body.payload(), home.terms().limit).await) {
+            match coordinator
+                .noted(coordinator.store.renew(operation, claim, &body.payload(), coordinator.options().limit).await)
+            {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     let layer = self.layer();
@@ -210,22 +214,22 @@ impl<P: HasPayload + 'static> OperationContext<P> {
 
     /// Stores the result of the operation. False if the attempt no longer holds the operation.
     pub(super) async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
-        let Self { home, operation, claim, .. } = self;
-        let settled = home.noted(match end {
+        let Self { coordinator, operation, claim, .. } = self;
+        let settled = coordinator.noted(match end {
             Settlement::Complete { completion, .. } => {
-                home.store.complete(operation, &claim.token, completion, home.terms().limit).await
+                coordinator.store.complete(operation, &claim.token, completion, coordinator.options().limit).await
             }
-            Settlement::Release => home.store.release(operation, claim, home.terms().limit).await,
+            Settlement::Release => coordinator.store.release(operation, claim, coordinator.options().limit).await,
         });
         self.heard(end, settled)
     }
 
     /// Like [`settle`](Self::settle), if the reply is available without waiting.
     pub(super) fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
-        let Self { home, operation, claim: Claim { token, .. }, .. } = self;
+        let Self { coordinator, operation, claim: Claim { token, .. }, .. } = self;
         let Settlement::Complete { completion, .. } = end else { return None };
-        let settled = home.store.complete_now(operation, token, completion)?;
-        Some(self.heard(end, home.noted(settled)))
+        let settled = coordinator.store.complete_now(operation, token, completion)?;
+        Some(self.heard(end, coordinator.noted(settled)))
     }
 
     /// The result of an attempt after it was settled.

@@ -29,7 +29,7 @@ const RETRY_FULL: Duration = Duration::from_secs(1);
 /// The shared state of all attempts of a layer.
 pub(crate) struct Coordinator {
     pub(super) store: Arc<dyn DynStore>,
-    terms: Terms,
+    options: CoordinatorOptions,
     pub(super) circuit: Circuit,
     meters: OnceLock<Meters>,
     // Whether the log has reported that the store has no room for responses.
@@ -45,7 +45,7 @@ pub(crate) struct Coordinator {
 
 /// The settings for store calls.
 #[derive(Clone)]
-pub(crate) struct Terms {
+pub(crate) struct CoordinatorOptions {
     /// The deadline of a store call.
     pub(crate) limit: Duration,
     pub(crate) breaker: CircuitBreaker,
@@ -53,7 +53,7 @@ pub(crate) struct Terms {
     pub(crate) name: Arc<str>,
 }
 
-impl Default for Terms {
+impl Default for CoordinatorOptions {
     fn default() -> Self {
         let (limit, breaker) = (DEFAULT_DEADLINE, CircuitBreaker::new());
         Self { limit, breaker, name: "idempotency".into() }
@@ -67,37 +67,37 @@ impl CircuitObserver for Coordinator {
 
     fn opened(&self) {
         self.meters().circuit(true);
-        let layer = &*self.terms.name;
+        let layer = &*self.options.name;
         tracing::warn!(layer, "idempotency circuit opens: only probes call the store");
     }
 
     fn closed(&self) {
         self.meters().circuit(false);
-        tracing::info!(layer = &*self.terms.name, "idempotency circuit closes: all calls reach the store");
+        tracing::info!(layer = &*self.options.name, "idempotency circuit closes: all calls reach the store");
     }
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        tracing::warn!(layer = &*self.terms.name, %error, cause, "idempotency store fails");
+        tracing::warn!(layer = &*self.options.name, %error, cause, "idempotency store fails");
     }
 
     fn outage_ends(&self) {
-        tracing::info!(layer = &*self.terms.name, "idempotency store answers again");
+        tracing::info!(layer = &*self.options.name, "idempotency store answers again");
     }
 }
 
 impl Coordinator {
     pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Arc<Self> {
-        Self::over(Arc::new(store), Terms::default())
+        Self::over(Arc::new(store), CoordinatorOptions::default())
     }
 
-    fn over(store: Arc<dyn DynStore>, terms: Terms) -> Arc<Self> {
+    fn over(store: Arc<dyn DynStore>, options: CoordinatorOptions) -> Arc<Self> {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), OutageTracker::of_a_store());
+        let (circuit, meters, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::of_a_store());
         let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
         let coordinator = Arc::new(Self {
             store,
-            terms,
+            options,
             circuit,
             meters,
             full,
@@ -114,26 +114,26 @@ impl Coordinator {
     }
 
     /// The same store with other settings.
-    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Arc<Self> {
-        let mut terms = self.terms.clone();
-        change(&mut terms);
-        Self::over(Arc::clone(&self.store), terms)
+    pub(crate) fn with(&self, change: impl FnOnce(&mut CoordinatorOptions)) -> Arc<Self> {
+        let mut options = self.options.clone();
+        change(&mut options);
+        Self::over(Arc::clone(&self.store), options)
     }
 
     /// Rejects a deadline or a maximum runtime of zero. The memory backend replies at once, so a test on it would not find this
     /// error.
     pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
-        let times = [("deadline", Some(self.terms.limit)), ("max_runtime", max_runtime)];
+        let times = [("deadline", Some(self.options.limit)), ("max_runtime", max_runtime)];
         let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
         none.map_or(Ok(()), |(setting, _)| Err(ConfigError::ZeroTimeout { setting }))
     }
 
-    pub(crate) const fn terms(&self) -> &Terms {
-        &self.terms
+    pub(crate) const fn options(&self) -> &CoordinatorOptions {
+        &self.options
     }
 
     pub(crate) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.terms.name))
+        self.meters.get_or_init(|| Meters::new(&self.options.name))
     }
 
     /// Reports the result of a store call to the circuit.
@@ -156,9 +156,9 @@ impl Coordinator {
             let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
             return Err(Rejection::ScopeFull { bound, retry_after });
         };
-        match Running::new(self, |home| &home.running, most.in_total) {
+        match Running::new(self, |coordinator| &coordinator.running, most.in_total) {
             Some(mut running) => {
-                running.scope = Some((|home| &home.running_per_scope, entered));
+                running.scope = Some((|coordinator| &coordinator.running_per_scope, entered));
                 // Checked after the attempt is counted: a shutdown that begins meanwhile sees the attempt, or is seen here.
                 if self.is_closed.load(Ordering::SeqCst) {
                     return Err(StoreError::unavailable("the backend is shut down").into());
@@ -174,12 +174,12 @@ impl Coordinator {
 
     /// Counts a new waiter, unless `most` requests wait, or half as many of its scope.
     pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
-        let waiting_per_scope: ScopeCounts = |home| &home.waiting_per_scope;
+        let waiting_per_scope: ScopeCounts = |coordinator| &coordinator.waiting_per_scope;
         let entered = match scope {
             Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, most.div_ceil(2))?)),
             None => None,
         };
-        match Running::new(self, |home| &home.waiting, most) {
+        match Running::new(self, |coordinator| &coordinator.waiting, most) {
             Some(mut waiting) => {
                 waiting.scope = entered;
                 Some(waiting)
@@ -193,7 +193,7 @@ impl Coordinator {
 
     /// Counts a new background task, unless there are too many.
     pub(super) fn admit_background(self: &Arc<Self>) -> Option<Running> {
-        Running::new(self, |home| &home.background, MAX_BACKGROUND)
+        Running::new(self, |coordinator| &coordinator.background, MAX_BACKGROUND)
     }
 
     /// The number of running attempts and background tasks.
@@ -244,28 +244,28 @@ type ScopeCounts = fn(&Coordinator) -> &PerScope;
 
 /// Counts a running piece of work until it is dropped.
 pub(crate) struct Running {
-    home: Arc<Coordinator>,
+    coordinator: Arc<Coordinator>,
     count: fn(&Coordinator) -> &AtomicUsize,
     // The counts of its scope, and the hash of the scope.
     scope: Option<(ScopeCounts, u64)>,
 }
 
 impl Running {
-    fn new(home: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
+    fn new(coordinator: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
         // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
         let add = |running| (running < most).then_some(running + 1);
-        count(home).fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).ok()?;
-        Some(Self { home: Arc::clone(home), count, scope: None })
+        count(coordinator).fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).ok()?;
+        Some(Self { coordinator: Arc::clone(coordinator), count, scope: None })
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some((per_scope, hash)) = self.scope.take() {
-            per_scope(&self.home).leave(hash);
+            per_scope(&self.coordinator).leave(hash);
         }
-        if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.home.idle.notify_waiters();
+        if (self.count)(&self.coordinator).fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.coordinator.idle.notify_waiters();
         }
     }
 }
@@ -280,12 +280,13 @@ mod tests {
     /// Regression: `wait_idle` never returned. The last handler ended while a rejected one was counted, so it was not the last.
     #[test]
     fn rejected_work_is_never_counted() {
-        let home = Coordinator::new(MemoryBackend::new());
+        let coordinator = Coordinator::new(MemoryBackend::new());
         thread::scope(|scope| {
-            let rejected =
-                scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
+            let rejected = scope.spawn(|| {
+                (0..3_000_000).all(|_| Running::new(&coordinator, |coordinator| &coordinator.running, 0).is_none())
+            });
             while !rejected.is_finished() {
-                assert_eq!(home.running.load(Ordering::Acquire), 0);
+                assert_eq!(coordinator.running.load(Ordering::Acquire), 0);
             }
             assert!(rejected.join().unwrap());
         });
@@ -293,35 +294,42 @@ mod tests {
 
     #[test]
     fn rejected_or_ended_work_is_not_counted_for_its_scope() {
-        let home = Coordinator::new(MemoryBackend::new());
+        let coordinator = Coordinator::new(MemoryBackend::new());
         let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
-        let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
-        assert!(matches!(home.admit(&alice, most), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));
-        assert!(matches!(home.admit(&Key::from("carol"), most), Err(Rejection::Full)));
+        let running =
+            [&alice, &bob].map(|scope| coordinator.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
+        assert!(matches!(
+            coordinator.admit(&alice, most),
+            Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })
+        ));
+        assert!(matches!(coordinator.admit(&Key::from("carol"), most), Err(Rejection::Full)));
         drop(running);
-        assert!(home.running_per_scope.is_empty());
+        assert!(coordinator.running_per_scope.is_empty());
     }
 
     #[test]
     fn one_scope_has_at_most_half_of_waiters() {
-        let home = Coordinator::new(MemoryBackend::new());
+        let coordinator = Coordinator::new(MemoryBackend::new());
         let [alice, bob] = ["alice", "bob"].map(Key::from);
         let waiting =
-            [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| home.register_waiter(scope, 4).unwrap());
-        assert!(home.register_waiter(Some(&bob), 4).is_none(), "four requests wait already");
+            [Some(&alice), Some(&alice), Some(&bob), None].map(|scope| coordinator.register_waiter(scope, 4).unwrap());
+        assert!(coordinator.register_waiter(Some(&bob), 4).is_none(), "four requests wait already");
         let [first, ..] = waiting;
         drop(first);
-        assert!(home.register_waiter(Some(&alice), 2).is_none() && home.register_waiter(Some(&bob), 4).is_some());
+        assert!(
+            coordinator.register_waiter(Some(&alice), 2).is_none()
+                && coordinator.register_waiter(Some(&bob), 4).is_some()
+        );
     }
 
     #[test]
     fn refused_waiter_is_not_counted_for_its_scope() {
-        let home = Coordinator::new(MemoryBackend::new());
+        let coordinator = Coordinator::new(MemoryBackend::new());
         let alice = Key::from("alice");
-        let waiting = home.register_waiter(None, 1).unwrap();
-        assert!(home.register_waiter(Some(&alice), 1).is_none());
+        let waiting = coordinator.register_waiter(None, 1).unwrap();
+        assert!(coordinator.register_waiter(Some(&alice), 1).is_none());
         drop(waiting);
-        drop(home.register_waiter(Some(&alice), 1).unwrap());
-        assert!(home.waiting_per_scope.is_empty());
+        drop(coordinator.register_waiter(Some(&alice), 1).unwrap());
+        assert!(coordinator.waiting_per_scope.is_empty());
     }
 }

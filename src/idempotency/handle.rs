@@ -28,7 +28,7 @@ use crate::key::Key;
 /// ```
 #[derive(Clone)]
 pub struct IdempotencyHandle {
-    order: Arc<OperationContext<dyn HasPayload>>,
+    context: Arc<OperationContext<dyn HasPayload>>,
     attempt: u32,
     fence: u64,
     last: Option<Arc<Checkpoint>>,
@@ -36,12 +36,12 @@ pub struct IdempotencyHandle {
 
 impl IdempotencyHandle {
     pub(crate) fn new(
-        order: Arc<OperationContext<dyn HasPayload>>,
+        context: Arc<OperationContext<dyn HasPayload>>,
         attempt: u32,
         fence: u64,
         last: Option<Checkpoint>,
     ) -> Self {
-        Self { order, attempt, fence, last: last.map(Arc::new) }
+        Self { context, attempt, fence, last: last.map(Arc::new) }
     }
 
     /// The operation: a scope and the key that the client chose. The scope of a layer ends with the method and the path. The
@@ -53,7 +53,7 @@ impl IdempotencyHandle {
     /// A scope from [`header`](crate::http::header) is a digest. A scope of your own is readable, unless it is long.
     #[must_use]
     pub fn operation(&self) -> &Operation {
-        self.order.operation()
+        self.context.operation()
     }
 
     /// The number of this attempt. It is 1, unless an earlier attempt was released or its outcome is unknown. The number is
@@ -78,7 +78,7 @@ impl IdempotencyHandle {
     /// the same in each attempt of this operation, and differs from the keys of all other operations.
     #[must_use]
     pub fn derive(&self, purpose: &str) -> String {
-        derived(self.order.operation(), purpose)
+        derived(self.context.operation(), purpose)
     }
 
     /// The last checkpoint of earlier attempts; `None` if there is none.
@@ -127,14 +127,14 @@ impl IdempotencyHandle {
     ///
     /// If you drop the future, the checkpoint may or may not have been stored.
     pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
-        let order = &self.order;
-        if !order.body().is_known() {
+        let context = &self.context;
+        if !context.body().is_known() {
             return Err(CheckpointError::Unread);
         }
         let checkpoint =
-            Checkpoint::new(order.next_checkpoint(), step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
+            Checkpoint::new(context.next_checkpoint(), step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
         drop(data);
-        let is_ours = order.checkpoint(&order.body().payload(), &checkpoint).await?;
+        let is_ours = context.checkpoint(&context.body().payload(), &checkpoint).await?;
         if is_ours { Ok(()) } else { Err(CheckpointError::Lost) }
     }
 }

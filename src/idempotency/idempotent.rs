@@ -84,7 +84,7 @@ use crate::store::token::Token;
 /// names differ, and so do requests of a layer, whose scope ends with a method and a path.
 #[derive(Clone)]
 pub struct Idempotent {
-    home: Arc<Coordinator>,
+    coordinator: Arc<Coordinator>,
     name: Key,
     lease: Duration,
     retention: Duration,
@@ -109,7 +109,7 @@ impl Idempotent {
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
         let name = Key::new(name.as_ref());
         Self {
-            home: Coordinator::new(store).with(|terms| terms.name = name.as_str().into()),
+            coordinator: Coordinator::new(store).with(|options| options.name = name.as_str().into()),
             name,
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
@@ -200,14 +200,14 @@ impl Idempotent {
     /// The longest duration of a store call. Defaults to 100 ms. Zero is an [`OperationError::Config`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.home = self.home.with(|terms| terms.limit = deadline);
+        self.coordinator = self.coordinator.with(|options| options.limit = deadline);
         self
     }
 
     /// When to stop calling a failing store for new operations. Defaults to [`CircuitBreaker::new`].
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.home = self.home.with(|terms| terms.breaker = breaker);
+        self.coordinator = self.coordinator.with(|options| options.breaker = breaker);
         self
     }
 
@@ -217,7 +217,7 @@ impl Idempotent {
     ///
     /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
     pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
-        self.home.reach().require(needed)?;
+        self.coordinator.reach().require(needed)?;
         Ok(self)
     }
 
@@ -247,7 +247,7 @@ impl Idempotent {
         T: Into<Vec<u8>>,
         E: Into<BoxError>,
     {
-        self.home.check_times(self.max_runtime).map_err(OperationError::Config)?;
+        self.coordinator.check_times(self.max_runtime).map_err(OperationError::Config)?;
         let operation = Operation::new((self.name, *operation.scope()), *operation.key());
         let head = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);
@@ -255,24 +255,24 @@ impl Idempotent {
             Ok(Begin::Granted(granted)) => granted,
             Ok(Begin::Not(begun)) => return self.declined(begun),
             Err(error) => {
-                self.home.meters().decided(Verdict::FailedClosed);
+                self.coordinator.meters().decided(Verdict::FailedClosed);
                 return Err(OperationError::Store(error));
             }
         };
         let Granted { attempt, fence, number, checkpoint, .. } = granted;
         let attempt = if self.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
-        let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
-        self.home.meters().decided(Verdict::Executed);
+        let handle = IdempotencyHandle::new(Arc::clone(attempt.context()) as _, number, fence, checkpoint);
+        self.coordinator.meters().decided(Verdict::Executed);
         let begun = attempt.sent();
         let until = self.max_runtime.map(|max_runtime| begun + max_runtime.min(FOREVER));
         let done = under_lease(&attempt, until, || work(handle)).await;
-        self.home.meters().handled(begun);
+        self.coordinator.meters().handled(begun);
         let Some(done) = done else {
-            let order = attempt.order();
-            let (layer, operation) = (order.layer(), order.operation());
+            let context = attempt.context();
+            let (layer, operation) = (context.layer(), context.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
-            attempt.told();
-            self.home.meters().decided(Verdict::Cancelled);
+            attempt.mark_reported();
+            self.coordinator.meters().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
         let (end, done) = match done {
@@ -283,11 +283,11 @@ impl Idempotent {
             Err(error) => {
                 let error = error.into();
                 if Failed::is_unknown(&*error).unwrap_or(!self.keep.gives_failures_back()) {
-                    let order = attempt.order();
-                    let (layer, operation) = (order.layer(), order.operation());
+                    let context = attempt.context();
+                    let (layer, operation) = (context.layer(), context.operation());
                     let cause = cause_of(&*error).map(tracing::field::display);
                     tracing::warn!(layer, %operation, %error, cause, "an operation has failed: its outcome is unknown when its lease has ended");
-                    attempt.told();
+                    attempt.mark_reported();
                     return Err(OperationError::Failed(error));
                 }
                 (Settlement::Release, Err(OperationError::Failed(error)))
@@ -301,15 +301,15 @@ impl Idempotent {
 
     /// Waits for background calls to the store: use it at the end of a program.
     pub async fn wait_idle(&self) {
-        self.home.wait_idle().await;
+        self.coordinator.wait_idle().await;
     }
 
     async fn begin(&self, operation: Operation, head: Digest) -> Result<Begin<Nothing>, StoreError> {
         let Self { lease, retention, .. } = *self;
         let takes_over = self.on_unknown == OnUnknown::Retry;
         let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
-        let order = OperationContext::new(&self.home, operation, claim, Nothing);
-        order.begin_or_wait(Attempt::begin_now(&order), self.wait, self.max_waiting).await
+        let context = OperationContext::new(&self.coordinator, operation, claim, Nothing);
+        context.begin_or_wait(Attempt::begin_now(&context), self.wait, self.max_waiting).await
     }
 
     /// The result without an execution.
@@ -333,7 +333,7 @@ impl Idempotent {
                 (Verdict::Mismatch, Err(OperationError::Mismatch))
             }
         };
-        self.home.meters().decided(verdict);
+        self.coordinator.meters().decided(verdict);
         declined
     }
 

@@ -21,21 +21,21 @@ impl<P: HasPayload + 'static> OperationContext<P> {
     pub(crate) async fn begin_or_wait(
         self: &Arc<Self>,
         begun: Option<Result<Begin<P>, StoreError>>,
-        patience: Duration,
+        max_wait: Duration,
         max_waiting: usize,
     ) -> Result<Begin<P>, StoreError> {
         let begun = match begun {
             Some(begun) => begun?,
             None => Attempt::begin(self).await?,
         };
-        if patience.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
+        if max_wait.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
             return Ok(begun);
         }
-        let home = self.home();
-        let Some(_place) = home.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(begun) };
+        let coordinator = self.coordinator();
+        let Some(_place) = coordinator.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(begun) };
         let start = Instant::now();
-        let begun = Box::pin(wait(Arc::clone(self), begun, start + patience)).await;
-        home.meters().waited(start.elapsed());
+        let begun = Box::pin(wait(Arc::clone(self), begun, start + max_wait)).await;
+        coordinator.meters().waited(start.elapsed());
         Ok(begun)
     }
 }
@@ -43,15 +43,15 @@ impl<P: HasPayload + 'static> OperationContext<P> {
 /// Begins the operation once the attempt in flight ends. `known` is the last reply: it stays valid if the store fails, so no
 /// request passes for that.
 async fn wait<P: HasPayload + 'static>(
-    mut order: Arc<OperationContext<P>>,
+    mut context: Arc<OperationContext<P>>,
     mut known: Begin<P>,
     until: Instant,
 ) -> Begin<P> {
     // An end before the subscription is found by another call.
-    let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
+    let watch = timeout_at(until.min(Instant::now() + POLL), context.watch());
     let mut wakeups = watch.await.unwrap_or_else(|_| Notifications::none());
     loop {
-        let begun = Attempt::begin(&order).await;
+        let begun = Attempt::begin(&context).await;
         let has_failed = begun.is_err();
         known = begun.unwrap_or(known);
         let Begin::Not(Begun::InFlight { remaining, .. }) = &known else { return known };
@@ -63,8 +63,8 @@ async fn wait<P: HasPayload + 'static>(
         let mut pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
         if has_failed {
             // A claim that may have been granted is released: use a new one.
-            let Ok(again) = order.anew() else { return known };
-            (order, pause) = (again, POLL);
+            let Ok(again) = context.anew() else { return known };
+            (context, pause) = (again, POLL);
         }
         tokio::select! {
             () = wakeups.next() => {}

@@ -13,15 +13,15 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::context;
 use super::erased::{Answers, Call};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, OtherKind, QueueFull};
-use super::gate::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, Place};
+use super::gate::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, QueuePosition};
 use super::grant::{FENCES, Grant, after, safe_ttl};
 use super::jitter::jittered;
 use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::metrics::{HandoffKind, Outcome};
-use super::options::Terms;
+use super::options::AcquireOptions;
 use super::pickup::{Acquire, Request};
 use super::release_task::{IN_FLIGHT_GRACE, ReleaseTask};
 use super::store::{Acquired, Claim, Queueing, Token};
@@ -41,35 +41,39 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// One requested lock.
 struct Lone {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
-    terms: Terms,
-    place: Place,
+    options: AcquireOptions,
+    position: QueuePosition,
 }
 
-pub(super) fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Call<Result<Lease, LockError>> {
-    let place = home.gate.place();
-    Box::pin(Acquire::new(Lone { home, lock, terms, place }))
+pub(super) fn acquire(
+    shared: Arc<LocksState>,
+    lock: LockKey,
+    options: AcquireOptions,
+) -> Call<Result<Lease, LockError>> {
+    let position = shared.gate.new_position();
+    Box::pin(Acquire::new(Lone { shared, lock, options, position }))
 }
 
 impl Request for Lone {
     type Grant = Lease;
 
-    fn home(&self) -> &Arc<Shared> {
-        &self.home
+    fn shared(&self) -> &Arc<LocksState> {
+        &self.shared
     }
 
     fn times(&self) -> (Duration, Duration) {
-        (self.terms.wait, self.terms.ttl)
+        (self.options.wait, self.options.ttl)
     }
 
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Lease, LockError>> {
-        let Self { lock, terms, .. } = *self;
-        let (home, place) = (Arc::clone(&self.home), Place { is_back, ..self.place });
+        let Self { lock, options, .. } = *self;
+        let (shared, position) = (Arc::clone(&self.shared), QueuePosition { is_back, ..self.position });
         // Create the metrics before anything can fail that they count.
-        home.meters();
+        shared.meters();
         // Not an `async fn`: its future would hold the arguments twice.
-        Box::pin(async move { take(&home, &lock, &terms, begun, place).await })
+        Box::pin(async move { take(&shared, &lock, &options, begun, position).await })
     }
 
     fn since(lease: &Lease) -> Instant {
@@ -77,43 +81,43 @@ impl Request for Lone {
     }
 
     fn busy(&self) -> LockError {
-        self.home.gate.busy(&self.lock).into()
+        self.shared.gate.busy(&self.lock).into()
     }
 
     fn count(&self, outcome: &Result<Lease, LockError>, begun: Instant) {
         let ended = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
-        self.home.meters().asked(Outcome::of(outcome), ended - begun);
+        self.shared.meters().asked(Outcome::of(outcome), ended - begun);
     }
 }
 
 /// Takes the leases of several locks of one shard, or none. No other caller of this process asks for one of them meanwhile. All
 /// callers must name locks in the same order.
 pub(super) async fn acquire_all(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     locks: &[LockKey],
-    terms: Terms,
-    place: Place,
+    options: AcquireOptions,
+    position: QueuePosition,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
-    take_all(home, locks, &terms, Instant::now(), place).await.map(Leases::into_iter)
+    take_all(shared, locks, &options, Instant::now(), position).await.map(Leases::into_iter)
 }
 
 async fn take_all(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     locks: &[LockKey],
-    terms: &Terms,
+    options: &AcquireOptions,
     begun: Instant,
-    place: Place,
+    position: QueuePosition,
 ) -> Result<Leases, LockError> {
-    let give_up = after(begun, terms.wait);
+    let give_up = after(begun, options.wait);
     let mut asked = Asked::new();
     let mut has_waited = false;
-    let first = locks.first().filter(|_| !terms.wait.is_zero());
-    let _asking = first.map(|lock| home.ask(lock, terms.max_asking, place.is_back)).transpose()?;
+    let first = locks.first().filter(|_| !options.wait.is_zero());
+    let _asking = first.map(|lock| shared.ask(lock, options.max_asking, position.is_back)).transpose()?;
     for lock in locks {
-        may_ask(home, lock, terms)?;
+        may_ask(shared, lock, options)?;
         loop {
             // No handoff: that would grant one lock without the others.
-            let mut coming = pin!(wait_for_turn(home, lock, terms, begun, place, false));
+            let mut coming = pin!(wait_for_turn(shared, lock, options, begun, position, false));
             let offer = tokio::select! {
                 biased;
                 offer = &mut coming => offer?,
@@ -125,7 +129,7 @@ async fn take_all(
                 }
             };
             match offer {
-                Handoff::LeaderPermit(turn) => break asked.push((Acquisition::new(home, lock, terms)?, turn)),
+                Handoff::LeaderPermit(turn) => break asked.push((Acquisition::new(shared, lock, options)?, turn)),
                 Handoff::Lease(lease) => drop(lease),
             }
         }
@@ -133,40 +137,42 @@ async fn take_all(
     if has_waited {
         tell(&asked, None);
     }
-    acquire_once(home, &mut asked, terms, give_up).await
+    acquire_once(shared, &mut asked, options, give_up).await
 }
 
 /// Takes the lease of one lock. The caller counts the outcome.
 pub(super) async fn take(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     lock: &LockKey,
-    terms: &Terms,
+    options: &AcquireOptions,
     begun: Instant,
-    place: Place,
+    position: QueuePosition,
 ) -> Result<Lease, LockError> {
-    may_ask(home, lock, terms)?;
-    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking, place.is_back)?) };
-    let mut asked: Asked = match wait_for_turn(home, lock, terms, begun, place, true).await? {
+    may_ask(shared, lock, options)?;
+    let _asking =
+        if options.wait.is_zero() { None } else { Some(shared.ask(lock, options.max_asking, position.is_back)?) };
+    let mut asked: Asked = match wait_for_turn(shared, lock, options, begun, position, true).await? {
         Handoff::Lease(lease) => {
-            home.meters().handed_over(HandoffKind::Hand, lease.since().elapsed());
+            shared.meters().handed_over(HandoffKind::Hand, lease.since().elapsed());
             return Ok(lease);
         }
-        Handoff::LeaderPermit(turn) => smallvec![(Acquisition::new(home, lock, terms)?, turn)],
+        Handoff::LeaderPermit(turn) => smallvec![(Acquisition::new(shared, lock, options)?, turn)],
     };
-    let mut leases = acquire_once(home, &mut asked, terms, after(begun, terms.wait)).await?;
+    let mut leases = acquire_once(shared, &mut asked, options, after(begun, options.wait)).await?;
     leases.pop().ok_or_else(|| too_late().into())
 }
 
-fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
-    check(terms)?;
-    if home.store.reach() == Reach::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
+fn may_ask(shared: &Arc<LocksState>, lock: &LockKey, options: &AcquireOptions) -> Result<(), LockError> {
+    check(options)?;
+    if shared.store.reach() == Reach::Quorum
+        && (options.is_fair || options.kind == LockKind::ReadWrite || options.permits > 1)
     {
         return Err(ConfigError::NotByQuorum.into());
     }
-    if home.is_closed() {
+    if shared.is_closed() {
         return Err(Closed.into());
     }
-    if !home.is_semaphore && context::holds(home, lock) {
+    if !shared.is_semaphore && context::holds(shared, lock) {
         return Err(Nested::new(*lock).into());
     }
     Ok(())
@@ -174,45 +180,48 @@ fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), Lock
 
 /// Waits until this caller may call the store, or gets the lease by handoff if that suffices.
 async fn wait_for_turn(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     lock: &LockKey,
-    terms: &Terms,
+    options: &AcquireOptions,
     begun: Instant,
-    place: Place,
+    position: QueuePosition,
     by_hand: bool,
 ) -> Result<Handoff, LockError> {
     // Locks in release by this process count as free, so wait for these releases before calling the store.
-    if let Some(releases) = home.gate.releases(lock, terms.deadline) {
+    if let Some(releases) = shared.gate.releases(lock, options.deadline) {
         Box::pin(releases).await;
     }
-    let entered =
-        if terms.is_fair { home.join(*lock, terms, place.is_back)? } else { home.enter(*lock, terms, place, by_hand)? };
+    let entered = if options.is_fair {
+        shared.join(*lock, options, position.is_back)?
+    } else {
+        shared.enter(*lock, options, position, by_hand)?
+    };
     match entered {
         // A shutdown that began since the last check may have missed this caller.
-        Entered::LeaderPermit(_) if home.is_closed() => Err(Closed.into()),
+        Entered::LeaderPermit(_) if shared.is_closed() => Err(Closed.into()),
         Entered::LeaderPermit(turn) => Ok(Handoff::LeaderPermit(turn)),
         // Boxed to keep the fast path's future small.
-        entered => Box::pin(wait_in_queue(home, *lock, *terms, entered, begun, place, by_hand)).await,
+        entered => Box::pin(wait_in_queue(shared, *lock, *options, entered, begun, position, by_hand)).await,
     }
 }
 
 /// Waits behind the leader: in the queue for as long as the caller wants, then for the leader's next answer. That answer is the
 /// reason why the caller does not get the lock, so it also reports store errors.
 async fn wait_in_queue(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     lock: LockKey,
-    mut terms: Terms,
+    mut options: AcquireOptions,
     mut entered: Entered,
     begun: Instant,
-    place: Place,
+    position: QueuePosition,
     by_hand: bool,
 ) -> Result<Handoff, LockError> {
-    let give_up = after(begun, terms.wait);
+    let give_up = after(begun, options.wait);
     // The wait may be over already, for instance after a slow release of this process.
-    let mut answer_by = after(give_up.max(Instant::now()), terms.limit());
+    let mut answer_by = after(give_up.max(Instant::now()), options.limit());
     loop {
         match entered {
-            Entered::LeaderPermit(_) if home.is_closed() => return Err(Closed.into()),
+            Entered::LeaderPermit(_) if shared.is_closed() => return Err(Closed.into()),
             Entered::LeaderPermit(turn) => return Ok(Handoff::LeaderPermit(turn)),
             Entered::Queue { mut waiting, is_free_soon, news } => {
                 // Callers that do not wait still wait for a release in progress.
@@ -220,8 +229,8 @@ async fn wait_in_queue(
                 tokio::select! {
                     biased;
                     offer = waiting.offer() => return offer.ok_or_else(|| Closed.into()),
-                    () = home.closed() => return Err(Closed.into()),
-                    error = circuit_opens(home, news) => return Err(error.into()),
+                    () = shared.closed() => return Err(Closed.into()),
+                    error = circuit_opens(shared, news) => return Err(error.into()),
                     () = sleep_until(until) => {}
                 }
             }
@@ -230,34 +239,34 @@ async fn wait_in_queue(
                 heard = news.changed() => {
                     let refusal = heard.ok().and_then(|()| news.borrow().clone());
                     if let Some(refusal) = refusal {
-                        return Err(refusal.error(lock, &terms));
+                        return Err(refusal.error(lock, &options));
                     }
                 }
-                () = home.closed() => return Err(Closed.into()),
+                () = shared.closed() => return Err(Closed.into()),
                 () = sleep_until(answer_by) => {}
             },
         }
         // Replication takes time, which is no store error.
-        answer_by = answer_by.max(after(give_up, home.gate.limit(&lock)));
+        answer_by = answer_by.max(after(give_up, shared.gate.limit(&lock)));
         if Instant::now() >= answer_by {
-            return Err(home.gate.busy(&lock).into());
+            return Err(shared.gate.busy(&lock).into());
         }
-        terms.wait = Duration::ZERO;
-        entered = match home.gate.overhear(&lock) {
+        options.wait = Duration::ZERO;
+        entered = match shared.gate.overhear(&lock) {
             Some(Ok(news)) => Entered::Behind(news),
-            Some(Err(refusal)) => return Err(refusal.error(lock, &terms)),
+            Some(Err(refusal)) => return Err(refusal.error(lock, &options)),
             // The leader has gone without an answer.
-            None => home.enter(lock, &terms, place, by_hand)?,
+            None => shared.enter(lock, &options, position, by_hand)?,
         };
     }
 }
 
 /// Resolves with the last failure once the circuit opens, for callers that heed it.
-async fn circuit_opens(home: &Shared, news: Option<FailureWatch>) -> StoreError {
+async fn circuit_opens(shared: &LocksState, news: Option<FailureWatch>) -> StoreError {
     if let Some(mut news) = news {
         while news.changed().await.is_ok() {
             let heard = news.borrow_and_update().clone();
-            if let (Some(Failure::Failed(error)), Err(_)) = (heard, home.circuit().admit_no_probe()) {
+            if let (Some(Failure::Failed(error)), Err(_)) = (heard, shared.circuit().admit_no_probe()) {
                 return error;
             }
         }
@@ -265,18 +274,18 @@ async fn circuit_opens(home: &Shared, news: Option<FailureWatch>) -> StoreError 
     pending().await
 }
 
-fn check(terms: &Terms) -> Result<(), ConfigError> {
+fn check(options: &AcquireOptions) -> Result<(), ConfigError> {
     let (min, max) = (Claim::MIN_TTL, Claim::MAX_TTL);
-    if terms.ttl < min || terms.ttl > max {
-        return Err(ConfigError::TtlOutOfRange { ttl: terms.ttl, min, max });
+    if options.ttl < min || options.ttl > max {
+        return Err(ConfigError::TtlOutOfRange { ttl: options.ttl, min, max });
     }
-    if terms.permits == 0 || terms.permits > Claim::MAX_PERMITS {
-        return Err(ConfigError::PermitsOutOfRange { permits: terms.permits, max: Claim::MAX_PERMITS });
+    if options.permits == 0 || options.permits > Claim::MAX_PERMITS {
+        return Err(ConfigError::PermitsOutOfRange { permits: options.permits, max: Claim::MAX_PERMITS });
     }
-    if terms.deadline.is_zero() {
+    if options.deadline.is_zero() {
         return Err(ConfigError::ZeroTimeout { setting: "deadline" });
     }
-    if terms.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
+    if options.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
         return Err(ConfigError::ZeroTimeout { setting: "max_hold" });
     }
     Ok(())
@@ -293,27 +302,27 @@ fn tell(asked: &Asked, refusal: Option<Failure>) {
 
 /// Calls the store until it grants all leases, on behalf of all waiters of this process.
 async fn acquire_once(
-    home: &Arc<Shared>,
+    shared: &Arc<LocksState>,
     asked: &mut Asked,
-    terms: &Terms,
+    options: &AcquireOptions,
     give_up: Instant,
 ) -> Result<Leases, LockError> {
     if asked.iter_mut().fold(false, |is_shared, (_, turn)| mem::take(&mut turn.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
-    match Attempt::new(home, asked, terms.limit()).await {
+    match Attempt::new(shared, asked, options.limit()).await {
         Ok((answers, now)) if answers.iter().all(|answer| fence(answer).is_some()) => {
             granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
         // Boxed to keep the fast path's future small.
-        heard => Box::pin(Retries::new(home, terms, give_up).run(heard, asked)).await,
+        heard => Box::pin(Retries::new(shared, options, give_up).run(heard, asked)).await,
     }
 }
 
 /// The calls after the first answer.
 struct Retries<'a> {
-    home: &'a Arc<Shared>,
-    terms: &'a Terms,
+    shared: &'a Arc<LocksState>,
+    options: &'a AcquireOptions,
     give_up: Instant,
     // The pause after the next failure.
     pause: Duration,
@@ -326,9 +335,9 @@ struct Retries<'a> {
 }
 
 impl<'a> Retries<'a> {
-    fn new(home: &'a Arc<Shared>, terms: &'a Terms, give_up: Instant) -> Self {
+    fn new(shared: &'a Arc<LocksState>, options: &'a AcquireOptions, give_up: Instant) -> Self {
         let ask_at = Instant::now();
-        Self { home, terms, give_up, pause: FIRST_PAUSE, was_repeated: false, notified: None, ask_at }
+        Self { shared, options, give_up, pause: FIRST_PAUSE, was_repeated: false, notified: None, ask_at }
     }
 
     /// Calls the store until it grants all leases, or the caller gives up.
@@ -342,7 +351,7 @@ impl<'a> Retries<'a> {
                 Ok((answers, now)) => match obstacle(&answers) {
                     None => {
                         if let Some(notified) = self.notified {
-                            self.home.meters().handed_over(HandoffKind::Message, now - notified);
+                            self.shared.meters().handed_over(HandoffKind::Message, now - notified);
                         }
                         return granted(asked, &answers, now).ok_or_else(|| too_late().into());
                     }
@@ -352,10 +361,10 @@ impl<'a> Retries<'a> {
             }
             // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
             // needs a new token.
-            if self.home.store.reach() == Reach::Quorum {
+            if self.shared.store.reach() == Reach::Quorum {
                 asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
             }
-            heard = Attempt::new(self.home, asked, self.terms.limit()).await;
+            heard = Attempt::new(self.shared, asked, self.options.limit()).await;
         }
     }
 
@@ -373,19 +382,19 @@ impl<'a> Retries<'a> {
         }
         let remaining = remaining(&answer);
         tell(asked, Some(Failure::Busy(after(Instant::now(), remaining))));
-        if matches!(answer, Acquired::LineFull { .. }) {
+        if matches!(answer, Acquired::QueueFull { .. }) {
             return Err(QueueFull::new(lock).into());
         }
         let busy = Busy::new(lock, remaining);
         if Instant::now() >= self.give_up {
             return Err(busy.into());
         }
-        if self.terms.asks && Instant::now() >= self.ask_at {
+        if self.options.asks && Instant::now() >= self.ask_at {
             self.ask_at = Instant::now() + POLL / 2;
-            self.home.ask_holders(lock, self.terms.deadline);
+            self.shared.ask_holders(lock, self.options.deadline);
         }
         // Waiters further back get no grant when the lease ends.
-        let is_first = !matches!(answer, Acquired::InLine { is_first: false, .. });
+        let is_first = !matches!(answer, Acquired::Queued { is_first: false, .. });
         let (attempts, turn) = &mut asked[at];
         self.wait_for_release(attempts, turn, remaining, is_first).await?;
         if Instant::now() >= self.give_up { Err(busy.into()) } else { Ok(()) }
@@ -403,8 +412,8 @@ impl<'a> Retries<'a> {
             let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
             let until = self.give_up.min(after(Instant::now(), listen));
             tokio::select! {
-                wakeups = timeout_at(until, Arc::clone(&self.home.store).watch(attempts.lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
-                () = self.home.closed() => return Err(Closed.into()),
+                wakeups = timeout_at(until, Arc::clone(&self.shared.store).watch(attempts.lock, attempts.queued_token())) => turn.wakeups = wakeups.ok(),
+                () = self.shared.closed() => return Err(Closed.into()),
             }
             // A release before the subscription is found by another call.
             return Ok(());
@@ -416,11 +425,11 @@ impl<'a> Retries<'a> {
         self.notified = tokio::select! {
             () = wakeups.next() => Some(Instant::now()),
             () = sleep_until(self.give_up.min(after(Instant::now(), poll))) => None,
-            () = self.home.closed() => return Err(Closed.into()),
+            () = self.shared.closed() => return Err(Closed.into()),
         };
         // Without time left, there is no further call.
         if self.notified.is_none() && Instant::now() < self.give_up {
-            self.home.meters().polled();
+            self.shared.meters().polled();
         }
         Ok(())
     }
@@ -435,7 +444,7 @@ impl<'a> Retries<'a> {
         tell(asked, Some(Failure::Failed(error.clone())));
         // A refused call would be refused again.
         let is_passing = error.is_timeout() || error.is_unavailable();
-        let is_cut_off = self.terms.heeds_circuit && self.home.circuit().admit_no_probe().is_err();
+        let is_cut_off = self.options.heeds_circuit && self.shared.circuit().admit_no_probe().is_err();
         if is_passing && !is_cut_off { self.sleep_or(error.into()).await } else { Err(error.into()) }
     }
 
@@ -448,7 +457,7 @@ impl<'a> Retries<'a> {
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         tokio::select! {
             () = sleep_until(next) => Ok(()),
-            () = self.home.closed() => Err(Closed.into()),
+            () = self.shared.closed() => Err(Closed.into()),
         }
     }
 }
@@ -462,7 +471,7 @@ fn obstacle(answers: &[Acquired]) -> Option<(usize, Acquired)> {
 /// The attempts to take a lease with one token. Dropping it undoes an attempt that may have succeeded, and leaves the store's
 /// queue.
 struct Acquisition {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
     claim: Claim,
     // The longest duration of one call, and of the lease.
@@ -477,36 +486,36 @@ struct Acquisition {
 }
 
 impl Acquisition {
-    fn new(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<Self, StoreError> {
-        let queueing = match (terms.is_fair, terms.wait.is_zero()) {
+    fn new(shared: &Arc<LocksState>, lock: &LockKey, options: &AcquireOptions) -> Result<Self, StoreError> {
+        let queueing = match (options.is_fair, options.wait.is_zero()) {
             (false, _) => Queueing::Bypass,
             (true, true) => Queueing::Yield,
             (true, false) => Queueing::Enqueue,
         };
         // Handoff is allowed only if no queue in the store would be bypassed.
-        let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
-        let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
-        let Terms { ttl, kind, is_shared, deadline, max_hold, .. } = *terms;
-        let replicas = terms.replicas();
+        let fences = if shared.is_semaphore || options.is_fair { 1 } else { FENCES };
+        let permits = if options.is_shared { Claim::MAX_PERMITS } else { options.permits };
+        let AcquireOptions { ttl, kind, is_shared, deadline, max_hold, .. } = *options;
+        let replicas = options.replicas();
         let claim = Claim { fences, kind, permits, is_shared, queueing, replicas, ..Claim::new(Token::random()?, ttl) };
-        let (home, lock) = (Arc::clone(home), *lock);
-        Ok(Self { home, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
+        let (shared, lock) = (Arc::clone(shared), *lock);
+        Ok(Self { shared, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
     }
 
     /// The token of a caller in the store's queue.
-    fn in_line(&self) -> Option<Token> {
+    fn queued_token(&self) -> Option<Token> {
         (self.claim.queueing == Queueing::Enqueue).then_some(self.claim.token)
     }
 
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
-            Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
+            Ok(Acquired::Granted { .. } | Acquired::Queued { .. } | Acquired::NotReplicated { .. }) => {}
             // The claim may still have its position in the store's queue, and has to leave it.
             Ok(Acquired::OtherKind { .. }) if self.claim.queueing == Queueing::Enqueue => {}
             // An earlier attempt may still be in flight.
-            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. })
+            Ok(Acquired::Busy { .. } | Acquired::QueueFull { .. } | Acquired::OtherKind { .. })
                 if self.settles.is_some() => {}
-            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. } | Acquired::OtherKind { .. }) => self.sent = None,
+            Ok(Acquired::Busy { .. } | Acquired::QueueFull { .. } | Acquired::OtherKind { .. }) => self.sent = None,
             // The store refused for another reason, or was not called.
             Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
                 if self.settles.is_none() {
@@ -529,9 +538,9 @@ impl Acquisition {
         let hold = Arc::new(Grant::new(self.lock, &self.claim, self.limit, self.settles, sent, fence));
         let fence = hold.hand_to(self.max_hold, now).unwrap_or(fence);
         turn.holds(&hold);
-        self.home.keep(&hold);
-        self.home.name(&hold, now);
-        Some(Lease::new(&self.home, &hold, fence, now))
+        self.shared.keep(&hold);
+        self.shared.name(&hold, now);
+        Some(Lease::new(&self.shared, &hold, fence, now))
     }
 }
 
@@ -554,7 +563,7 @@ impl Acquisition {
         if let Some(sent) = self.sent.take() {
             let granted_by = self.settles.map_or(sent, |settles| settles.max(sent));
             let until = after(granted_by, self.claim.ttl.max(Claim::POSITION_TTL));
-            let errand = ReleaseTask::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
+            let errand = ReleaseTask::undo(&self.shared, self.lock, &self.claim, until, self.limit, self.settles);
             if let Some(errand) = errand {
                 errand.in_background();
             }
@@ -574,7 +583,7 @@ const fn fence(answer: &Acquired) -> Option<u64> {
 const fn remaining(answer: &Acquired) -> Duration {
     match answer {
         Acquired::Granted { .. } | Acquired::NotReplicated { .. } | Acquired::OtherKind { .. } => Duration::ZERO,
-        Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } | Acquired::LineFull { remaining } => {
+        Acquired::Busy { remaining } | Acquired::Queued { remaining, .. } | Acquired::QueueFull { remaining } => {
             *remaining
         }
     }
@@ -589,30 +598,30 @@ fn granted(asked: &mut Asked, answers: &[Acquired], now: Instant) -> Option<Leas
 /// One call to the store, with the time of its reply. If it is dropped before the reply, it continues in the background, and
 /// releases what it is granted.
 struct Attempt<'a> {
-    home: &'a Arc<Shared>,
+    shared: &'a Arc<LocksState>,
     asked: &'a mut Asked,
     // `None` after the reply.
     call: Option<Call<Result<Answers, StoreError>>>,
 }
 
 impl<'a> Attempt<'a> {
-    fn new(home: &'a Arc<Shared>, asked: &'a mut Asked, limit: Duration) -> Self {
+    fn new(shared: &'a Arc<LocksState>, asked: &'a mut Asked, limit: Duration) -> Self {
         let wanted = asked.iter().map(|(attempts, _)| (attempts.lock, attempts.claim)).collect();
-        let call = match home.circuit().admit() {
-            Ok(()) => Arc::clone(&home.store).acquire(wanted, limit),
+        let call = match shared.circuit().admit() {
+            Ok(()) => Arc::clone(&shared.store).acquire(wanted, limit),
             Err(error) => Box::pin(ready(Err(error))),
         };
         let sent = Instant::now();
         for (attempts, _) in asked.iter_mut() {
             attempts.sent_before = attempts.sent.replace(sent);
         }
-        Self { home, asked, call: Some(call) }
+        Self { shared, asked, call: Some(call) }
     }
 }
 
 /// Records the answers of the store.
 fn answered(
-    home: &Shared,
+    shared: &LocksState,
     asked: &mut Asked,
     answers: Result<Answers, StoreError>,
 ) -> Result<(Answers, Instant), StoreError> {
@@ -622,8 +631,8 @@ fn answered(
         if is_whole { Ok(answers) } else { Err(StoreError::other("the store did not answer for each lock")) }
     });
     match &answers {
-        Ok(_) => home.circuit().answered(home),
-        Err(error) => home.circuit().failed(home, error),
+        Ok(_) => shared.circuit().answered(shared),
+        Err(error) => shared.circuit().failed(shared, error),
     }
     for (at, (attempts, _)) in asked.iter_mut().enumerate() {
         attempts.answered(answers.as_ref().map(|answers| answers[at]));
@@ -646,28 +655,28 @@ impl Future for Attempt<'_> {
     type Output = Result<(Answers, Instant), StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Self { home, asked, call } = &mut *self;
+        let Self { shared, asked, call } = &mut *self;
         let under_way = call.as_mut().expect("Attempt polled after completion");
         let Poll::Ready(answers) = under_way.as_mut().poll(cx) else { return Poll::Pending };
         *call = None;
-        Poll::Ready(answered(home, asked, answers).and_then(|heard| in_time(asked, heard)))
+        Poll::Ready(answered(shared, asked, answers).and_then(|heard| in_time(asked, heard)))
     }
 }
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
-        let (home, mut asked) = (Arc::clone(self.home), mem::take(self.asked));
+        let (shared, mut asked) = (Arc::clone(self.shared), mem::take(self.asked));
         // The outcome is also unknown if the task is dropped with its runtime.
         let settles = Some(Instant::now() + IN_FLIGHT_GRACE);
         let before: SmallVec<[_; 1]> =
             asked.iter_mut().map(|(attempts, _)| mem::replace(&mut attempts.settles, settles)).collect();
-        self.home.spawn(async move {
+        self.shared.spawn(async move {
             let answers = call.await;
             for ((attempts, _), before) in asked.iter_mut().zip(before) {
                 attempts.settles = before;
             }
-            if let Ok((answers, now)) = answered(&home, &mut asked, answers) {
+            if let Ok((answers, now)) = answered(&shared, &mut asked, answers) {
                 drop(granted(&mut asked, &answers, now));
             }
         });
@@ -690,12 +699,12 @@ mod tests {
             semaphore.locks,
         ];
         for (locks, wait) in all.iter().zip([Duration::from_secs(1), Duration::from_secs(1), Duration::ZERO]) {
-            let (home, mut terms) = locks.parts();
-            terms.wait = wait;
+            let (shared, mut options) = locks.parts();
+            options.wait = wait;
             let lock = LockKey::new("test", "a");
-            may_ask(home, &lock, &terms).unwrap();
+            may_ask(shared, &lock, &options).unwrap();
             locks.shutdown().await;
-            let came = wait_for_turn(home, &lock, &terms, Instant::now(), home.gate.place(), true).await;
+            let came = wait_for_turn(shared, &lock, &options, Instant::now(), shared.gate.new_position(), true).await;
             assert!(matches!(came, Err(LockError::Closed(_))));
             // Nothing is left behind.
             locks.shutdown().await;

@@ -34,8 +34,8 @@ use crate::store::deadline::Deadline;
 /// }
 /// assert_eq!(held.len(), 1);
 ///
-/// let seized = admin.force_unlock("42").await?;
-/// assert!(seized.fence >= lease.fence());
+/// let released = admin.force_release("42").await?;
+/// assert!(released.fence >= lease.fence());
 /// assert!(!admin.inspect("42").await?.is_held());
 /// # Ok(())
 /// # }
@@ -98,11 +98,11 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// # Errors
     ///
     /// If the store fails. Whether the lock was released is unknown then.
-    pub async fn force_unlock(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
+    pub async fn force_release(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
         let lock = LockKey::new(self.name, key);
-        let seized = Deadline::new(self.store.seize(&lock), self.deadline).await?;
-        tracing::warn!(%lock, holders = seized.holders, "lock released by an administrator");
-        Ok(seized)
+        let released = Deadline::new(self.store.force_release(&lock), self.deadline).await?;
+        tracing::warn!(%lock, holders = released.holders, "lock released by an administrator");
+        Ok(released)
     }
 }
 

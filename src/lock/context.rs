@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::layer_options::{OnLoss, ReleaseAt};
 use super::lease::{Lease, LeaseHandle};
 use super::lock_key::LockKey;
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 
 tokio::task_local! {
     static HELD: Held;
@@ -20,7 +20,7 @@ pub(crate) struct Held(Option<Arc<Frame>>);
 struct Frame {
     // The address of their shared state tells different `Locks` apart; it lives as long as the lease. Two `Locks` on the same
     // keys are not recognized as such, since a store does not name its keys.
-    home: usize,
+    shared: usize,
     lease: LeaseHandle,
     on_loss: OnLoss,
     release_at: ReleaseAt,
@@ -46,8 +46,8 @@ impl Held {
 
     /// These locks, and that of a request with the settings of its layer.
     pub(super) fn and(self, lease: &Lease, on_loss: OnLoss, release_at: ReleaseAt) -> Self {
-        let (home, lease) = (address(lease.home()), lease.view());
-        Self(Some(Arc::new(Frame { home, lease, on_loss, release_at, outer: self })))
+        let (shared, lease) = (address(lease.shared()), lease.view());
+        Self(Some(Arc::new(Frame { shared, lease, on_loss, release_at, outer: self })))
     }
 
     fn iter(&self) -> impl Iterator<Item = &Frame> {
@@ -93,14 +93,15 @@ impl Held {
     }
 }
 
-fn address(home: &Arc<Shared>) -> usize {
-    Arc::as_ptr(home) as usize
+fn address(shared: &Arc<LocksState>) -> usize {
+    Arc::as_ptr(shared) as usize
 }
 
 /// Whether the current task holds this lock, by a body or handler around it. A lost lock can be taken again.
-pub(super) fn holds(home: &Arc<Shared>, lock: &LockKey) -> bool {
-    let is_it =
-        |inside: &Frame| inside.home == address(home) && inside.lease.lock() == lock && inside.lease.check().is_ok();
+pub(super) fn holds(shared: &Arc<LocksState>, lock: &LockKey) -> bool {
+    let is_it = |inside: &Frame| {
+        inside.shared == address(shared) && inside.lease.lock() == lock && inside.lease.check().is_ok()
+    };
     let is_held = |held: &Held| held.iter().any(is_it);
     HELD.try_with(is_held).unwrap_or(false)
 }

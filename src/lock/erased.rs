@@ -26,7 +26,7 @@ pub(super) trait DynStore: Send + Sync {
 
     fn shard(&self, lock: &LockKey) -> u32;
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
-    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Notifications>;
+    fn watch(self: Arc<Self>, lock: LockKey, waiter: Option<Token>) -> Call<Notifications>;
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
     fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>>;
     fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Notifications>;
@@ -58,8 +58,8 @@ impl<S: LockStore + Send + Sync + 'static> DynStore for S {
         Box::pin(async move { LockStore::release(&*self, &lock, &token).await })
     }
 
-    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Notifications> {
-        Box::pin(async move { LockStore::watch(&*self, &lock, in_line.as_ref()).await })
+    fn watch(self: Arc<Self>, lock: LockKey, waiter: Option<Token>) -> Call<Notifications> {
+        Box::pin(async move { LockStore::watch(&*self, &lock, waiter.as_ref()).await })
     }
 
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>> {

@@ -17,7 +17,7 @@ use super::lease::Lease;
 use super::lease_guard::LeaseGuard;
 use super::passage::Passage;
 use super::rejection::{BindLease, Rejection};
-use super::running::Place;
+use super::running::RunningPermit;
 use crate::responder::Responder;
 
 type BoxLease = Pin<Box<dyn Future<Output = Result<Lease, LockError>> + Send>>;
@@ -39,7 +39,7 @@ pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
         // Acquiring the lock. The service that reported ready waits with the request.
-        Acquiring { lease: BoxLease, place: Option<Place>, call: Option<(S, Req)> },
+        Acquiring { lease: BoxLease, permit: Option<RunningPermit>, call: Option<(S, Req)> },
         // The inner service runs, with the lock unless the request needs none.
         Calling { #[pin] future: F, stay: Option<LeaseGuard>, held: Option<Held> },
         // The request is rejected without a store call.
@@ -60,12 +60,12 @@ impl<S: Service<Req>, Req, K, A> ResponseFuture<S, Req, K, A> {
 
     pub(super) fn acquiring(
         lease: BoxLease,
-        place: Option<Place>,
+        permit: Option<RunningPermit>,
         ready: S,
         request: Req,
         shared: Arc<(Settings, Arc<K>, A)>,
     ) -> Self {
-        Self { state: State::Acquiring { lease, place, call: Some((ready, request)) }, shared }
+        Self { state: State::Acquiring { lease, permit, call: Some((ready, request)) }, shared }
     }
 }
 
@@ -81,9 +81,9 @@ where
         let mut this = self.project();
         let (settings, _, answer) = &**this.shared;
         loop {
-            let (outcome, place, call) = match this.state.as_mut().project() {
-                StateProj::Acquiring { lease, place, call } => {
-                    (ready!(lease.as_mut().poll(cx)), place.take(), call.take())
+            let (outcome, permit, call) = match this.state.as_mut().project() {
+                StateProj::Acquiring { lease, permit, call } => {
+                    (ready!(lease.as_mut().poll(cx)), permit.take(), call.take())
                 }
                 StateProj::Calling { future, stay, held } => {
                     // After a stall, check this before the handler runs.
@@ -122,13 +122,13 @@ where
                     settings.answered();
                     answer.attach(lease.view(), &mut request);
                     let held = Held::present().and(&lease, settings.on_loss, settings.release_at);
-                    let future = held.scope(|| Passage::Locked(place).scope(|| ready.call(request)));
+                    let future = held.scope(|| Passage::Locked(permit).scope(|| ready.call(request)));
                     let stay = LeaseGuard::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {
                     answer.pass(&mut request);
-                    let future = Passage::Unprotected(place).scope(|| ready.call(request));
+                    let future = Passage::Unprotected(permit).scope(|| ready.call(request));
                     this.state.set(State::Calling { future, stay: None, held: None });
                 }
                 Err(error) => {

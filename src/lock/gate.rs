@@ -16,8 +16,8 @@ use super::grant::Grant;
 use super::lease::Lease;
 use super::local_queue::{Front, GivenBack, LocalQueue, Position};
 use super::lock_key::{KnownHash, LockKey};
-use super::locks_state::Shared;
-use super::options::Terms;
+use super::locks_state::LocksState;
+use super::options::AcquireOptions;
 use super::release_task::ReleaseTask;
 use super::store::Notifications;
 use crate::error::StoreError;
@@ -104,7 +104,7 @@ pub(super) enum Entered {
 
 /// The right to call the store for a lock. One caller at a time has it; dropping it passes it on.
 pub(super) struct LeaderPermit {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
     /// The subscription, which the next leader reuses.
     pub(super) wakeups: Option<Notifications>,
@@ -119,7 +119,7 @@ pub(super) struct LeaderPermit {
 
 /// The position of a caller in the local queue.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct QueuePosition {
     pub(super) position: Position,
     /// Whether the caller waited before and missed a grant. It was admitted then.
     pub(super) is_back: bool,
@@ -127,7 +127,7 @@ pub(super) struct Place {
 
 /// A position in the local queue. Dropping it leaves the queue.
 pub(super) struct Waiting {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
     position: Position,
     offer: oneshot::Receiver<Handoff>,
@@ -135,7 +135,7 @@ pub(super) struct Waiting {
 
 /// A release in progress. Callers of this process that want the same key wait for its end.
 pub(super) struct PendingRelease {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
     ended: Arc<Semaphore>,
 }
@@ -151,8 +151,8 @@ impl LocalQueues {
     }
 
     /// The position of a new caller.
-    pub(super) fn place(&self) -> Place {
-        Place { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_back: false }
+    pub(super) fn new_position(&self) -> QueuePosition {
+        QueuePosition { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_back: false }
     }
 
     /// The number of locks with a leader or waiters.
@@ -215,8 +215,8 @@ impl Failure {
     }
 
     /// The error for a caller behind the leader, which may require another number of replicas.
-    pub(super) fn error(self, lock: LockKey, terms: &Terms) -> LockError {
-        let required = terms.replication.count();
+    pub(super) fn error(self, lock: LockKey, options: &AcquireOptions) -> LockError {
+        let required = options.replication.count();
         match self {
             Self::NotReplicated { replicas, .. } if replicas < required => {
                 NotReplicated::new(lock, replicas, required).into()
@@ -262,17 +262,17 @@ impl QueueEntry {
     }
 }
 
-impl Shared {
+impl LocksState {
     /// Enters the local queue: becomes the leader if there is none, otherwise waits.
     pub(super) fn enter(
         self: &Arc<Self>,
         lock: LockKey,
-        terms: &Terms,
-        place: Place,
+        options: &AcquireOptions,
+        position: QueuePosition,
         by_hand: bool,
     ) -> Result<Entered, LockError> {
         let gate = &self.gate;
-        if self.is_semaphore && terms.wait.is_zero() {
+        if self.is_semaphore && options.wait.is_zero() {
             // The leader may wait for other reasons, so try beside it.
             let mut turn = LeaderPermit::new(self, lock);
             turn.is_over = true;
@@ -283,7 +283,7 @@ impl Shared {
         let mut shard = gate.shard(&lock);
         let entry = match shard.queues.entry(lock) {
             Entry::Vacant(vacant) => {
-                vacant.insert(QueueEntry::new(terms.replicas_limit()));
+                vacant.insert(QueueEntry::new(options.replicas_limit()));
                 gate.locks.fetch_add(1, Ordering::SeqCst);
                 return Ok(Entered::LeaderPermit(LeaderPermit::new(self, lock)));
             }
@@ -291,40 +291,45 @@ impl Shared {
         };
         let is_free_soon = entry.queue.is_free_soon();
         // Do not wait for a leader whose calls an open circuit would refuse.
-        if (terms.wait.is_zero() || terms.heeds_circuit) && !matches!(entry.queue.front(), Front::Held(_)) {
+        if (options.wait.is_zero() || options.heeds_circuit) && !matches!(entry.queue.front(), Front::Held(_)) {
             self.circuit().admit_no_probe()?;
         }
-        if terms.wait.is_zero() && !is_free_soon {
-            return entry.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, terms));
+        if options.wait.is_zero() && !is_free_soon {
+            return entry.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, options));
         }
         // The next leader waits behind no other caller.
-        if entry.queue.len() >= terms.max_waiters && !is_free_soon && !place.is_back {
+        if entry.queue.len() >= options.max_waiters && !is_free_soon && !position.is_back {
             return Err(QueueFull::new(lock).into());
         }
         let (sender, offer) = oneshot::channel();
-        let Place { position, .. } = place;
+        let QueuePosition { position, .. } = position;
         entry.queue.enter(
             position,
             Waiter {
-                fits: by_hand.then_some((terms.ttl, terms.replication.count())),
-                limit: terms.replicas_limit(),
-                max_hold: terms.max_hold,
-                asks: terms.asks,
+                fits: by_hand.then_some((options.ttl, options.replication.count())),
+                limit: options.replicas_limit(),
+                max_hold: options.max_hold,
+                asks: options.asks,
                 offer: sender,
             },
         );
         entry.ask();
-        let news = terms.heeds_circuit.then(|| entry.news());
-        Ok(Entered::Queue { waiting: Waiting { home: Arc::clone(self), lock, position, offer }, is_free_soon, news })
+        let news = options.heeds_circuit.then(|| entry.news());
+        Ok(Entered::Queue { waiting: Waiting { shared: Arc::clone(self), lock, position, offer }, is_free_soon, news })
     }
 
     /// Calls the store beside other callers: the store keeps the queue.
-    pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms, is_back: bool) -> Result<Entered, LockError> {
+    pub(super) fn join(
+        self: &Arc<Self>,
+        lock: LockKey,
+        options: &AcquireOptions,
+        is_back: bool,
+    ) -> Result<Entered, LockError> {
         let gate = &self.gate;
         let mut shard = gate.shard(&lock);
         let crowd = shard.fair_waiters.get(&lock).copied().unwrap_or_default();
         // The first caller does not wait yet.
-        if crowd > terms.max_waiters && !terms.wait.is_zero() && !is_back {
+        if crowd > options.max_waiters && !options.wait.is_zero() && !is_back {
             return Err(QueueFull::new(lock).into());
         }
         shard.fair_waiters.insert(lock, crowd + 1);
@@ -438,9 +443,9 @@ impl Shared {
 
 impl LeaderPermit {
     /// Only for a caller that has just become the leader.
-    fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
+    fn new(shared: &Arc<LocksState>, lock: LockKey) -> Self {
         Self {
-            home: Arc::clone(home),
+            shared: Arc::clone(shared),
             lock,
             wakeups: None,
             is_shared: false,
@@ -452,12 +457,12 @@ impl LeaderPermit {
 
     /// The store granted the lease, which the queue holds until its release. Drop the permit once the lease is being renewed.
     pub(super) fn holds(&mut self, hold: &Arc<Grant>) {
-        if self.home.is_semaphore || self.is_in_crowd {
+        if self.shared.is_semaphore || self.is_in_crowd {
             // The next caller may want another lock, or calls the store already.
             return;
         }
         self.is_over = true;
-        if let Some(entry) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
+        if let Some(entry) = self.shared.gate.shard(&self.lock).queues.get_mut(&self.lock) {
             entry.queue.granted(Arc::clone(hold));
             entry.heard = None;
             if entry.news.is_some() {
@@ -473,7 +478,7 @@ impl LeaderPermit {
         if self.is_over {
             return;
         }
-        if let Some(entry) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
+        if let Some(entry) = self.shared.gate.shard(&self.lock).queues.get_mut(&self.lock) {
             entry.heard.clone_from(&refusal);
             if let Some(refusal) = refusal {
                 entry.tell(refusal);
@@ -485,10 +490,10 @@ impl LeaderPermit {
 impl Drop for LeaderPermit {
     fn drop(&mut self) {
         if !self.is_over
-            && let Some(waiter) = self.home.next(&self.lock)
+            && let Some(waiter) = self.shared.next(&self.lock)
         {
             let next = Self {
-                home: Arc::clone(&self.home),
+                shared: Arc::clone(&self.shared),
                 lock: self.lock,
                 wakeups: self.wakeups.take(),
                 is_shared: self.is_shared,
@@ -496,13 +501,13 @@ impl Drop for LeaderPermit {
                 is_in_crowd: false,
                 is_apart: false,
             };
-            self.home.pass_on(next, waiter);
+            self.shared.pass_on(next, waiter);
         }
         if self.is_in_crowd {
-            self.home.leave_crowd(&self.lock);
+            self.shared.leave_crowd(&self.lock);
         }
         if self.is_apart {
-            self.home.leave_gate();
+            self.shared.leave_gate();
         }
     }
 }
@@ -516,7 +521,7 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let gate = &self.home.gate;
+        let gate = &self.shared.gate;
         let mut shard = gate.shard(&self.lock);
         let Some(entry) = shard.queues.get_mut(&self.lock) else { return };
         if entry.queue.leave(self.position) {
@@ -527,17 +532,17 @@ impl Drop for Waiting {
 }
 
 impl PendingRelease {
-    pub(super) fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
+    pub(super) fn new(shared: &Arc<LocksState>, lock: LockKey) -> Self {
         let ended = Arc::new(Semaphore::new(0));
-        home.gate.releases.fetch_add(1, Ordering::Relaxed);
-        home.gate.shard(&lock).releases.entry(lock).or_default().push(Arc::clone(&ended));
-        Self { home: Arc::clone(home), lock, ended }
+        shared.gate.releases.fetch_add(1, Ordering::Relaxed);
+        shared.gate.shard(&lock).releases.entry(lock).or_default().push(Arc::clone(&ended));
+        Self { shared: Arc::clone(shared), lock, ended }
     }
 }
 
 impl Drop for PendingRelease {
     fn drop(&mut self) {
-        let gate = &self.home.gate;
+        let gate = &self.shared.gate;
         let mut shard = gate.shard(&self.lock);
         if let Entry::Occupied(mut releases) = shard.releases.entry(self.lock) {
             releases.get_mut().retain(|release| !Arc::ptr_eq(release, &self.ended));

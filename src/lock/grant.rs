@@ -117,7 +117,7 @@ impl Grant {
     }
 
     /// The longest duration of a renewal sent at `now`.
-    pub(super) fn patience(&self, now: Instant) -> Duration {
+    pub(super) fn renewal_timeout(&self, now: Instant) -> Duration {
         let limit = self.replicas.limit(self.limit);
         self.look(now).map_or(Duration::ZERO, |until| until - now).min(limit)
     }

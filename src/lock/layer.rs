@@ -11,7 +11,7 @@ use super::locks::Locks;
 use super::metrics::Outcome;
 use super::options::Replication;
 use super::rejection::Full;
-use super::running::{Place, Places};
+use super::running::{RunningPermit, RunningPermits};
 use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
@@ -65,7 +65,7 @@ pub(super) struct Settings {
     pub(super) safe: Safe,
     is_rw: bool,
     // The bound on detached requests.
-    places: Option<Places>,
+    permits: Option<RunningPermits>,
     // Whether the log has reported that requests pass without a lock.
     unprotected: Arc<OutageTracker>,
 }
@@ -112,7 +112,7 @@ impl LockLayer {
             release_at: ReleaseAt::default(),
             safe: Safe::Nothing,
             is_rw: false,
-            places: None,
+            permits: None,
             unprotected: Arc::new(OutageTracker::of_a_store()),
         };
         Self { settings, key: Arc::new(Unkeyed), answer: HttpResponder::default(), handlers: PhantomData }
@@ -237,7 +237,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// its end. As usual, it is cancelled with the outer lock. A handler without its own lock keeps no outer one.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { mut settings, key, answer, handlers: _ } = self;
-        settings.places.get_or_insert_with(|| Places::new(MAX_RUNNING));
+        settings.permits.get_or_insert_with(|| RunningPermits::new(MAX_RUNNING));
         LockLayer { settings, key, answer, handlers: PhantomData }
     }
 
@@ -387,8 +387,8 @@ impl<K, A> LockLayer<K, A, Detached> {
     /// # }
     /// ```
     pub fn max_running(mut self, requests: usize) -> Self {
-        if let Some(places) = &mut self.settings.places {
-            places.most = requests;
+        if let Some(permits) = &mut self.settings.permits {
+            permits.most = requests;
         }
         self
     }
@@ -399,14 +399,14 @@ const MAX_RUNNING: usize = 10_000;
 
 impl Settings {
     /// The permit of a detached request; `None` for any other.
-    pub(super) fn admit(&self) -> Result<Option<Place>, Full> {
-        let Some(places) = &self.places else { return Ok(None) };
-        let home = self.locks.home();
-        let place = places.admit(home);
-        if place.is_none() {
-            home.meters().asked(Outcome::Full, Duration::ZERO);
+    pub(super) fn admit(&self) -> Result<Option<RunningPermit>, Full> {
+        let Some(permits) = &self.permits else { return Ok(None) };
+        let shared = self.locks.shared();
+        let permit = permits.admit(shared);
+        if permit.is_none() {
+            shared.meters().asked(Outcome::Full, Duration::ZERO);
         }
-        place.map(Some).ok_or(Full)
+        permit.map(Some).ok_or(Full)
     }
 
     /// Whether a request passes without a lock for this reason. If so, logs and counts it.
@@ -414,7 +414,7 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        self.locks.home().meters().passed_unprotected();
+        self.locks.shared().meters().passed_unprotected();
         if self.unprotected.begins() {
             let cause = error.source().map(tracing::field::display);
             tracing::warn!(locks = self.locks.name(), %error, cause, "lock store fails: requests pass without a lock");

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::error::{LossReason, Lost};
 use super::grant::Grant;
 use super::lock_key::LockKey;
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::make_way::make_way;
 use super::pickup::Attended;
 use super::release_outcome::ReleaseOutcome;
@@ -27,7 +27,7 @@ use crate::error::StoreError;
 /// lock again. That needs no call, because the deadline counts from before the command that set the expiry was sent.
 ///
 /// If the store ends the lease, another client can get it before the next renewal reports the loss here. That happens if the key
-/// is deleted or evicted, if the lock is [force-unlocked](super::LockAdmin::force_unlock), or if the server's clock is set
+/// is deleted or evicted, if the lock is [force-released](super::LockAdmin::force_release), or if the server's clock is set
 /// forward.
 ///
 /// And a process can be stopped between a [`check`](Self::check) and the next step. So send the [`fence`](Self::fence) with each
@@ -44,7 +44,7 @@ pub struct Lease {
 
 /// The state that all handles of one lease share.
 struct LeaseInner {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     hold: Arc<Grant>,
     fence: u64,
     since: Instant,
@@ -64,9 +64,9 @@ pub enum LeaseState {
 }
 
 impl Lease {
-    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Grant>, fence: u64, since: Instant) -> Self {
-        let (home, hold) = (Arc::clone(home), Arc::clone(hold));
-        Self { grant: Arc::new(LeaseInner { home, hold, fence, since, is_returned: false }) }
+    pub(super) fn new(shared: &Arc<LocksState>, hold: &Arc<Grant>, fence: u64, since: Instant) -> Self {
+        let (shared, hold) = (Arc::clone(shared), Arc::clone(hold));
+        Self { grant: Arc::new(LeaseInner { shared, hold, fence, since, is_returned: false }) }
     }
 
     /// The lock.
@@ -135,7 +135,7 @@ impl Lease {
     /// May be dropped and called again. Requests of other processes arrive only while this is awaited; a waiter repeats them
     /// once a second.
     pub fn release_requested(&self) -> impl Future<Output = ()> + Send + use<'_> {
-        self.grant.hold.asked(Arc::clone(&self.grant.home.store))
+        self.grant.hold.asked(Arc::clone(&self.grant.shared.store))
     }
 
     /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The last handle
@@ -187,10 +187,10 @@ impl Lease {
         let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
         // Without a task the lease was handed off to a local waiter, or nothing is left of it.
         let Some(mut task) = grant.give_back(now) else { return Ok(outcome) };
-        let (home, ttl) = (Arc::clone(&grant.home), grant.hold.ttl());
+        let (shared, ttl) = (Arc::clone(&grant.shared), grant.hold.ttl());
         drop(grant);
         let call = Box::pin(async move { task.carry_out(outcome).await });
-        Attended::new(home, ttl, call).await
+        Attended::new(shared, ttl, call).await
     }
 
     /// Waits until one of several leases is lost.
@@ -218,8 +218,8 @@ impl Lease {
         self.grant.since
     }
 
-    pub(super) fn home(&self) -> &Arc<Shared> {
-        &self.grant.home
+    pub(super) fn shared(&self) -> &Arc<LocksState> {
+        &self.grant.shared
     }
 
     /// Drops a handle that no caller received, without releasing its lease.
@@ -233,11 +233,11 @@ impl Lease {
 impl LeaseInner {
     fn give_back(&mut self, now: Instant) -> Option<ReleaseTask> {
         self.is_returned = true;
-        self.home.meters().held(now - self.since);
-        self.home.note_loss(&self.hold, now);
+        self.shared.meters().held(now - self.since);
+        self.shared.note_loss(&self.hold, now);
         // Observers of this grant must see its end before the next holder gets the lease.
         self.hold.tell();
-        self.home.give_back(&self.hold, now)
+        self.shared.give_back(&self.hold, now)
     }
 }
 
@@ -312,7 +312,7 @@ impl LeaseHandle {
 
     /// Waits until a waiter asks for the lock: see [`Lease::release_requested`]. Never returns if it was released before.
     pub async fn release_requested(&self) {
-        if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
+        if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.shared.store)) {
             self.hold.asked(store).await;
         }
         // After a handoff, the request went to the next holder.

@@ -10,8 +10,8 @@ use super::error::{LockError, Lost};
 use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
-use super::locks_state::Shared;
-use super::options::{Replication, Terms};
+use super::locks_state::LocksState;
+use super::options::{AcquireOptions, Replication};
 use super::run_error::{RunError, ended};
 use super::store::LockStore;
 use crate::error::ConfigError;
@@ -51,8 +51,8 @@ use crate::store::shutdown::ShutdownTarget;
 /// does not pick up within 250 ms: see [waiting](crate::lock#waiting).
 #[derive(Clone)]
 pub struct Locks {
-    shared: Arc<Shared>,
-    terms: Terms,
+    shared: Arc<LocksState>,
+    options: AcquireOptions,
 }
 
 /// Maximum length of a holder's name, in bytes.
@@ -63,12 +63,12 @@ impl Locks {
     ///
     /// Equal keys under the same `name` are one lock, in all processes that share the store. Under another name they are another lock.
     pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
-        Self::with(Shared::new(Arc::new(store), name.into(), false), LockKind::Exclusive, 1)
+        Self::with(LocksState::new(Arc::new(store), name.into(), false), LockKind::Exclusive, 1)
     }
 
     /// Locks with `permits` holders at the same time.
-    pub(super) fn with(shared: Shared, kind: LockKind, permits: u32) -> Self {
-        let terms = Terms {
+    pub(super) fn with(shared: LocksState, kind: LockKind, permits: u32) -> Self {
+        let options = AcquireOptions {
             ttl: Duration::from_secs(30),
             wait: Duration::from_secs(10),
             max_hold: None,
@@ -85,7 +85,7 @@ impl Locks {
         };
         let shared = Arc::new(shared);
         shared.store.add_to_shutdown(&ShutdownTarget::new(&shared));
-        Self { shared, terms }
+        Self { shared, options }
     }
 
     /// The name of these locks.
@@ -99,7 +99,7 @@ impl Locks {
     /// store, the network or the process stalls for that long.
     #[must_use]
     pub fn ttl(mut self, ttl: Duration) -> Self {
-        self.terms.ttl = ttl;
+        self.options.ttl = ttl;
         self
     }
 
@@ -109,7 +109,7 @@ impl Locks {
     /// You must pick up a granted lease before the wait is over: a caller that is polled only later gets [`LockError::Busy`].
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
-        self.terms.wait = wait;
+        self.options.wait = wait;
         self
     }
 
@@ -118,7 +118,7 @@ impl Locks {
     /// keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is requested.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
-        self.terms.max_hold = Some(max_hold);
+        self.options.max_hold = Some(max_hold);
         self
     }
 
@@ -127,7 +127,7 @@ impl Locks {
     /// or while it is being released. With fair locks and read/write locks, where each waiter calls the store, one more may wait.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
-        self.terms.max_waiters = waiters;
+        self.options.max_waiters = waiters;
         self
     }
 
@@ -147,7 +147,7 @@ impl Locks {
     /// ```
     #[must_use]
     pub fn fair(mut self) -> Self {
-        self.terms.is_fair = true;
+        self.options.is_fair = true;
         self
     }
 
@@ -178,14 +178,14 @@ impl Locks {
     /// ```
     #[must_use]
     pub fn request_release(mut self) -> Self {
-        self.terms.asks = true;
+        self.options.asks = true;
         self
     }
 
     /// How many callers may wait for locks in this process, over all keys and clones, including current callers of the store. Defaults to 100,000. One more is a [`LockError::QueueFull`].
     #[must_use]
     pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
-        self.terms.max_asking = waiters;
+        self.options.max_asking = waiters;
         self
     }
 
@@ -216,7 +216,7 @@ impl Locks {
     /// that lock wait for its result.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.terms.deadline = deadline;
+        self.options.deadline = deadline;
         self
     }
 
@@ -241,7 +241,7 @@ impl Locks {
     /// A store without replicas grants nothing.
     #[must_use]
     pub fn replication(mut self, replication: Replication) -> Self {
-        self.terms.replication = replication;
+        self.options.replication = replication;
         self
     }
 
@@ -263,7 +263,7 @@ impl Locks {
     /// already, the grant expires.
     pub fn lock(&self, key: impl Into<Key>) -> LockRequest {
         let lock = LockKey::new(self.shared.name, key);
-        LockRequest { shared: Arc::clone(&self.shared), lock, terms: self.terms }
+        LockRequest { shared: Arc::clone(&self.shared), lock, options: self.options }
     }
 
     /// Acquires the lock of `key`, or returns at once that it is held.
@@ -294,7 +294,7 @@ impl Locks {
         self.lock(key).run(body)
     }
 
-    pub(super) const fn home(&self) -> &Arc<Shared> {
+    pub(super) const fn shared(&self) -> &Arc<LocksState> {
         &self.shared
     }
 
@@ -302,12 +302,12 @@ impl Locks {
         LockKey::new(self.shared.name, key)
     }
 
-    pub(super) const fn parts(&self) -> (&Arc<Shared>, Terms) {
-        (&self.shared, self.terms)
+    pub(super) const fn parts(&self) -> (&Arc<LocksState>, AcquireOptions) {
+        (&self.shared, self.options)
     }
 
     pub(super) const fn waits(&self) -> Duration {
-        self.terms.wait
+        self.options.wait
     }
 
     /// The reach of the locks: [`Reach::Process`] on the memory backend.
@@ -346,45 +346,45 @@ impl Locks {
 
 impl fmt::Debug for Locks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Locks").field("name", &self.shared.name).field("terms", &self.terms).finish_non_exhaustive()
+        f.debug_struct("Locks").field("name", &self.shared.name).field("options", &self.options).finish_non_exhaustive()
     }
 }
 
 /// An acquisition: `.await` it, or [`run`](Self::run) a body under the lock.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct LockRequest {
-    shared: Arc<Shared>,
+    shared: Arc<LocksState>,
     lock: LockKey,
-    terms: Terms,
+    options: AcquireOptions,
 }
 
 impl LockRequest {
     pub(super) fn shared(mut self) -> Self {
-        self.terms.is_shared = true;
+        self.options.is_shared = true;
         self
     }
 
     /// Do not wait while the circuit is open.
     pub(super) fn heeding_circuit(mut self) -> Self {
-        self.terms.heeds_circuit = true;
+        self.options.heeds_circuit = true;
         self
     }
 
     /// How long the lock outlives a dead holder: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
-        self.terms.ttl = ttl;
+        self.options.ttl = ttl;
         self
     }
 
     /// How long to wait while the lock is held: see [`Locks::wait`].
     pub fn wait(mut self, wait: Duration) -> Self {
-        self.terms.wait = wait;
+        self.options.wait = wait;
         self
     }
 
     /// How long the lease is renewed at most: see [`Locks::max_hold`].
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
-        self.terms.max_hold = Some(max_hold);
+        self.options.max_hold = Some(max_hold);
         self
     }
 
@@ -458,12 +458,12 @@ impl IntoFuture for LockRequest {
     type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
 
     fn into_future(self) -> Self::IntoFuture {
-        acquire::acquire(self.shared, self.lock, self.terms)
+        acquire::acquire(self.shared, self.lock, self.options)
     }
 }
 
 impl fmt::Debug for LockRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LockRequest").field("lock", &self.lock).field("terms", &self.terms).finish_non_exhaustive()
+        f.debug_struct("LockRequest").field("lock", &self.lock).field("options", &self.options).finish_non_exhaustive()
     }
 }

@@ -19,7 +19,7 @@ use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
 use crate::store::shutdown::{ShutdownReport, Work};
 
 /// The state that all clones of one [`Locks`](super::Locks) and their leases share.
-pub(super) struct Shared {
+pub(super) struct LocksState {
     pub(super) store: Arc<dyn DynStore>,
     /// The name of the locks: part of their keys, and their name in the log and the metrics.
     pub(super) name: Key,
@@ -49,7 +49,7 @@ pub(super) struct Shared {
     runtime: Mutex<Option<Handle>>,
 }
 
-impl Shared {
+impl LocksState {
     pub(super) fn new(store: Arc<dyn DynStore>, name: Key, is_semaphore: bool) -> Self {
         Self {
             store,
@@ -185,7 +185,7 @@ impl Shared {
     }
 }
 
-impl Work for Shared {
+impl Work for LocksState {
     fn close(&self) {
         Self::close(self);
     }
@@ -203,7 +203,7 @@ impl Work for Shared {
     }
 }
 
-impl CircuitObserver for Shared {
+impl CircuitObserver for LocksState {
     fn failed(&self) {
         self.meters().store_failed();
     }
@@ -229,7 +229,7 @@ impl CircuitObserver for Shared {
 }
 
 /// Counts a caller that asks for a lock.
-pub(super) struct WaiterGuard<'a>(&'a Shared);
+pub(super) struct WaiterGuard<'a>(&'a LocksState);
 
 impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
@@ -239,35 +239,35 @@ impl Drop for WaiterGuard<'_> {
 
 /// Counts an item until it ends in any way.
 pub(super) struct Running {
-    home: Arc<Shared>,
-    count: fn(&Shared) -> &AtomicUsize,
+    shared: Arc<LocksState>,
+    count: fn(&LocksState) -> &AtomicUsize,
 }
 
 impl Running {
     /// A release, or a detached request without a lease.
-    pub(super) fn new(home: &Arc<Shared>) -> Self {
-        Self::counted(home, |home| &home.releases)
+    pub(super) fn new(shared: &Arc<LocksState>) -> Self {
+        Self::counted(shared, |shared| &shared.releases)
     }
 
     /// A task in the background.
-    fn task(home: &Arc<Shared>) -> Self {
-        Self::counted(home, |home| &home.tasks)
+    fn task(shared: &Arc<LocksState>) -> Self {
+        Self::counted(shared, |shared| &shared.tasks)
     }
 
-    fn counted(home: &Arc<Shared>, count: fn(&Shared) -> &AtomicUsize) -> Self {
-        count(home).fetch_add(1, Ordering::SeqCst);
-        Self { home: Arc::clone(home), count }
+    fn counted(shared: &Arc<LocksState>, count: fn(&LocksState) -> &AtomicUsize) -> Self {
+        count(shared).fetch_add(1, Ordering::SeqCst);
+        Self { shared: Arc::clone(shared), count }
     }
 
-    pub(super) const fn home(&self) -> &Arc<Shared> {
-        &self.home
+    pub(super) const fn shared(&self) -> &Arc<LocksState> {
+        &self.shared
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.home.ended();
+        if (self.count)(&self.shared).fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.shared.ended();
         }
     }
 }

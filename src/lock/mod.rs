@@ -56,7 +56,7 @@
 //!   command that set the expiry was sent, with a margin for clocks of different speed (1 % and 2 ms). It uses the local clock
 //!   and needs no reply. [`Locks::run`] drops its body then.
 //! * If the store ends a lease, the holder learns it at the next renewal, after a third of the lease, or at the release. Another
-//!   client may have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_unlock`], or if the clock of
+//!   client may have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_release`], or if the clock of
 //!   the server was set forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged
 //!   at WARN and counted once.
 //! * A stalled process (a blocked thread, a stopped container) learns nothing until it resumes. The same holds for a suspended

@@ -11,14 +11,14 @@ use super::acquire::acquire_all;
 use super::context::Held;
 use super::erased::Call;
 use super::error::{Busy, Closed, LockError, Lost};
-use super::gate::Place;
+use super::gate::QueuePosition;
 use super::grant::after;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::{Locks, unless_lost};
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::metrics::Outcome;
-use super::options::Terms;
+use super::options::AcquireOptions;
 use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, ended};
@@ -132,39 +132,39 @@ impl MultiRequest {
 
 /// The locks of one request.
 struct Several {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     locks: Vec<LockKey>,
-    terms: Terms,
+    options: AcquireOptions,
     wait: Duration,
-    place: Place,
+    position: QueuePosition,
 }
 
 impl Several {
     fn new(MultiRequest { locks, keys, wait }: MultiRequest) -> Self {
-        let (home, terms) = locks.parts();
+        let (shared, options) = locks.parts();
         let mut wanted: Vec<_> = keys.into_iter().map(|key| locks.lock_key(key)).collect();
-        wanted.sort_by_cached_key(|lock| home.store.shard(lock));
-        Self { home: Arc::clone(home), locks: wanted, terms, wait, place: home.gate.place() }
+        wanted.sort_by_cached_key(|lock| shared.store.shard(lock));
+        Self { shared: Arc::clone(shared), locks: wanted, options, wait, position: shared.gate.new_position() }
     }
 }
 
 impl Request for Several {
     type Grant = MultiLease;
 
-    fn home(&self) -> &Arc<Shared> {
-        &self.home
+    fn shared(&self) -> &Arc<LocksState> {
+        &self.shared
     }
 
     fn times(&self) -> (Duration, Duration) {
-        (self.wait, self.terms.ttl)
+        (self.wait, self.options.ttl)
     }
 
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<MultiLease, LockError>> {
-        let (home, locks, terms) = (Arc::clone(&self.home), self.locks.clone(), self.terms);
-        let (give_up, place) = (after(begun, self.wait), Place { is_back, ..self.place });
+        let (shared, locks, options) = (Arc::clone(&self.shared), self.locks.clone(), self.options);
+        let (give_up, position) = (after(begun, self.wait), QueuePosition { is_back, ..self.position });
         // Create the metrics before anything can fail that they count.
-        home.meters();
-        Box::pin(async move { MultiLease::take(&home, &locks, terms, give_up, place).await })
+        shared.meters();
+        Box::pin(async move { MultiLease::take(&shared, &locks, options, give_up, position).await })
     }
 
     fn since(leases: &MultiLease) -> Instant {
@@ -172,7 +172,7 @@ impl Request for Several {
     }
 
     fn busy(&self) -> LockError {
-        let busy = self.locks.iter().map(|lock| self.home.gate.busy(lock));
+        let busy = self.locks.iter().map(|lock| self.shared.gate.busy(lock));
         let longest = busy.max_by_key(Busy::retry_after);
         // Without locks there is nothing to wait for.
         longest.map_or_else(|| Closed.into(), LockError::from)
@@ -180,28 +180,28 @@ impl Request for Several {
 
     fn count(&self, outcome: &Result<MultiLease, LockError>, begun: Instant) {
         if !self.locks.is_empty() {
-            self.home.meters().asked(Outcome::of(outcome), begun.elapsed());
+            self.shared.meters().asked(Outcome::of(outcome), begun.elapsed());
         }
     }
 }
 
 impl MultiLease {
     async fn take(
-        home: &Arc<Shared>,
+        shared: &Arc<LocksState>,
         locks: &[LockKey],
-        mut terms: Terms,
+        mut options: AcquireOptions,
         give_up: Instant,
-        place: Place,
+        position: QueuePosition,
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // With a queue in the store, wait for each lock by itself.
-        let most = if terms.is_fair { 1 } else { Claim::MAX_BATCH };
-        let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
+        let most = if options.is_fair { 1 } else { Claim::MAX_BATCH };
+        let shards = locks.chunk_by(|one, other| shared.store.shard(one) == shared.store.shard(other));
         for locks in shards.flat_map(|shard| shard.chunks(most)) {
-            terms.wait = give_up.saturating_duration_since(Instant::now());
+            options.wait = give_up.saturating_duration_since(Instant::now());
             let taken = tokio::select! {
                 biased;
-                taken = acquire_all(home, locks, terms, place) => taken,
+                taken = acquire_all(shared, locks, options, position) => taken,
                 lost = leases.lost() => Err(lost_before(&lost)),
             };
             match taken {

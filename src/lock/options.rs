@@ -7,7 +7,7 @@ use super::store::Replicas;
 
 /// How a lock is acquired and held.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
+pub(super) struct AcquireOptions {
     pub(super) ttl: Duration,
     pub(super) wait: Duration,
     pub(super) max_hold: Option<Duration>,
@@ -24,7 +24,7 @@ pub(super) struct Terms {
     pub(super) replication: Replication,
 }
 
-impl Terms {
+impl AcquireOptions {
     /// The replication that a claim requires.
     pub(super) fn replicas(&self) -> Replicas {
         match self.replication {

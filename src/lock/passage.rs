@@ -1,6 +1,6 @@
 //! How the current call passes the lock directly around it.
 
-use super::running::Place;
+use super::running::RunningPermit;
 
 tokio::task_local! {
     // A lock further out does not change it.
@@ -13,9 +13,9 @@ pub(super) enum Passage {
     /// It needs no lock.
     Free,
     /// With its lease, which is the innermost held one, and with its permit of a detached layer.
-    Locked(Option<Place>),
+    Locked(Option<RunningPermit>),
     /// Without its lock, since the store fails.
-    Unprotected(Option<Place>),
+    Unprotected(Option<RunningPermit>),
 }
 
 impl Passage {

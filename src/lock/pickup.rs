@@ -13,7 +13,7 @@ use super::delivery::{Delivery, Expired, Polled};
 use super::erased::Call;
 use super::error::LockError;
 use super::grant::after;
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::make_way::make_way;
 use super::renewal_schedule::{Role, Watched};
 
@@ -21,7 +21,7 @@ use super::renewal_schedule::{Role, Watched};
 pub(super) trait Request: Unpin + Send + 'static {
     type Grant: Send + 'static;
 
-    fn home(&self) -> &Arc<Shared>;
+    fn shared(&self) -> &Arc<LocksState>;
     /// The caller's wait, and the `ttl` of its lease.
     fn times(&self) -> (Duration, Duration);
     /// Begins an attempt, the first one or another. The wait counts from `begun`.
@@ -59,7 +59,7 @@ impl<R: Request> Acquire<R> {
             let (wait, ttl) = self.request.times();
             let granted = |outcome: &Outcome<R>| outcome.as_ref().ok().map(R::since);
             let delivery = Delivery::new(Instant::now(), after(begun, wait), ttl);
-            self.pickup = Some(Pickup::new(self.request.home(), delivery, call, granted, cx.waker()));
+            self.pickup = Some(Pickup::new(self.request.shared(), delivery, call, granted, cx.waker()));
             return Poll::Pending;
         }
         let Self { request, pickup: Some(pickup), .. } = self else { return Poll::Pending };
@@ -102,7 +102,7 @@ impl<R: Request> Drop for Acquire<R> {
 
 /// Waits for a call without a lease as outcome. The call continues without polls of this future.
 pub(super) struct Attended<O: Send + 'static> {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     ttl: Duration,
     call: Option<Call<O>>,
     // Set once the call had to wait.
@@ -111,8 +111,8 @@ pub(super) struct Attended<O: Send + 'static> {
 
 impl<O: Send + 'static> Attended<O> {
     /// A call that concerns a lease with this `ttl`.
-    pub(super) fn new(home: Arc<Shared>, ttl: Duration, call: Call<O>) -> Self {
-        Self { home, ttl, call: Some(call), pickup: None }
+    pub(super) fn new(shared: Arc<LocksState>, ttl: Duration, call: Call<O>) -> Self {
+        Self { shared, ttl, call: Some(call), pickup: None }
     }
 }
 
@@ -126,7 +126,7 @@ impl<O: Send + 'static> Future for Attended<O> {
             }
             let now = Instant::now();
             let delivery = Delivery::new(now, now, self.ttl);
-            self.pickup = Some(Pickup::new(&self.home, delivery, call, |_| None, cx.waker()));
+            self.pickup = Some(Pickup::new(&self.shared, delivery, call, |_| None, cx.waker()));
             return Poll::Pending;
         }
         let Some(pickup) = &self.pickup else { return Poll::Pending };
@@ -145,9 +145,9 @@ impl<O: Send + 'static> Drop for Attended<O> {
 
 /// A call that its caller and a task share.
 pub(super) struct Pickup<O> {
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
     granted: fn(&O) -> Option<Instant>,
-    shared: Mutex<State<O>>,
+    state: Mutex<State<O>>,
 }
 
 struct State<O> {
@@ -164,22 +164,22 @@ struct State<O> {
 impl<O: Send + 'static> Pickup<O> {
     /// Takes over a call that its caller has polled and that is not over.
     pub(super) fn new(
-        home: &Arc<Shared>,
+        shared: &Arc<LocksState>,
         delivery: Delivery<O>,
         call: Call<O>,
         granted: fn(&O) -> Option<Instant>,
         caller: &Waker,
     ) -> Arc<Self> {
         let (call, caller) = (Some(call), caller.clone());
-        let shared = State { delivery, call, caller, driver: None, held: Held::present(), watched: None };
-        let pickup = Arc::new(Self { home: Arc::clone(home), granted, shared: Mutex::new(shared) });
+        let state = State { delivery, call, caller, driver: None, held: Held::present(), watched: None };
+        let pickup = Arc::new(Self { shared: Arc::clone(shared), granted, state: Mutex::new(state) });
         pickup.watch(&mut pickup.state());
         pickup
     }
 
     /// No code panics while it holds the lock, so a poisoned lock is intact.
     fn state(&self) -> MutexGuard<'_, State<O>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The outcome for the caller. `None` if its wait is over. Calls `begin` if it has to start again.
@@ -224,12 +224,12 @@ impl<O: Send + 'static> Pickup<O> {
     fn watch(self: &Arc<Self>, state: &mut State<O>) {
         self.unwatch(state);
         let role = Arc::downgrade(self);
-        state.watched = state.delivery.due().and_then(|due| self.home.watch(due, role as Weak<dyn Role>));
+        state.watched = state.delivery.due().and_then(|due| self.shared.watch(due, role as Weak<dyn Role>));
     }
 
     fn unwatch(&self, state: &mut State<O>) {
         if let Some(watched) = state.watched.take() {
-            self.home.unwatch(&watched);
+            self.shared.unwatch(&watched);
         }
     }
 
@@ -283,8 +283,8 @@ impl<O: Send + 'static> Role for Pickup<O> {
         match expired {
             Expired::Nothing => {}
             Expired::Detach => {
-                let home = Arc::clone(&self.home);
-                home.spawn(Driver(self));
+                let shared = Arc::clone(&self.shared);
+                shared.spawn(Driver(self));
             }
             Expired::Withdraw(outcome) => {
                 tracing::debug!("a waiter was not polled in time: its lease goes to the next waiter");

@@ -395,11 +395,11 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         Ok(Released { was_held: held >= quorum, is_wanted })
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        let (lock, in_line, quorum) = (*lock, in_line.copied(), self.quorum());
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
+        let (lock, waiter, quorum) = (*lock, waiter.copied(), self.quorum());
         let answers = self
             .ask(
-                |store| Box::pin(async move { Ok(store.watch(&lock, in_line.as_ref()).await) }),
+                |store| Box::pin(async move { Ok(store.watch(&lock, waiter.as_ref()).await) }),
                 |answers| answers.iter().flatten().count() >= quorum,
             )
             .await;

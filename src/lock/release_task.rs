@@ -9,7 +9,7 @@ use super::gate::{LeaderPermit, PendingRelease};
 use super::grant::Grant;
 use super::jitter::jittered;
 use super::lock_key::LockKey;
-use super::locks_state::{Running, Shared};
+use super::locks_state::{LocksState, Running};
 use super::release_outcome::ReleaseOutcome;
 use super::store::{Claim, Released, Token};
 use crate::error::StoreError;
@@ -67,25 +67,25 @@ enum Place {
 
 impl ReleaseTask {
     /// Releases a held lease, and makes the next caller the leader.
-    pub(super) fn release(home: &Arc<Shared>, hold: &Arc<Grant>, turn: LeaderPermit, now: Instant) -> Self {
-        let mut errand = Self::after_loss(home, hold, now);
+    pub(super) fn release(shared: &Arc<LocksState>, hold: &Arc<Grant>, turn: LeaderPermit, now: Instant) -> Self {
+        let mut errand = Self::after_loss(shared, hold, now);
         errand.turn = Some(turn);
         errand
     }
 
     /// Releases one of several leases of a key, or the remains of a lost one.
-    pub(super) fn given_back(home: &Arc<Shared>, hold: &Arc<Grant>, now: Instant) -> Self {
-        let mut errand = Self::after_loss(home, hold, now);
-        errand.pending = (!errand.is_done).then(|| PendingRelease::new(home, errand.lock));
+    pub(super) fn given_back(shared: &Arc<LocksState>, hold: &Arc<Grant>, now: Instant) -> Self {
+        let mut errand = Self::after_loss(shared, hold, now);
+        errand.pending = (!errand.is_done).then(|| PendingRelease::new(shared, errand.lock));
         errand
     }
 
     /// Releases the remains of a lost lease.
-    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Arc<Grant>, now: Instant) -> Self {
+    pub(super) fn after_loss(shared: &Arc<LocksState>, hold: &Arc<Grant>, now: Instant) -> Self {
         let settles = hold.settles(now);
         let is_lost = hold.look(now) == Err(LossReason::Taken);
         if is_lost {
-            home.note_loss(hold, now);
+            shared.note_loss(hold, now);
         }
         Self {
             lock: *hold.lock(),
@@ -102,21 +102,21 @@ impl ReleaseTask {
             is_done: is_lost && settles.is_none(),
             place: Place::Caller,
             undone: None,
-            running: Running::new(home),
+            running: Running::new(shared),
         }
     }
 
     /// Undoes an abandoned acquisition, even if it may still be executed before it settles. Its grant expires at `until`.
     /// `None` if there are too many.
     pub(super) fn undo(
-        home: &Arc<Shared>,
+        shared: &Arc<LocksState>,
         lock: LockKey,
         claim: &Claim,
         until: Instant,
         limit: Duration,
         settles: Option<Instant>,
     ) -> Option<Self> {
-        let undone = Some(UndoPermit::new(home)?);
+        let undone = Some(UndoPermit::new(shared)?);
         Some(Self {
             lock,
             token: claim.token,
@@ -132,7 +132,7 @@ impl ReleaseTask {
             is_done: false,
             place: Place::Caller,
             undone,
-            running: Running::new(home),
+            running: Running::new(shared),
         })
     }
 
@@ -158,7 +158,7 @@ impl ReleaseTask {
         }
         let is_elsewhere = self.place == Place::Background;
         self.place = if is_elsewhere { Place::Elsewhere } else { Place::Background };
-        let home = Arc::clone(self.running.home());
+        let shared = Arc::clone(self.running.shared());
         let task = async move {
             // A release that may be followed by a late grant is not repeated at once.
             if !self.is_answered {
@@ -175,13 +175,13 @@ impl ReleaseTask {
                 pause = if self.is_answered { pause * 2 } else { (pause * 2).min(LONGEST_PAUSE) };
             }
         };
-        if is_elsewhere { home.spawn_elsewhere(task) } else { home.spawn(task) }
+        if is_elsewhere { shared.spawn_elsewhere(task) } else { shared.spawn(task) }
     }
 
     /// The same, but not before `at`, and not if the holder of `hold` has released it by then.
     pub(super) fn in_background_at(mut self, hold: Arc<Grant>, at: Instant) {
-        let home = Arc::clone(self.running.home());
-        home.spawn(async move {
+        let shared = Arc::clone(self.running.shared());
+        shared.spawn(async move {
             if hold.returned_by(at).await {
                 return self.leave();
             }
@@ -209,7 +209,7 @@ impl ReleaseTask {
         // An earlier call may have released it, with or without a reply.
         let is_first = !std::mem::replace(&mut self.is_asked, true);
         let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
-        let call = Arc::clone(&self.running.home().store).release(self.lock, self.token);
+        let call = Arc::clone(&self.running.shared().store).release(self.lock, self.token);
         let answer = Deadline::new(call, self.limit).await;
         if let Some(mut turn) = self.turn.take() {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
@@ -225,7 +225,7 @@ impl ReleaseTask {
                 if let Some(hold) = self.hold.as_ref().filter(|_| is_first && !released.was_held) {
                     let now = Instant::now();
                     self.is_lost = hold.was_gone(now);
-                    self.running.home().note_loss(hold, now);
+                    self.running.shared().note_loss(hold, now);
                 }
                 self.is_done = is_settled;
                 self.hold.iter().for_each(|hold| hold.returned());
@@ -240,7 +240,7 @@ impl Drop for ReleaseTask {
     fn drop(&mut self) {
         if !self.is_done && self.place != Place::Elsewhere {
             let rest = Self {
-                running: Running::new(self.running.home()),
+                running: Running::new(self.running.shared()),
                 turn: self.turn.take(),
                 pending: self.pending.take(),
                 hold: self.hold.take(),
@@ -253,12 +253,12 @@ impl Drop for ReleaseTask {
 }
 
 /// A permit for an acquisition that is being undone.
-struct UndoPermit(Arc<Shared>);
+struct UndoPermit(Arc<LocksState>);
 
 impl UndoPermit {
-    fn new(home: &Arc<Shared>) -> Option<Self> {
-        let counted = Self(Arc::clone(home));
-        (home.undone.fetch_add(1, Ordering::Relaxed) < MAX_UNDONE).then_some(counted)
+    fn new(shared: &Arc<LocksState>) -> Option<Self> {
+        let counted = Self(Arc::clone(shared));
+        (shared.undone.fetch_add(1, Ordering::Relaxed) < MAX_UNDONE).then_some(counted)
     }
 }
 

@@ -13,7 +13,7 @@ use super::grant::{Grant, after};
 use super::jitter::jittered;
 use super::local_queue::Position;
 use super::lock_key::LockKey;
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::make_way::make_way;
 use super::release_task::ReleaseTask;
 use super::renewal_schedule::{Kept, Role, State, Watched};
@@ -30,7 +30,7 @@ const TOGETHER: Duration = Duration::from_millis(50);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-impl Shared {
+impl LocksState {
     /// Renews a lease from now on, until it is removed or lost.
     pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Grant>) {
         let (_, due) = hold.due();
@@ -48,7 +48,7 @@ impl Shared {
 
     /// Watches a role until `due`. `None` without a runtime.
     pub(super) fn watch(self: &Arc<Self>, due: Instant, role: Weak<dyn Role>) -> Option<Watched> {
-        let watched = (due, self.gate.place().position);
+        let watched = (due, self.gate.new_position().position);
         let mut state = self.keeper.state();
         if state.has_task {
             state.roles.insert(watched, role);
@@ -241,12 +241,12 @@ impl Shared {
 }
 
 /// The leases and calls of the renewal task. Dropping it means that the task has ended.
-struct Task(Weak<Shared>);
+struct Task(Weak<LocksState>);
 
 impl Drop for Task {
     fn drop(&mut self) {
-        if let Some(home) = self.0.upgrade() {
-            home.start_elsewhere();
+        if let Some(shared) = self.0.upgrade() {
+            shared.start_elsewhere();
         }
     }
 }
@@ -261,8 +261,8 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
         // lease waits twice as long as another.
         let now = Instant::now();
         let shard = |hold: &Arc<Grant>| {
-            let patience = hold.patience(now).as_millis().max(1).ilog2();
-            (shared.store.shard(hold.lock()), hold.replicas().count, patience, is_apart(&shared, hold))
+            let timeout = hold.renewal_timeout(now).as_millis().max(1).ilog2();
+            (shared.store.shard(hold.lock()), hold.replicas().count, timeout, is_apart(&shared, hold))
         };
         renew.sort_by_cached_key(shard);
         let shards = renew.chunk_by(|one, other| shard(one) == shard(other));
@@ -280,22 +280,22 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
 
 /// Whether a lease needs a renewal call of its own. By a quorum, a call fails if one of its leases is undecided, which must not
 /// cost others theirs. A replicated call fails if too few replicas have one lease, and then does not report a lost one.
-fn is_apart(shared: &Shared, hold: &Grant) -> bool {
+fn is_apart(shared: &LocksState, hold: &Grant) -> bool {
     let may_fail_for_others = shared.store.reach() == Reach::Quorum || hold.replicas().count > 0;
     may_fail_for_others && hold.is_suspended()
 }
 
-async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Grant>>) {
-    let Some(shared) = home.upgrade() else { return };
+async fn renew_batch(weak: Weak<LocksState>, holds: Vec<Arc<Grant>>) {
+    let Some(shared) = weak.upgrade() else { return };
     let renewals = holds.iter().map(|hold| hold.renewal());
     let call = Arc::clone(&shared.store).renew(renewals.collect());
     drop(shared);
     let sent = Instant::now();
     holds.iter().for_each(|hold| hold.renewing(sent));
     // A lost lease is lost at its old deadline, so do not wait beyond the first deadline.
-    let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
-    let answers = Deadline::new(call, limit).await;
-    if let Some(shared) = home.upgrade() {
+    let timeout = holds.iter().map(|hold| hold.renewal_timeout(sent)).min().unwrap_or_default();
+    let answers = Deadline::new(call, timeout).await;
+    if let Some(shared) = weak.upgrade() {
         shared.renewed(&holds, sent, answers.as_deref());
     }
 }

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks};
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::options::Replication;
 use super::store::LockStore;
 use crate::error::ConfigError;
@@ -49,7 +49,7 @@ pub struct RwLocks {
 impl RwLocks {
     /// Locks in `store`, which is a backend. `name` separates them from other locks with the same keys: see [`Locks::new`].
     pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
-        let shared = Shared::new(Arc::new(store), name.into(), false);
+        let shared = LocksState::new(Arc::new(store), name.into(), false);
         Self { locks: Locks::with(shared, LockKind::ReadWrite, 1).fair() }
     }
 

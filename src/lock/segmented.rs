@@ -15,9 +15,9 @@ use super::jitter::jittered;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::{LockRequest, Locks, unless_lost};
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::metrics::{Meters, Outcome};
-use super::options::Terms;
+use super::options::AcquireOptions;
 use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, ended};
@@ -180,20 +180,20 @@ struct AnySegment {
 
 impl AnySegment {
     fn meters(&self) -> &Meters {
-        self.home().meters()
+        self.shared().meters()
     }
 }
 
 impl Request for AnySegment {
     type Grant = Segment;
 
-    fn home(&self) -> &Arc<Shared> {
-        self.segmented.locks.home()
+    fn shared(&self) -> &Arc<LocksState> {
+        self.segmented.locks.shared()
     }
 
     fn times(&self) -> (Duration, Duration) {
-        let (_, terms) = self.segmented.locks.parts();
-        (self.wait, terms.ttl)
+        let (_, options) = self.segmented.locks.parts();
+        (self.wait, options.ttl)
     }
 
     fn begin(&mut self, begun: Instant, _: bool) -> Call<Result<Segment, LockError>> {
@@ -223,17 +223,17 @@ async fn take_any(
     wait: Duration,
     candidates: Vec<u16>,
 ) -> Result<Segment, LockError> {
-    let (home, terms) = segmented.locks.parts();
+    let (shared, options) = segmented.locks.parts();
     let give_up = after(begun, wait);
     // After the wait, if the store failed for one segment, each try may use half of the remaining time: a hanging segment leaves
     // some to the others.
-    let limit = terms.limit();
+    let limit = options.limit();
     let answer_by = after(give_up, limit.saturating_mul(2));
     let left = || give_up.saturating_duration_since(Instant::now());
     let take = async |index: u16, wait, has_failed| {
         let lock = segmented.lock_key(index);
-        let terms = Terms { wait, ..terms };
-        let request = acquire::take(home, &lock, &terms, Instant::now(), home.gate.place());
+        let options = AcquireOptions { wait, ..options };
+        let request = acquire::take(shared, &lock, &options, Instant::now(), shared.gate.new_position());
         let share = answer_by.saturating_duration_since(Instant::now()) / 2;
         let late = |_| StoreError::late("the store did not answer for a segment in its share of the remaining time");
         let is_short = has_failed && share < limit;

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::kind::LockKind;
 use super::locks::{LockRequest, Locks};
-use super::locks_state::Shared;
+use super::locks_state::LocksState;
 use super::options::Replication;
 use super::store::LockStore;
 use crate::error::ConfigError;
@@ -43,7 +43,7 @@ impl Semaphore {
     /// [`LockError::Config`](super::LockError::Config) when a permit is requested. `name` separates these permits from other locks with the
     /// same keys: see [`Locks::new`].
     pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>, permits: u32) -> Self {
-        let shared = Shared::new(Arc::new(store), name.into(), true);
+        let shared = LocksState::new(Arc::new(store), name.into(), true);
         Self { locks: Locks::with(shared, LockKind::Semaphore, permits) }
     }
 

@@ -10,7 +10,7 @@ use tracing::Instrument;
 use super::context::Held;
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, Safe, Settings, Unkeyed};
-use super::locks_state::{Running, Shared};
+use super::locks_state::{LocksState, Running};
 use super::passage::Passage;
 use super::rejection::{BindLease, MissingKey, Rejection};
 use crate::key::ExtractKey;
@@ -80,8 +80,8 @@ where
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
         };
-        let place = match settings.admit() {
-            Ok(place) => place,
+        let permit = match settings.admit() {
+            Ok(permit) => permit,
             Err(full) => {
                 drop(self.take_ready());
                 return ResponseFuture::rejected(Rejection::Full(full), shared);
@@ -89,7 +89,7 @@ where
         };
         let lock = settings.locks.lock(key).heeding_circuit();
         let lease = if is_safe { lock.shared() } else { lock };
-        ResponseFuture::acquiring(lease.into_future(), place, self.take_ready(), request, shared)
+        ResponseFuture::acquiring(lease.into_future(), permit, self.take_ready(), request, shared)
     }
 }
 
@@ -133,12 +133,12 @@ impl<S: fmt::Debug, K, A> fmt::Debug for Lock<S, K, A> {
 #[derive(Clone)]
 pub struct Detach<S> {
     inner: S,
-    home: Arc<Shared>,
+    shared: Arc<LocksState>,
 }
 
 impl<S> Detach<S> {
     pub(super) fn new(inner: S, settings: &Settings) -> Self {
-        Self { inner, home: Arc::clone(settings.locks.home()) }
+        Self { inner, shared: Arc::clone(settings.locks.shared()) }
     }
 }
 
@@ -162,20 +162,20 @@ where
         let held = Held::present();
         DetachedFuture::detached(match Passage::present() {
             Passage::Free => return DetachedFuture::attached(future),
-            Passage::Locked(place) => {
+            Passage::Locked(permit) => {
                 let handler = held.detached(future);
                 let handler = async move {
                     let outcome = handler.await;
-                    drop(place);
+                    drop(permit);
                     outcome
                 };
                 tokio::spawn(handler.in_current_span())
             }
-            Passage::Unprotected(place) => {
-                let running = Running::new(&self.home);
+            Passage::Unprotected(permit) => {
+                let running = Running::new(&self.shared);
                 let handler = async move {
                     let outcome = held.within(future).await;
-                    drop((running, place));
+                    drop((running, permit));
                     Some(outcome)
                 };
                 tokio::spawn(handler.in_current_span())

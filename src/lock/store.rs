@@ -60,7 +60,7 @@ pub trait LockStore {
     /// Notifications for a waiter: whenever the lease is released and no waiter is queued, or for the token of a queued waiter
     /// when it may be its turn. The future is ready once no release can be missed. Call [`acquire`](Self::acquire) again then,
     /// and after each notification. A store without notifications returns [`Notifications::none`].
-    fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Notifications> + Send;
+    fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> impl Future<Output = Notifications> + Send;
 
     /// Stores the name of a holder, for [`LockRegistry::inspect`]. Does nothing by default.
     fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
@@ -96,7 +96,7 @@ pub trait LockRegistry: LockStore {
     fn inspect(&self, lock: &LockKey) -> impl Future<Output = Result<LockStatus, StoreError>> + Send;
 
     /// Releases a lease of all holders by force.
-    fn seize(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
+    fn force_release(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
     /// The held leases of the locks with a name. Scans about `most` stored entries, and returns the held ones among them and the next
     /// cursor.
@@ -220,7 +220,7 @@ pub enum Acquired {
         held: LockKind,
     },
     /// Others hold the lease or precede this claim: the token is queued.
-    InLine {
+    Queued {
         /// Whether it is the first in the queue.
         is_first: bool,
         /// Until the first of the held leases ends, unless it is renewed. Zero if none is held.
@@ -232,7 +232,7 @@ pub enum Acquired {
         replicas: u32,
     },
     /// The queue is full.
-    LineFull {
+    QueueFull {
         /// Until the first of the held leases ends, unless it is renewed. Zero if none is held.
         remaining: Duration,
     },

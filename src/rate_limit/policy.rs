@@ -39,7 +39,7 @@ struct Inner {
     spec: Spec,
     // Derived from the spec: the limits as numbers for the algorithms, their names for clients, and a digest that separates policies with
     // one name whose counts are incompatible.
-    terms: Vec<LimitParams>,
+    params: Vec<LimitParams>,
     least_capacity: u64,
     names: Vec<String>,
     shape: String,
@@ -67,7 +67,7 @@ struct Spec {
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct EncodedLimits {
-    pub(crate) terms: Vec<u8>,
+    pub(crate) params: Vec<u8>,
     /// The start of each record of counts made with these limits.
     pub(crate) limits: Vec<u8>,
     /// The format of the counts with the time of the last update; and of the record, in which `limits` come first as one string.
@@ -174,11 +174,11 @@ impl Policy {
     }
 
     fn with_spec(spec: Spec) -> Self {
-        let terms: Vec<_> = spec.limits.iter().map(|limit| LimitParams::new(*limit)).collect();
+        let params: Vec<_> = spec.limits.iter().map(|limit| LimitParams::new(*limit)).collect();
         let shape = shape(&spec.limits);
         let inner = Inner {
-            least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u64::MAX),
-            terms,
+            least_capacity: params.iter().map(|params| params.capacity).min().unwrap_or(u64::MAX),
+            params,
             names: names(&spec),
             counts_hash: SECRET.hash_one((&spec.name, &shape)),
             shape,
@@ -235,7 +235,7 @@ impl Policy {
     /// Returns the decision about a cost that can never be allowed. It needs no store.
     #[inline]
     pub(crate) fn rule_out(&self, cost: u64) -> Option<Decision> {
-        self.rules_out(cost).then(|| Decision::never(self.inner.terms.iter().map(|terms| terms.capacity)))
+        self.rules_out(cost).then(|| Decision::never(self.inner.params.iter().map(|params| params.capacity)))
     }
 
     /// Whether the cost can never be allowed.
@@ -247,15 +247,15 @@ impl Policy {
 
     /// The limits as numbers for the algorithms.
     #[inline]
-    pub(crate) fn terms(&self) -> &[LimitParams] {
-        &self.inner.terms
+    pub(crate) fn params(&self) -> &[LimitParams] {
+        &self.inner.params
     }
 
     /// The sliding logs among the limits.
     #[cfg(feature = "redis")]
     #[inline]
     pub(crate) fn logs(&self) -> impl Iterator<Item = &LimitParams> {
-        self.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog)
+        self.params().iter().filter(|params| params.algorithm == Algorithm::SlidingLog)
     }
 
     /// The policy for one of `replicas` processes that do not share counts: for each limit its share of the units, rounded up.
@@ -273,7 +273,7 @@ impl Policy {
     /// Returns the limits as encoded by `encode`, cached in the policy.
     #[cfg(feature = "redis")]
     pub(crate) fn packed(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
-        self.inner.encoded.get_or_init(|| encode(&self.inner.terms))
+        self.inner.encoded.get_or_init(|| encode(&self.inner.params))
     }
 
     /// Returns what `make` derives from the policy for clients, cached in the policy. The cache has room for one value of any type, so this

@@ -78,16 +78,16 @@ impl Notifications {
                 },
                 several => {
                     let mut changes: Vec<_> = several.iter_mut().map(|changes| Box::pin(changes.changed())).collect();
-                    let (at, is_told) = poll_fn(|cx| {
-                        let polls = changes.iter_mut().map(|changed| changed.as_mut().poll(cx));
-                        let told = polls.enumerate().find_map(|(at, poll)| match poll {
+                    let (at, is_notified) = poll_fn(|cx| {
+                        let polls = changes.iter_mut().map(|change| change.as_mut().poll(cx));
+                        let changed = polls.enumerate().find_map(|(at, poll)| match poll {
                             Poll::Ready(outcome) => Some((at, outcome.is_ok())),
                             Poll::Pending => None,
                         });
-                        told.map_or(Poll::Pending, Poll::Ready)
+                        changed.map_or(Poll::Pending, Poll::Ready)
                     })
                     .await;
-                    if is_told {
+                    if is_notified {
                         break;
                     }
                     at
@@ -104,6 +104,6 @@ impl Notifications {
 
 impl fmt::Debug for Notifications {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Notifications").field("is_told", &!self.changes.is_empty()).finish()
+        f.debug_struct("Notifications").field("is_notified", &!self.changes.is_empty()).finish()
     }
 }

@@ -122,7 +122,7 @@ async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -
     // The store decides between these two instants.
     let asked = Instant::now();
     let decision = limiter.check_cost("alice", 2).await.unwrap();
-    let told = Instant::now();
+    let decided = Instant::now();
     let Some(wait) = decision.retry_after() else {
         assert!(begun.elapsed() >= SHORT / 2, "the request fitted too early: {decision:?}");
         return false;
@@ -135,7 +135,7 @@ async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -
         return false;
     }
 
-    sleep(wait.saturating_sub(told.elapsed())).await;
+    sleep(wait.saturating_sub(decided.elapsed())).await;
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     assert!(decision.is_allowed(), "the request does not fit after {wait:?}: {decision:?}");
     true

@@ -461,8 +461,8 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(lock, token)).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        self.faults.watch(self.inner.watch(lock, in_line)).await
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
+        self.faults.watch(self.inner.watch(lock, waiter)).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -491,8 +491,8 @@ impl<S: LockRegistry + Sync> LockRegistry for FaultStore<S> {
         self.faults.around(Verb::Admin, self.inner.inspect(lock)).await
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
-        self.faults.around(Verb::Admin, self.inner.seize(lock)).await
+    async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.force_release(lock)).await
     }
 
     async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {

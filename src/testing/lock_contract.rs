@@ -32,8 +32,8 @@ const SHORT: Duration = Duration::from_millis(1_500);
 /// How much later than expected an event may be on a busy machine.
 const SLACK: Duration = Duration::from_millis(1_200);
 
-fn lock(subject: &str) -> LockKey {
-    LockKey::new("contract", subject)
+fn lock(key: &str) -> LockKey {
+    LockKey::new("contract", key)
 }
 
 fn claim(ttl: Duration) -> Claim {
@@ -202,10 +202,9 @@ pub async fn only_the_holder_releases_a_lease<S: LockStore>(store: S) {
 
 /// A key may consist of any bytes, and has its own lock.
 pub async fn any_bytes_are_a_lock_key<S: LockStore>(store: S) {
-    let subjects: [&[u8]; 8] =
-        [b"", b"{", b"}{", b"{a}", b"a:b", b"\0\xff\n", &[b'x'; 1 << 20], "\u{1F512}".as_bytes()];
-    for subject in subjects {
-        let (lock, claim) = (LockKey::new("contract", subject), claim(LONG));
+    let keys: [&[u8]; 8] = [b"", b"{", b"}{", b"{a}", b"a:b", b"\0\xff\n", &[b'x'; 1 << 20], "\u{1F512}".as_bytes()];
+    for key in keys {
+        let (lock, claim) = (LockKey::new("contract", key), claim(LONG));
         take(&store, &lock, &claim).await;
         busy(&store, &lock).await;
         assert!(store.release(&lock, &claim.token).await.unwrap().was_held);
@@ -668,14 +667,14 @@ fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks 
 }
 
 /// The claim of a queued waiter.
-fn in_line(is_shared: bool, ttl: Duration) -> Claim {
+fn queued_claim(is_shared: bool, ttl: Duration) -> Claim {
     let (kind, permits) = if is_shared { (LockKind::ReadWrite, 100) } else { (LockKind::Exclusive, 1) };
     Claim { kind, is_shared, permits, queueing: Queueing::Enqueue, ..claim(ttl) }
 }
 
-async fn is_first_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
+async fn is_first_in_queue<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
     match store.acquire(lock, claim).await.unwrap() {
-        Acquired::InLine { is_first, .. } => is_first,
+        Acquired::Queued { is_first, .. } => is_first,
         answer => panic!("the claim for {lock} should be queued: {answer:?}"),
     }
 }
@@ -683,8 +682,8 @@ async fn is_first_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim
 /// Locks that can be acquired in one step.
 fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
     let mut shards: HashMap<u32, Vec<LockKey>> = HashMap::new();
-    for subject in 0..1_000_000_u32 {
-        let lock = LockKey::new("contract", subject);
+    for key in 0..1_000_000_u32 {
+        let lock = LockKey::new("contract", key);
         let shard = shards.entry(store.shard(&lock)).or_default();
         shard.push(lock);
         if shard.len() == count {
@@ -795,7 +794,7 @@ pub async fn dead_waiter_loses_its_position<S: LockStore + Clone + Send + Sync +
     let locks = locks(&store).fair().wait(LONG);
     let lease = locks.lock("a").await.unwrap();
     let begun = Instant::now();
-    assert!(is_first_in_line(&store, lease.lock(), &in_line(false, LONG)).await);
+    assert!(is_first_in_queue(&store, lease.lock(), &queued_claim(false, LONG)).await);
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(100)).await;
     lease.release().await.unwrap();
@@ -829,7 +828,7 @@ pub async fn readers_share_and_writers_exclude<S: LockStore + Clone + Send + Syn
     }
     assert_eq!(writer.release().await.unwrap(), ReleaseOutcome::Released);
 
-    let readers = [(); 4].map(|()| Claim { permits: 3, queueing: Queueing::Yield, ..in_line(true, LONG) });
+    let readers = [(); 4].map(|()| Claim { permits: 3, queueing: Queueing::Yield, ..queued_claim(true, LONG) });
     for reader in &readers[..3] {
         take(&store, &lock("c"), reader).await;
     }
@@ -880,11 +879,11 @@ pub async fn readers_wait_behind_a_waiting_writer<S: LockStore + Clone + Send + 
 /// A dead reader blocks a writer until its own lease expires, even if other readers come and go meanwhile.
 pub async fn dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let lock = LockKey::new("rw_locks", "a");
-    let (dead, alive) = (in_line(true, SHORT), in_line(true, LONG));
+    let (dead, alive) = (queued_claim(true, SHORT), queued_claim(true, LONG));
     let begun = Instant::now();
     take(&store, &lock, &dead).await;
     while begun.elapsed() < SHORT * 3 / 2 {
-        let passing = in_line(true, LONG);
+        let passing = queued_claim(true, LONG);
         take(&store, &lock, &alive).await;
         take(&store, &lock, &passing).await;
         assert!(store.release(&lock, &passing.token).await.unwrap().was_held);
@@ -893,8 +892,8 @@ pub async fn dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'sta
     assert!(!store.release(&lock, &dead.token).await.unwrap().was_held);
     let renewals = [dead.token, alive.token].map(|token| Renewal::new(lock, token, LONG));
     assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
-    let writer = Claim { kind: LockKind::ReadWrite, ..in_line(false, LONG) };
-    assert!(is_first_in_line(&store, &lock, &writer).await);
+    let writer = Claim { kind: LockKind::ReadWrite, ..queued_claim(false, LONG) };
+    assert!(is_first_in_queue(&store, &lock, &writer).await);
     assert!(store.release(&lock, &alive.token).await.unwrap().was_held);
     take(&store, &lock, &writer).await;
 }
@@ -904,10 +903,10 @@ pub async fn dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'sta
 pub async fn polling_keeps_a_queue_position<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
-    let [first, dead, leaving, last] = [(); 4].map(|()| in_line(false, LONG));
-    assert!(is_first_in_line(&store, &lock("a"), &first).await);
+    let [first, dead, leaving, last] = [(); 4].map(|()| queued_claim(false, LONG));
+    assert!(is_first_in_queue(&store, &lock("a"), &first).await);
     for behind in [&dead, &leaving, &last] {
-        assert!(!is_first_in_line(&store, &lock("a"), behind).await);
+        assert!(!is_first_in_queue(&store, &lock("a"), behind).await);
     }
     assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
     for queueing in [Queueing::Yield, Queueing::Enqueue] {
@@ -915,12 +914,12 @@ pub async fn polling_keeps_a_queue_position<S: LockStore>(store: S) {
         assert!(!matches!(answer, Acquired::Granted { .. }), "waiters are queued: {answer:?}");
     }
     for behind in [&dead, &leaving, &last] {
-        assert!(!is_first_in_line(&store, &lock("a"), behind).await);
+        assert!(!is_first_in_queue(&store, &lock("a"), behind).await);
     }
     assert!(!store.release(&lock("a"), &leaving.token).await.unwrap().was_held);
     let begun = Instant::now();
     while begun.elapsed() < Claim::POSITION_TTL + Duration::from_millis(500) {
-        assert!(!is_first_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::POSITION_TTL / 2);
+        assert!(!is_first_in_queue(&store, &lock("a"), &last).await || begun.elapsed() > Claim::POSITION_TTL / 2);
         let answer = store.acquire(&lock("a"), &first).await.unwrap();
         if begun.elapsed() < Claim::POSITION_TTL / 2 {
             // The first waiter gets the lock. A repeated call changes nothing.
@@ -937,12 +936,12 @@ pub async fn polling_keeps_a_queue_position<S: LockStore>(store: S) {
 
 /// Only the next queued waiter is notified. If it leaves, the waiter behind it is next.
 pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
-    let holder = in_line(false, LONG);
+    let holder = queued_claim(false, LONG);
     take(&store, &lock("a"), &holder).await;
-    let waiting = [(); 3].map(|()| in_line(false, LONG));
+    let waiting = [(); 3].map(|()| queued_claim(false, LONG));
     let mut wakeups = Vec::new();
     for (i, claim) in waiting.iter().enumerate() {
-        assert_eq!(is_first_in_line(&store, &lock("a"), claim).await, i == 0);
+        assert_eq!(is_first_in_queue(&store, &lock("a"), claim).await, i == 0);
         wakeups.push(store.watch(&lock("a"), Some(&claim.token)).await);
     }
     // Precautionary notifications may have arrived until now.
@@ -976,7 +975,7 @@ pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
 
 /// If no waiter is queued, a release notifies the other watchers, even if the holder acquired the lease through the queue.
 pub async fn without_a_queue_all_watchers_are_notified<S: LockStore>(store: S) {
-    for holder in [in_line(false, LONG), in_line(true, LONG)] {
+    for holder in [queued_claim(false, LONG), queued_claim(true, LONG)] {
         take(&store, &lock("a"), &holder).await;
         let mut wakeups = store.watch(&lock("a"), None).await;
         // Precautionary notifications may have arrived until now.
@@ -1188,8 +1187,8 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
         self.inner.release(lock, token).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        self.inner.watch(lock, in_line).await
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
+        self.inner.watch(lock, waiter).await
     }
 
     fn reach(&self) -> Reach {
@@ -1207,7 +1206,7 @@ impl<S: LockStore + Sync> LockStore for Tokens<S> {
 /// Once, the release reported success.
 pub async fn release_reports_a_lost_lease<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let store = &Tokens { inner: store, tokens: Arc::default() };
-    let is_told = |outcome: Result<u32, RunError<u32>>| match outcome {
+    let reports_loss = |outcome: Result<u32, RunError<u32>>| match outcome {
         Err(RunError::Unprotected { lost, output: 7 }) => assert_eq!(lost.reason(), LossReason::Taken),
         outcome => panic!("{outcome:?}"),
     };
@@ -1221,15 +1220,15 @@ pub async fn release_reports_a_lost_lease<S: LockStore + Clone + Send + Sync + '
     let requests =
         [locks.lock("a"), locks.try_lock("a"), fair, semaphore.acquire("a"), rw_locks.read("a"), rw_locks.write("b")];
     for request in requests {
-        is_told(request.run(body).await);
+        reports_loss(request.run(body).await);
     }
     let segments = Segmented::new(&locks, "sku", 2);
-    is_told(segments.any().run(|segment: Segment| body(segment.lease().reenter())).await);
+    reports_loss(segments.any().run(|segment: Segment| body(segment.lease().reenter())).await);
     let both = locks.lock_all(["b", "c"]).run(|leases: MultiLease| async move {
         lose(store, &[*leases.leases()[1].lock()]).await;
         7
     });
-    is_told(both.await);
+    reports_loss(both.await);
     let lease = locks.lock("a").await.unwrap();
     lose(store, &[*lease.lock()]).await;
     assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Lost);

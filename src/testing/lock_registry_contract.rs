@@ -107,16 +107,16 @@ pub async fn permit_holders_are_listed_separately<S: LockRegistry + Clone + Send
 pub async fn lock_can_be_force_released<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (locks(&store).ttl(Duration::from_secs(3)), locks(&store).wait(LONG));
     let admin = admin(&store);
-    let unheld = admin.force_unlock("a").await.unwrap();
+    let unheld = admin.force_release("a").await.unwrap();
     assert_eq!(unheld.holders, 0);
     let lease = here.lock("a").await.unwrap();
     assert!(lease.fence() > unheld.fence);
     let waiter = tokio::spawn(there.lock("a").into_future());
     sleep(Duration::from_millis(300)).await;
-    let seized = admin.force_unlock("a").await.unwrap();
-    assert!(seized.holders == 1 && seized.fence >= lease.fence(), "{seized:?}");
+    let released = admin.force_release("a").await.unwrap();
+    assert!(released.holders == 1 && released.fence >= lease.fence(), "{released:?}");
     let next = timeout(Duration::from_secs(2), waiter).await.expect("the waiter gets a notification").unwrap().unwrap();
-    assert!(next.fence() > seized.fence);
+    assert!(next.fence() > released.fence);
     let lost = timeout(Duration::from_secs(3), lease.lost()).await.expect("the holder renews its lease");
     assert_eq!(lost.reason(), LossReason::Taken);
     // The late release of the previous holder does not affect the new one.
@@ -145,7 +145,7 @@ pub async fn first_waiter_gets_a_force_released_lock<S: LockRegistry + Clone + S
             store.has_line_of(count).await;
         }
         let second = waiters.pop().unwrap();
-        admin.force_unlock("a").await.unwrap();
+        admin.force_release("a").await.unwrap();
         let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
         // A waiter without a notification polls half a second after its last poll, which was not before `begun`.
         took.push(begun.elapsed());

@@ -161,7 +161,7 @@ pub use self::job::{JobCanceller, TestJob};
 /// Call the macro in a module of its own, so that the names of the tests do not collide with others.
 #[macro_export]
 macro_rules! rate_limit_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [contract:
                 quota_is_admitted_exactly
@@ -204,7 +204,7 @@ macro_rules! rate_limit_contract {
                 correction_under_another_quota_keeps_counts
                 later_charge_counts_under_a_larger_quota
                 racing_callers_share_the_tightest_limit
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -219,7 +219,7 @@ macro_rules! rate_limit_contract {
 /// ```
 #[macro_export]
 macro_rules! lock_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [lock_contract:
                 free_lock_is_granted_and_held_lock_is_not
@@ -265,7 +265,7 @@ macro_rules! lock_contract {
                 key_is_held_as_one_kind
                 fences_are_larger_than_the_floor
                 release_reports_a_lost_lease
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -280,7 +280,7 @@ macro_rules! lock_contract {
 /// ```
 #[macro_export]
 macro_rules! idempotency_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [idempotency_contract:
                 operation_is_granted_once
@@ -305,7 +305,7 @@ macro_rules! idempotency_contract {
                 response_expires_after_its_retention
                 one_of_many_racing_requests_begins
                 records_of_a_scope_are_bounded
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -320,7 +320,7 @@ macro_rules! idempotency_contract {
 /// ```
 #[macro_export]
 macro_rules! cache_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [cache_contract:
                 filled_entry_is_returned
@@ -342,7 +342,7 @@ macro_rules! cache_contract {
                 tags_are_returned
                 generation_lasts_until_the_tag_is_invalidated
                 watcher_is_notified
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -357,7 +357,7 @@ macro_rules! cache_contract {
 /// ```
 #[macro_export]
 macro_rules! lock_registry_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [lock_registry_contract:
                 holder_can_be_inspected
@@ -365,7 +365,7 @@ macro_rules! lock_registry_contract {
                 lock_can_be_force_released
                 first_waiter_gets_a_force_released_lock
                 held_locks_are_listed
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -380,7 +380,7 @@ macro_rules! lock_registry_contract {
 /// ```
 #[macro_export]
 macro_rules! idempotency_registry_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [idempotency_registry_contract:
                 every_state_can_be_inspected
@@ -392,7 +392,7 @@ macro_rules! idempotency_registry_contract {
                 manual_completion_can_be_replaced
                 operations_are_listed
                 waiter_is_notified_of_a_manual_change
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }
@@ -407,7 +407,7 @@ macro_rules! idempotency_registry_contract {
 /// ```
 #[macro_export]
 macro_rules! delay_queue_contract {
-    ($($told:tt)+) => {
+    ($($cases:tt)+) => {
         $crate::__contract! {
             @read [delay_queue_contract:
                 job_is_claimed_once_and_removed_when_done
@@ -439,7 +439,7 @@ macro_rules! delay_queue_contract {
                 any_bytes_are_a_name_id_and_payload
                 longest_delays_are_kept
                 racing_workers_share_jobs
-            ] [] $($told)+
+            ] [] $($cases)+
         }
     };
 }

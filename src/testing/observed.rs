@@ -18,29 +18,29 @@ const LONG: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub(super) struct Observed<S> {
     inner: S,
-    // How often each waiter was told that it is queued.
-    in_line: Arc<watch::Sender<HashMap<Token, u64>>>,
+    // How often each waiter got the reply that it is queued.
+    queued: Arc<watch::Sender<HashMap<Token, u64>>>,
 }
 
 impl<S> Observed<S> {
     pub(super) fn new(inner: S) -> Self {
-        Self { inner, in_line: Arc::new(watch::Sender::new(HashMap::new())) }
+        Self { inner, queued: Arc::new(watch::Sender::new(HashMap::new())) }
     }
 
     /// Waits until `count` waiters are queued and listen. A waiter that learns that it is queued starts to listen, and then asks again.
     pub(super) async fn has_line_of(&self, count: usize) {
-        let mut in_line = self.in_line.subscribe();
-        let is_so = |in_line: &HashMap<Token, u64>| in_line.values().filter(|heard| **heard > 1).count() == count;
-        assert!(timeout(LONG, in_line.wait_for(is_so)).await.is_ok(), "the queue never had {count} waiters");
+        let mut queued = self.queued.subscribe();
+        let is_so = |queued: &HashMap<Token, u64>| queued.values().filter(|heard| **heard > 1).count() == count;
+        assert!(timeout(LONG, queued.wait_for(is_so)).await.is_ok(), "the queue never had {count} waiters");
     }
 }
 
 impl<S: LockStore + Sync> LockStore for Observed<S> {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let answer = self.inner.acquire(lock, claim).await;
-        self.in_line.send_modify(|in_line| match answer {
-            Ok(Acquired::InLine { .. }) => *in_line.entry(claim.token).or_default() += 1,
-            Ok(_) => _ = in_line.remove(&claim.token),
+        self.queued.send_modify(|queued| match answer {
+            Ok(Acquired::Queued { .. }) => *queued.entry(claim.token).or_default() += 1,
+            Ok(_) => _ = queued.remove(&claim.token),
             Err(_) => {}
         });
         answer
@@ -59,12 +59,12 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        self.in_line.send_modify(|in_line| _ = in_line.remove(token));
+        self.queued.send_modify(|queued| _ = queued.remove(token));
         self.inner.release(lock, token).await
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        self.inner.watch(lock, in_line).await
+    async fn watch(&self, lock: &LockKey, queued: Option<&Token>) -> Notifications {
+        self.inner.watch(lock, queued).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {

@@ -510,8 +510,8 @@ mod queue {
         assert!(queue.push(2).await.is_err(), "the circuit is open for an hour");
         let (done, mut seen) = tokio::sync::mpsc::unbounded_channel();
         let service = service_fn(move |job: Job<u8>| {
-            let told = done.send(*job);
-            async move { told.map_err(BoxError::from) }
+            let sent = done.send(*job);
+            async move { sent.map_err(BoxError::from) }
         });
         DelayQueueWorker::new(queue, service).run_until(sleep(Duration::from_millis(10))).await.unwrap();
         assert_eq!(seen.recv().await, Some(1));

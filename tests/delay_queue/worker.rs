@@ -611,10 +611,10 @@ async fn undecodable_job_is_left_to_another_worker() {
 #[tokio::test(start_paused = true)]
 async fn task_beside_a_job_ends_with_the_job() {
     let queue = queue(MemoryBackend::new());
-    let (told, mut seen) = tokio::sync::mpsc::unbounded_channel();
+    let (sender, mut seen) = tokio::sync::mpsc::unbounded_channel();
     let service = service_fn(move |job: Job<u32>| {
-        let (mut beside, told) = (job.cancellation(), told.clone());
-        tokio::spawn(async move { told.send((*job, beside.ended().await)) });
+        let (mut beside, sender) = (job.cancellation(), sender.clone());
+        tokio::spawn(async move { sender.send((*job, beside.ended().await)) });
         async move {
             sleep(secs(10)).await;
             Ok::<_, BoxError>(())
@@ -791,11 +791,11 @@ async fn blocking_service_does_not_delay_other_jobs() {
         queue.push(2).delay(ms(50)).await.unwrap();
         let is_over = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&is_over);
-        let (told, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let (started, mut begun) = tokio::sync::mpsc::unbounded_channel();
         let service = service_fn(move |job: Job<u32>| {
-            let (seen, told) = (Arc::clone(&seen), told.clone());
+            let (seen, started) = (Arc::clone(&seen), started.clone());
             async move {
-                told.send(*job)?;
+                started.send(*job)?;
                 if *job == 1 {
                     block(&seen);
                 }
@@ -819,13 +819,13 @@ async fn blocking_service_does_not_delay_its_own_pushes() {
     queue.push(1).await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
     let (seen, pushing) = (Arc::clone(&is_over), queue.clone());
-    let (told, mut begun) = tokio::sync::mpsc::unbounded_channel();
+    let (started, mut begun) = tokio::sync::mpsc::unbounded_channel();
     let (go, gone) = oneshot::channel();
     let mut gone = Some(gone);
     let service = service_fn(move |job: Job<u32>| {
-        let (seen, told, pushing, gone) = (Arc::clone(&seen), told.clone(), pushing.clone(), gone.take());
+        let (seen, started, pushing, gone) = (Arc::clone(&seen), started.clone(), pushing.clone(), gone.take());
         async move {
-            told.send(*job)?;
+            started.send(*job)?;
             if let Some(gone) = gone {
                 gone.await?;
                 pushing.push(2).await?;
@@ -1239,9 +1239,9 @@ async fn panic_in_poll_ready_ends_the_worker_but_not_in_a_job() {
 
 /// The names of all events of a worker.
 async fn names_of(mut events: Events) -> Vec<&'static str> {
-    let mut told = Vec::new();
+    let mut names = Vec::new();
     while let Some(event) = events.next().await {
-        told.push(match event {
+        names.push(match event {
             Event::Started { .. } => "started",
             Event::Done { .. } => "done",
             Event::Dead { .. } => "dead",
@@ -1257,7 +1257,7 @@ async fn names_of(mut events: Events) -> Vec<&'static str> {
             _ => "something else",
         });
     }
-    told
+    names
 }
 
 /// The store has put the job back, but its reply was lost. To the retry it replies that the worker does not hold the job.
@@ -1474,16 +1474,16 @@ async fn job_with_an_expired_lease_is_not_started() {
     assert_eq!(record.attempts(), [1]);
     assert!(is_empty(&queue).await);
     worker.stop().await;
-    let told = names_of(events).await;
-    assert_eq!(told[told.len() - 2..], ["started", "done"]);
-    assert!(told[..told.len() - 2].iter().all(|event| *event == "released"), "{told:?}");
+    let names = names_of(events).await;
+    assert_eq!(names[names.len() - 2..], ["started", "done"]);
+    assert!(names[..names.len() - 2].iter().all(|event| *event == "released"), "{names:?}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn cancelled_job_is_notified_and_then_dropped() {
     let queue = queue(MemoryBackend::new());
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let noted = Arc::clone(&told);
+    let events_seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&events_seen);
     let service = service_fn(move |job: Job<u32>| {
         let noted = Arc::clone(&noted);
         async move {
@@ -1506,7 +1506,7 @@ async fn cancelled_job_is_notified_and_then_dropped() {
         assert_eq!(queue.cancel(id).await.unwrap(), Cancelled::Notified);
     }
     sleep(ms(1_100)).await;
-    let mut seen = told.lock().unwrap().clone();
+    let mut seen = events_seen.lock().unwrap().clone();
     seen.sort_unstable();
     assert_eq!(seen, [1, 2]);
     assert_eq!(queue.counts().await.unwrap().running, 1, "one of the jobs reacts");
@@ -1549,12 +1549,12 @@ async fn isolated_worker_abandons_its_job_and_cannot_ack_it() {
     let faults = store.faults();
     let (cut_off, other) = (queue(store), queue(backend));
     let was_cancelled = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&was_cancelled);
+    let flag = Arc::clone(&was_cancelled);
     let service = service_fn(move |job: Job<u32>| {
-        let told = Arc::clone(&told);
+        let flag = Arc::clone(&flag);
         async move {
             job.cancellation().cancelled().await;
-            told.store(true, Ordering::SeqCst);
+            flag.store(true, Ordering::SeqCst);
             // The job ignores the cancellation and returns `Ok`.
             sleep(secs(3)).await;
             Ok::<_, Infallible>(())
@@ -1686,9 +1686,9 @@ async fn outcome_of_a_job_stopped_by_a_shutdown_counts() {
         assert_eq!((job.state, job.attempt), (State::Waiting, attempt), "{id}");
     }
     assert_eq!(queue.counts().await.unwrap().due, 0, "both jobs wait for an hour");
-    let mut told = names_of(events).await;
-    told.sort_unstable();
-    assert_eq!(told[..4], ["cancelled", "dead", "retried", "snoozed"]);
+    let mut names = names_of(events).await;
+    names.sort_unstable();
+    assert_eq!(names[..4], ["cancelled", "dead", "retried", "snoozed"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -1857,16 +1857,16 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
         let worker = Background::start(worker);
         // Success of the healthy partition does not end the reported outage.
         let mut outages = async || {
-            let mut told = Vec::new();
+            let mut changes = Vec::new();
             while let Poll::Ready(event) = poll_fn(|cx| Poll::Ready(outages.as_mut().poll_next(cx))).await {
                 match event {
-                    Some(Event::StoreFailed { .. }) => told.push("fails"),
-                    Some(Event::StoreWorks) => told.push("works"),
+                    Some(Event::StoreFailed { .. }) => changes.push("fails"),
+                    Some(Event::StoreWorks) => changes.push("works"),
                     Some(Event::Missed(_)) | None => panic!("an event was missed"),
                     _ => {}
                 }
             }
-            told
+            changes
         };
         sleep(ms(500)).await;
         is_down.store(true, Ordering::SeqCst);
@@ -2020,8 +2020,8 @@ async fn worker_survives_failures_of_redis() {
 async fn worker_drops_jobs_that_redis_has_lost_and_continues() {
     let mut server = RedisServer::start();
     let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
-    let (record, told) = (Record::new(), Arc::new(AtomicUsize::new(0)));
-    let (noted, count) = (record.clone(), Arc::clone(&told));
+    let (record, calls) = (Record::new(), Arc::new(AtomicUsize::new(0)));
+    let (noted, count) = (record.clone(), Arc::clone(&calls));
     let service = service_fn(move |job: Job<u32>| {
         noted.note(&job);
         let (count, mut cancellation) = (Arc::clone(&count), job.cancellation());
@@ -2056,7 +2056,7 @@ async fn worker_drops_jobs_that_redis_has_lost_and_continues() {
             server.restart();
         }
     }
-    assert_eq!(told.load(Ordering::SeqCst), 10);
+    assert_eq!(calls.load(Ordering::SeqCst), 10);
     worker.stop().await;
     assert!(is_empty(&queue).await);
     assert_eq!(record.payloads(), (0..30).collect::<Vec<_>>());

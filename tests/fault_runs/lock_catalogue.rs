@@ -192,15 +192,15 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         Strike { begun, back, lost: None }
     }),
     fault(MOVED_SLOTS, Cluster, slots_moved),
-    fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(Fair).loses(Loses::AtLeast(3)),
-    fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(Fair).loses(Loses::Nothing).short(),
+    fault(STOPPED_IN_QUEUE, Standalone, holders_stopped_in_queue).of(Fair).loses(Loses::AtLeast(3)),
+    fault(KILLED_HOLDERS, Standalone, holders_killed_in_queue).of(Fair).loses(Loses::Nothing).short(),
     fault(STOPPED, Standalone, server_stopped).of(Fair),
     fault(EMPTIED, Standalone, server_restarted).of(Fair).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(Fair),
     fault(KILLED_PRIMARY, Sentinel, primary_killed).of(Fair).forgets(SECOND),
     fault(MOVED_SLOTS, Cluster, slots_moved).of(Fair),
-    fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(ReadWrite).loses(Loses::AtLeast(3)),
-    fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(ReadWrite).loses(Loses::Nothing),
+    fault(STOPPED_IN_QUEUE, Standalone, holders_stopped_in_queue).of(ReadWrite).loses(Loses::AtLeast(3)),
+    fault(KILLED_HOLDERS, Standalone, holders_killed_in_queue).of(ReadWrite).loses(Loses::Nothing),
     fault(STOPPED, Standalone, server_stopped).of(ReadWrite),
     fault(EMPTIED, Standalone, server_restarted).of(ReadWrite).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(ReadWrite).short(),
@@ -223,7 +223,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
 ];
 
 const STOPPED_HOLDERS: &str = "holders stopped for 0.5 to 3 leases (SIGSTOP)";
-const STOPPED_IN_LINE: &str = "holders stopped for 0.5 to 9 leases (SIGSTOP)";
+const STOPPED_IN_QUEUE: &str = "holders stopped for 0.5 to 9 leases (SIGSTOP)";
 const KILLED_HOLDERS: &str = "holders killed (SIGKILL)";
 const STOPPED: &str = "stopped for 3 leases (SIGSTOP)";
 const EMPTIED: &str = "killed, restarted empty at once (SIGKILL)";
@@ -236,7 +236,7 @@ fn holders_stopped(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
 }
 
 /// The last holder is stopped for so long that its own queue position expires, if it was next, and another process gets the lock.
-fn holders_stopped_in_line(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+fn holders_stopped_in_queue(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     stop_one_by_one(workers, &[1, 2, 4, 18])
 }
 
@@ -266,7 +266,7 @@ fn holders_killed(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
 }
 
 /// The deployment is healthy again when the queue positions of the killed processes have expired.
-fn holders_killed_in_line(deployment: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+fn holders_killed_in_queue(deployment: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     during(|| {
         holders_killed(deployment, workers);
         sleep(Claim::POSITION_TTL);

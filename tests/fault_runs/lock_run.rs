@@ -310,13 +310,13 @@ fn changes(row: &mut LockRow, witness: &RedisServer) {
 fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
     let begun = Instant::now();
     loop {
-        let (mut left, mut places) = (Vec::new(), Vec::new());
+        let (mut left, mut positions) = (Vec::new(), Vec::new());
         for server in deployment.primaries() {
             let mut connection = server.connection();
             let keys: Vec<String> = query(&mut connection, "KEYS *").expect("keys are listed");
             for key in keys {
-                if key.ends_with(":line") || key.ends_with(":places") {
-                    places.push(format!("a waiter in {key}"));
+                if key.ends_with(":queue") || key.ends_with(":positions") {
+                    positions.push(format!("a waiter in {key}"));
                     continue;
                 }
                 let value: Option<Vec<u8>> =
@@ -335,10 +335,10 @@ fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
             }
         }
         // A cancelled waiter leaves the queue. Only the position of a killed process expires by itself.
-        let is_in_line = !places.is_empty() && killed == 0;
-        left.append(&mut places);
+        let is_in_queue = !positions.is_empty() && killed == 0;
+        left.append(&mut positions);
         // The leases of killed processes expire by themselves. The next holder removes what is stored of them.
-        if left.is_empty() || is_in_line || begun.elapsed() > SETTLED + TTL {
+        if left.is_empty() || is_in_queue || begun.elapsed() > SETTLED + TTL {
             return left;
         }
         sleep(Duration::from_millis(50));

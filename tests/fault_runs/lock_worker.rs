@@ -113,10 +113,10 @@ impl Line {
 
 /// Runs the worker if this process is one, and returns whether it is.
 pub fn work_if_asked() -> bool {
-    let Ok(told) = env::var(WORKER) else { return false };
+    let Ok(settings) = env::var(WORKER) else { return false };
     end_at_panics();
-    let [mode, url, witness] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else {
-        panic!("incomplete worker settings: {told}")
+    let [mode, url, witness] = settings.splitn(3, ' ').collect::<Vec<_>>()[..] else {
+        panic!("incomplete worker settings: {settings}")
     };
     let mode = Mode::KNOWN.into_iter().find(|known| format!("{known:?}") == mode).expect("the mode is known");
     // A single thread, so that the whole worker can be blocked.

@@ -964,7 +964,7 @@ async fn lost_lease_cancels_only_if_another_may_start() {
 #[tokio::test(start_paused = true)]
 async fn attempts_have_rising_fences_and_equal_derived_keys() {
     let handler = Handler::new();
-    let (send, mut told) = mpsc::unbounded_channel();
+    let (send, mut attempts) = mpsc::unbounded_channel();
     let app = handler.behind(layer(MemoryBackend::new()), move |request, run| {
         let handle = request.extensions().get::<IdempotencyHandle>().unwrap();
         send.send((handle.attempt(), handle.fence(), handle.derive("charge"))).unwrap();
@@ -974,8 +974,8 @@ async fn attempts_have_rising_fences_and_equal_derived_keys() {
     for request in [pay("k"), pay("k"), pay("k"), at("/refund")] {
         ask(&app, request).await;
     }
-    let [first, second, elsewhere] = [(); 3].map(|()| told.try_recv().unwrap());
-    assert!(told.try_recv().is_err(), "a replay is not an attempt");
+    let [first, second, elsewhere] = [(); 3].map(|()| attempts.try_recv().unwrap());
+    assert!(attempts.try_recv().is_err(), "a replay is not an attempt");
     assert_eq!((first.0, second.0, elsewhere.0), (1, 2, 1));
     assert!(second.1 > first.1, "{second:?} after {first:?}");
     assert_eq!(second.2, first.2);
@@ -1443,10 +1443,10 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
             response.extensions_mut().insert(OutcomeUnknown);
             response
         });
-        let told = ask(&app, pay("k")).await;
+        let response = ask(&app, pay("k")).await;
         let expected = if let As::Grpc = how { StatusCode::OK } else { StatusCode::GATEWAY_TIMEOUT };
-        assert_eq!(told.status(), expected, "{keep:?} {how:?}");
-        assert_eq!(text(told).await, if let As::InParts = how { "no answer from the bank" } else { "" });
+        assert_eq!(response.status(), expected, "{keep:?} {how:?}");
+        assert_eq!(text(response).await, if let As::InParts = how { "no answer from the bank" } else { "" });
         assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?} {how:?}");
         sleep(Duration::from_secs(11)).await;
         assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{keep:?} {how:?}");
@@ -1560,14 +1560,14 @@ async fn outer_layer_does_not_record_inner_rejections() {
             let text = answer.into_body().collect().await.unwrap().to_bytes();
             (status, is_replay, String::from_utf8(text.to_vec()).unwrap())
         };
-        let told = |(status, is_replay, text): (u16, bool, String), expected: u16, problem: &str| {
+        let check = |(status, is_replay, text): (u16, bool, String), expected: u16, problem: &str| {
             assert!((status, is_replay) == (expected, false) && text.contains(problem), "{case}: {status} {text}");
         };
-        told(ask().await, cut_off, "");
-        told(ask().await, 409, "in-flight");
+        check(ask().await, cut_off, "");
+        check(ask().await, 409, "in-flight");
         sleep(Duration::from_secs(15)).await;
         for _ in 0..2 {
-            told(ask().await, 409, "outcome-unknown");
+            check(ask().await, 409, "outcome-unknown");
         }
         assert!(complete_unknown(backend, "paid").await > 0, "{case}");
         let (status, _, text) = ask().await;

@@ -55,11 +55,11 @@ fn replica(guard: IdempotencyLayer<HeaderKey>, runs: &Runs) -> App {
             Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(answer)))
         }
     }));
-    told(service)
+    boxed(service)
 }
 
 /// Returns status, whether the response is a replay, and body.
-fn told<S>(service: S) -> App
+fn boxed<S>(service: S) -> App
 where
     S: Service<Request<Full<Bytes>>, Response = Response<IdempotentBody<Full<Bytes>>>, Error = Infallible>,
     S: Clone + Send + 'static,
@@ -276,7 +276,7 @@ impl Payment {
                     Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("paid by {fence}"))))
                 }
             }));
-            made.push((guard, told(service)));
+            made.push((guard, boxed(service)));
         }
         let [(first, one), (second, other)] = made.try_into().ok().unwrap();
         Self { guards: [first, second], apps: [one, other], begun }

@@ -1,4 +1,4 @@
-//! The contract of lock administration (inspect, list and force unlock) on memory, on one Redis server and on a cluster.
+//! The contract of lock administration (inspect, list and force-release) on memory, on one Redis server and on a cluster.
 
 use crate::support;
 
@@ -81,7 +81,7 @@ async fn foreign_data_is_an_error_and_stays_unchanged() {
             .query(&mut server.connection())
             .unwrap();
         assert!(admin.inspect("a").await.unwrap_err().is_foreign_data());
-        assert!(admin.force_unlock("a").await.unwrap_err().is_foreign_data());
+        assert!(admin.force_release("a").await.unwrap_err().is_foreign_data());
         let still: String = server.query("GET tollgate:2:{lock:default:a}:lease");
         assert_eq!(still, value);
     }
@@ -137,15 +137,15 @@ async fn admin_calls_time_out_if_the_store_hangs() {
     server.pause();
     let begun = Instant::now();
     assert!(admin.inspect("a").await.unwrap_err().is_timeout());
-    assert!(admin.force_unlock("a").await.unwrap_err().is_timeout());
+    assert!(admin.force_release("a").await.unwrap_err().is_timeout());
     assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     server.resume();
 }
 
-/// A force unlock works without free memory, because it frees memory in the end.
+/// A forced release works without free memory, because it frees memory in the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn force_unlock_works_without_free_memory() {
+async fn force_release_works_without_free_memory() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     let (locks, admin) = (
@@ -154,8 +154,8 @@ async fn force_unlock_works_without_free_memory() {
     );
     let lease = locks.lock("a").await.unwrap();
     server.limit_memory(1);
-    assert_eq!(admin.force_unlock("a").await.unwrap().holders, 1);
-    assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+    assert_eq!(admin.force_release("a").await.unwrap().holders, 1);
+    assert_eq!(admin.force_release("b").await.unwrap().holders, 0);
     server.limit_memory(0);
     assert!(locks.clone().try_lock("b").await.is_ok());
     assert!(!admin.inspect("a").await.unwrap().is_held());
@@ -163,7 +163,7 @@ async fn force_unlock_works_without_free_memory() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn force_unlock_returns_a_fence_above_all_earlier_ones() {
+async fn force_release_returns_a_fence_above_all_earlier_ones() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     // Simulates a clock that was set back by a day after this grant.
@@ -176,6 +176,6 @@ async fn force_unlock_returns_a_fence_above_all_earlier_ones() {
     ahead.floor = now + day_us;
     let granted = backend.acquire(&LockKey::new("locks", "ahead"), &ahead).await.unwrap();
     assert!(matches!(granted, Acquired::Granted { fence } if fence > now + day_us), "{granted:?}");
-    let released = LockAdmin::new(backend.clone(), "locks").force_unlock("seen").await.unwrap();
+    let released = LockAdmin::new(backend.clone(), "locks").force_release("seen").await.unwrap();
     assert!(released.fence > now + day_us, "{released:?}");
 }

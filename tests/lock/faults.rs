@@ -360,7 +360,7 @@ async fn dropping_any_lock_future_leaves_nothing_behind() {
     let is_free = async || drop(there.lock("a").await.unwrap());
     drop_everywhere!(admin.inspect("a"), is_free().await);
     drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
-    drop_everywhere!(admin.force_unlock("a"), is_free().await);
+    drop_everywhere!(admin.force_release("a"), is_free().await);
     let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).responder(ErrorResponder);
     let fenced = fenced.layer(service_fn(async |fence: u64| {
         yield_now().await;
@@ -589,7 +589,7 @@ async fn body_runs_only_while_several_locks_are_held() {
     // The loss of one lease is the loss of all.
     let taken_away = async {
         sleep(Duration::from_millis(100)).await;
-        assert_eq!(admin.force_unlock("bob").await.unwrap().holders, 1);
+        assert_eq!(admin.force_release("bob").await.unwrap().holders, 1);
     };
     let (outcome, ()) = tokio::join!(locks.lock_all(["alice", "bob"]).run(|_| pending::<()>()), taken_away);
     assert!(outcome.unwrap_err().is_lost());
@@ -891,24 +891,24 @@ async fn all_callers_get_the_remaining_time_of_the_lease() {
     faults.delay(Duration::from_millis(5));
     let (here, there) = (Locks::new(store, "default"), Locks::new(backend, "default"));
     let held = there.lock("a").await.unwrap();
-    let told = async |key: &'static str| {
+    let wait_is_exact = async |key: &'static str| {
         let requests: JoinSet<_> = (0..10).map(|_| here.try_lock(key).into_future()).collect();
         for answer in requests.join_all().await {
             let error = answer.unwrap_err();
             assert!(matches!(&error, LockError::Busy(busy) if !busy.retry_after().is_zero()), "{error:?}");
         }
     };
-    told("a").await;
+    wait_is_exact("a").await;
     assert_eq!(faults.calls(Verb::Acquire), 1, "one call serves all callers");
     // The same behind a waiter for this lock, or for several locks, that has had its reply.
     let waiter = tokio::spawn(here.lock("a").into_future());
     sleep(Duration::from_millis(50)).await;
-    told("a").await;
+    wait_is_exact("a").await;
     waiter.abort();
     let waiter = tokio::spawn(here.lock_all(["a", "b"]).into_future());
     sleep(Duration::from_millis(50)).await;
-    told("a").await;
-    told("b").await;
+    wait_is_exact("a").await;
+    wait_is_exact("b").await;
     waiter.abort();
     sleep(Duration::from_secs(1)).await;
     // `lock_all` does not claim its first lock while another of its locks is held in this process.
@@ -916,7 +916,7 @@ async fn all_callers_get_the_remaining_time_of_the_lease() {
     let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
     sleep(Duration::from_millis(50)).await;
     let begun = tokio::time::Instant::now();
-    told("b").await;
+    wait_is_exact("b").await;
     assert_eq!(begun.elapsed(), Duration::ZERO);
     drop(second);
     drop((waiter.await.unwrap().unwrap(), held));
@@ -1187,11 +1187,11 @@ struct Hasty {
 impl LockStore for Hasty {
     delegate_lock!(inner: acquire, acquire_all, renew, release);
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         if let Some(lease) = self.held.lock().await.take() {
             lease.release().await.unwrap();
         }
-        LockStore::watch(&self.inner, lock, in_line).await
+        LockStore::watch(&self.inner, lock, waiter).await
     }
 
     fn reach(&self) -> Reach {
@@ -1705,11 +1705,11 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     sleep(ttl / 2).await;
     assert!(lease.check().is_err() || believes_until(&lease) <= ends - margin);
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
-    let (told, told_us) = (Instant::now(), now_us());
+    let (notified, notified_us) = (Instant::now(), now_us());
     assert!(lease.check().is_err() && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
     // A holder without a processor cannot be notified.
-    let waited = meter.stop().between(told - SLACK, told);
-    let late = Duration::from_micros(told_us.saturating_sub(ends));
+    let waited = meter.stop().between(notified - SLACK, notified);
+    let late = Duration::from_micros(notified_us.saturating_sub(ends));
     assert!(late <= waited, "notified {late:?} after the key expired, of which {waited:?} without a processor");
     if !is_killed {
         server.resume();
@@ -1899,7 +1899,7 @@ async fn waiter_behind_a_dead_waiter_polls_rarely() {
         let claim = |line| claim_in(line, LONG);
         let (held, dead) = (claim(Queueing::Bypass), claim(Queueing::Enqueue));
         backend.acquire(&lock, &held).await.unwrap();
-        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
+        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::Queued { is_first: true, .. }));
         backend.release(&lock, &held.token).await.unwrap();
         let locks = Locks::new(store, "default").fair().deadline(Duration::from_secs(2)).wait(LONG);
         let waiter = tokio::spawn(locks.lock("a").into_future());
@@ -2001,14 +2001,14 @@ async fn evicted_positions_are_restored_once() {
     assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
     for place in 0..3 {
         let answer = backend.acquire(&lock, &claim(LONG)).await.unwrap();
-        assert!(matches!(answer, Acquired::InLine { is_first, .. } if is_first == (place == 0)), "{answer:?}");
+        assert!(matches!(answer, Acquired::Queued { is_first, .. } if is_first == (place == 0)), "{answer:?}");
     }
     let begun = Instant::now();
-    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
+    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:positions"]);
     // A claim that does not enter the queue leaves no key without an expiry.
     let passing = claim_in(Queueing::Yield, LONG);
     assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
-    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
+    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:positions"]);
     assert!(lives > 0, "{lives}");
     let mine = claim(LONG);
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {

@@ -847,8 +847,8 @@ async fn too_small_fence_is_rejected() {
         (fenced("a", "nine"), 400),
         (post("/"), 400),
     ] {
-        let told = format!("{:?}", request.headers());
-        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{told}");
+        let headers = format!("{:?}", request.headers());
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{headers}");
     }
     // All services of a layer share the recorded fences.
     let service = layer.responder(tollgate::grpc::GrpcResponder::new()).layer(handler);

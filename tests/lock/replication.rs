@@ -529,7 +529,7 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     let ttl = Duration::from_secs(30);
     let locks = Locks::new(store, "default").replication(Replication::Require(1)).ttl(ttl);
     let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
-    LockAdmin::new(backend, "default").force_unlock("taken").await.unwrap();
+    LockAdmin::new(backend, "default").force_release("taken").await.unwrap();
     let begun = tokio::time::Instant::now();
     assert_eq!(taken.lost().await.reason(), LossReason::Taken);
     // With the second renewal. Later renewals may be sent in separate calls.
@@ -610,10 +610,10 @@ async fn missing_replicas_differ_from_a_silent_server() {
     // Half of the deadline is slack for a busy machine. Whether the server had a processor is not known, so a few late replies are
     // accepted. Regression: a third were late.
     answers.retain(|(begun, ended, _)| waits.between(*begun, *ended) < Duration::from_millis(50));
-    let (told, late): (Vec<_>, Vec<_>) = answers
+    let (in_time, late): (Vec<_>, Vec<_>) = answers
         .into_iter()
         .map(|(.., answer)| answer)
         .partition(|answer| matches!(answer, Err(LockError::NotReplicated(_))));
-    assert!(!told.is_empty() && told.len() >= 8 * late.len(), "{late:?}");
-    assert!(told.into_iter().all(|answer| shortage(answer) == (0, 1)));
+    assert!(!in_time.is_empty() && in_time.len() >= 8 * late.len(), "{late:?}");
+    assert!(in_time.into_iter().all(|answer| shortage(answer) == (0, 1)));
 }

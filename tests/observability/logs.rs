@@ -214,11 +214,11 @@ async fn unrecorded_requests_log_one_line_at_start_and_end() {
     }
     let begins = r#"WARN idempotency store fails: requests are served without a record layer="pay""#;
     let opens = r#"WARN idempotency circuit opens: only probes call the store layer="pay""#;
-    let told = log.take();
-    let [fails, passes, _] = &*told else { panic!("{} lines", told.len()) };
+    let messages = log.take();
+    let [fails, passes, _] = &*messages else { panic!("{} lines", messages.len()) };
     assert!(!passes.cause.is_empty() && passes.cause == fails.cause, "{:?}", passes.cause);
     assert_eq!(
-        told.iter().map(|told| &*told.line).collect::<Vec<_>>(),
+        messages.iter().map(|message| &*message.line).collect::<Vec<_>>(),
         [r#"WARN idempotency store fails layer="pay""#, begins, opens]
     );
     faults.heal();
@@ -332,12 +332,12 @@ async fn failure_for_shadow_policies_has_its_own_lines() {
     for request in 0..20 {
         service.clone().oneshot(request).await.unwrap();
     }
-    let told = log.take();
-    let lines: Vec<&str> = told.iter().map(|message| &*message.line).collect();
+    let messages = log.take();
+    let lines: Vec<&str> = messages.iter().map(|message| &*message.line).collect();
     let begins = "WARN rate limit store fails for shadow policies: they are not counted";
     let opens = "WARN rate limit circuit of shadow policies opens: only probes call the store about them";
     assert_eq!(lines, [begins, opens]);
-    assert_eq!((&*told[0].cause, &*told[0].then), ("connection refused", ""));
+    assert_eq!((&*messages[0].cause, &*messages[0].then), ("connection refused", ""));
 
     store.broken.store(false, Ordering::Relaxed);
     for request in 0..3 {
@@ -439,11 +439,11 @@ async fn unlocked_requests_log_the_cause() {
     let layer = LockLayer::new(store, "requests").key(GlobalKey).on_store_error(tollgate::OnStoreError::Allow);
     let service = layer.responder(ErrorResponder).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     service.oneshot(()).await.unwrap();
-    let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    let messages: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
     let cause = "a fault injected by the test";
     let expected = ["WARN lock store fails", "WARN lock store fails: requests pass without a lock"]
         .map(|line| (line.into(), cause.into()));
-    assert_eq!(told, expected);
+    assert_eq!(messages, expected);
 }
 
 /// An operator needs to know which requests run without a lock: payments or reports.
@@ -582,9 +582,9 @@ async fn log_of_an_unknown_outcome_has_its_error() {
     for (number, (error, cause)) in errors.into_iter().enumerate() {
         let operation = Operation::new("alice", number.to_string());
         assert!(payouts.run(operation, "", async |_| Err::<&str, _>(error)).await.is_err());
-        let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+        let messages: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
         let line = "WARN an operation has failed: its outcome is unknown when its lease has ended";
-        assert_eq!(told, [(line.to_owned(), cause.to_owned())]);
+        assert_eq!(messages, [(line.to_owned(), cause.to_owned())]);
     }
 }
 
@@ -1505,7 +1505,7 @@ async fn a_loss_found_at_release_is_logged_once() {
     let locks = Locks::new(store.clone(), "default");
     let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store, "default"));
     let lease = locks.lock("a").await.unwrap();
-    admin.force_unlock("a").await.unwrap();
+    admin.force_release("a").await.unwrap();
     log.take();
     assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Lost);
     locks.shutdown().await;
@@ -1514,17 +1514,17 @@ async fn a_loss_found_at_release_is_logged_once() {
     // If the connection fails, the outcome of the release is uncertain.
     let locks = Locks::new(locks_store.clone(), "default");
     let lease = locks.lock("a").await.unwrap();
-    admin.force_unlock("a").await.unwrap();
+    admin.force_release("a").await.unwrap();
     log.take();
     faults.fail_next(1, Failure::Unavailable);
     assert_eq!(lease.release().await.unwrap(), tollgate::lock::ReleaseOutcome::Uncertain);
     assert!(log.lines().is_empty());
 
     // A layer does not read the outcome of its releases.
-    let seizing = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
+    let admin = tollgate::lock::LockAdmin::new(locks_store.clone(), "requests");
     let layer = LockLayer::new(locks_store, "requests").key(GlobalKey).responder(ErrorResponder);
     let service = layer.layer(service_fn(async |_: ()| {
-        seizing.force_unlock(Key::GLOBAL).await.unwrap();
+        admin.force_release(Key::GLOBAL).await.unwrap();
         Ok::<_, BoxError>(())
     }));
     service.clone().oneshot(()).await.unwrap();

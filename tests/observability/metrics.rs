@@ -119,7 +119,7 @@ fn lock_requests_are_counted_by_outcome() {
             drop(locks.try_lock("c").await.unwrap());
             locks.lock("d").max_hold(Duration::from_millis(5)).await.unwrap().lost().await;
             let lease = locks.lock("e").await.unwrap();
-            admin.force_unlock("e").await.unwrap();
+            admin.force_release("e").await.unwrap();
             lease.lost().await;
             // A request that finds the wait queue full, and a waiter that gets no notification.
             let lease = others.lock("f").await.unwrap();
@@ -1520,11 +1520,11 @@ fn losses_found_at_release_are_counted_once() {
     let admin = LockAdmin::new(backend, "orders");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
-            let outcome = locks.run("a", async |_| admin.force_unlock("a").await.unwrap().holders).await;
+            let outcome = locks.run("a", async |_| admin.force_release("a").await.unwrap().holders).await;
             assert_eq!(outcome.unwrap_err().into_output(), Some(1));
             // The release task counts it, too.
             let lease = locks.lock("a").await.unwrap();
-            admin.force_unlock("a").await.unwrap();
+            admin.force_release("a").await.unwrap();
             drop(lease);
             locks.shutdown().await;
         });

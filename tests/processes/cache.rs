@@ -21,7 +21,7 @@ const PROCESSES: usize = 3;
 const CALLERS: usize = 1_000;
 const LEASE: Duration = Duration::from_secs(1);
 /// Longer than any pause of a busy machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Marks a worker. Contains the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_CACHE";
 
@@ -36,7 +36,7 @@ pub(crate) fn is_worker() -> bool {
     let Ok(url) = env::var(WORKER) else { return false };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let backend = runtime.block_on(RedisBackend::connect(&url)).unwrap();
-    let cache = Cache::<u32>::new(backend, "numbers", Duration::from_secs(60)).deadline(PATIENCE).lease(LEASE);
+    let cache = Cache::<u32>::new(backend, "numbers", Duration::from_secs(60)).deadline(TIMEOUT).lease(LEASE);
     println!("ready");
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split(' ').map(|word| word.parse().unwrap());
@@ -79,7 +79,7 @@ fn start(server: &RedisServer, number: usize) -> (Vec<Worker>, Receiver<String>)
 }
 
 fn next(lines: &Receiver<String>) -> String {
-    lines.recv_timeout(PATIENCE).expect("a worker prints a line")
+    lines.recv_timeout(TIMEOUT).expect("a worker prints a line")
 }
 
 /// The value of all callers of a worker, and their longest wait.

@@ -50,7 +50,7 @@ pub(crate) fn is_worker() -> bool {
 #[derive(Clone, Copy, Default)]
 struct Wait {
     asked: u64,
-    in_line: u64,
+    queued_at: u64,
     last: u64,
     longest_silence: u64,
 }
@@ -72,13 +72,13 @@ impl LockStore for Observed {
 
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let now = now_us();
-        let in_line = {
+        let queued_at = {
             let mut waits = self.waits.lock().unwrap();
             let wait = waits.by_token.entry(claim.token).or_insert(Wait { asked: now, last: now, ..Wait::default() });
             wait.longest_silence = wait.longest_silence.max(now.saturating_sub(wait.last));
             // Until a reply confirms the position again, it is unknown. A waiter that receives a grant after the end of the lease, or
             // never, has had its turn. Its next request joins the end of the queue.
-            std::mem::take(&mut wait.in_line)
+            std::mem::take(&mut wait.queued_at)
         };
         let answer = self.inner.acquire(lock, claim).await;
         let answered = now_us();
@@ -88,9 +88,9 @@ impl LockStore for Observed {
         wait.longest_silence = wait.longest_silence.max(answered.saturating_sub(wait.last));
         wait.last = now;
         match answer {
-            Ok(Acquired::InLine { .. }) => wait.in_line = if in_line == 0 { answered } else { in_line },
+            Ok(Acquired::Queued { .. }) => wait.queued_at = if queued_at == 0 { answered } else { queued_at },
             Ok(Acquired::Granted { fence }) => {
-                let wait = Wait { in_line, ..*wait };
+                let wait = Wait { queued_at, ..*wait };
                 waits.by_fence.insert(fence, wait);
             }
             _ => {}
@@ -116,9 +116,9 @@ async fn work(url: &str) {
                 let time_limit = Duration::from_millis(if turn.is_multiple_of(3) { turn % 40 } else { 60_000 });
                 let Ok(Ok(lease)) = timeout(time_limit, locks.lock("a").into_future()).await else { continue };
                 let wait = waits.lock().unwrap().by_fence.remove(&lease.fence()).unwrap();
-                let Wait { asked, in_line, longest_silence, .. } = wait;
+                let Wait { asked, queued_at, longest_silence, .. } = wait;
                 let mut out = std::io::stdout();
-                writeln!(out, "{} {asked} {in_line} {longest_silence} {}", lease.fence(), now_us()).unwrap();
+                writeln!(out, "{} {asked} {queued_at} {longest_silence} {}", lease.fence(), now_us()).unwrap();
                 out.flush().unwrap();
                 sleep(Duration::from_millis(turn % 4)).await;
                 drop(lease);
@@ -134,7 +134,7 @@ async fn work(url: &str) {
 struct Grant {
     fence: u64,
     asked: u64,
-    in_line: u64,
+    queued_at: u64,
     silence: u64,
     at: u64,
 }
@@ -162,8 +162,8 @@ fn no_live_waiter_is_overtaken() {
     }
     let read = |line: String| {
         let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
-        let [fence, asked, in_line, silence, at] = numbers[..] else { return None };
-        Some(Grant { fence, asked, in_line, silence, at })
+        let [fence, asked, queued_at, silence, at] = numbers[..] else { return None };
+        Some(Grant { fence, asked, queued_at, silence, at })
     };
     let mut grants: Vec<Grant> = lines.iter().filter_map(read).collect();
     grants.sort_unstable_by_key(|grant| grant.fence);
@@ -171,10 +171,10 @@ fn no_live_waiter_is_overtaken() {
     // The latest first request among the waiters served so far.
     let mut latest = (0, 0);
     for grant in &grants {
-        if grant.in_line > 0 && grant.silence < ALIVE.as_micros() as u64 {
+        if grant.queued_at > 0 && grant.silence < ALIVE.as_micros() as u64 {
             waited += 1;
             let (asked, fence) = latest;
-            assert!(grant.in_line >= asked, "{fence} overtook {} by {} us", grant.fence, asked - grant.in_line);
+            assert!(grant.queued_at >= asked, "{fence} overtook {} by {} us", grant.fence, asked - grant.queued_at);
         }
         latest = latest.max((grant.asked, grant.fence));
     }
@@ -184,6 +184,6 @@ fn no_live_waiter_is_overtaken() {
     assert!(grants.len() > 300 && waited > 100, "too few grants to check");
     let bound = TTL + Claim::POSITION_TTL + Duration::from_secs(2);
     assert!(longest < bound.as_micros() as u64, "no grant for {longest} us");
-    let left: u64 = server.query("EXISTS tollgate:2:{lock:default:a}:line");
+    let left: u64 = server.query("EXISTS tollgate:2:{lock:default:a}:queue");
     assert_eq!(left, 0, "a waiter is left in the queue");
 }

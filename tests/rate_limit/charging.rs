@@ -91,8 +91,8 @@ async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible
     let mut response = Response::new(Empty::new());
     if let Some(limit) = request.extensions().get::<RateLimitHandle>() {
         let decision = limit.decision().unwrap();
-        let told = format!("{} of {}", decision.remaining().unwrap(), decision.limit());
-        response.headers_mut().insert("x-told", told.parse().unwrap());
+        let text = format!("{} of {}", decision.remaining().unwrap(), decision.limit());
+        response.headers_mut().insert("x-decision", text.parse().unwrap());
     }
     Ok(response)
 }
@@ -103,8 +103,8 @@ where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
 {
     let response = service.oneshot(request()).await.unwrap();
-    let told = response.headers().get("x-told").map(|told| told.to_str().unwrap().to_owned());
-    (told, response.extensions().get::<Decision>().map(|decision| (decision.remaining(), decision.limit())))
+    let text = response.headers().get("x-decision").map(|text| text.to_str().unwrap().to_owned());
+    (text, response.extensions().get::<Decision>().map(|decision| (decision.remaining(), decision.limit())))
 }
 
 #[tokio::test]

@@ -106,9 +106,9 @@ macro_rules! delegate_lock {
         async fn watch(
             &self,
             lock: &tollgate::lock::LockKey,
-            in_line: Option<&tollgate::lock::store::Token>,
+            waiter: Option<&tollgate::lock::store::Token>,
         ) -> tollgate::lock::store::Notifications {
-            tollgate::lock::store::LockStore::watch(&self.$inner, lock, in_line).await
+            tollgate::lock::store::LockStore::watch(&self.$inner, lock, waiter).await
         }
     };
     (@scope $inner:tt) => {

@@ -19,7 +19,7 @@ pub const LATE: Duration = Duration::from_millis(50);
 /// How soon after a fault notifications have to be on time again.
 pub const SOON: Duration = Duration::from_secs(2);
 /// The longest wait for a notification.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const TIMEOUT: Duration = Duration::from_secs(10);
 const TTL: Duration = Duration::from_secs(60);
 /// The number of notifications of each kind.
 const TRIES: usize = 5;
@@ -60,8 +60,8 @@ impl Worker {
         sleep(LATE).await;
         until_ok(async || queue.push(0).await.map(drop)).await;
         let pushed = Instant::now();
-        let begun = timeout(PATIENCE, self.begun.recv()).await;
-        begun.map_or(PATIENCE, |begun| begun.expect("the worker runs").saturating_duration_since(pushed))
+        let begun = timeout(TIMEOUT, self.begun.recv()).await;
+        begun.map_or(TIMEOUT, |begun| begun.expect("the worker runs").saturating_duration_since(pushed))
     }
 }
 
@@ -84,7 +84,7 @@ impl Waiting {
         let locks = LockStore::watch(&hears, &lock, None).await;
         let operations = IdempotencyStore::watch(&hears, &operation).await;
         let queue = DelayQueue::new(teller.clone(), name.clone());
-        let queue = queue.deadline(PATIENCE).circuit_breaker(CircuitBreaker::off());
+        let queue = queue.deadline(TIMEOUT).circuit_breaker(CircuitBreaker::off());
         let worker = Worker::start(DelayQueue::new(hears, name));
         Self { teller, lock, locks, operation, operations, queue, worker }
     }
@@ -115,7 +115,7 @@ impl Waiting {
         quiet(&mut self.locks).await;
         let begun = Instant::now();
         until_ok(|| LockStore::release(&self.teller, &self.lock, &token)).await;
-        let _ = timeout(PATIENCE, self.locks.next()).await;
+        let _ = timeout(TIMEOUT, self.locks.next()).await;
         begun.elapsed()
     }
 
@@ -126,7 +126,7 @@ impl Waiting {
         quiet(&mut self.operations).await;
         let begun = Instant::now();
         until_ok(|| IdempotencyStore::release(&self.teller, &self.operation, &claim)).await;
-        let _ = timeout(PATIENCE, self.operations.next()).await;
+        let _ = timeout(TIMEOUT, self.operations.next()).await;
         begun.elapsed()
     }
 }
@@ -134,7 +134,7 @@ impl Waiting {
 async fn until_ok<T, E: Debug>(call: impl AsyncFn() -> Result<T, E>) {
     let begun = Instant::now();
     while let Err(error) = call().await {
-        assert!(begun.elapsed() < PATIENCE, "{error:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{error:?}");
         sleep(Duration::from_millis(5)).await;
     }
 }

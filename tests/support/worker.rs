@@ -27,16 +27,16 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the process with `told` in the variable that marks it as a worker. The lines that it prints go to `lines`, except those for
+    /// Starts the process with `settings` in the variable that marks it as a worker. The lines that it prints go to `lines`, except those for
     /// which `read` returns `None`.
     pub fn start<T: Send + 'static>(
         variable: &str,
-        told: &str,
+        settings: &str,
         lines: Sender<T>,
         read: impl Fn(String) -> Option<T> + Send + 'static,
     ) -> Self {
         let mut process = Command::new(env::current_exe().expect("this program has a path"))
-            .env(variable, told)
+            .env(variable, settings)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

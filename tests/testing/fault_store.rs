@@ -58,7 +58,7 @@ async fn admin_calls_are_subject_to_faults() {
     faults.fail(Failure::Unauthorized);
     let errors = [
         locks.inspect("a").await.map(drop),
-        locks.force_unlock("a").await.map(drop),
+        locks.force_release("a").await.map(drop),
         locks.list(Cursor::default(), 1).await.map(drop),
         operations.inspect(&operation).await.map(drop),
         operations.forget(&status).await.map(drop),

@@ -110,8 +110,8 @@ async fn client_of(client: u64, app: Router, key: &str) -> Result<Receipt, BoxEr
     let (mut tries, mut hung_up) = (0, false);
     loop {
         tries += 1;
-        let patience = Duration::from_millis(if client.is_multiple_of(2) && tries == 1 { client } else { 60_000 });
-        if let Ok(response) = timeout(patience, app.clone().oneshot(payment(key, "100 EUR")?)).await {
+        let limit = Duration::from_millis(if client.is_multiple_of(2) && tries == 1 { client } else { 60_000 });
+        if let Ok(response) = timeout(limit, app.clone().oneshot(payment(key, "100 EUR")?)).await {
             let response = response?;
             if response.status() == StatusCode::OK {
                 let is_replay = response.headers().contains_key("idempotent-replayed");

@@ -16,7 +16,7 @@ use tollgate::backend::redis::bb8_redis::redis;
 use tollgate::idempotency::{Idempotent, Operation};
 use tollgate::{BoxError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisOptions};
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const DEADLINE: Duration = Duration::from_secs(5);
 
 struct Server(redis::aio::MultiplexedConnection);
 
@@ -84,7 +84,7 @@ async fn main() -> Result<(), BoxError> {
         ("count, three limits", three.limit(Quota::per_hour(1_000).sliding_window()), 1),
         ("request in a sliding log, ten in a key", Policy::new("log", log), 10),
     ] {
-        let limiter = Arc::new(Limiter::new(backend.clone(), policy).deadline(PATIENCE));
+        let limiter = Arc::new(Limiter::new(backend.clone(), policy).deadline(DEADLINE));
         let call = move |number: usize| {
             let limiter = Arc::clone(&limiter);
             async move { Ok(limiter.check((number / requests) as u64).await.map(|_| None)?) }
@@ -93,14 +93,14 @@ async fn main() -> Result<(), BoxError> {
     }
 
     for (what, name, releases) in [("lock, held", "held", false), ("lock, acquired and released", "released", true)] {
-        let locks = Locks::new(backend.clone(), name).ttl(Duration::from_secs(180)).deadline(PATIENCE);
+        let locks = Locks::new(backend.clone(), name).ttl(Duration::from_secs(180)).deadline(DEADLINE);
         let acquire = move |number: usize| {
             let lease = locks.lock(number as u64);
             async move { Ok(if releases { lease.await?.release().await.map(|_| None)? } else { Some(lease.await?) }) }
         };
         server.measure(what, calls, acquire).await?;
     }
-    let operations = Idempotent::new(backend.clone(), "operations").deadline(PATIENCE);
+    let operations = Idempotent::new(backend.clone(), "operations").deadline(DEADLINE);
     let once = move |number: usize| {
         let operations = operations.clone();
         let work = async |_| Ok::<_, BoxError>([b'x'; 100]);
@@ -108,7 +108,7 @@ async fn main() -> Result<(), BoxError> {
     };
     server.measure("operation with a response of 100 bytes", calls, once).await?;
 
-    let queue = DelayQueue::<String>::new(backend.clone(), "queue").deadline(PATIENCE);
+    let queue = DelayQueue::<String>::new(backend.clone(), "queue").deadline(DEADLINE);
     let push = move |number: usize| {
         let push = queue.push(format!("{number:0100}")).delay(Duration::from_secs(3_600));
         async { Ok(push.await.map(|_| None)?) }

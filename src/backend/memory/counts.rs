@@ -35,7 +35,7 @@ pub(super) struct SlidingLog {
 
 impl Counts {
     pub(super) fn new(policy: &Policy, now: u64) -> Self {
-        let limits = policy.terms().iter().map(|terms| LimitCount::new(terms.algorithm, now)).collect();
+        let limits = policy.params().iter().map(|params| LimitCount::new(params.algorithm, now)).collect();
         Self { policy: policy.clone(), last: now, blocked_until: 0, limits }
     }
 
@@ -59,25 +59,25 @@ impl Counts {
 
     /// When the counts expire.
     pub(super) fn expires_us(&self) -> u64 {
-        let expires = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
-            LimitCount::Plain(count) => count.expires(terms, self.last),
-            LimitCount::Log(log) => log.requests.back().map_or(0, |(time, _)| time + terms.span),
+        let expires = |(limit, params): (&LimitCount, &LimitParams)| match limit {
+            LimitCount::Plain(count) => count.expires(params, self.last),
+            LimitCount::Log(log) => log.requests.back().map_or(0, |(time, _)| time + params.span),
         };
-        let limits = self.limits.iter().zip(self.policy.terms()).map(expires);
+        let limits = self.limits.iter().zip(self.policy.params()).map(expires);
         limits.max().unwrap_or(0).max(self.blocked_until)
     }
 
     /// The used share of the fullest limit, in 1/65,536: the loss if the counts are evicted. At least one, and more for a blocked key.
     pub(super) fn value(&self, now: u64) -> u64 {
         let now = now.max(self.last);
-        let share = |(limit, terms): (&LimitCount, &LimitParams)| {
+        let share = |(limit, params): (&LimitCount, &LimitParams)| {
             let used = match limit {
-                LimitCount::Plain(count) => count.used_at(terms, self.last, now),
+                LimitCount::Plain(count) => count.used_at(params, self.last, now),
                 LimitCount::Log(log) => log.used,
             };
-            share_of(used, terms)
+            share_of(used, params)
         };
-        let fullest = self.limits.iter().zip(self.policy.terms()).map(share).max().unwrap_or(0);
+        let fullest = self.limits.iter().zip(self.policy.params()).map(share).max().unwrap_or(0);
         fullest + 1 + (u64::from(self.blocked_until > now) << 20)
     }
 
@@ -94,10 +94,10 @@ impl Counts {
     fn bring_up_to(&mut self, now: u64) {
         // A test may use another clock than the test before it, so `now` may be earlier.
         let now = now.max(self.last);
-        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
+        for (limit, params) in self.limits.iter_mut().zip(self.policy.params()) {
             match limit {
-                LimitCount::Plain(count) => count.advance(terms, self.last, now),
-                LimitCount::Log(log) => log.advance(terms, now),
+                LimitCount::Plain(count) => count.advance(params, self.last, now),
+                LimitCount::Log(log) => log.advance(params, now),
             }
         }
         self.last = now;
@@ -105,11 +105,11 @@ impl Counts {
 
     fn carry_over_to(&mut self, policy: &Policy, now: u64) {
         let now = now.max(self.last);
-        let (old, new, change) = (self.policy.clone(), policy.terms(), policy.quota_change());
+        let (old, new, change) = (self.policy.clone(), policy.params(), policy.quota_change());
         // Until now, the old rates apply.
-        for (limit, terms) in self.limits.iter_mut().zip(old.terms()) {
+        for (limit, params) in self.limits.iter_mut().zip(old.params()) {
             if let LimitCount::Plain(count) = limit {
-                count.advance(terms, self.last, now);
+                count.advance(params, self.last, now);
             }
         }
         self.last = now;
@@ -117,21 +117,23 @@ impl Counts {
             Some(LimitCount::Plain(count)) => Some(*count),
             Some(LimitCount::Log(_)) | None => None,
         };
-        let carried: SmallVec<[Option<Count>; 4]> = carry_over(old.terms(), counts, new, change).collect();
-        let mut logs: Vec<_> = std::mem::take(&mut self.limits).into_iter().zip(old.terms()).collect();
-        let mut take_log = |terms: &LimitParams| {
+        let carried: SmallVec<[Option<Count>; 4]> = carry_over(old.params(), counts, new, change).collect();
+        let mut logs: Vec<_> = std::mem::take(&mut self.limits).into_iter().zip(old.params()).collect();
+        let mut take_log = |params: &LimitParams| {
             let same = |(limit, old): &(LimitCount, &LimitParams)| {
-                matches!(limit, LimitCount::Log(_)) && old.span == terms.span
+                matches!(limit, LimitCount::Log(_)) && old.span == params.span
             };
             match logs.iter().position(same).map(|index| logs.remove(index)) {
-                Some((LimitCount::Log(log), old)) if old.capacity == terms.capacity || change != QuotaChange::Reset => {
+                Some((LimitCount::Log(log), old))
+                    if old.capacity == params.capacity || change != QuotaChange::Reset =>
+                {
                     log
                 }
                 _ => Box::default(),
             }
         };
-        let limits = new.iter().zip(carried).map(|(terms, carried)| match (terms.algorithm, carried) {
-            (Algorithm::SlidingLog, _) => LimitCount::Log(take_log(terms)),
+        let limits = new.iter().zip(carried).map(|(params, carried)| match (params.algorithm, carried) {
+            (Algorithm::SlidingLog, _) => LimitCount::Log(take_log(params)),
             (_, Some(count)) => LimitCount::Plain(count),
             (algorithm, None) => LimitCount::new(algorithm, now),
         });
@@ -141,13 +143,13 @@ impl Counts {
 
     /// The state of all limits, and how long a request of `cost` has to wait.
     fn decide(&self, cost: u64) -> Decision {
-        let status = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
-            LimitCount::Plain(count) => count.status(terms, self.last, cost),
-            LimitCount::Log(log) => log.status(terms, self.last, cost),
+        let status = |(limit, params): (&LimitCount, &LimitParams)| match limit {
+            LimitCount::Plain(count) => count.status(params, self.last, cost),
+            LimitCount::Log(log) => log.status(params, self.last, cost),
         };
-        let decision = match (self.limits.as_slice(), self.policy.terms()) {
-            ([limit], [terms]) => Decision::of_one(status((limit, terms)), None),
-            (limits, terms) => Decision::new(limits.iter().zip(terms).map(status)),
+        let decision = match (self.limits.as_slice(), self.policy.params()) {
+            ([limit], [params]) => Decision::of_one(status((limit, params)), None),
+            (limits, params) => Decision::new(limits.iter().zip(params).map(status)),
         };
         match self.blocked_until.checked_sub(self.last) {
             None | Some(0) => decision,
@@ -156,22 +158,22 @@ impl Counts {
     }
 
     fn charge(&mut self, units: u64) {
-        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
+        for (limit, params) in self.limits.iter_mut().zip(self.policy.params()) {
             match limit {
-                LimitCount::Plain(count) => count.charge(terms, self.last, units),
-                LimitCount::Log(log) => log.charge(terms, self.last, units),
+                LimitCount::Plain(count) => count.charge(params, self.last, units),
+                LimitCount::Log(log) => log.charge(params, self.last, units),
             }
         }
     }
 
     fn refund(&mut self, receipt: Receipt, units: u64) {
         let (at, mut buckets) = (receipt.as_micros(), receipt.missing());
-        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
+        for (limit, params) in self.limits.iter_mut().zip(self.policy.params()) {
             match limit {
                 LimitCount::Plain(count) => {
-                    let is_bucket = terms.algorithm == Algorithm::TokenBucket;
+                    let is_bucket = params.algorithm == Algorithm::TokenBucket;
                     let missing = if is_bucket { buckets.next().unwrap_or(0) } else { 0 };
-                    count.refund(terms, self.last, at, missing, units);
+                    count.refund(params, self.last, at, missing, units);
                 }
                 LimitCount::Log(log) => log.refund(at, units),
             }
@@ -180,8 +182,8 @@ impl Counts {
 }
 
 /// The used share of a limit, in 1/65,536.
-pub(super) fn share_of(used: u64, terms: &LimitParams) -> u64 {
-    let share = (u128::from(used) << 16) / u128::from(terms.capacity.max(1));
+pub(super) fn share_of(used: u64, params: &LimitParams) -> u64 {
+    let share = (u128::from(used) << 16) / u128::from(params.capacity.max(1));
     u64::try_from(share).unwrap_or(u64::MAX)
 }
 
@@ -192,18 +194,18 @@ impl LimitCount {
 }
 
 impl SlidingLog {
-    fn advance(&mut self, terms: &LimitParams, now: u64) {
+    fn advance(&mut self, params: &LimitParams, now: u64) {
         while let Some(&(time, cost)) = self.requests.front()
-            && time + terms.span <= now
+            && time + params.span <= now
         {
             self.requests.pop_front();
             self.used -= u64::from(cost);
         }
     }
 
-    fn status(&self, terms: &LimitParams, now: u64, cost: u64) -> LimitStatus {
-        let capacity = terms.capacity;
-        let until_gone = |time: u64| Duration::from_micros(time + terms.span - now);
+    fn status(&self, params: &LimitParams, now: u64, cost: u64) -> LimitStatus {
+        let capacity = params.capacity;
+        let until_gone = |time: u64| Duration::from_micros(time + params.span - now);
         let mut retry = Duration::ZERO;
         if cost > 0 && self.used.saturating_add(cost) > capacity {
             // Wait until enough of the oldest requests have left the window.
@@ -229,12 +231,12 @@ impl SlidingLog {
         LimitStatus::new(capacity, capacity.saturating_sub(self.used), retry, reset)
     }
 
-    fn charge(&mut self, terms: &LimitParams, now: u64, units: u64) {
-        let most = (2 * terms.capacity).saturating_sub(self.used);
+    fn charge(&mut self, params: &LimitParams, now: u64, units: u64) {
+        let most = (2 * params.capacity).saturating_sub(self.used);
         // It fits into a `u32`: see `Quota::MAX_SLIDING_LOG`.
         let units = units.min(most) as u32;
         if units > 0 {
-            self.make_room(terms.capacity);
+            self.make_room(params.capacity);
             self.requests.push_back((now, units));
             self.used += u64::from(units);
         }
@@ -308,7 +310,7 @@ impl Counts {
         self.charge(cost);
         // The state after the charge. A cost of 0 violates no limit.
         let decision = self.decide(0);
-        let receipt = receipt(self.last, self.policy.terms(), decision.limits());
+        let receipt = receipt(self.last, self.policy.params(), decision.limits());
         (decision.with_receipt(receipt), true)
     }
 
@@ -326,23 +328,23 @@ impl Counts {
         }
         // The correction may come from an older policy with a smaller quota. Do not cut the counts to that.
         let mut capacities =
-            self.policy.terms().iter().zip(policy.terms()).map(|(old, new)| (old.capacity, new.capacity));
+            self.policy.params().iter().zip(policy.params()).map(|(old, new)| (old.capacity, new.capacity));
         if policy.quota_change() != QuotaChange::Reset && capacities.all(|(old, new)| new >= old) {
             return true;
         }
         let now = now.max(self.last);
-        self.limits.iter().zip(self.policy.terms()).all(|(limit, terms)| match limit {
-            LimitCount::Plain(count) => count.used_at(terms, self.last, now) == 0,
-            LimitCount::Log(log) => log.requests.back().is_none_or(|(time, _)| time + terms.span <= now),
+        self.limits.iter().zip(self.policy.params()).all(|(limit, params)| match limit {
+            LimitCount::Plain(count) => count.used_at(params, self.last, now) == 0,
+            LimitCount::Log(log) => log.requests.back().is_none_or(|(time, _)| time + params.span <= now),
         })
     }
 
     fn fits(&self, cost: u64) -> bool {
-        let fits = |(limit, terms): (&LimitCount, &LimitParams)| match limit {
-            LimitCount::Plain(count) => count.fits(terms, self.last, cost),
-            LimitCount::Log(log) => log.used.saturating_add(cost) <= terms.capacity,
+        let fits = |(limit, params): (&LimitCount, &LimitParams)| match limit {
+            LimitCount::Plain(count) => count.fits(params, self.last, cost),
+            LimitCount::Log(log) => log.used.saturating_add(cost) <= params.capacity,
         };
-        self.blocked_until <= self.last && self.limits.iter().zip(self.policy.terms()).all(fits)
+        self.blocked_until <= self.last && self.limits.iter().zip(self.policy.params()).all(fits)
     }
 
     /// Switches to an equal policy that was created later, so that the next check takes the fast path.
@@ -354,6 +356,6 @@ impl Counts {
 
     /// Whether the counts were made under the limits of `policy`.
     pub(super) fn are_under(&self, policy: &Policy) -> bool {
-        self.policy.is_same_as(policy) || self.policy.terms() == policy.terms()
+        self.policy.is_same_as(policy) || self.policy.params() == policy.params()
     }
 }

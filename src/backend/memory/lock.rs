@@ -29,8 +29,8 @@ impl LockStore for MemoryBackend {
         Ok(self.inner.locks.release(lock, token))
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
-        self.inner.locks.watch(lock, in_line)
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
+        self.inner.locks.watch(lock, waiter)
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -61,8 +61,8 @@ impl LockRegistry for MemoryBackend {
         Ok(self.inner.locks.inspect(lock))
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
-        Ok(self.inner.locks.seize(lock))
+    async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
+        Ok(self.inner.locks.force_release(lock))
     }
 
     async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {

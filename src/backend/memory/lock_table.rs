@@ -48,7 +48,7 @@ struct Record {
     held_as: Way,
     // Notifies waiters, if there are any.
     freed: Option<watch::Sender<()>>,
-    line: Option<Box<Places>>,
+    queue: Option<Box<FairQueue>>,
 }
 
 /// The kind of a lease. Holders of different kinds never hold a lock together.
@@ -57,22 +57,22 @@ enum Way {
     #[default]
     Exclusive,
     Semaphore,
-    InLine,
-    SemaphoreInLine,
+    ExclusiveQueued,
+    SemaphoreQueued,
     Reader,
     Writer,
 }
 
 /// The fair queue of a lock.
 #[derive(Default)]
-struct Places {
+struct FairQueue {
     by_arrival: BTreeMap<u64, FairPosition>,
     arrivals: HashMap<Token, u64>,
     // When each position is lost.
     ends: BTreeSet<(Instant, u64)>,
     next: u64,
     // Notifies queued waiters when they may acquire the lease.
-    told: HashMap<Token, watch::Sender<()>>,
+    wakeups: HashMap<Token, watch::Sender<()>>,
 }
 
 struct FairPosition {
@@ -268,12 +268,12 @@ impl LockTable {
         let holder = record.holders.iter().position(|holder| holder.token == *token);
         let holder = holder.map(|place| record.holders.remove(place));
         // A waiter that was not first blocks no other.
-        if holder.is_none() && !record.line.as_mut().is_some_and(|line| line.leave(token)) {
+        if holder.is_none() && !record.queue.as_mut().is_some_and(|queue| queue.leave(token)) {
             return Released::default();
         }
         match record.held_as {
             Way::Exclusive | Way::Semaphore if holder.is_some() => record.wake_all(),
-            _ if record.is_free(now) && record.has_no_line() => record.wake_others(),
+            _ if record.is_free(now) && record.has_no_queue() => record.wake_others(),
             _ if record.is_free(now) => record.wake_first(None),
             held_as => record.wake_first(Some(held_as)),
         }
@@ -300,7 +300,7 @@ impl LockTable {
             .map_or_else(|| LockStatus::new(*lock), |record| shard.status(lock, record, Instant::now()))
     }
 
-    pub(super) fn seize(&self, lock: &LockKey) -> ForceReleased {
+    pub(super) fn force_release(&self, lock: &LockKey) -> ForceReleased {
         let mut shard = self.shard(lock);
         let now = Instant::now();
         let mut holders = 0;
@@ -345,19 +345,19 @@ impl LockTable {
         self.shard(lock).locks.get(lock).inspect(|record| record.wake_all());
     }
 
-    pub(super) fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+    pub(super) fn watch(self: &Arc<Self>, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         let mut shard = self.shard(lock);
         if !shard.locks.contains_key(lock) {
             self.len.fetch_add(1, Ordering::Relaxed);
         }
         let record = shard.locks.entry(*lock).or_default();
-        let sender = match in_line {
+        let sender = match waiter {
             None => record.freed.get_or_insert_with(|| watch::Sender::new(())),
             Some(token) => {
-                record.line.get_or_insert_default().told.entry(*token).or_insert_with(|| watch::Sender::new(()))
+                record.queue.get_or_insert_default().wakeups.entry(*token).or_insert_with(|| watch::Sender::new(()))
             }
         };
-        let watcher = Watcher { table: Arc::clone(self), lock: *lock, in_line: in_line.copied() };
+        let watcher = Watcher { table: Arc::clone(self), lock: *lock, waiter: waiter.copied() };
         Notifications::new(sender.subscribe(), Arc::new(watcher))
     }
 }
@@ -382,7 +382,7 @@ impl Way {
     const fn of(claim: &Claim) -> Self {
         match (claim.kind, claim.queueing) {
             (LockKind::Semaphore, Queueing::Bypass) => Self::Semaphore,
-            (LockKind::Semaphore, Queueing::Yield | Queueing::Enqueue) => Self::SemaphoreInLine,
+            (LockKind::Semaphore, Queueing::Yield | Queueing::Enqueue) => Self::SemaphoreQueued,
             (LockKind::ReadWrite, _) => {
                 if claim.is_shared {
                     Self::Reader
@@ -391,14 +391,14 @@ impl Way {
                 }
             }
             (LockKind::Exclusive, Queueing::Bypass) => Self::Exclusive,
-            (LockKind::Exclusive, Queueing::Yield | Queueing::Enqueue) => Self::InLine,
+            (LockKind::Exclusive, Queueing::Yield | Queueing::Enqueue) => Self::ExclusiveQueued,
         }
     }
 
     const fn kind(self) -> LockKind {
         match self {
-            Self::Exclusive | Self::InLine => LockKind::Exclusive,
-            Self::Semaphore | Self::SemaphoreInLine => LockKind::Semaphore,
+            Self::Exclusive | Self::ExclusiveQueued => LockKind::Exclusive,
+            Self::Semaphore | Self::SemaphoreQueued => LockKind::Semaphore,
             Self::Reader | Self::Writer => LockKind::ReadWrite,
         }
     }
@@ -406,13 +406,13 @@ impl Way {
     /// Number of possible holders of this kind.
     const fn permits(self, claim: &Claim) -> usize {
         match self {
-            Self::Semaphore | Self::SemaphoreInLine | Self::Reader => claim.permits as usize,
-            Self::Exclusive | Self::InLine | Self::Writer => 1,
+            Self::Semaphore | Self::SemaphoreQueued | Self::Reader => claim.permits as usize,
+            Self::Exclusive | Self::ExclusiveQueued | Self::Writer => 1,
         }
     }
 }
 
-impl Places {
+impl FairQueue {
     /// Removes waiters that did not call in time.
     fn sweep(&mut self, now: Instant) {
         while let Some((_, arrival)) = self.ends.first().copied().filter(|(ends, _)| *ends <= now) {
@@ -469,20 +469,20 @@ impl Record {
         self.holders.iter().all(|holder| holder.ends <= now)
     }
 
-    fn has_no_line(&self) -> bool {
-        self.line.as_ref().is_none_or(|line| line.by_arrival.is_empty())
+    fn has_no_queue(&self) -> bool {
+        self.queue.as_ref().is_none_or(|queue| queue.by_arrival.is_empty())
     }
 
     /// Whether a waiter listens.
     fn is_watched(&self) -> bool {
         self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
-            || self.line.as_ref().is_some_and(|line| !line.told.is_empty())
+            || self.queue.as_ref().is_some_and(|queue| !queue.wakeups.is_empty())
     }
 
     /// Whether a waiter listens or is queued.
     fn is_wanted(&self, now: Instant) -> bool {
-        let is_alive = |line: &Places| line.ends.last().is_some_and(|(latest, _)| *latest > now);
-        self.is_watched() || self.line.as_deref().is_some_and(is_alive)
+        let is_alive = |queue: &FairQueue| queue.ends.last().is_some_and(|(latest, _)| *latest > now);
+        self.is_watched() || self.queue.as_deref().is_some_and(is_alive)
     }
 
     /// Why a lease is not granted to a claim that does not hold it; the claim may get a position in the queue. `None` if it is
@@ -497,18 +497,18 @@ impl Record {
         if matches!(way, Way::Exclusive | Way::Semaphore) {
             return (!is_room).then_some(Acquired::Busy { remaining });
         }
-        let line = self.line.get_or_insert_default();
-        line.sweep(now);
-        if is_room && line.first().is_none_or(|first| first.token == claim.token) {
-            line.leave(&claim.token);
+        let queue = self.queue.get_or_insert_default();
+        queue.sweep(now);
+        if is_room && queue.first().is_none_or(|first| first.token == claim.token) {
+            queue.leave(&claim.token);
             return None;
         }
         if claim.queueing != Queueing::Enqueue {
             return Some(Acquired::Busy { remaining });
         }
-        Some(match line.stand(claim.token, way, now) {
-            Some(is_first) => Acquired::InLine { is_first, remaining },
-            None => Acquired::LineFull { remaining },
+        Some(match queue.stand(claim.token, way, now) {
+            Some(is_first) => Acquired::Queued { is_first, remaining },
+            None => Acquired::QueueFull { remaining },
         })
     }
 
@@ -522,17 +522,17 @@ impl Record {
     /// Notifies all waiters, queued or not: the first to call gets the lease.
     fn wake_all(&self) {
         self.wake_others();
-        for told in self.line.iter().flat_map(|line| line.told.values()) {
-            told.send_replace(());
+        for wakeup in self.queue.iter().flat_map(|queue| queue.wakeups.values()) {
+            wakeup.send_replace(());
         }
     }
 
     /// Notifies the first queued waiter; if others hold the lease, only if both can hold it.
     fn wake_first(&self, held_as: Option<Way>) {
-        let Some(line) = &self.line else { return };
-        let first = line.first().filter(|first| held_as.is_none_or(|way| way == first.way));
-        if let Some(told) = first.and_then(|first| line.told.get(&first.token)) {
-            told.send_replace(());
+        let Some(queue) = &self.queue else { return };
+        let first = queue.first().filter(|first| held_as.is_none_or(|way| way == first.way));
+        if let Some(wakeup) = first.and_then(|first| queue.wakeups.get(&first.token)) {
+            wakeup.send_replace(());
         }
     }
 }
@@ -541,15 +541,15 @@ impl Record {
 struct Watcher {
     table: Arc<LockTable>,
     lock: LockKey,
-    in_line: Option<Token>,
+    waiter: Option<Token>,
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
         let mut shard = self.table.shard(&self.lock);
         let Some(record) = shard.locks.get_mut(&self.lock) else { return };
-        if let (Some(line), Some(token)) = (&mut record.line, &self.in_line) {
-            line.told.remove(token);
+        if let (Some(queue), Some(token)) = (&mut record.queue, &self.waiter) {
+            queue.wakeups.remove(token);
         }
         if record.holders.is_empty() && !record.is_wanted(Instant::now()) {
             shard.locks.swap_remove(&self.lock);
@@ -599,9 +599,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn expired_leases_make_room_in_all_shards() {
         let table = LockTable::new(2);
-        let run_out = async |subjects: [&str; 2]| {
-            for subject in subjects {
-                table.acquire(&LockKey::new("test", subject), &claim(10)).unwrap();
+        let run_out = async |keys: [&str; 2]| {
+            for key in keys {
+                table.acquire(&LockKey::new("test", key), &claim(10)).unwrap();
             }
             tokio::time::advance(Duration::from_millis(20)).await;
         };

@@ -245,18 +245,18 @@ impl MemoryBackend {
     }
 
     /// Evicts counts until the rest fits, the same number from each shard: a growing log must not evict only the counts of its own shard.
-    /// Locks one shard at a time. At least one count stays in `home`, the shard of the newest count.
-    fn make_room(&self, home: usize, now_us: u64) {
+    /// Locks one shard at a time. At least one count stays in `shard_index`, the shard of the newest count.
+    fn make_room(&self, shard_index: usize, now_us: u64) {
         let shards = &self.inner.shards;
         while self.overweight() > 0 {
             let share = self.overweight().div_ceil(shards.len());
             let mut forgotten = 0;
             for step in 1..=shards.len() {
-                let at = (home + step) % shards.len();
+                let at = (shard_index + step) % shards.len();
                 let mut shard = lock(&shards[at]);
                 shard.shrink(|policy, key| self.hash(policy, key));
                 for _ in 0..share {
-                    if self.overweight() == 0 || shard.len() <= usize::from(at == home) {
+                    if self.overweight() == 0 || shard.len() <= usize::from(at == shard_index) {
                         break;
                     }
                     self.shrank(shard.forget_one(None, now_us));
@@ -316,8 +316,8 @@ mod tests {
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
         let [old, new] = [(), ()].map(|()| Policy::new("api", Quota::per_hour(10).token_bucket()));
         let is_fast = |policy: &Policy| {
-            let (hash, home) = backend.locate(policy, &key);
-            let mut shard = backend.lock(home);
+            let (hash, shard_index) = backend.locate(policy, &key);
+            let mut shard = backend.lock(shard_index);
             let now = backend.now_us();
             shard
                 .find(hash, |slot| slot.is(policy, &key))

@@ -571,8 +571,8 @@ impl OperationTable {
 
     pub(super) fn watch(self: &Arc<Self>, operation: &Operation) -> Notifications {
         let (mut shard, _) = self.shard(operation);
-        let told = shard.watched.entry(*operation).or_insert_with(|| watch::Sender::new(())).subscribe();
-        Notifications::new(told, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
+        let receiver = shard.watched.entry(*operation).or_insert_with(|| watch::Sender::new(())).subscribe();
+        Notifications::new(receiver, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
     }
 }
 
@@ -604,9 +604,9 @@ impl Shard {
     /// Notifies waiters that an operation is completed or free.
     fn tell(&self, operation: &Operation) {
         if !self.watched.is_empty()
-            && let Some(told) = self.watched.get(operation)
+            && let Some(sender) = self.watched.get(operation)
         {
-            told.send_replace(());
+            sender.send_replace(());
         }
     }
 }
@@ -632,7 +632,7 @@ struct Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         let (mut shard, _) = self.table.shard(&self.operation);
-        if shard.watched.get(&self.operation).is_some_and(|told| told.receiver_count() == 0) {
+        if shard.watched.get(&self.operation).is_some_and(|sender| sender.receiver_count() == 0) {
             shard.watched.remove(&self.operation);
         }
     }

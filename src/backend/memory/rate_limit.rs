@@ -15,13 +15,13 @@ use crate::store::shutdown::ShutdownTarget;
 impl MemoryBackend {
     /// A check, with a fast path for a policy of one limit.
     fn check_one(&self, policy: &Policy, key: &Key, cost: u64) -> Decision {
-        if policy.terms().len() > 1 {
+        if policy.params().len() > 1 {
             return self.decide(policy, key, cost, |_| Verb::Check);
         }
         // Before the lock, so that the processor can continue while it reads the clock.
         let now = self.now_us();
-        let (hash, home) = self.locate(policy, key);
-        let mut shard = self.lock(home);
+        let (hash, shard_index) = self.locate(policy, key);
+        let mut shard = self.lock(shard_index);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key))
             && let Some(decision) = slot.check_only_limit(policy, cost, now)
         {
@@ -30,48 +30,48 @@ impl MemoryBackend {
         let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
-        self.make_room(home, now);
+        self.make_room(shard_index, now);
         decision
     }
 
     /// Charges a request if it is allowed. `None` if it is denied, or if existing counts need the slow path. Then nothing is charged.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
         let now = self.now_us();
-        let (hash, home) = self.locate(policy, key);
-        let mut shard = self.lock(home);
+        let (hash, shard_index) = self.locate(policy, key);
+        let mut shard = self.lock(shard_index);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key)) {
             return slot.charge_only_limit(policy, cost, now);
         }
         let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
-        self.make_room(home, now);
+        self.make_room(shard_index, now);
         decision.is_allowed().then(|| Charged { is_near_limit: decision.is_near_limit() })
     }
 
     fn decide(&self, policy: &Policy, key: &Key, cost: u64, verb: impl FnOnce(u64) -> Verb) -> Decision {
-        let (hash, home) = self.locate(policy, key);
-        let mut shard = self.lock(home);
+        let (hash, shard_index) = self.locate(policy, key);
+        let mut shard = self.lock(shard_index);
         let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
         drop(shard);
-        self.make_room(home, now);
+        self.make_room(shard_index, now);
         decision
     }
 
     /// Charges all requests or none.
     fn check_together(&self, requests: &[Request]) -> Vec<Decision> {
-        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.policy, &request.key)).collect();
+        let located: Vec<_> = requests.iter().map(|request| self.locate(&request.policy, &request.key)).collect();
         // Always lock in the same order, so that two callers never deadlock.
-        let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
-        homes.sort_unstable();
-        homes.dedup();
-        let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
+        let mut shard_indexes: Vec<usize> = located.iter().map(|(_, shard_index)| *shard_index).collect();
+        shard_indexes.sort_unstable();
+        shard_indexes.dedup();
+        let mut shards: Vec<_> = shard_indexes.iter().map(|shard_index| self.lock(*shard_index)).collect();
         let now = self.now_us();
         let mut act = |index: usize, verb: Verb| {
-            let (hash, home) = places[index];
+            let (hash, shard_index) = located[index];
             let Request { policy, key, cost } = &requests[index];
-            let shard = &mut shards[homes.partition_point(|other| *other < home)];
+            let shard = &mut shards[shard_indexes.partition_point(|other| *other < shard_index)];
             self.decide_in(shard, hash, policy, key, *cost, verb, now)
         };
         let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
@@ -96,8 +96,8 @@ impl MemoryBackend {
             decisions.push(decision);
         }
         drop(shards);
-        for home in homes {
-            self.make_room(home, now);
+        for shard_index in shard_indexes {
+            self.make_room(shard_index, now);
         }
         decisions
     }
@@ -198,8 +198,8 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        let (hash, home) = self.locate(policy, key);
-        let removed = self.lock(home).remove(hash, policy, key);
+        let (hash, shard_index) = self.locate(policy, key);
+        let removed = self.lock(shard_index).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())
     }

@@ -93,8 +93,8 @@ impl Shard {
 
     /// Shrinks a table if less than an eighth of it is taken. This moves every entry to another bucket.
     pub(super) fn shrink(&mut self, rehash: impl Fn(&Policy, &Key) -> u64) {
-        let (len, places) = (self.slots.len(), self.slots.num_buckets());
-        if places > PLACES && len < places / 8 {
+        let (len, buckets) = (self.slots.len(), self.slots.num_buckets());
+        if buckets > PLACES && len < buckets / 8 {
             self.slots.shrink_to(2 * len, |slot| slot.hash(&rehash));
         }
     }
@@ -121,11 +121,11 @@ impl Shard {
         victim.map_or(0, |place| self.evict(place))
     }
 
-    /// The next taken buckets except `keep`: up to `COUNT` of them, within the next `places` buckets.
-    fn some<const COUNT: usize>(&mut self, places: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
+    /// The next taken buckets except `keep`: up to `COUNT` of them, within the next `buckets` buckets.
+    fn some<const COUNT: usize>(&mut self, buckets: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
         let all = self.slots.num_buckets();
         let mut some = SmallVec::new();
-        for _ in 0..places.min(all) {
+        for _ in 0..buckets.min(all) {
             self.hand = (self.hand + 1) & (all - 1);
             if Some(self.hand) != keep && self.slots.get_bucket(self.hand).is_some() {
                 some.push(self.hand);
@@ -175,7 +175,7 @@ mod tests {
     fn most_used_keys_are_evicted_last_also_from_a_sparse_table() {
         let (policy, hash) = (Policy::new("api", Quota::per_hour(10).fixed_window()), hasher());
         let mut shard = shard(&policy, &hash, (0..4_000).map(|key| if key < 40 { 10 } else { 1 }));
-        let places = shard.slots.num_buckets();
+        let buckets = shard.slots.num_buckets();
         let is_limited = |shard: &mut Shard, key: u32| {
             let key = Key::from(key);
             let slot = shard.find(hash(&policy, &key), |slot| slot.is(&policy, &key));
@@ -190,7 +190,7 @@ mod tests {
             shard.shrink(&hash);
             shard.forget_one(None, 2);
         }
-        assert!(shard.slots.num_buckets() < places / 16);
+        assert!(shard.slots.num_buckets() < buckets / 16);
         let left = (0..40).filter(|key| is_limited(&mut shard, *key)).count();
         assert!(left > 30, "{left} of 40");
 

@@ -112,7 +112,7 @@ impl Slot {
         match &self.held {
             Counters::One(one) => {
                 let (last, count) = one.get();
-                self.policy.terms().first().map_or(0, |terms| count.expires(terms, last))
+                self.policy.params().first().map_or(0, |params| count.expires(params, last))
             }
             Counters::Other(counts) => counts.expires_us(),
         }
@@ -123,8 +123,8 @@ impl Slot {
         match &self.held {
             Counters::One(one) => {
                 let (last, count) = one.get();
-                let share = |terms| share_of(count.used_at(terms, last, now_us.max(last)), terms);
-                1 + self.policy.terms().first().map_or(0, share)
+                let share = |params| share_of(count.used_at(params, last, now_us.max(last)), params);
+                1 + self.policy.params().first().map_or(0, share)
             }
             Counters::Other(counts) => counts.value(now_us),
         }
@@ -165,23 +165,23 @@ impl Slot {
     /// The fast path for nearly all checks: a policy with one limit that is not a log. Returns `None` for any other check.
     #[inline]
     pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u64, now_us: u64) -> Option<Decision> {
-        let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
-        let is_charged = cost > 0 && count.charge_if_it_fits(terms, now_us, cost);
+        let (one, mut count, params, now_us) = self.only_limit(policy, now_us)?;
+        let is_charged = cost > 0 && count.charge_if_it_fits(params, now_us, cost);
         *one = One::new(now_us, count);
         // A charged request needs no wait, so its status is for a cost of 0.
-        let status = count.status(terms, now_us, if is_charged { 0 } else { cost });
-        Some(Decision::of_one(status, is_charged.then(|| receipt_of_one(now_us, terms, &status))))
+        let status = count.status(params, now_us, if is_charged { 0 } else { cost });
+        Some(Decision::of_one(status, is_charged.then(|| receipt_of_one(now_us, params, &status))))
     }
 
     /// Like [`check_only_limit`](Self::check_only_limit), without a decision. Also returns `None` if the request is denied.
     #[inline]
     pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u64, now_us: u64) -> Option<Charged> {
-        let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
-        if !count.charge_if_it_fits(terms, now_us, cost) {
+        let (one, mut count, params, now_us) = self.only_limit(policy, now_us)?;
+        if !count.charge_if_it_fits(params, now_us, cost) {
             return None;
         }
         *one = One::new(now_us, count);
-        Some(Charged { is_near_limit: count.is_near_limit(terms, now_us) })
+        Some(Charged { is_near_limit: count.is_near_limit(params, now_us) })
     }
 
     /// The only limit of `policy`, advanced to `now_us`, and that time. If the last update is later, because another caller read the clock
@@ -193,14 +193,14 @@ impl Slot {
         policy: &'a Policy,
         now_us: u64,
     ) -> Option<(&'a mut One, Count, &'a LimitParams, u64)> {
-        let (Counters::One(one), [terms]) = (&mut self.held, policy.terms()) else { return None };
+        let (Counters::One(one), [params]) = (&mut self.held, policy.params()) else { return None };
         if !self.policy.is_same_as(policy) {
             return None;
         }
         let (last, mut count) = one.get();
         let now_us = now_us.max(last);
-        count.advance(terms, last, now_us);
-        Some((one, count, terms, now_us))
+        count.advance(params, last, now_us);
+        Some((one, count, params, now_us))
     }
 }
 

@@ -435,8 +435,8 @@ impl Model {
     fn extend(&mut self, lease: &Tickets, lease_ms: u64) -> Extended {
         let until = self.after(lease_ms);
         let lasts = |jobs: &mut [ModelJob]| {
-            let places = jobs.iter_mut().filter(|job| job.id == lease.of).map(|job| &mut job.place);
-            let mut ends = places.filter_map(|place| match place {
+            let states = jobs.iter_mut().filter(|job| job.id == lease.of).map(|job| &mut job.place);
+            let mut ends = states.filter_map(|place| match place {
                 Place::Running { claim, ends } if *claim == lease.claim => Some(ends),
                 _ => None,
             });

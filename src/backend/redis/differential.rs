@@ -51,7 +51,7 @@ struct Step {
     // The time before the step, in millionths of the window of one of the limits; 0 for none.
     pause: u64,
     of: usize,
-    subject: u8,
+    key: u8,
     plan: usize,
     verb: Verb,
 }
@@ -122,13 +122,13 @@ fn traces() -> impl Strategy<Value = Trace> {
         2 => (0..1_500_000_u64).prop_map(|share| Verb::Block { share }),
         1 => Just(Verb::Reset),
     ];
-    let subject = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
+    let key = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
     // Changes of the plan are rare.
     let plan = prop_oneof![20 => Just(0_usize), 1 => 0..3_usize];
-    let step = (pause, 0..4_usize, subject, plan, verb).prop_map(|(pause, of, subject, plan, verb)| Step {
+    let step = (pause, 0..4_usize, key, plan, verb).prop_map(|(pause, of, key, plan, verb)| Step {
         pause,
         of,
-        subject,
+        key,
         plan,
         verb,
     });
@@ -230,7 +230,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
         pair.pause(Duration::from_micros(window.as_micros() as u64 / 1_000 * step.pause / 1_000));
         let plan = step.plan % policies.len();
         let policy = &policies[plan];
-        let key = Key::from(u64::from(step.subject));
+        let key = Key::from(u64::from(step.key));
         let least = policy.limits().iter().map(Limit::capacity).min().unwrap();
         let cost_of = |share: u64| if share == 0 { 1 } else { (u128::from(share) * u128::from(least) / 1_000) as u64 };
         let decisions = match &step.verb {
@@ -253,7 +253,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 pair.both(|memory| memory.check_all(&requests), |redis| redis.check_all(&requests))
             }
             Verb::CheckMany { asked } => {
-                let asked = asked.iter().map(|&(subject, cost)| (Key::from(u64::from(subject)), cost_of(cost)));
+                let asked = asked.iter().map(|&(key, cost)| (Key::from(u64::from(key)), cost_of(cost)));
                 let asked: Vec<_> = asked.collect();
                 let one_by_one = async |memory: &MemoryBackend| {
                     let mut decisions = Vec::new();
@@ -443,12 +443,12 @@ impl RedisBackend {
             lock_acquire,
             lock_acquire_all,
             lock_exchange,
-            lock_line,
+            lock_queue,
             lock_renew,
             lock_release,
             lock_inspect,
             lock_name,
-            lock_seize,
+            lock_force_release,
             idempotency_begin,
             idempotency_renew,
             idempotency_complete,
@@ -480,9 +480,9 @@ impl RedisBackend {
             floor: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];
+        let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_queue, lock_renew, lock_release];
         let operations = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
-        let looking = [lock_inspect, lock_name, lock_seize];
+        let looking = [lock_inspect, lock_name, lock_force_release];
         let operating = [idempotency_inspect, idempotency_forget, idempotency_complete_unknown];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_pause, delay_queue_purge];
         let one_job = [delay_queue_get, delay_queue_cancel, delay_queue_reschedule, delay_queue_replace];

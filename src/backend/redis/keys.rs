@@ -46,12 +46,12 @@ impl Keys {
         [&self.root, "{probe}"].concat()
     }
 
-    /// `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:counts`, and for each sliding log of the policy
+    /// `<prefix>:2:{rate_limit:<policy>:<key>}:<shape>:counts`, and for each sliding log of the policy
     /// `...{...}:<shape>:log:<window in us>`. If several logs have the same window, the further ones end with `:2` and so on.
     ///
     /// The shape stands for the algorithms and windows of the limits, so limits that cannot share counts have different keys.
-    pub(crate) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
-        let mut keys = smallvec![self.counts(policy, subject)];
+    pub(crate) fn rate_limit(&self, policy: &Policy, key: &Key) -> SmallVec<[String; 1]> {
+        let mut keys = smallvec![self.counts(policy, key)];
         let mut windows = SmallVec::<[u64; 4]>::new();
         for log in policy.logs() {
             windows.push(log.span);
@@ -59,7 +59,7 @@ impl Keys {
                 1 => String::new(),
                 number => format!(":{number}"),
             };
-            let mut key = self.counting(policy, subject);
+            let mut key = self.counting(policy, key);
             key.extend(["log:", &log.span.to_string(), &number]);
             keys.push(key);
         }
@@ -67,20 +67,20 @@ impl Keys {
     }
 
     /// The key of the counts: the first of them, and the only one without sliding logs.
-    pub(crate) fn counts(&self, policy: &Policy, subject: &Key) -> String {
-        let mut key = self.counting(policy, subject);
+    pub(crate) fn counts(&self, policy: &Policy, key: &Key) -> String {
+        let mut key = self.counting(policy, key);
         key.push_str("counts");
         key
     }
 
     /// The prefix of these keys, with capacity for the rest of most of them.
-    fn counting(&self, policy: &Policy, subject: &Key) -> String {
-        let (name, subject, shape) = (policy.name(), subject.as_str(), policy.shape());
-        let mut key = String::with_capacity(self.root.len() + name.len() + subject.len() + shape.len() + 48);
-        for piece in [&self.root, "{rate_limit:", name, ":", subject, "}:", shape, ":"] {
-            key.push_str(piece);
+    fn counting(&self, policy: &Policy, key: &Key) -> String {
+        let (name, key, shape) = (policy.name(), key.as_str(), policy.shape());
+        let mut text = String::with_capacity(self.root.len() + name.len() + key.len() + shape.len() + 48);
+        for piece in [&self.root, "{rate_limit:", name, ":", key, "}:", shape, ":"] {
+            text.push_str(piece);
         }
-        key
+        text
     }
 
     /// `<prefix>:2:{lock:<name>:<key>}:lease`.
@@ -144,12 +144,12 @@ impl Keys {
         [&self.root, "{cache:", &escape_part(tag.cache()), ":", tag.key().as_str(), "}:generation"].concat()
     }
 
-    /// The channel `<prefix>:2:{lock:<name>:<subject>}:free`.
+    /// The channel `<prefix>:2:{lock:<name>:<key>}:free`.
     pub(crate) fn free(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")
     }
 
-    /// The channel `<prefix>:2:{lock:<name>:<subject>}:asked`.
+    /// The channel `<prefix>:2:{lock:<name>:<key>}:asked`.
     pub(crate) fn asked(&self, lock: &LockKey) -> String {
         self.lock(lock, "asked")
     }
@@ -178,9 +178,9 @@ impl Keys {
         }
     }
 
-    /// `<prefix>:2:{lock:<name>:<subject>}:line` and `...:places`.
-    pub(crate) fn line(&self, lock: &LockKey) -> [String; 2] {
-        [self.lock(lock, "line"), self.lock(lock, "places")]
+    /// `<prefix>:2:{lock:<name>:<key>}:queue` and `...:positions`.
+    pub(crate) fn queue(&self, lock: &LockKey) -> [String; 2] {
+        [self.lock(lock, "queue"), self.lock(lock, "positions")]
     }
 
     /// `<prefix>:2:{lock:<name>:<key>}:names`.
@@ -196,8 +196,8 @@ impl Keys {
     /// The lock of a lease in a name.
     pub(crate) fn lock_of(&self, name: &Key, lease: &str) -> Option<LockKey> {
         let start = [&self.root, "{lock:", &escape_part(name), ":"].concat();
-        let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
-        Some(LockKey::new(*name, Key::stored(subject)?))
+        let key = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
+        Some(LockKey::new(*name, Key::stored(key)?))
     }
 
     fn lock(&self, lock: &LockKey, part: &str) -> String {
@@ -231,7 +231,7 @@ impl<'a> LockNames<'a> {
     }
 
     fn push(&mut self, lock: &LockKey, part: &str) {
-        let (name, subject) = (lock.name().as_bytes(), lock.key().as_bytes());
+        let (name, key) = (lock.name().as_bytes(), lock.key().as_bytes());
         self.text.extend_from_slice(self.keys.root.as_bytes());
         self.text.extend_from_slice(b"{lock:");
         match name.contains(&b':') {
@@ -239,7 +239,7 @@ impl<'a> LockNames<'a> {
             false => self.text.extend_from_slice(name),
         }
         self.text.push(b':');
-        self.text.extend_from_slice(subject);
+        self.text.extend_from_slice(key);
         self.text.extend_from_slice(b"}:");
         self.text.extend_from_slice(part.as_bytes());
         self.ends.push(self.text.len());
@@ -310,15 +310,15 @@ mod tests {
     /// The shape of a fixed window of a minute. It is part of the data format: a different digest would reset all counts.
     const FIXED_MINUTE: &str = "AI4BFwVH";
 
-    fn key(prefix: &str, policy: &str, subject: &str) -> String {
+    fn counts_key(prefix: &str, policy: &str, key: &str) -> String {
         let policy = Policy::new(policy, Quota::per_minute(5).fixed_window());
-        Keys::new(prefix).rate_limit(&policy, &Key::from(subject)).remove(0)
+        Keys::new(prefix).rate_limit(&policy, &Key::from(key)).remove(0)
     }
 
     #[test]
     fn keys_are_readable() {
         assert_eq!(
-            key("tollgate", "api", "alice"),
+            counts_key("tollgate", "api", "alice"),
             format!("tollgate:2:{{rate_limit:api:alice}}:{FIXED_MINUTE}:counts")
         );
     }
@@ -335,21 +335,21 @@ mod tests {
 
     #[test]
     fn braces_cannot_change_the_slot() {
-        for (prefix, policy, subject) in [("{a}", "api", "alice"), ("t", "{a}", "alice"), ("t", "api", "}{a}")] {
-            let key = key(prefix, policy, subject);
+        for (prefix, policy, key) in [("{a}", "api", "alice"), ("t", "{a}", "alice"), ("t", "api", "}{a}")] {
+            let key = counts_key(prefix, policy, key);
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
         }
     }
 
     #[test]
     fn policy_name_and_key_are_kept_apart() {
-        assert_ne!(key("t", "a:b", "c"), key("t", "a", "b:c"));
+        assert_ne!(counts_key("t", "a:b", "c"), counts_key("t", "a", "b:c"));
     }
 
     /// Regression: an operation of the scope `alice:b` equalled one of `alice` whose key began with `b:`.
     #[test]
     fn names_and_scopes_do_not_run_into_keys() {
-        let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
+        let lease = |name: &str, key: &str| Keys::new("t").lease(&LockKey::new(name, key));
         let record = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
         for key in [&lease as &dyn Fn(&str, &str) -> String, &record] {
             assert_ne!(key("a:b", "c"), key("a", "b:c"));
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn lock_with_any_name_has_one_slot() {
-        let lease = |name: &str, subject: &str| Keys::new("t").lease(&LockKey::new(name, subject));
+        let lease = |name: &str, key: &str| Keys::new("t").lease(&LockKey::new(name, key));
         assert_eq!(lease("orders", "order:42"), "t:2:{lock:orders:order:42}:lease");
         assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);
@@ -410,6 +410,6 @@ mod tests {
     #[test]
     fn keys_are_bounded() {
         let long = "x".repeat(1 << 20);
-        assert!(key(&long, &long, &long).len() < 256);
+        assert!(counts_key(&long, &long, &long).len() < 256);
     }
 }

@@ -244,14 +244,14 @@ struct Model {
     // Tokens and ends, in microseconds.
     holders: Vec<(usize, u64)>,
     is_shared: bool,
-    line: Vec<(usize, u64)>,
+    queue: Vec<(usize, u64)>,
 }
 
 #[derive(Debug, PartialEq)]
 enum Answer {
     Granted,
     Busy,
-    InLine { is_first: bool },
+    Queued { is_first: bool },
 }
 
 /// Maximum number of concurrent readers in these traces.
@@ -266,16 +266,16 @@ const fn reads(token: usize) -> bool {
 impl Model {
     fn acquire(&mut self, token: usize, ttl_us: u64, joins: bool, now: u64) -> Answer {
         self.holders.retain(|(_, ends)| *ends > now);
-        self.line.retain(|(_, ends)| *ends > now);
-        let place = self.line.iter().position(|(waiting, _)| *waiting == token);
+        self.queue.retain(|(_, ends)| *ends > now);
+        let place = self.queue.iter().position(|(waiting, _)| *waiting == token);
         if let Some(holder) = self.holders.iter_mut().find(|(holder, _)| *holder == token) {
             holder.1 = now + ttl_us;
             return Answer::Granted;
         }
         let with_others = reads(token) && self.is_shared && self.holders.len() < READERS as usize;
-        if (self.holders.is_empty() || with_others) && (self.line.is_empty() || place == Some(0)) {
+        if (self.holders.is_empty() || with_others) && (self.queue.is_empty() || place == Some(0)) {
             if place.is_some() {
-                self.line.remove(0);
+                self.queue.remove(0);
             }
             self.holders.push((token, now + ttl_us));
             self.is_shared = reads(token);
@@ -283,10 +283,10 @@ impl Model {
         }
         match place {
             _ if !joins => return Answer::Busy,
-            Some(place) => self.line[place].1 = now + PLACE_US,
-            None => self.line.push((token, now + PLACE_US)),
+            Some(place) => self.queue[place].1 = now + PLACE_US,
+            None => self.queue.push((token, now + PLACE_US)),
         }
-        Answer::InLine { is_first: self.line[0].0 == token }
+        Answer::Queued { is_first: self.queue[0].0 == token }
     }
 
     fn renew(&mut self, token: usize, ttl_us: u64, now: u64) -> bool {
@@ -297,7 +297,7 @@ impl Model {
     fn release(&mut self, token: usize, now: u64) -> bool {
         let was_held = self.holders.iter().any(|(holder, ends)| *holder == token && *ends > now);
         if self.holders.iter().all(|(holder, _)| *holder != token) {
-            self.line.retain(|(waiting, _)| *waiting != token);
+            self.queue.retain(|(waiting, _)| *waiting != token);
         }
         self.holders.retain(|(holder, _)| *holder != token);
         was_held
@@ -368,13 +368,13 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                     let seen = match *answer {
                         Acquired::Granted { .. } => Answer::Granted,
                         Acquired::Busy { .. } => Answer::Busy,
-                        Acquired::InLine { is_first, .. } => Answer::InLine { is_first },
+                        Acquired::Queued { is_first, .. } => Answer::Queued { is_first },
                         answer => panic!("the queue has room for six: {answer:?}"),
                     };
                     prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", backend, number, step);
                 }
                 let remaining = |answer| match answer {
-                    Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } => remaining,
+                    Acquired::Busy { remaining } | Acquired::Queued { remaining, .. } => remaining,
                     _ => Duration::ZERO,
                 };
                 let (memory, redis) = (remaining(memory), remaining(redis));

@@ -15,9 +15,9 @@ pub(crate) struct LockLinks {
     // For replicated leases: when they are granted and renewed.
     pub(super) careful: [CarefulServers; 2],
     // The timeout of a reply.
-    patience: Duration,
+    response_timeout: Duration,
     source: Source,
-    home: Arc<RuntimeHandle>,
+    runtime: Arc<RuntimeHandle>,
     pub(super) subscriber: OnceLock<Subscriber>,
 }
 
@@ -25,17 +25,23 @@ impl LockLinks {
     pub(crate) const fn new(
         own: Servers,
         careful: [CarefulServers; 2],
-        patience: Duration,
+        response_timeout: Duration,
         source: Source,
-        home: Arc<RuntimeHandle>,
+        runtime: Arc<RuntimeHandle>,
     ) -> Self {
-        Self { own, careful, patience, source, home, subscriber: OnceLock::new() }
+        Self { own, careful, response_timeout, source, runtime, subscriber: OnceLock::new() }
     }
 
     /// The same connections, with a subscriber of their own.
     #[cfg(test)]
     pub(crate) fn again(&self) -> Self {
-        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone(), Arc::clone(&self.home))
+        Self::new(
+            self.own.clone(),
+            self.careful.clone(),
+            self.response_timeout,
+            self.source.clone(),
+            Arc::clone(&self.runtime),
+        )
     }
 
     /// Where calls do not wait behind requests.
@@ -44,16 +50,16 @@ impl LockLinks {
     }
 
     /// Where tasks run.
-    pub(crate) fn home(&self) -> &RuntimeHandle {
-        &self.home
+    pub(crate) fn runtime(&self) -> &RuntimeHandle {
+        &self.runtime
     }
 
     /// The timeout of a reply.
-    pub(crate) const fn patience(&self) -> Duration {
-        self.patience
+    pub(crate) const fn response_timeout(&self) -> Duration {
+        self.response_timeout
     }
 
     pub(crate) fn subscriber(&self) -> &Subscriber {
-        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone(), Arc::clone(&self.home)))
+        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone(), Arc::clone(&self.runtime)))
     }
 }

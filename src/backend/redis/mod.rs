@@ -95,7 +95,7 @@
 //! | data | key | beside it |
 //! | --- | --- | --- |
 //! | rate limit | `<prefix>:2:{rate_limit:<policy>:<key>}:<shape>:<part>` | |
-//! | lock | `<prefix>:2:{lock:<name>:<key>}:lease` | channels `...:free` and `...:asked`; names `...:names`; queue `...:line`, `...:places` |
+//! | lock | `<prefix>:2:{lock:<name>:<key>}:lease` | channels `...:free` and `...:asked`; names `...:names`; queue `...:queue`, `...:positions` |
 //! | operation | `<prefix>:2:{idempotency:<partition>}:<scope>:<key>:record` | channel `...:done` |
 //! | records of a caller | `<prefix>:2:{idempotency}:<scope>:records` | on a cluster one for each partition |
 //! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
@@ -349,7 +349,7 @@ impl RedisBackend {
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let (scripts, keys) = (Arc::new(scripts), Arc::new(keys));
         let check_batcher = (!servers.is_cluster())
-            .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
+            .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.runtime()));
         let (lock_batcher, pushes) = (OnceLock::new(), OnceLock::new());
         let refunds = Arc::new(Semaphore::new(MAX_REFUNDS));
         let shutdown = ShutdownRegistry::default();

@@ -271,7 +271,7 @@ impl RedisOptions {
         let (connections, connect_timeout, response_timeout) = (*connections, *connect_timeout, *response_timeout);
         let runtime = Arc::new(RuntimeHandle::here());
         let pool_options =
-            PoolOptions { connect: connect_timeout, response: response_timeout, home: Arc::clone(&runtime) };
+            PoolOptions { connect: connect_timeout, response: response_timeout, runtime: Arc::clone(&runtime) };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(response_timeout))
@@ -449,7 +449,7 @@ async fn connect_single(
         grants,
         renewals,
         response_timeout: pool_options.response,
-        runtime: pool_options.home,
+        runtime: pool_options.runtime,
         source,
     })
 }

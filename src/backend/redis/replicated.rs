@@ -125,7 +125,7 @@ impl Shared {
                 let dedicated = Arc::clone(&shared);
                 async move { send_batch(dedicated, batch).await.then(Instant::now) }
             };
-            (Batcher::new(BATCH, &options.home, send), dedicated)
+            (Batcher::new(BATCH, &options.runtime, send), dedicated)
         })
     }
 }
@@ -332,7 +332,7 @@ mod tests {
         let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         let connector = Connector::Client(Box::new((client, config)));
         let long = Duration::from_secs(60);
-        let options = PoolOptions { connect: long, response: long, home: Arc::new(RuntimeHandle::here()) };
+        let options = PoolOptions { connect: long, response: long, runtime: Arc::new(RuntimeHandle::here()) };
         DedicatedConnections::new(&connector, 2, &options, &Arc::default())
     }
 

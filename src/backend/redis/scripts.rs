@@ -54,12 +54,12 @@ pub(crate) struct Scripts {
     pub(crate) lock_acquire: LuaScript,
     pub(crate) lock_acquire_all: LuaScript,
     pub(crate) lock_exchange: LuaScript,
-    pub(crate) lock_line: LuaScript,
+    pub(crate) lock_queue: LuaScript,
     pub(crate) lock_renew: LuaScript,
     pub(crate) lock_release: LuaScript,
     pub(crate) lock_inspect: LuaScript,
     pub(crate) lock_name: LuaScript,
-    pub(crate) lock_seize: LuaScript,
+    pub(crate) lock_force_release: LuaScript,
     pub(crate) idempotency_begin: LuaScript,
     pub(crate) idempotency_renew: LuaScript,
     pub(crate) idempotency_complete: LuaScript,
@@ -101,20 +101,20 @@ pub(crate) enum CheckMode {
 }
 
 /// A descriptor: see the header of `rate_limit_check.lua`.
-pub(crate) struct Subject<'a> {
+pub(crate) struct Descriptor<'a> {
     pub(crate) keys: &'a [String],
     pub(crate) cost: i64,
     pub(crate) change: &'static str,
     pub(crate) packed: &'a EncodedLimits,
 }
 
-impl ToRedisArgs for Subject<'_> {
+impl ToRedisArgs for Descriptor<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.cost.write_redis_args(out);
         out.write_arg(self.change.as_bytes());
-        let EncodedLimits { limits, terms, layout, ttl_ms, .. } = self.packed;
+        let EncodedLimits { limits, params, layout, ttl_ms, .. } = self.packed;
         ttl_ms.write_redis_args(out);
-        out.write_arg(terms);
+        out.write_arg(params);
         out.write_arg(layout.as_bytes());
         out.write_arg(limits);
     }
@@ -132,7 +132,7 @@ pub(crate) struct Group<'a> {
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        let EncodedLimits { terms, limits, format, ttl_ms, .. } = self.packed;
+        let EncodedLimits { params, limits, format, ttl_ms, .. } = self.packed;
         let mut head = SmallVec::<[u8; 8 + 7 * 64]>::new();
         head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
@@ -140,7 +140,7 @@ impl ToRedisArgs for Group<'_> {
             self.costs.iter().for_each(|cost| head.extend_from_slice(&cost.to_le_bytes()[..7]));
         }
         out.write_arg(&head);
-        out.write_arg(terms);
+        out.write_arg(params);
         out.write_arg(limits);
         out.write_arg(format.as_bytes());
     }
@@ -160,12 +160,12 @@ impl Scripts {
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_exchange: lua!("lock_exchange.lua"),
-            lock_line: lua!("lock_line.lua", server: notify),
+            lock_queue: lua!("lock_queue.lua", server: notify),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
             lock_name: lua!("lock_name.lua"),
-            lock_seize: lua!("lock_seize.lua", server: notify),
+            lock_force_release: lua!("lock_force_release.lua", server: notify),
             idempotency_begin: lua!("idempotency_begin.lua", idempotency: record),
             idempotency_renew: lua!("idempotency_renew.lua"),
             idempotency_complete: lua!("idempotency_complete.lua", server: notify),
@@ -217,16 +217,16 @@ impl Scripts {
         &self,
         servers: &Servers,
         verb: CheckMode,
-        subjects: &[Subject<'_>],
+        descriptors: &[Descriptor<'_>],
     ) -> Result<Value, StoreError> {
         let keys: SmallVec<[&str; 4]> =
-            subjects.iter().flat_map(|subject| subject.keys.iter().map(String::as_str)).collect();
+            descriptors.iter().flat_map(|descriptor| descriptor.keys.iter().map(String::as_str)).collect();
         match verb {
-            CheckMode::Check => self.check.call(servers, &keys, ("check", subjects)).await,
-            CheckMode::Peek => self.check.call(servers, &keys, ("peek", subjects)).await,
+            CheckMode::Check => self.check.call(servers, &keys, ("check", descriptors)).await,
+            CheckMode::Peek => self.check.call(servers, &keys, ("peek", descriptors)).await,
             CheckMode::Settle(receipt) => {
                 let missing: Vec<u64> = receipt.missing().take(Receipt::BUCKETS).collect();
-                self.check.call(servers, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
+                self.check.call(servers, &keys, ("settle", descriptors, receipt.as_micros(), missing)).await
             }
         }
     }
@@ -240,14 +240,14 @@ impl Scripts {
         cost: u64,
         packed: &EncodedLimits,
     ) -> Result<Value, StoreError> {
-        let EncodedLimits { terms, limits, counts, ttl_ms, .. } = packed;
+        let EncodedLimits { params, limits, counts, ttl_ms, .. } = packed;
         let mut request = SmallVec::<[u8; 160]>::new();
         request.extend_from_slice(&cost.to_le_bytes()[..7]);
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         for length in [limits.len() + counts, limits.len()] {
             request.extend_from_slice(&(length as u16).to_le_bytes());
         }
-        request.extend_from_slice(terms);
+        request.extend_from_slice(params);
         request.extend_from_slice(limits);
         self.check_plain.call(servers, &[key], &*request).await
     }
@@ -329,7 +329,7 @@ impl Scripts {
     }
 
     /// Acquires a lock with a wait queue, for a claim that joins or respects the queue.
-    pub(crate) async fn lock_line(
+    pub(crate) async fn lock_queue(
         &self,
         way: Delivery<'_>,
         keys: [&str; 4],
@@ -339,7 +339,7 @@ impl Scripts {
         let longest = if claim.queueing == Queueing::Enqueue { Claim::MAX_QUEUE } else { 0 };
         let floor = self.floor.for_claim(claim);
         let args = (claim_args(claim), held_as(claim), millis(Claim::POSITION_TTL), longest, publish, floor);
-        let reply = self.lock_line.exchange(way, &keys, args, begins_with_one).await?;
+        let reply = self.lock_queue.exchange(way, &keys, args, begins_with_one).await?;
         self.granted_all(&reply, claim.fences);
         Ok(reply)
     }
@@ -349,11 +349,12 @@ impl Scripts {
         &self,
         way: Delivery<'_>,
         leases: &[&str],
-        terms: &[(&Token, Duration)],
+        renewals: &[(&Token, Duration)],
     ) -> Result<Reply, StoreError> {
-        let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
+        let renewals: Vec<_> =
+            renewals.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
         let is_any_renewed = |reply: &Value| matches!(reply, Value::Array(renewed) if renewed.contains(&Value::Int(1)));
-        self.lock_renew.exchange(way, leases, (KEEP_FENCE_MS, terms), is_any_renewed).await
+        self.lock_renew.exchange(way, leases, (KEEP_FENCE_MS, renewals), is_any_renewed).await
     }
 
     pub(crate) async fn lock_release(
@@ -388,14 +389,14 @@ impl Scripts {
         self.lock_name.call(servers, &keys, (token.as_bytes().as_slice(), name)).await
     }
 
-    pub(crate) async fn lock_seize(
+    pub(crate) async fn lock_force_release(
         &self,
         servers: &Servers,
         lease: &str,
         channel: &str,
         publish: &str,
     ) -> Result<Value, StoreError> {
-        self.lock_seize.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel, self.floor.get())).await
+        self.lock_force_release.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel, self.floor.get())).await
     }
 
     pub(crate) async fn idempotency_begin(
@@ -594,8 +595,8 @@ impl Scripts {
         timeout: Duration,
     ) -> Result<Value, StoreError> {
         let delay_queue::store::Claim { worker, limit, lease, dead } = claim;
-        let terms = (limit, millis(*lease), dead.count, millis(dead.age));
-        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
+        let limits = (limit, millis(*lease), dead.count, millis(dead.age));
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), limits, finished);
         let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(timeout)).await;
         reply.map_err(error::store_error)
     }
@@ -663,7 +664,7 @@ const fn publish(servers: &Servers) -> &'static str {
 /// How long the keys of a queue are kept after the latest time at which an entry in them is due.
 pub(crate) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
-/// The claim as arguments of `lock_line`.
+/// The claim as arguments of `lock_queue`.
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, permits(claim))
 }
@@ -709,10 +710,10 @@ fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
     let mut packed = [0; 40];
     let (token, numbers) = packed.split_at_mut(16);
     token.copy_from_slice(claim.token.as_bytes());
-    let (terms, rest) = numbers.split_at_mut(16);
+    let (fields, rest) = numbers.split_at_mut(16);
     let numbers = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, permits(claim).into()];
-    for (term, number) in terms.as_chunks_mut().0.iter_mut().zip(numbers) {
-        *term = u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
+    for (field, number) in fields.as_chunks_mut().0.iter_mut().zip(numbers) {
+        *field = u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
     }
     // One byte for the kind, and seven for the floor, which is below 2^53.
     rest.copy_from_slice(&(floor << 8 | u64::from(held_as(claim))).to_le_bytes());
@@ -874,12 +875,12 @@ mod tests {
             (&scripts.lock_acquire, 1, 1),
             (&scripts.lock_acquire_all, 1, 5),
             (&scripts.lock_exchange, 1, 5),
-            (&scripts.lock_line, 4, 10),
+            (&scripts.lock_queue, 4, 10),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 3, 4),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
-            (&scripts.lock_seize, 1, 4),
+            (&scripts.lock_force_release, 1, 4),
             (&scripts.idempotency_begin, 2, 6),
             (&scripts.idempotency_renew, 1, 5),
             (&scripts.idempotency_complete, 1, 7),
@@ -950,17 +951,17 @@ mod tests {
     #[test]
     fn call_is_one_command_with_all_arguments() {
         let packed = EncodedLimits {
-            terms: b"terms".to_vec(),
+            params: b"params".to_vec(),
             limits: b"limits".to_vec(),
             layout: "<d".into(),
             format: "c6<d".into(),
             counts: 8,
             ttl_ms: 60_000,
         };
-        let subject = Subject { keys: &[], cost: 5, change: "keep", packed: &packed };
-        let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
+        let descriptor = Descriptor { keys: &[], cost: 5, change: "keep", packed: &packed };
+        let command = command("EVALSHA", "abc", &["key"], &("check", &[descriptor]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "terms", "<d", "limits", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "params", "<d", "limits", ""]);
     }
 }

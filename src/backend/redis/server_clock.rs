@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The clock of Redis, as far as replies have told it. It is behind by the time that a reply takes.
+/// The clock of Redis, as far as replies report it. It is behind by the time that a reply takes.
 ///
 /// A cluster has one such clock, so the clocks of its nodes must agree.
 #[derive(Debug)]
@@ -12,7 +12,7 @@ pub(crate) struct ServerClock {
     // What to add to the time since `start`, in milliseconds.
     offset: AtomicI64,
     // The time since `start` of the last reply, in milliseconds. 0 if there was none.
-    told: AtomicU64,
+    last_reply: AtomicU64,
 }
 
 impl ServerClock {
@@ -20,20 +20,20 @@ impl ServerClock {
     const LASTS: Duration = Duration::from_secs(10);
 
     pub(crate) fn new() -> Self {
-        Self { start: Instant::now(), offset: AtomicI64::new(0), told: AtomicU64::new(0) }
+        Self { start: Instant::now(), offset: AtomicI64::new(0), last_reply: AtomicU64::new(0) }
     }
 
     /// A reply with the clock of Redis has just arrived.
     pub(crate) fn set(&self, server_ms: u64) {
         let elapsed = self.elapsed_ms();
         self.offset.store(server_ms.cast_signed() - elapsed.cast_signed(), Ordering::Relaxed);
-        self.told.store(elapsed.max(1), Ordering::Release);
+        self.last_reply.store(elapsed.max(1), Ordering::Release);
     }
 
     /// The time of Redis in milliseconds since 1970. `None` if the last reply is too long ago.
     pub(crate) fn now_ms(&self) -> Option<u64> {
-        let (told, elapsed) = (self.told.load(Ordering::Acquire), self.elapsed_ms());
-        let is_known = told > 0 && elapsed.saturating_sub(told) < Self::LASTS.as_millis() as u64;
+        let (last_reply, elapsed) = (self.last_reply.load(Ordering::Acquire), self.elapsed_ms());
+        let is_known = last_reply > 0 && elapsed.saturating_sub(last_reply) < Self::LASTS.as_millis() as u64;
         is_known.then(|| self.estimate_ms())
     }
 

@@ -148,7 +148,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
     }
 
     fn call_timeout(&self) -> Duration {
-        let timeout = Claim::patience(self.settings.lease);
+        let timeout = Claim::call_timeout(self.settings.lease);
         if self.stage.is_working() { timeout } else { timeout.min(SHUTDOWN_CALL_TIMEOUT) }
     }
 }

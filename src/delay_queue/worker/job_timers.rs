@@ -210,7 +210,7 @@ mod tests {
         assert!(timers.stop(StopReason::Cancelled, begun, ABORT_AFTER));
         assert!(!timers.stop(StopReason::ShutDown, begun + secs(1), ABORT_AFTER));
         assert_eq!(timers.stop_reason(), Some(StopReason::Cancelled));
-        assert_eq!(check(&mut timers, begun + LEASE), ABORT, "the service is told once");
+        assert_eq!(check(&mut timers, begun + LEASE), ABORT, "the service gets one abort");
     }
 
     #[test]

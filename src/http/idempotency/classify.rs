@@ -99,8 +99,8 @@ impl ResponseClassifier {
 
     /// The gRPC status. A response that ended without one is an error for the client.
     fn grpc(&self, trailers: &HeaderMap, is_whole: bool) -> Option<GrpcStatus> {
-        let told = self.grpc.or_else(|| GrpcStatus::of(trailers));
-        told.or_else(|| (self.is_grpc && is_whole).then_some(GrpcStatus::Other))
+        let status = self.grpc.or_else(|| GrpcStatus::of(trailers));
+        status.or_else(|| (self.is_grpc && is_whole).then_some(GrpcStatus::Other))
     }
 }
 

@@ -44,8 +44,8 @@ impl Execution {
         Self { attempt, running, rest, has_route, begun, until, limits: None }
     }
 
-    pub(super) const fn order(&self) -> &Arc<OperationContext<BodyFingerprint>> {
-        self.attempt.order()
+    pub(super) const fn context(&self) -> &Arc<OperationContext<BodyFingerprint>> {
+        self.attempt.context()
     }
 
     pub(super) const fn begun(&self) -> Instant {
@@ -69,7 +69,7 @@ impl Execution {
 
     /// Whether a "no such route" response may come from a router, so that no handler has run.
     pub(super) fn is_not_here(&self, status: StatusCode) -> bool {
-        let is_touched = || self.order().body().is_touched();
+        let is_touched = || self.context().body().is_touched();
         match status {
             StatusCode::NOT_FOUND => !self.has_route && !is_touched(),
             // The route may exist for other methods only.
@@ -94,7 +94,7 @@ impl Execution {
         }
         if let Poll::Ready(output) = self.attempt.at_work(|| work.poll(cx)) {
             // If the request body differs or is too large, discard the response of the handler.
-            return Poll::Ready(self.order().body().unfit().is_none().then_some(output));
+            return Poll::Ready(self.context().body().unfit().is_none().then_some(output));
         }
         if self.limits.is_none() && self.limits.insert(self.limits()).as_mut().poll(cx).is_ready() {
             return Poll::Ready(None);
@@ -103,11 +103,11 @@ impl Execution {
     }
 
     fn limits(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
-        let (order, kept, until) = (Arc::clone(self.order()), self.attempt.keep(), self.until);
+        let (context, kept, until) = (Arc::clone(self.context()), self.attempt.keep(), self.until);
         Box::pin(async move {
             tokio::select! {
                 () = kept => {}
-                () = order.body().until_it_is_unfit() => {}
+                () = context.body().until_it_is_unfit() => {}
                 () = sleep_until(until) => {}
             }
         })
@@ -116,7 +116,7 @@ impl Execution {
     /// The rejection for a handler that was dropped while it ran. Its operation is left to the end of its lease, or released if
     /// its body differs from that of the previous attempt.
     pub(super) fn breaks_off(&mut self, settings: &Settings) -> (Rejection, Cut) {
-        match self.order().body().unfit() {
+        match self.context().body().unfit() {
             Some(BodyRejection::Differs) => {
                 let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
                 // Release it, so that retries of the right request need not wait for the end of this lease, after which they
@@ -137,21 +137,21 @@ impl Execution {
 
     /// Logs the cancellation. The dropped operation is left to the end of its lease.
     fn is_cancelled(&self) {
-        let order = self.order();
-        let (layer, operation) = (order.layer(), order.operation());
+        let context = self.context();
+        let (layer, operation) = (context.layer(), context.operation());
         tracing::warn!(layer, %operation, "a handler was cancelled: its outcome is unknown when its lease has ended");
-        self.attempt.told();
+        self.attempt.mark_reported();
     }
 
     /// Records how long the handler ran, after it has ended or was dropped.
     pub(super) fn ended(&self, settings: &Settings) {
-        settings.home.meters().handled(self.begun);
+        settings.coordinator.meters().handled(self.begun);
     }
 
     /// Whether the request body must be compared further before the response is stored. A body that has broken off has no more to
     /// compare.
     pub(super) fn has_to_read_on(&self, outcome: &Outcome) -> bool {
-        let reading = self.order().body();
+        let reading = self.context().body();
         matches!(outcome, Outcome::Completed(_)) && !reading.is_known() && !reading.has_failed()
     }
 
@@ -161,7 +161,7 @@ impl Execution {
         if !self.has_to_read_on(&outcome) {
             return Some(outcome);
         }
-        let reading = self.attempt.order().body();
+        let reading = self.attempt.context().body();
         let is_same = match self.rest.as_mut().and_then(Arc::get_mut) {
             Some(rest) => tokio::select! {
                 is_same = rest.is_same(reading, settings.pace()) => is_same,

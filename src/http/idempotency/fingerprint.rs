@@ -254,14 +254,14 @@ pin_project! {
     pub struct FingerprintedBody<B> {
         #[pin]
         body: Sent<B>,
-        order: Option<Arc<OperationContext<BodyFingerprint>>>,
+        context: Option<Arc<OperationContext<BodyFingerprint>>>,
         is_touched: bool,
     }
 
     impl<B> PinnedDrop for FingerprintedBody<B> {
         fn drop(this: Pin<&mut Self>) {
-            if let Some(order) = this.project().order {
-                order.body().progress().is_left = true;
+            if let Some(context) = this.project().context {
+                context.body().progress().is_left = true;
             }
         }
     }
@@ -334,7 +334,7 @@ impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
 impl<B> FingerprintedBody<B> {
     /// A body without a fingerprint.
     pub(super) const fn passed(body: B) -> Self {
-        Self { body: Sent::Handed { body }, order: None, is_touched: false }
+        Self { body: Sent::Handed { body }, context: None, is_touched: false }
     }
 }
 
@@ -345,16 +345,16 @@ impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
         body: B,
         before: Payload,
         max_len: u64,
-        order: Arc<OperationContext<BodyFingerprint>>,
+        context: Arc<OperationContext<BodyFingerprint>>,
     ) -> (Self, Option<Arc<dyn Rest>>) {
-        order.body().begin(before, max_len, body.is_end_stream());
-        let (body, rest) = if order.body().is_known() {
+        context.body().begin(before, max_len, body.is_end_stream());
+        let (body, rest) = if context.body().is_known() {
             (Sent::Handed { body }, None)
         } else {
             let body = Arc::new(Mutex::new(Box::pin(body)));
             (Sent::Lent { body: Arc::clone(&body) }, Some(body as _))
         };
-        (Self { body, order: Some(order), is_touched: false }, rest)
+        (Self { body, context: Some(context), is_touched: false }, rest)
     }
 }
 
@@ -366,13 +366,13 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
         let mut this = self.project();
         if !*this.is_touched {
             *this.is_touched = true;
-            if let Some(order) = &this.order {
-                order.body().progress().is_touched = true;
+            if let Some(context) = &this.context {
+                context.body().progress().is_touched = true;
             }
         }
         let frame = ready!(this.body.as_mut().poll_frame(cx));
-        if let Some(order) = this.order
-            && !order.body().note(frame.as_ref(), this.body.is_end_stream())
+        if let Some(context) = this.context
+            && !context.body().note(frame.as_ref(), this.body.is_end_stream())
         {
             // The execution is notified, and drops the handler.
             return Poll::Pending;
@@ -463,7 +463,7 @@ mod tests {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
 
-    fn order() -> Arc<OperationContext<BodyFingerprint>> {
+    fn context() -> Arc<OperationContext<BodyFingerprint>> {
         let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
         let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
@@ -509,15 +509,15 @@ mod tests {
             rest = others;
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-        let order = order();
-        let mut body = pin!(FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order)).0);
+        let context = context();
+        let mut body = pin!(FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&context)).0);
         for _ in sizes {
             body.frame().await.unwrap().unwrap();
         }
         if rest.is_empty() {
             assert!(body.frame().await.is_none());
         }
-        order.body().payload()
+        context.body().payload()
     }
 
     /// A next attempt after one with the fingerprint `before`: its context, whether `bytes` match, and its body in chunks.
@@ -527,10 +527,10 @@ mod tests {
         before: &Payload,
     ) -> (Arc<OperationContext<BodyFingerprint>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>)
     {
-        let order = order();
-        let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, order.body(), PACE).await.unwrap();
+        let context = context();
+        let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, context.body(), PACE).await.unwrap();
         let frames: Vec<_> = bytes.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).map(Ok).collect();
-        (order, same, http_body_util::StreamBody::new(futures_util::stream::iter(frames)))
+        (context, same, http_body_util::StreamBody::new(futures_util::stream::iter(frames)))
     }
 
     proptest! {
@@ -563,11 +563,11 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
-                let (order, same, body) = next(&other, chunk, &before).await;
-                let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&order));
+                let (context, same, body) = next(&other, chunk, &before).await;
+                let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&context));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
-                prop_assert_eq!(order.body().unfit(), (!same).then_some(BodyRejection::Differs));
+                prop_assert_eq!(context.body().unfit(), (!same).then_some(BodyRejection::Differs));
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
                 }
@@ -586,20 +586,20 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
-                let (order, same, body) = next(&other, chunk, &before).await;
-                let (mut body, rest) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&order));
+                let (context, same, body) = next(&other, chunk, &before).await;
+                let (mut body, rest) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&context));
                 for _ in 0..frames_read {
                     drop(futures_util::FutureExt::now_or_never(body.frame()));
                 }
-                let is_known = order.body().is_known();
+                let is_known = context.body().is_known();
                 prop_assert!(!is_known || same);
-                let mut rest = rest.filter(|_| !is_known && order.body().unfit().is_none());
+                let mut rest = rest.filter(|_| !is_known && context.body().unfit().is_none());
                 if let Some(rest) = &mut rest {
                     prop_assert!(Arc::get_mut(rest).is_none(), "the handler still holds the body");
                     drop(body);
-                    let rest = Arc::get_mut(rest).unwrap().is_same(order.body(), PACE).await;
+                    let rest = Arc::get_mut(rest).unwrap().is_same(context.body(), PACE).await;
                     prop_assert_eq!(rest, Some(same), "{:?}", before);
-                    prop_assert_eq!(order.body().payload(), before, "the fingerprint does not grow");
+                    prop_assert_eq!(context.body().payload(), before, "the fingerprint does not grow");
                 }
                 Ok(())
             })?;

@@ -66,11 +66,11 @@ where
     R::Error: Into<BoxError>,
 {
     let settings = &shared.settings;
-    let order = order(settings, operation, &request);
+    let context = context(settings, operation, &request);
     let arrived = AdmittedRequest { request, running };
     // With `OnDisconnect::Cancel`, do not start the handler before the future is polled.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
-    match order.as_ref().ok().filter(|_| is_eager).and_then(Attempt::begin_now) {
+    match context.as_ref().ok().filter(|_| is_eager).and_then(Attempt::begin_now) {
         Some(Ok(Begin::Granted(granted))) => {
             let begun = start(settings, granted, arrived, inner);
             if begun.1.is_none() {
@@ -81,7 +81,7 @@ where
         }
         begun => {
             let goes_on = Arc::<AtomicBool>::default();
-            let asking = ask(take_ready(inner), order, begun, arrived, shared, Arc::clone(&goes_on));
+            let asking = ask(take_ready(inner), context, begun, arrived, shared, Arc::clone(&goes_on));
             DetachableFuture::new(Box::pin(asking), DetachMode::When(goes_on))
         }
     }
@@ -97,7 +97,7 @@ pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
 #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
 fn ask<S, K, A, B, R>(
     mut ready: S,
-    order: Result<Arc<OperationContext<BodyFingerprint>>, StoreError>,
+    context: Result<Arc<OperationContext<BodyFingerprint>>, StoreError>,
     begun: Option<Result<Begin<BodyFingerprint>, StoreError>>,
     arrived: AdmittedRequest<B>,
     shared: Arc<Shared<K, A>>,
@@ -118,9 +118,9 @@ where
 {
     async move {
         let settings = &shared.settings;
-        let begun = match order {
-            Ok(order) => {
-                order.begin_or_wait(begun, settings.wait, settings.max_waiting).await.map(|begun| (begun, order))
+        let begun = match context {
+            Ok(context) => {
+                context.begin_or_wait(begun, settings.wait, settings.max_waiting).await.map(|begun| (begun, context))
             }
             Err(error) => Err(error),
         };
@@ -131,9 +131,9 @@ where
                 goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
                 Box::pin(RunHandler::new(begun, Arc::clone(&shared))).await
             }
-            Ok((Begin::Not(begun), order)) => {
+            Ok((Begin::Not(begun), context)) => {
                 settings.answered();
-                Box::pin(replay_or_reject(ready, Ok((begun, order)), arrived, settings, &shared.answer)).await
+                Box::pin(replay_or_reject(ready, Ok((begun, context)), arrived, settings, &shared.answer)).await
             }
             Err(error) => Box::pin(replay_or_reject(ready, Err(error), arrived, settings, &shared.answer)).await,
         }
@@ -248,7 +248,7 @@ where
 }
 
 /// The context of a request, with its claim and the state of its body.
-fn order<B>(
+fn context<B>(
     settings: &Settings,
     (operation, bound): (Operation, RecordBound),
     request: &Request<B>,
@@ -257,7 +257,7 @@ fn order<B>(
     let (lease, retention) = (settings.lease, settings.retention);
     let takes_over = settings.on_unknown == OnUnknown::Retry;
     let claim = Claim { token: Token::random()?, head, lease, retention, takes_over, bound: Some(bound) };
-    Ok(OperationContext::new(&settings.home, operation, claim, reading))
+    Ok(OperationContext::new(&settings.coordinator, operation, claim, reading))
 }
 
 /// A request that counts as running.
@@ -283,16 +283,16 @@ where
     let AdmittedRequest { request, running } = arrived;
     let mut rest = None;
     let mut request = request.map(|body| {
-        let (body, left) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order()));
+        let (body, left) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.context()));
         rest = left;
         body
     });
-    let order = Arc::clone(attempt.order());
-    let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
+    let context = Arc::clone(attempt.context());
+    let handle = IdempotencyHandle::new(Arc::clone(&context) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     let mut course = Execution::new(attempt, settings, running, rest, has_route(&request));
     // If the body has arrived already, the comparison with the previous attempt is done here.
-    let is_fit = order.body().unfit().is_none();
+    let is_fit = context.body().unfit().is_none();
     if !is_fit {
         // Released with its earlier state.
         course.gives_back();
@@ -300,7 +300,7 @@ where
     if !is_fit || course.is_lost() {
         return (course, None);
     }
-    settings.home.meters().decided(Verdict::Executed);
+    settings.coordinator.meters().decided(Verdict::Executed);
     let handler = course.at_work(|| ready.call(request));
     (course, Some(handler))
 }
@@ -321,14 +321,14 @@ where
 {
     let AdmittedRequest { request, running: _running } = arrived;
     match begun {
-        Ok((begun, order)) => {
+        Ok((begun, context)) => {
             // A replay needs no reserved service.
             drop(ready);
-            let recorded = recorded(settings, begun, request, order.body()).await;
+            let recorded = recorded(settings, begun, request, context.body()).await;
             recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
         }
         Err(error) if settings.passes(&error) => {
-            settings.home.meters().decided(Verdict::FailedOpen);
+            settings.coordinator.meters().decided(Verdict::FailedOpen);
             let response = ready.call(request.map(FingerprintedBody::passed)).await;
             response.map(|response| answer.response(response)).map_err(|error| answer.error(error))
         }
@@ -370,7 +370,7 @@ where
     // A different request learns nothing about the first one.
     compare(settings, request, payload, reading).await?;
     let recorded = recorded?;
-    settings.home.meters().decided(Verdict::Replayed);
+    settings.coordinator.meters().decided(Verdict::Replayed);
     Ok(recorded)
 }
 

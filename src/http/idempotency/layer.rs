@@ -56,7 +56,7 @@ impl IdempotencyLayer {
     /// request that has a key. Each such request is rejected, 500 with HTTP, and logged.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
-            home: Coordinator::new(store),
+            coordinator: Coordinator::new(store),
             fingerprints: Fingerprints::new(b""),
             header: HeaderName::from_static("idempotency-key"),
             headers: Arc::new([]),
@@ -309,18 +309,20 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// The name of the layer in metrics and logs. Defaults to `idempotency`.
     pub fn name(self, name: impl AsRef<str>) -> Self {
-        self.with(|settings| settings.home = settings.home.with(|terms| terms.name = name.as_ref().into()))
+        self.with(|settings| {
+            settings.coordinator = settings.coordinator.with(|options| options.name = name.as_ref().into());
+        })
     }
 
     /// The longest duration of a store call. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
-        self.with(|settings| settings.home = settings.home.with(|terms| terms.limit = deadline))
+        self.with(|settings| settings.coordinator = settings.coordinator.with(|options| options.limit = deadline))
     }
 
     /// When to stop calling a failing store for new requests. Defaults to [`CircuitBreaker::new`]. Meanwhile, requests are
     /// [rejected](OnStoreError::Deny) or [pass](OnStoreError::Allow) at once. Running requests are still renewed and completed.
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
-        self.with(|settings| settings.home = settings.home.with(|terms| terms.breaker = breaker))
+        self.with(|settings| settings.coordinator = settings.coordinator.with(|options| options.breaker = breaker))
     }
 
     /// What to do with a request without a key. Defaults to [`OnMissingKey::Reject`].
@@ -349,7 +351,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///
     /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
     pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
-        self.settings.home.reach().require(needed)?;
+        self.settings.coordinator.reach().require(needed)?;
         Ok(self)
     }
 
@@ -359,7 +361,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker). The [shutdown of the
     /// backend](crate::backend#shutdown) covers all layers, and has a deadline.
     pub async fn wait_idle(&self) {
-        self.settings.home.wait_idle().await;
+        self.settings.coordinator.wait_idle().await;
     }
 
     pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {

@@ -35,7 +35,7 @@ impl HttpResponder {
             Rejection::NotStored { status } => format!("{rejection}: it had status {status}"),
             _ => rejection.to_string(),
         };
-        let wait = wait.map(|wait| self.told(wait));
+        let wait = wait.map(|wait| self.retry_after_secs(wait));
         let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
         if rejection.is_half_done() {
             response.extensions_mut().remove::<NotExecuted>();

@@ -23,7 +23,7 @@ pub(super) const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 /// The settings that do not depend on the types of requests and responses.
 #[derive(Clone)]
 pub(super) struct Settings {
-    pub(super) home: Arc<Coordinator>,
+    pub(super) coordinator: Arc<Coordinator>,
     pub(super) fingerprints: Fingerprints,
     pub(super) header: HeaderName,
     pub(super) headers: Arc<[HeaderName]>,
@@ -72,7 +72,7 @@ impl Settings {
 
     /// Checks that no timeout is zero.
     pub(super) fn check_times(&self) -> Result<(), ConfigError> {
-        self.home.check_times(Some(self.max_runtime))
+        self.coordinator.check_times(Some(self.max_runtime))
     }
 
     /// Whether a request passes without a record after this error. If so, it is logged.
@@ -82,7 +82,7 @@ impl Settings {
         }
         if self.unprotected.begins() {
             let cause = error.source().map(tracing::field::display);
-            tracing::warn!(layer = &*self.home.terms().name, %error, cause, "idempotency store fails: requests are served without a record");
+            tracing::warn!(layer = &*self.coordinator.options().name, %error, cause, "idempotency store fails: requests are served without a record");
         }
         true
     }
@@ -99,7 +99,7 @@ impl Settings {
         }
         if !self.methods_are_known.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                layer = &*self.home.terms().name, %method,
+                layer = &*self.coordinator.options().name, %method,
                 "a request with an idempotency key is served without a record: only POST and PATCH have records by \
                  default; name all methods with `IdempotencyLayer::methods`, which also stops this warning"
             );
@@ -108,7 +108,7 @@ impl Settings {
 
     pub(super) fn answered(&self) {
         if self.unprotected.ends() {
-            let layer = &*self.home.terms().name;
+            let layer = &*self.coordinator.options().name;
             tracing::info!(layer, "idempotency store answers again: requests are served once");
         }
     }
@@ -119,7 +119,7 @@ impl Settings {
         answer: &A,
         rejection: Rejection,
     ) -> Result<A::Response, A::Error> {
-        self.home.meters().decided(Verdict::of(&rejection));
+        self.coordinator.meters().decided(Verdict::of(&rejection));
         answer.reject(rejection)
     }
 
@@ -128,7 +128,7 @@ impl Settings {
             .field("scope", &std::any::type_name::<K>())
             .field("lease", &self.lease)
             .field("retention", &self.retention)
-            .field("deadline", &self.home.terms().limit)
+            .field("deadline", &self.coordinator.options().limit)
             .field("keep", &self.keep)
             .field("on_missing_key", &self.on_missing_key)
             .field("on_unknown", &self.on_unknown)

@@ -49,8 +49,8 @@ impl Outcome {
         attempt: Attempt<BodyFingerprint>,
         settings: &Settings,
     ) -> Option<impl Future<Output = ()> + Send + use<>> {
-        let order = attempt.order();
-        let (reading, layer, operation) = (order.body(), order.layer(), order.operation());
+        let context = attempt.context();
+        let (reading, layer, operation) = (context.body(), context.layer(), context.operation());
         let releases_failures = settings.keep.gives_failures_back();
         let settlement = match self {
             Self::Completed(response) if response.fits(reading) => {
@@ -66,7 +66,7 @@ impl Outcome {
                     layer, %operation,
                     "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended"
                 );
-                attempt.told();
+                attempt.mark_reported();
                 return None;
             }
             Self::Unknown => {
@@ -74,7 +74,7 @@ impl Outcome {
                     layer, %operation,
                     "a handler reported an unknown outcome or lost its lock: its outcome is unknown when its lease has ended"
                 );
-                attempt.told();
+                attempt.mark_reported();
                 return None;
             }
             // The dropped attempt logs this.

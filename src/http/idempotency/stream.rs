@@ -133,9 +133,9 @@ where
 {
     /// Sends the end of the response only after the record is stored.
     async fn run(mut self, mut execution: Execution) {
-        let (order, begun) = (Arc::clone(execution.order()), execution.begun());
+        let (context, begun) = (Arc::clone(execution.context()), execution.begun());
         let stop = {
-            let mut passing = pin!(self.stream.pass_on(&self.pieces, order.body()));
+            let mut passing = pin!(self.stream.pass_on(&self.pieces, context.body()));
             poll_fn(|cx| execution.poll_under_lease(passing.as_mut(), cx)).await
         };
         if !matches!(stop, Some(Stop::TooLarge)) {
@@ -148,7 +148,7 @@ where
         let mut outcome = self.stream.outcome(self.stream.chunks.iter(), is_whole);
         if let Outcome::Completed(response) = &mut outcome {
             // If the request body breaks off, a response that is made from it breaks off, too.
-            response.is_success &= is_whole || !order.body().has_failed();
+            response.is_success &= is_whole || !context.body().has_failed();
         }
         let Some(outcome) = execution.read_on(outcome, &self.settings).await else {
             return self.break_off(execution);
@@ -160,14 +160,14 @@ where
         let end = match stop {
             Stop::Ended(end) => Some(end),
             Stop::TooLarge => {
-                let end = self.send_unrecorded(&order).await;
-                self.settings.home.meters().handled(begun);
+                let end = self.send_unrecorded(&context).await;
+                self.settings.coordinator.meters().handled(begun);
                 end
             }
         };
         match end {
             Some(end) => self.send_end(end).await,
-            None => self.cancel(&order),
+            None => self.cancel(&context),
         }
         drop(running);
     }
@@ -179,16 +179,16 @@ where
         drop(stream);
         let (rejection, cut) = execution.breaks_off(&settings);
         cut_off.make(cut);
-        settings.home.meters().decided(Verdict::of(&rejection));
+        settings.coordinator.meters().decided(Verdict::of(&rejection));
         // The client sees the end, and an outer layer reads the marker then.
         drop(pieces);
     }
 
     /// Sends the rest of a response that is too large to be stored. It may take as long as it makes progress. If the client has
     /// gone, only the handler takes time, so it gets `max_runtime` in total. `None` if the response has to stop before its end.
-    async fn send_unrecorded(&mut self, order: &OperationContext<BodyFingerprint>) -> Option<BodyEnd> {
+    async fn send_unrecorded(&mut self, context: &OperationContext<BodyFingerprint>) -> Option<BodyEnd> {
         let (max_runtime, pieces) = (self.max_runtime(), &self.pieces);
-        let mut lost = pin!(order.until_lost());
+        let mut lost = pin!(context.until_lost());
         let mut alone_until = None;
         loop {
             let now = Instant::now();
@@ -199,7 +199,7 @@ where
             let mut stepping = pin!(timeout_at(until, self.stream.step(pieces)));
             // The handler still runs, and the store may not know yet that no attempt may take over.
             let under_lease = poll_fn(|cx| {
-                if order.is_lost() || lost.as_mut().poll(cx).is_ready() {
+                if context.is_lost() || lost.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(None);
                 }
                 stepping.as_mut().poll(cx).map(Result::ok)
@@ -226,11 +226,11 @@ where
     }
 
     /// Ends a response that is too large, took too long or lost its lease.
-    fn cancel(self, order: &OperationContext<BodyFingerprint>) {
-        if order.is_done() {
+    fn cancel(self, context: &OperationContext<BodyFingerprint>) {
+        if context.is_done() {
             self.cut_off.make(Cut::Done);
         }
-        self.settings.home.meters().decided(Verdict::Cancelled);
+        self.settings.coordinator.meters().decided(Verdict::Cancelled);
     }
 
     fn max_runtime(&self) -> Duration {

@@ -59,10 +59,10 @@ impl Entry {
     /// Forgets the smallest fence of a few keys: old fences are least likely to return.
     fn forget_one(&mut self) {
         let len = self.largest.len();
-        let places = (0..LOOKED_AT.min(len)).map(|step| (self.hand + step) % len);
-        let oldest = places.min_by_key(|place| self.largest.get_index(*place).map(|(_, fence)| *fence));
+        let indexes = (0..LOOKED_AT.min(len)).map(|step| (self.hand + step) % len);
+        let oldest = indexes.min_by_key(|index| self.largest.get_index(*index).map(|(_, fence)| *fence));
         self.hand = (self.hand + LOOKED_AT) % len;
-        if let Some((_, fence)) = oldest.and_then(|place| self.largest.swap_remove_index(place)) {
+        if let Some((_, fence)) = oldest.and_then(|index| self.largest.swap_remove_index(index)) {
             self.forgotten = self.forgotten.max(fence);
         }
     }

@@ -30,7 +30,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Gets the decisions that the result depends on. The resolver and the store have the whole deadline each, so that a slow resolver
     /// causes no store error.
     pub(super) async fn query(&self, descriptors: &mut [Descriptor], cost: u64) -> Result<(), StoreError> {
-        let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = descriptors.len());
+        let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), descriptors = descriptors.len());
         let query = async {
             self.resolve(descriptors).await?;
             self.decide(descriptors, cost).await

@@ -89,14 +89,14 @@ struct RttEstimate {
 /// The permit of a call in flight. A batch takes as many permits as there are for direct calls.
 pub(crate) struct InFlightPermit {
     away: Arc<AtomicUsize>,
-    places: usize,
+    permits: usize,
 }
 
 impl<W: Send + 'static> Batcher<W> {
     /// Sends batches until it is dropped. `send` answers the callers when the thread is idle, and returns when Redis replied, if it did.
     pub(crate) fn new<F>(
         limits: BatchConfig,
-        home: &RuntimeHandle,
+        runtime: &RuntimeHandle,
         send: impl Fn(Vec<W>, Idle) -> F + Send + Sync + 'static,
     ) -> Self
     where
@@ -111,7 +111,7 @@ impl<W: Send + 'static> Batcher<W> {
         let (answered, deferred) = (Arc::clone(&rtt), idle.clone());
         let send = move |batch: Vec<W>| {
             let several = (batch.len() > 1).then(|| Arc::clone(&answered));
-            let (place, sent, deferred) =
+            let (permit, sent, deferred) =
                 (InFlightPermit::new(&counted, limits.max_unbatched).0, Instant::now(), deferred.clone());
             let call = send(batch, deferred.clone());
             async move {
@@ -119,7 +119,7 @@ impl<W: Send + 'static> Batcher<W> {
                 if let Some(rtt) = several {
                     rtt.is_back(sent, answered);
                 }
-                drop(place);
+                drop(permit);
                 deferred.catch_up();
             }
         };
@@ -131,7 +131,7 @@ impl<W: Send + 'static> Batcher<W> {
             let send = move |batch| send(batch);
             Box::pin(send_together(arrivals, limits, Arc::clone(&awaited), Arc::clone(&known), waited.clone(), send))
         };
-        let sender = home.spawn(start(arrivals));
+        let sender = runtime.spawn(start(arrivals));
         Self {
             limits,
             away,
@@ -147,12 +147,12 @@ impl<W: Send + 'static> Batcher<W> {
 
     /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
-        let (place, before) = InFlightPermit::new(&self.away, 1);
+        let (permit, before) = InFlightPermit::new(&self.away, 1);
         let is_alone = before < self.limits.max_unbatched && !self.rtt.is_within(self.limits.linger);
         if is_alone {
             self.idle.catch_up();
         }
-        is_alone.then_some(place)
+        is_alone.then_some(permit)
     }
 
     /// Adds a call to the next batch and waits for its answer. `None` if the call has to go directly, and an error if the runtime that
@@ -225,15 +225,15 @@ impl RttEstimate {
 
 impl InFlightPermit {
     /// The permits, and how many were taken before.
-    fn new(away: &Arc<AtomicUsize>, places: usize) -> (Self, usize) {
-        let before = away.fetch_add(places, Ordering::Relaxed);
-        (Self { away: Arc::clone(away), places }, before)
+    fn new(away: &Arc<AtomicUsize>, permits: usize) -> (Self, usize) {
+        let before = away.fetch_add(permits, Ordering::Relaxed);
+        (Self { away: Arc::clone(away), permits }, before)
     }
 }
 
 impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        self.away.fetch_sub(self.places, Ordering::Relaxed);
+        self.away.fetch_sub(self.permits, Ordering::Relaxed);
     }
 }
 
@@ -408,16 +408,16 @@ mod tests {
     /// A second runtime, with this number of threads.
     fn elsewhere(threads: usize) -> (Runtime, RuntimeHandle) {
         let runtime = Builder::new_multi_thread().worker_threads(threads).enable_time().build().unwrap();
-        let home = {
+        let handle = {
             let _inside = runtime.enter();
             RuntimeHandle::here()
         };
-        (runtime, home)
+        (runtime, handle)
     }
 
     #[tokio::test]
     async fn next_call_delivers_replies_of_blocked_thread() {
-        let (runtime, home) = elsewhere(1);
+        let (runtime, handle) = elsewhere(1);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (begun, has_begun) = oneshot::channel();
         let blocks = Mutex::new(Some((until_free, begun)));
@@ -441,7 +441,7 @@ mod tests {
             max_in_flight: |_| 1,
             full: 1,
         };
-        let batcher = Batcher::new(limits, &home, send);
+        let batcher = Batcher::new(limits, &handle, send);
         let mut first = pin!(batcher.submit(|reply| reply));
         assert!(futures_util::poll!(&mut first).is_pending());
         has_begun.await.unwrap();
@@ -449,17 +449,17 @@ mod tests {
         assert!(futures_util::poll!(&mut first).is_pending());
         let mut next = pin!(batcher.submit(|reply| reply));
         assert!(futures_util::poll!(&mut next).is_pending());
-        let told = tokio::time::timeout(Duration::from_secs(10), first).await;
+        let outcome = tokio::time::timeout(Duration::from_secs(10), first).await;
         free.send(()).unwrap();
         next.await.unwrap().unwrap();
         runtime.shutdown_background();
-        told.expect("the reply was not delivered").unwrap().unwrap();
+        outcome.expect("the reply was not delivered").unwrap().unwrap();
     }
 
     /// A blocked thread has the replies of one batch, and no further call arrives.
     #[tokio::test]
     async fn returning_batch_delivers_replies_of_blocked_thread() {
-        let (runtime, home) = elsewhere(2);
+        let (runtime, handle) = elsewhere(2);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (answer, answered) = oneshot::channel::<()>();
         let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
@@ -469,17 +469,17 @@ mod tests {
             let (answered, until_free) = has.lock().unwrap().pop().unwrap();
             let begun = begun.clone();
             async move {
-                let told = idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
-                let mut told = pin!(told);
+                let delivery = idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
+                let mut delivery = pin!(delivery);
                 if let Some(until_free) = until_free {
-                    assert!(futures_util::poll!(&mut told).is_pending());
+                    assert!(futures_util::poll!(&mut delivery).is_pending());
                     begun.send(()).unwrap();
                     until_free.recv().unwrap();
                 } else if let Some(answered) = answered {
                     begun.send(()).unwrap();
                     answered.await.unwrap();
                 }
-                told.await;
+                delivery.await;
                 None
             }
         };
@@ -491,7 +491,7 @@ mod tests {
             max_in_flight: |_| 2,
             full: 2,
         };
-        let batcher = Batcher::new(limits, &home, send);
+        let batcher = Batcher::new(limits, &handle, send);
         let mut calls = Vec::new();
         for _ in 0..2 {
             let mut call = Box::pin(batcher.submit(|reply| reply));
@@ -503,10 +503,10 @@ mod tests {
         let mut blocked = calls.pop().unwrap();
         assert!(futures_util::poll!(&mut blocked).is_pending());
         answer.send(()).unwrap();
-        let told = tokio::time::timeout(Duration::from_secs(10), blocked).await;
+        let outcome = tokio::time::timeout(Duration::from_secs(10), blocked).await;
         free.send(()).unwrap();
         runtime.shutdown_background();
-        told.expect("the reply was not delivered").unwrap().unwrap();
+        outcome.expect("the reply was not delivered").unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]

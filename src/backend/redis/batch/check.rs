@@ -59,12 +59,12 @@ struct Pending {
 
 impl CheckBatcher {
     /// Sends batches until it is dropped.
-    pub(crate) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, home: &RuntimeHandle) -> Self {
+    pub(crate) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, runtime: &RuntimeHandle) -> Self {
         let send = move |batch, idle| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
             async move { send(&servers, &scripts, &idle, batch).await }
         };
-        Self(Batcher::new(LIMITS, home, send))
+        Self(Batcher::new(LIMITS, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.

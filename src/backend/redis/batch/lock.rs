@@ -43,7 +43,7 @@ struct Pending {
     lock: LockKey,
     token: Token,
     // Length, number of fences and floor of an acquisition; `None` for a release.
-    terms: Option<(Duration, u32, u64)>,
+    claim: Option<(Duration, u32, u64)>,
     reply: oneshot::Sender<Answer>,
 }
 
@@ -52,9 +52,9 @@ type Answer = Result<Option<i64>, StoreError>;
 
 impl LockBatcher {
     /// Sends batches until it is dropped.
-    pub(crate) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, home: &RuntimeHandle) -> Self {
+    pub(crate) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, runtime: &RuntimeHandle) -> Self {
         let send = move |batch, idle| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
-        Self(Batcher::new(LIMITS, home, send))
+        Self(Batcher::new(LIMITS, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -83,11 +83,11 @@ impl LockBatcher {
 
 impl Pending {
     const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
-        Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences, claim.floor)), reply }
+        Self { lock: *lock, token: claim.token, claim: Some((claim.ttl, claim.fences, claim.floor)), reply }
     }
 
     const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
-        Self { lock: *lock, token: *token, terms: None, reply }
+        Self { lock: *lock, token: *token, claim: None, reply }
     }
 }
 
@@ -121,16 +121,16 @@ async fn exchange(
         return tell(&idle, Err(error), 0, batch).await;
     }
     // Callers that gave up before a connection was available need no lock. Releases are sent in any case.
-    batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
+    batch.retain(|wish| wish.claim.is_none() || !wish.reply.is_closed());
     // Nearly always, all acquisitions have the same length.
-    batch.sort_by_key(|wish| (wish.terms.is_none(), wish.terms));
-    let mut given = batch.split_off(batch.partition_point(|wish| wish.terms.is_some()));
+    batch.sort_by_key(|wish| (wish.claim.is_none(), wish.claim));
+    let mut given = batch.split_off(batch.partition_point(|wish| wish.claim.is_some()));
     let mut calls = Vec::new();
     while !batch.is_empty() || !given.is_empty() {
-        let terms = batch.last().and_then(|wish| wish.terms);
-        let mut group = batch.split_off(batch.partition_point(|wish| wish.terms < terms));
+        let claim = batch.last().and_then(|wish| wish.claim);
+        let mut group = batch.split_off(batch.partition_point(|wish| wish.claim < claim));
         group.append(&mut given);
-        calls.push(exchange_alike(&own, &scripts, &keys, &idle, terms, group));
+        calls.push(exchange_alike(&own, &scripts, &keys, &idle, claim, group));
     }
     join_all(calls).await.into_iter().max().flatten()
 }
@@ -141,16 +141,16 @@ async fn exchange_alike(
     scripts: &Scripts,
     keys: &Keys,
     idle: &Idle,
-    terms: Option<(Duration, u32, u64)>,
+    claim: Option<(Duration, u32, u64)>,
     mut group: Vec<Pending>,
 ) -> Option<Instant> {
-    let wanted = group.partition_point(|wish| wish.terms.is_some());
+    let wanted = group.partition_point(|wish| wish.claim.is_some());
     let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
     group.iter().for_each(|wish| names.push_lease(&wish.lock));
     group[wanted..].iter().for_each(|wish| names.push_free(&wish.lock));
     let mut tokens = Vec::with_capacity(16 * group.len());
     group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
-    let (ttl, fences, floor) = terms.unwrap_or((Claim::MIN_TTL, 1, 0));
+    let (ttl, fences, floor) = claim.unwrap_or((Claim::MIN_TTL, 1, 0));
     let names = names.to_vec();
     let reply = tokio::select! {
         biased;

@@ -45,9 +45,9 @@ struct Pending {
 
 impl PushBatcher {
     /// Sends batches until it is dropped.
-    pub(crate) fn new(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, home: &RuntimeHandle) -> Self {
+    pub(crate) fn new(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, runtime: &RuntimeHandle) -> Self {
         let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
-        Self(Batcher::new(LIMITS, home, send))
+        Self(Batcher::new(LIMITS, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -187,9 +187,9 @@ mod tests {
         // No server listens there.
         let client = redis::Client::open("redis://127.0.0.1:1/").unwrap();
         let connector = Connector::Client(Box::new((client, redis::AsyncConnectionConfig::new())));
-        let terms =
-            PoolOptions { connect: Duration::MAX, response: Duration::MAX, home: Arc::new(RuntimeHandle::here()) };
-        let servers = Servers::One(Pool::lazy(connector, 1, terms, &Arc::default()));
+        let pool_options =
+            PoolOptions { connect: Duration::MAX, response: Duration::MAX, runtime: Arc::new(RuntimeHandle::here()) };
+        let servers = Servers::One(Pool::lazy(connector, 1, pool_options, &Arc::default()));
         let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
         let (servers, keys, scripts) = (Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()));
         assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);

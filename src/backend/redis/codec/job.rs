@@ -138,7 +138,7 @@ pub(crate) struct PackedFinishes {
     // The positions of done jobs with a unique key, from 1; negative if the finish ends a hold for a time.
     unique: Vec<(isize, Key)>,
     // The position of each result in the reply, in the order of the finished jobs.
-    pub(crate) places: Vec<usize>,
+    pub(crate) indexes: Vec<usize>,
 }
 
 struct OtherResult {
@@ -151,11 +151,11 @@ struct OtherResult {
 impl PackedFinishes {
     pub(crate) fn new(finishes: &[Ack]) -> Self {
         let all_done = finishes.iter().filter(|finish| finish.kind.forgets()).count();
-        let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), places: Vec::new() };
+        let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), indexes: Vec::new() };
         for Ack { lease, kind } in finishes {
             let (code, delay, error) = match kind {
                 AckKind::Done | AckKind::Cancelled => {
-                    packed.places.push(packed.done.len());
+                    packed.indexes.push(packed.done.len());
                     packed.done.push(pack_lease(lease));
                     if let Some(Unique { key, span }) = lease.unique {
                         let ends_time = *kind == AckKind::Cancelled && !matches!(span, UniqueFor::Occurrence(_));
@@ -170,7 +170,7 @@ impl PackedFinishes {
                 AckKind::Dead { reason, error } => (4, reason_code(*reason).into(), Arc::clone(error)),
             };
             let delay = delay.min(millis(Due::MAX_DELAY));
-            packed.places.push(all_done + packed.others.len());
+            packed.indexes.push(all_done + packed.others.len());
             packed.others.push(OtherResult { lease: pack_lease(lease), kind: code, delay, error });
         }
         packed
@@ -380,7 +380,7 @@ mod tests {
             finish("c", AckKind::Snooze { delay: Duration::ZERO }),
             finish("d", AckKind::Done),
         ]);
-        assert_eq!(packed.places, [2, 0, 3, 1]);
+        assert_eq!(packed.indexes, [2, 0, 3, 1]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The encoding of `lua/rate_limit_check.lua`: the terms of a policy in requests, and the packed counts in replies.
+//! The encoding of `lua/rate_limit_check.lua`: the parameters of a policy in requests, and the packed counts in replies.
 
 use std::time::Duration;
 
@@ -36,12 +36,12 @@ const fn numbers(algorithm: Algorithm) -> usize {
     }
 }
 
-/// The terms, and the prefix of the counts under them. The prefix has the terms that are not part of the key.
-pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
+/// The parameters, and the prefix of the counts under them. The prefix has the parameters that are not part of the key.
+pub(crate) fn encode(params: &[LimitParams]) -> EncodedLimits {
     // Plus one for the time of the last update.
-    let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
+    let numbers = 1 + params.iter().map(|params| numbers(params.algorithm)).sum::<usize>();
     let (mut all, mut limits) = (Vec::new(), vec![VERSION]);
-    for LimitParams { algorithm, span, step, parts, capacity } in terms {
+    for LimitParams { algorithm, span, step, parts, capacity } in params {
         let [span, step, capacity] = [span, step, capacity].map(|number| number.to_le_bytes());
         let rate = [&span[..7], &step[..7], &parts.to_le_bytes()].concat();
         all.push(code(*algorithm));
@@ -54,12 +54,12 @@ pub(crate) fn encode(terms: &[LimitParams]) -> EncodedLimits {
     }
     let layout = format!("<{}", "d".repeat(numbers));
     EncodedLimits {
-        terms: all,
+        params: all,
         format: format!("c{}{layout}", limits.len()),
         limits,
         layout,
         counts: numbers * NUMBER,
-        ttl_ms: time_to_live_ms(terms),
+        ttl_ms: time_to_live_ms(params),
     }
 }
 
@@ -69,11 +69,11 @@ pub(crate) fn is_admitted(reply: &[u8]) -> bool {
 }
 
 /// How long counts matter after they were written, debts included, plus a quarter, because the scripts do not write the expiry each time.
-fn time_to_live_ms(terms: &[LimitParams]) -> u64 {
-    let longest = terms.iter().map(|terms| match terms.algorithm {
-        Algorithm::TokenBucket => terms.longest_refill(),
-        Algorithm::SlidingWindow => 2 * terms.span,
-        Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
+fn time_to_live_ms(params: &[LimitParams]) -> u64 {
+    let longest = params.iter().map(|params| match params.algorithm {
+        Algorithm::TokenBucket => params.longest_refill(),
+        Algorithm::SlidingWindow => 2 * params.span,
+        Algorithm::FixedWindow | Algorithm::SlidingLog => params.span,
     });
     // The expiry has whole milliseconds, and starts from another reading of the clock.
     let longest = longest.max().unwrap_or(0).div_ceil(1_000) + 10;
@@ -99,10 +99,10 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) 
 
     let mut log_statuses = policy
         .logs()
-        .map(|terms| {
-            let remaining = terms.capacity.saturating_sub(reader.integer(5)?);
+        .map(|params| {
+            let remaining = params.capacity.saturating_sub(reader.integer(5)?);
             let [retry, reset] = [reader.integer(INSTANT)?, reader.integer(INSTANT)?].map(Duration::from_micros);
-            Some(LimitStatus::new(terms.capacity, remaining, retry, reset))
+            Some(LimitStatus::new(params.capacity, remaining, retry, reset))
         })
         .collect::<Option<Vec<_>>>()?
         .into_iter();
@@ -114,15 +114,15 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) 
     }
     let mut counts =
         if is_short { Counts::EncodedLimits { reader, last: now } } else { Counts::read(reader.0, policy, now)? };
-    let statuses = policy.terms().iter().map(|terms| match counts.next(terms, now) {
-        Some(count) => count.status(terms, now, asked),
-        None => log_statuses.next().unwrap_or(LimitStatus::new(terms.capacity, 0, Duration::ZERO, Duration::ZERO)),
+    let statuses = policy.params().iter().map(|params| match counts.next(params, now) {
+        Some(count) => count.status(params, now, asked),
+        None => log_statuses.next().unwrap_or(LimitStatus::new(params.capacity, 0, Duration::ZERO, Duration::ZERO)),
     });
     let decision = Decision::new(statuses);
     Some(match status {
         BLOCKED_STATUS => decision.blocked(Duration::from_micros(blocked_for)),
         _ if charged => {
-            let receipt = receipt(now, policy.terms(), decision.limits());
+            let receipt = receipt(now, policy.params(), decision.limits());
             decision.with_receipt(receipt)
         }
         _ => decision,
@@ -133,9 +133,9 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) 
 enum Counts<'a> {
     /// Nothing is stored.
     None,
-    /// Packed under the same terms, at the instant `last`.
+    /// Packed under the same parameters, at the instant `last`.
     EncodedLimits { reader: Reader<'a>, last: u64 },
-    /// Carried over from other terms.
+    /// Carried over from other parameters.
     CarriedOver(std::vec::IntoIter<Option<Count>>),
 }
 
@@ -153,23 +153,24 @@ impl<'a> Counts<'a> {
         if reader.integer(1)? != u64::from(VERSION) {
             return None;
         }
-        let terms = policy.terms().iter().map(|terms| reader.terms(terms)).collect::<Option<Vec<LimitParams>>>()?;
+        let params =
+            policy.params().iter().map(|params| reader.params(params)).collect::<Option<Vec<LimitParams>>>()?;
         let last = reader.number()?;
         let mut old = Self::EncodedLimits { reader, last: last.min(now) };
-        let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
+        let counts: Vec<Option<Count>> = params.iter().map(|params| old.next(params, now)).collect();
         let carried =
-            carry_over(&terms, |index| counts.get(index).copied().flatten(), policy.terms(), policy.quota_change());
+            carry_over(&params, |index| counts.get(index).copied().flatten(), policy.params(), policy.quota_change());
         Some(Self::CarriedOver(carried.collect::<Vec<_>>().into_iter()))
     }
 
     /// The count of the next limit, brought up to `now`; `None` for a log.
-    fn next(&mut self, terms: &LimitParams, now: u64) -> Option<Count> {
-        let fresh = Count::new(terms.algorithm, now);
+    fn next(&mut self, params: &LimitParams, now: u64) -> Option<Count> {
+        let fresh = Count::new(params.algorithm, now);
         match self {
             Self::None => fresh,
             Self::EncodedLimits { reader, last } => {
-                let mut count = reader.count(terms.algorithm, now)?;
-                count.advance(terms, *last, now);
+                let mut count = reader.count(params.algorithm, now)?;
+                count.advance(params, *last, now);
                 Some(count)
             }
             Self::CarriedOver(counts) => counts.next().flatten().or(fresh),
@@ -198,14 +199,14 @@ impl Reader<'_> {
         (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }
 
-    /// The stored terms of the limit at the position of this one.
-    fn terms(&mut self, terms: &LimitParams) -> Option<LimitParams> {
-        if terms.algorithm == Algorithm::TokenBucket {
+    /// The stored parameters of the limit at the position of this one.
+    fn params(&mut self, params: &LimitParams) -> Option<LimitParams> {
+        if params.algorithm == Algorithm::TokenBucket {
             let [span, step] = [self.integer(7)?, self.integer(7)?];
             let (parts, capacity) = (self.integer(4)? as u32, self.integer(7)?);
-            return (span > 0 && parts > 0).then_some(LimitParams { span, step, parts, capacity, ..*terms });
+            return (span > 0 && parts > 0).then_some(LimitParams { span, step, parts, capacity, ..*params });
         }
-        Some(terms.with_capacity(self.integer(7)?))
+        Some(params.with_capacity(self.integer(7)?))
     }
 
     /// `None` for a log.

@@ -56,7 +56,7 @@ pub(crate) struct PoolOptions {
     /// For one command.
     pub(crate) response: Duration,
     /// Where connections are opened while this runtime exists.
-    pub(crate) home: Arc<RuntimeHandle>,
+    pub(crate) runtime: Arc<RuntimeHandle>,
 }
 
 /// An attempt to connect that failed.
@@ -89,7 +89,7 @@ impl Pool {
         let (manager, last_failure) = Manager::new(connector.clone(), options.clone(), Arc::clone(&server_state));
         let pool = builder(connections, Some(connections)).build(manager).await?;
         let inner =
-            Arc::new(RwLock::new(Arc::new(PoolInner { pool, last_failure, runtime: Arc::clone(&options.home) })));
+            Arc::new(RwLock::new(Arc::new(PoolInner { pool, last_failure, runtime: Arc::clone(&options.runtime) })));
         Ok(Self { connector, connections, min_idle: Some(connections), options, server_state, inner })
     }
 
@@ -134,7 +134,7 @@ impl Pool {
         }
         let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
         if inner.runtime.has_ended() {
-            let options = PoolOptions { home: Arc::new(RuntimeHandle::here()), ..self.options.clone() };
+            let options = PoolOptions { runtime: Arc::new(RuntimeHandle::here()), ..self.options.clone() };
             let server_state = Arc::clone(&self.server_state);
             *inner = Arc::new(PoolInner::new(
                 self.connector.clone(),
@@ -219,7 +219,7 @@ impl PoolInner {
         options: PoolOptions,
         server_state: Arc<ServerState>,
     ) -> Self {
-        let runtime = Arc::clone(&options.home);
+        let runtime = Arc::clone(&options.runtime);
         let (manager, last_failure) = Manager::new(connector, options, server_state);
         Self { pool: builder(connections, min_idle).build_unchecked(manager), last_failure, runtime }
     }
@@ -402,7 +402,7 @@ mod tests {
         let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
         let connector = Connector::Client(Box::new((client, config)));
         let hour = Duration::from_secs(3_600);
-        let options = PoolOptions { connect: hour, response: hour, home: Arc::new(RuntimeHandle::here()) };
+        let options = PoolOptions { connect: hour, response: hour, runtime: Arc::new(RuntimeHandle::here()) };
         let server_state = Arc::default();
         let [one, other] = [(); 2].map(|()| Pool::lazy(connector.clone(), 1, options.clone(), &server_state));
 

@@ -47,7 +47,7 @@ struct Listener {
     interest: Interest,
 }
 
-/// A new listener, and what it is told.
+/// A new listener with its channels.
 struct Receivers {
     listener: Listener,
     is_confirmed: watch::Receiver<bool>,

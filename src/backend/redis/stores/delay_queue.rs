@@ -23,11 +23,11 @@ impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let pushes = self.inner.pushes.get_or_init(|| {
             let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
-            PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), locks.home())
+            PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), locks.runtime())
         });
         // Held until the reply arrives.
-        let place = pushes.try_direct();
-        if let ([job], None) = (jobs, &place)
+        let permit = pushes.try_direct();
+        if let ([job], None) = (jobs, &permit)
             && let Some(admission) = pushes.together(queue, job, max_jobs).await
         {
             return Ok(vec![admission?]);
@@ -37,14 +37,14 @@ impl DelayQueueStore for RedisBackend {
         let mut admissions = vec![Admission::Full; jobs.len()];
         // One call for each priority, usually one in all.
         for &priority in Priority::ALL {
-            let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
-            let mut rest = &places[..];
+            let indexes: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
+            let mut rest = &indexes[..];
             while !rest.is_empty() {
-                let (places, others) = rest.split_at(batch_len(rest.iter().map(|&i| jobs[i].size())));
+                let (indexes, others) = rest.split_at(batch_len(rest.iter().map(|&i| jobs[i].size())));
                 rest = others;
-                let batch: Vec<_> = places.iter().map(|&i| &jobs[i]).collect();
+                let batch: Vec<_> = indexes.iter().map(|&i| &jobs[i]).collect();
                 let answers = push(servers, scripts, &keys, max_jobs, &batch).await?;
-                for (&i, answer) in places.iter().zip(answers) {
+                for (&i, answer) in indexes.iter().zip(answers) {
                     admissions[i] = answer;
                 }
             }
@@ -56,9 +56,9 @@ impl DelayQueueStore for RedisBackend {
         let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         // A claim has the deadline of its worker. A call that only finishes jobs is retried, preferably over another connection.
-        let patience = match claim.limit {
-            0 => locks.patience(),
-            _ => Claim::patience(claim.lease).max(locks.patience()),
+        let timeout = match claim.limit {
+            0 => locks.response_timeout(),
+            _ => Claim::call_timeout(claim.lease).max(locks.response_timeout()),
         };
         let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
         loop {
@@ -67,7 +67,7 @@ impl DelayQueueStore for RedisBackend {
             let packed = PackedFinishes::new(part);
             // Only the last call claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
-            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await;
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, timeout).await;
             let reply = reply.map_err(|error| {
                 // Earlier calls may have finished jobs, and a script may have finished some before it met foreign data.
                 if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
@@ -177,7 +177,7 @@ impl DelayQueueStore for RedisBackend {
         skip: u64,
         limit: usize,
     ) -> Result<Vec<StoredJob>, StoreError> {
-        let place = match state {
+        let index = match state {
             State::Waiting => 1,
             State::Running => 2,
             State::Dead => 3,
@@ -185,7 +185,7 @@ impl DelayQueueStore for RedisBackend {
         // The script counts in doubles, which are exact up to this number.
         let skip = skip.min(1 << 53);
         let reply =
-            self.control(queue, &self.inner.scripts.delay_queue_list, (place, skip, limit.min(MAX_BATCH))).await?;
+            self.control(queue, &self.inner.scripts.delay_queue_list, (index, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
         Ok(stored_jobs(values, state))
     }
@@ -344,7 +344,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     else {
         return None;
     };
-    let finished = finishes.places.iter().map(|&place| match answers.get(place)? {
+    let finished = finishes.indexes.iter().map(|&index| match answers.get(index)? {
         b'0' => Some(Finished::Gone),
         b'1' => Some(Finished::Done),
         b'2' => Some(Finished::Dead),

@@ -99,9 +99,9 @@ impl LockStore for RedisBackend {
         Box::pin(self.release_alone(lock, token)).await.map(released)
     }
 
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Notifications {
+    async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         let Inner { keys, locks, .. } = &*self.inner;
-        let interest = in_line.copied().map_or(Interest::Changes, Interest::Turn);
+        let interest = waiter.copied().map_or(Interest::Changes, Interest::Turn);
         locks.subscriber().subscribe(keys.free(lock), interest).await
     }
 
@@ -149,7 +149,7 @@ impl RedisBackend {
     /// The batches of concurrent calls.
     fn calls(&self) -> Option<&LockBatcher> {
         let Inner { servers, scripts, keys, locks, lock_batcher, .. } = &*self.inner;
-        let start = || LockBatcher::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.home());
+        let start = || LockBatcher::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.runtime());
         (!servers.is_cluster()).then(|| lock_batcher.get_or_init(start))
     }
 
@@ -161,23 +161,23 @@ impl RedisBackend {
         let reply = if is_plain {
             scripts.lock_acquire(way, &lease, claim).await?
         } else {
-            let [line, places] = keys.line(lock);
+            let [queue, positions] = keys.queue(lock);
             let channel = keys.free(lock);
-            scripts.lock_line(way, [&lease, &line, &places, &channel], claim, self.publish()).await?
+            scripts.lock_queue(way, [&lease, &queue, &positions, &channel], claim, self.publish()).await?
         };
         match reply {
             Reply::Insufficient(replicas) => Ok(Acquired::NotReplicated { replicas }),
             Reply::Replied(Value::Int(number)) if is_plain => Ok(acquired(number)),
             Reply::Replied(reply) if is_plain => other_kind(&reply).ok_or_else(|| unexpected_reply(&reply)),
-            Reply::Replied(reply) => in_line(&reply).ok_or_else(|| unexpected_reply(&reply)),
+            Reply::Replied(reply) => queued(&reply).ok_or_else(|| unexpected_reply(&reply)),
         }
     }
 
     /// Releases a lease in a separate call. Returns whether it was held, and the number of listeners.
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
-        let names = [&lease, &line, &places].map(String::as_str);
+        let (lease, channel, [queue, positions]) = (keys.lease(lock), keys.free(lock), keys.queue(lock));
+        let names = [&lease, &queue, &positions].map(String::as_str);
         let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
         let reply = match release(&names).await {
             // The slot moves. Queued waiters poll once a second.
@@ -208,13 +208,13 @@ impl RedisBackend {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
-        let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
+        let tokens: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
         let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
         let replicas = replicas.unwrap_or_default();
         let [_, careful] = &locks.careful;
         let way =
             if replicas.count > 0 { Delivery::Replicated(careful, replicas) } else { Delivery::Plain(&locks.own) };
-        let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &terms).await? else {
+        let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &tokens).await? else {
             return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
         };
         let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
@@ -237,15 +237,15 @@ fn other_kind(reply: &Value) -> Option<Acquired> {
     }
 }
 
-/// Decodes the reply of `lock_line`.
-fn in_line(reply: &Value) -> Option<Acquired> {
+/// Decodes the reply of `lock_queue`.
+fn queued(reply: &Value) -> Option<Acquired> {
     let numbers = numbers(reply)?;
     let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
     match *numbers {
         [1, fence] => Some(Acquired::Granted { fence }),
         [0, _] => Some(Acquired::Busy { remaining }),
-        [2, _, ahead] => Some(Acquired::InLine { is_first: ahead == 0, remaining }),
-        [3, _] => Some(Acquired::LineFull { remaining }),
+        [2, _, ahead] => Some(Acquired::Queued { is_first: ahead == 0, remaining }),
+        [3, _] => Some(Acquired::QueueFull { remaining }),
         [4, held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
         _ => None,
     }

@@ -22,19 +22,19 @@ impl LockRegistry for RedisBackend {
         status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
-    async fn seize(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
+    async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let publish = if locks.apart().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
         let (lease, channel) = (keys.lease(lock), keys.free(lock));
-        let reply = scripts.lock_seize(locks.apart(), &lease, &channel, publish).await?;
-        let seized = match &reply {
+        let reply = scripts.lock_force_release(locks.apart(), &lease, &channel, publish).await?;
+        let released = match &reply {
             Value::Array(values) => match values.as_slice() {
                 [holders, fence] => number(holders).zip(number(fence)),
                 _ => None,
             },
             _ => None,
         };
-        let (holders, fence) = seized.ok_or_else(|| unexpected_reply(&reply))?;
+        let (holders, fence) = released.ok_or_else(|| unexpected_reply(&reply))?;
         scripts.floor.note(fence, 1);
         Ok(ForceReleased { holders: holders as usize, fence })
     }

@@ -8,7 +8,7 @@ use crate::backend::redis::batch::check::Reply;
 use crate::backend::redis::codec::rate_limit;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::error::{store_error, unexpected_reply};
-use crate::backend::redis::scripts::{CheckMode, Subject};
+use crate::backend::redis::scripts::{CheckMode, Descriptor};
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -29,9 +29,9 @@ impl RedisBackend {
             }
         }
         let keys = keys.rate_limit(policy, key);
-        let subject = subject(policy, &keys, as_change(cost));
+        let descriptor = descriptor(policy, &keys, as_change(cost));
         // Boxed to keep the fast path's future small.
-        let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[subject])).await?;
+        let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[descriptor])).await?;
         read(text(&reply)?, policy, cost, verb)
     }
 
@@ -73,13 +73,13 @@ impl RedisBackend {
     }
 }
 
-fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a> {
+fn descriptor<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Descriptor<'a> {
     let change = match policy.quota_change() {
         QuotaChange::Keep => "keep",
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
-    Subject { keys, cost, packed: policy.packed(encode), change }
+    Descriptor { keys, cost, packed: policy.packed(encode), change }
 }
 
 fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
@@ -114,15 +114,16 @@ impl RateLimitStore for RedisBackend {
         }
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
-        let subjects: Vec<_> = requests
+        let descriptors: Vec<_> = requests
             .iter()
             .zip(&keys)
-            .map(|(request, keys)| subject(&request.policy, keys, as_change(request.cost)))
+            .map(|(request, keys)| descriptor(&request.policy, keys, as_change(request.cost)))
             .collect();
-        if !servers.are_together(subjects.iter().flat_map(|subject| subject.keys.first()).map(String::as_str)) {
+        if !servers.are_together(descriptors.iter().flat_map(|descriptor| descriptor.keys.first()).map(String::as_str))
+        {
             return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
         }
-        let reply = scripts.rate_limit_check(servers, CheckMode::Check, &subjects).await?;
+        let reply = scripts.rate_limit_check(servers, CheckMode::Check, &descriptors).await?;
         let replies = match &reply {
             redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
             _ => return Err(unexpected_reply(&reply)),
@@ -145,8 +146,8 @@ impl RateLimitStore for RedisBackend {
         let keys = keys.rate_limit(policy, key);
         // No charge is larger.
         let most = Quota::MAX_UNITS as i64;
-        let subject = subject(policy, &keys, change.clamp(-most, most));
-        scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[subject]).await.map(drop)
+        let descriptor = descriptor(policy, &keys, change.clamp(-most, most));
+        scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[descriptor]).await.map(drop)
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {

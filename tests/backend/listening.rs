@@ -11,7 +11,7 @@ use tollgate::{RedisBackend, RedisOptions};
 
 use crate::support::cluster::Cluster;
 use crate::support::server::{RedisServer, version, wait_until};
-use crate::support::waiting::{LATE, PATIENCE, SOON, Waiting, Worker};
+use crate::support::waiting::{LATE, SOON, TIMEOUT, Waiting, Worker};
 
 async fn connect(url: &str) -> RedisBackend {
     RedisBackend::connect(url).await.unwrap()
@@ -56,7 +56,7 @@ async fn replica_that_took_over_is_listened_to() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parts_of_a_queue_are_listened_to_after_a_cut() {
     let cluster = Cluster::start();
-    let queue = |backend| DelayQueue::<u32>::new(backend, "split").split(8).deadline(PATIENCE);
+    let queue = |backend| DelayQueue::<u32>::new(backend, "split").split(8).deadline(TIMEOUT);
     let mut worker = Worker::start(queue(connect(&cluster.url()).await));
     let teller = queue(connect(&cluster.url()).await);
     let channels = |node: &RedisServer| node.query::<Vec<String>>("PUBSUB SHARDCHANNELS").len();

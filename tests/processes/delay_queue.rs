@@ -3,16 +3,14 @@
 //! Redis is restarted, forgets its scripts and loses its connections.
 //!
 //! ```sh
-//! cargo test --test delay_queue_processes            # 4,000 jobs, 100,000 at once, under a minute; part of `scripts/faults --short`
-//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, a million at once, some minutes; part of `scripts/faults`
+//! cargo test --test processes -- --ignored         # 4,000 jobs, 100,000 at once, under a minute; part of `scripts/faults --short`
+//! cargo test --test processes -- --ignored --long  # 100,000 jobs, a million at once, some minutes; part of `scripts/faults`
 //! ```
 //!
-//! The program starts itself again as the workers, so it has a `main` of its own instead of test functions. A worker prints a line for each
-//! job that it has run, and for each job that the store has completed. No job is lost, early or completed twice, and nothing is left in
-//! Redis.
-#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
+//! A worker prints a line for each job that it has run, and for each job that the store has completed. No job is lost, early or completed
+//! twice, and nothing is left in Redis.
 
-mod support;
+use crate::support;
 
 use std::collections::HashMap;
 use std::env;
@@ -27,6 +25,7 @@ use redis::aio::MultiplexedConnection;
 use support::server::{DURABLE, RedisServer};
 use support::stores::delegate_queue;
 use support::worker::{Worker, end_at_panics};
+use tokio::runtime::Runtime;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::store::{Ack, AckKind, Admission, Claim, Claimed, DelayQueueStore, Finished, QueueKey};
@@ -39,26 +38,29 @@ const LEASE: Duration = Duration::from_millis(600);
 /// Marks a process as a worker. The value is the URL of its server and, for idle workers, their number.
 const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
 
-fn main() {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    if let Ok(told) = env::var(WORKER) {
-        end_at_panics();
-        match told.split_once(' ') {
-            Some((url, workers)) => runtime.block_on(idle(url, workers.parse().unwrap())),
-            None => runtime.block_on(work(&told)),
-        }
-        return;
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    ("idle_workers_are_cheap_and_a_push_wakes_one", idle_workers_are_cheap_and_a_push_wakes_one),
+    ("due_jobs_are_delivered_without_a_long_script", due_jobs_are_delivered_without_a_long_script),
+    ("no_job_is_lost_or_finished_twice", no_job_is_lost_or_finished_twice),
+];
+
+/// Runs the worker if this process is one, and returns whether it is.
+pub(crate) fn is_worker() -> bool {
+    let Ok(settings) = env::var(WORKER) else { return false };
+    end_at_panics();
+    match settings.split_once(' ') {
+        Some((url, workers)) => runtime().block_on(idle(url, workers.parse().unwrap())),
+        None => runtime().block_on(work(&settings)),
     }
-    let is_long = env::args().any(|arg| arg == "--long");
-    let (jobs, time) = if is_long { (100_000, Duration::from_secs(45)) } else { (4_000, Duration::from_secs(6)) };
-    println!("running 3 tests");
-    idle_workers_are_cheap_and_a_push_wakes_one(&runtime);
-    println!("test idle_workers_are_cheap_and_a_push_wakes_one ... ok");
-    due_jobs_are_delivered_without_a_long_script(&runtime, if is_long { 1_000_000 } else { 100_000 });
-    println!("test due_jobs_are_delivered_without_a_long_script ... ok");
-    no_job_is_lost_or_finished_twice(&runtime, jobs, time);
-    println!("test no_job_is_lost_or_finished_twice ... ok");
-    println!("\ntest result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+    true
+}
+
+fn is_long() -> bool {
+    env::args().any(|arg| arg == "--long")
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
 async fn connect(url: &str) -> RedisBackend {
@@ -94,7 +96,7 @@ async fn work(url: &str) {
         .lease(LEASE)
         .concurrency(50)
         .backoff(Backoff::fixed(Duration::from_millis(10)));
-    worker.run_until(told_to_stop(ended())).await.unwrap();
+    worker.run_until(until_stopped(ended())).await.unwrap();
 }
 
 /// Runs many workers, which print the jobs that they run.
@@ -107,7 +109,7 @@ async fn idle(url: &str, workers: usize) {
             say(format_args!("run {} 0", *job));
             Ok::<_, BoxError>(())
         });
-        ends.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(told_to_stop(ended.clone())));
+        ends.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(until_stopped(ended.clone())));
     }
     for end in ends.join_all().await {
         end.unwrap();
@@ -124,7 +126,7 @@ fn ended() -> watch::Receiver<()> {
     ended
 }
 
-async fn told_to_stop(mut ended: watch::Receiver<()>) {
+async fn until_stopped(mut ended: watch::Receiver<()>) {
     while ended.changed().await.is_ok() {}
 }
 
@@ -213,8 +215,8 @@ async fn cpu_ms(info: &mut MultiplexedConnection) -> f64 {
 
 /// Starts a process with a busy worker, or with `idle` idle workers.
 fn start(url: &str, idle: Option<usize>, lines: &mpsc::Sender<String>) -> Worker {
-    let told = idle.map_or_else(|| url.to_owned(), |workers| format!("{url} {workers}"));
-    Worker::start(WORKER, &told, lines.clone(), Some)
+    let settings = idle.map_or_else(|| url.to_owned(), |workers| format!("{url} {workers}"));
+    Worker::start(WORKER, &settings, lines.clone(), Some)
 }
 
 fn end_all(mut workers: Vec<Worker>) {
@@ -233,9 +235,10 @@ fn calls(server: &RedisServer, command: &str) -> u64 {
     stats.lines().find_map(of).unwrap_or_default()
 }
 
-fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime) {
+fn idle_workers_are_cheap_and_a_push_wakes_one() {
     const EACH: usize = 250;
     const PUSHES: u64 = 20;
+    let runtime = runtime();
     let server = RedisServer::start();
     let queue = queue(runtime.block_on(connect(&server.url())));
     let (sender, lines) = mpsc::channel();
@@ -250,7 +253,7 @@ fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime
     thread::sleep(Duration::from_secs(10));
     let idle_per_s = (calls(&server, "evalsha") - before) as f64 / begun.elapsed().as_secs_f64();
 
-    let (before, told, begun) = (calls(&server, "evalsha"), calls(&server, "publish"), Instant::now());
+    let (before, woken, begun) = (calls(&server, "evalsha"), calls(&server, "publish"), Instant::now());
     let mut slowest = Duration::ZERO;
     for job in 0..PUSHES {
         let pushed = Instant::now();
@@ -262,37 +265,38 @@ fn idle_workers_are_cheap_and_a_push_wakes_one(runtime: &tokio::runtime::Runtime
     let of_nothing = idle_per_s * begun.elapsed().as_secs_f64();
     let in_all = calls(&server, "evalsha") - before;
     let for_jobs = in_all as f64 - of_nothing;
-    let told = calls(&server, "publish") - told;
+    let woken = calls(&server, "publish") - woken;
     end_all(workers);
     drop(sender);
     println!(
         "workers={all} idle_commands_per_s_each={:.3} commands_per_push={:.1} woken_per_push={:.1} slowest_ms={}",
         idle_per_s / all as f64,
         for_jobs / PUSHES as f64,
-        told as f64 / PUSHES as f64,
+        woken as f64 / PUSHES as f64,
         slowest.as_millis()
     );
     assert_eq!(lines.iter().count(), 0, "a job ran twice");
-    assert!(idle_per_s > 0.0 && in_all >= PUSHES && told > 0, "nothing was measured");
+    assert!(idle_per_s > 0.0 && in_all >= PUSHES && woken > 0, "nothing was measured");
     assert!(idle_per_s < all as f64 / 2.0, "{idle_per_s} commands a second");
     // A job costs the push, the claim of the woken worker, and its ack and next claim. The next timekeeper may need the same.
     assert!(for_jobs <= (6 * PUSHES) as f64, "{for_jobs} commands for {PUSHES} jobs");
-    assert!(told <= 3 * PUSHES, "{told} workers were woken for {PUSHES} jobs");
+    assert!(woken <= 3 * PUSHES, "{woken} workers were woken for {PUSHES} jobs");
 }
 
 /// If the host of a virtual machine takes away the processor, that time counts as work of the process, and no clock inside can tell. So a
 /// script only counts as long if there is a long one at the same progress in every repetition: its own work repeats, the interference of
 /// the host hardly does. In each repetition, at most one script of fifty may take that long for whatever reason.
-fn due_jobs_are_delivered_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
+fn due_jobs_are_delivered_without_a_long_script() {
     const TIMES: usize = 4;
     /// Scripts whose progress differs by less than this number of jobs are at the same progress: a claim takes 250 jobs or so.
     const NEAR: u64 = 600;
-    let mut long = long_scripts(runtime, jobs);
+    let (runtime, jobs) = (runtime(), if is_long() { 1_000_000 } else { 100_000 });
+    let mut long = long_scripts(&runtime, jobs);
     for _ in 1..TIMES {
         if long.is_empty() {
             return;
         }
-        let again = long_scripts(runtime, jobs);
+        let again = long_scripts(&runtime, jobs);
         long.retain(|first| again.iter().any(|script| script.progress.abs_diff(first.progress) < NEAR));
     }
     assert!(long.is_empty(), "these scripts are long in each of {TIMES} repetitions: {long:?}");
@@ -300,7 +304,7 @@ fn due_jobs_are_delivered_without_a_long_script(runtime: &tokio::runtime::Runtim
 
 /// Delivers `jobs` jobs with the same due time, and checks that each runs once and not early. Returns the scripts that took 5 ms of
 /// processor time or more.
-fn long_scripts(runtime: &tokio::runtime::Runtime, jobs: u64) -> Vec<Script> {
+fn long_scripts(runtime: &Runtime, jobs: u64) -> Vec<Script> {
     let server = RedisServer::start();
     let client = redis::Client::open(server.url()).unwrap();
     let info = runtime.block_on(client.get_multiplexed_async_connection()).unwrap();
@@ -370,7 +374,9 @@ struct Faults {
     cuts: u32,
 }
 
-fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64, time: Duration) {
+fn no_job_is_lost_or_finished_twice() {
+    let (jobs, time) = if is_long() { (100_000, Duration::from_secs(45)) } else { (4_000, Duration::from_secs(6)) };
+    let runtime = runtime();
     let mut server = RedisServer::start_with(DURABLE);
     let url = server.url();
     let backend = runtime.block_on(connect(&url));

@@ -312,9 +312,9 @@ async fn future_counts_deny_no_longer_than_before() {
         assert!(limiter.check_cost("alice", 2).await.unwrap().is_allowed());
         let before = limiter.peek("alice").await.unwrap();
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-        let terms = 1 + 25 + 2 * 7;
-        // After the terms come last update, full-since, debt and part of the bucket, then start and use of two windows.
-        let moved = [0, 1, 4, 6].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
+        let params_end = 1 + 25 + 2 * 7;
+        // After the parameters come last update, full-since, debt and part of the bucket, then start and use of two windows.
+        let moved = [0, 1, 4, 6].map(|number| params_end + 8 * number).into_iter().fold(value, |mut value, at| {
             let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
             value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
             value

@@ -516,7 +516,7 @@ mod on_a_cluster {
             assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());
         }
         let admin = LockAdmin::new(backend.clone(), "default");
-        assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+        assert_eq!(admin.force_release("b").await.unwrap().holders, 0);
     }
 
     /// One lock is acquired before the migration and lies on the old node. The other is acquired during it and lies on the new node.
@@ -558,13 +558,13 @@ mod on_a_cluster {
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn scripts_of_several_keys_wait_while_their_slot_moves() {
         let cluster = Cluster::start();
-        let patience = Duration::from_secs(10);
-        let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(patience);
+        let deadline = Duration::from_secs(10);
+        let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(deadline);
         let backend = options.connect().await.unwrap();
         let slot = |tag: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{{tag}}}"));
         let slots = [slot("delay_queue:work"), slot("lock:default:a")];
-        let queue = DelayQueue::<u32>::new(backend.clone(), "work").deadline(patience);
-        let locks = Locks::new(backend.clone(), "default").fair().deadline(patience);
+        let queue = DelayQueue::<u32>::new(backend.clone(), "work").deadline(deadline);
+        let locks = Locks::new(backend.clone(), "default").fair().deadline(deadline);
         let (stop, stopped) = watch::channel(false);
         let mut callers = JoinSet::new();
         for caller in 0..4 {
@@ -574,7 +574,7 @@ mod on_a_cluster {
                 while !*stopped.borrow() {
                     queue.push(calls).await.unwrap();
                     if caller == 0 {
-                        let _ = locks.lock("a").wait(patience).await.unwrap().release().await;
+                        let _ = locks.lock("a").wait(deadline).await.unwrap().release().await;
                     }
                     calls += 1;
                     sleep(Duration::from_millis(1)).await;
@@ -653,10 +653,10 @@ mod on_a_cluster {
                 .circuit_breaker(CircuitBreaker::off())
         };
         // A push to the healthy node does not need this deadline, which is shorter than the response timeout.
-        let patience = Duration::from_secs(1);
-        let (here, there) = (queue("here").deadline(patience), queue(&there));
+        let deadline = Duration::from_secs(1);
+        let (here, there) = (queue("here").deadline(deadline), queue(&there));
         here.push(0).await.unwrap();
-        there.clone().deadline(patience).push(0).await.unwrap();
+        there.clone().deadline(deadline).push(0).await.unwrap();
         let hanging = &cluster.nodes[cluster.owner(slot(there.name().as_str()))];
         hanging.pause();
         let failures = async |queue: DelayQueue<usize>, i: usize| {

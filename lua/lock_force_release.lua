@@ -1,4 +1,4 @@
--- lock_seize: release a lease by force, whichever token holds it.
+-- lock_force_release: release a lease by force, whichever token holds it.
 --
 -- Includes server_notify
 -- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<name>:<key>}:lease

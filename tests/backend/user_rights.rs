@@ -24,7 +24,7 @@ use tollgate::{BoxError, Cache, ConnectError, DelayQueue, Lease, Limiter, Locks,
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// How long the server may take to refuse a command that the user lacks.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Refusals without an effect. A refused `PING` is an answer as well, a client that may not call `ZRANGE` is in no wait queue, and the docs
 /// explain `INFO`.
@@ -89,7 +89,7 @@ async fn takes_exactly<F: Future<Output = Result<(), BoxError>>>(
         allow(server, &rest);
         // The outcome does not matter, because the crate works around some missing rights.
         let misses = async {
-            let _ = timeout(PATIENCE, everything()).await;
+            let _ = timeout(TIMEOUT, everything()).await;
         };
         let is_missed = async {
             // Before Redis 7, the log names no subcommands.
@@ -115,7 +115,7 @@ fn fresh() -> Result<String, BoxError> {
 }
 
 fn quick(locks: Locks) -> Locks {
-    locks.deadline(Duration::from_secs(2)).wait(PATIENCE)
+    locks.deadline(Duration::from_secs(2)).wait(TIMEOUT)
 }
 
 /// Acquires, waits for and renews locks, acquires several at once, and acquires and releases many.
@@ -240,7 +240,7 @@ async fn lock_admin_needs_the_documented_rights() {
         sleep(Duration::from_millis(50)).await;
         admin.inspect(a.clone()).await?;
         admin.list(Cursor::default(), 10).await?;
-        admin.force_unlock(a.clone()).await?;
+        admin.force_release(a.clone()).await?;
         drop(lease);
         locks.shutdown().await;
         Ok(())

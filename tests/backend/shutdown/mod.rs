@@ -1,10 +1,5 @@
 //! The shutdown of a backend closes each kind of work, waits for it, and reports leftover work.
 
-#![allow(clippy::unwrap_used, reason = "a failing test panics with its location")]
-
-#[path = "../support/mod.rs"]
-mod support;
-
 mod memory;
 mod redis;
 

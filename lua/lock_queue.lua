@@ -1,30 +1,30 @@
--- lock_line: grant a lease in the order of arrival, or keep the position of a waiter in the queue.
+-- lock_queue: grant a lease in the order of arrival, or keep the position of a waiter in the queue.
 --
 -- Includes server_notify
--- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<name>:<key>}:lease
--- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after the last call of a waiter  ...:line
--- KEYS[3]  places    sorted set, kind and token by when the position is lost in us; expires with the line           ...:places
--- KEYS[4]  channel   channel of the waiters                                                                          ...:free
--- ARGV[1]  token     16 random bytes, new for each acquisition
--- ARGV[2]  ttl_ms    integer, 10 to 86400000
--- ARGV[3]  fences    how many fences to reserve, 1 to 65536
--- ARGV[4]  keep_ms   how long the last fence is remembered after the leases
--- ARGV[5]  permits   holders of one kind at the same time, 1 to 1000
--- ARGV[6]  kind      3 exclusive, 4 reader, 5 writer, 6 semaphore
--- ARGV[7]  place_ms  how long a position is kept without a call of its waiter
--- ARGV[8]  longest   maximum length of the queue; 0 to not enter it
--- ARGV[9]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[10] floor     all granted fences are larger than this number, which is below 2^53
+-- KEYS[1]  lease        string, see lock_acquire                        prefix:2:{lock:<name>:<key>}:lease
+-- KEYS[2]  queue        sorted set, kind and token by arrival in us; expires `position_ms` after the last call of a waiter  ...:queue
+-- KEYS[3]  positions    sorted set, kind and token by when the position is lost in us; expires with the queue       ...:positions
+-- KEYS[4]  channel      channel of the waiters                                                                      ...:free
+-- ARGV[1]  token        16 random bytes, new for each acquisition
+-- ARGV[2]  ttl_ms       integer, 10 to 86400000
+-- ARGV[3]  fences       how many fences to reserve, 1 to 65536
+-- ARGV[4]  keep_ms      how long the last fence is remembered after the leases
+-- ARGV[5]  permits      holders of one kind at the same time, 1 to 1000
+-- ARGV[6]  kind         3 exclusive, 4 reader, 5 writer, 6 semaphore
+-- ARGV[7]  position_ms  how long a position is kept without a call of its waiter
+-- ARGV[8]  longest      maximum length of the queue; 0 to not enter it
+-- ARGV[9]  publish      PUBLISH, or SPUBLISH on a cluster
+-- ARGV[10] floor        all granted fences are larger than this number, which is below 2^53
 --
--- Value    lease: see lock_acquire; its first byte is the kind of the holders. line, places: the kind, 3 to 6, and the token
+-- Value    lease: see lock_acquire; its first byte is the kind of the holders. queue, positions: the kind, 3 to 6, and the token
 -- Returns  granted: {1, fence}, the first of the holder's fences. Queued: {2, remaining_ms, ahead}, the number of waiters ahead. Held or
 --          awaited by others: {0, remaining_ms}. Queue full: {3, remaining_ms}. Held by a lock of another kind: {4, held_as}, the byte of
 --          that kind; a queued waiter keeps its position
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless: the token of a holder renews its lease and gets the same fences; a queued waiter keeps its position
-local lease, line, places, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
+local lease, queue, positions, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local ttl_ms, fences, keep_ms, permits, kind = ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6]
-local place_ms, longest, publish, floor = ARGV[7] + 0, ARGV[8] + 0, ARGV[9], ARGV[10] + 0
+local position_ms, longest, publish, floor = ARGV[7] + 0, ARGV[8] + 0, ARGV[9], ARGV[10] + 0
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -54,24 +54,24 @@ if stored then
 end
 
 -- Remove waiters that did not call in time; the rest of them at the next call.
-local gone = redis.call('ZRANGEBYSCORE', places, '-inf', now, 'LIMIT', 0, 128)
+local gone = redis.call('ZRANGEBYSCORE', positions, '-inf', now, 'LIMIT', 0, 128)
 if #gone > 0 then
-  redis.call('ZREM', line, unpack(gone))
-  redis.call('ZREM', places, unpack(gone))
+  redis.call('ZREM', queue, unpack(gone))
+  redis.call('ZREM', positions, unpack(gone))
 end
 local me = kind .. token
-local head = redis.call('ZRANGE', line, 0, 0)[1]
-local place = head and head ~= me and (redis.call('ZSCORE', places, head) or math.huge)
-if place and place - now > place_ms * 1000 then
+local head = redis.call('ZRANGE', queue, 0, 0)[1]
+local until_us = head and head ~= me and (redis.call('ZSCORE', positions, head) or math.huge)
+if until_us and until_us - now > position_ms * 1000 then
   -- The clock was set back, or the position was evicted. The waiters behind it may be affected as well, and dead ones must not delay the
   -- queue one after the other. Of the first 128 waiters, restore missing positions and shorten excessive ones.
   local given = {}
-  for _, waiting in ipairs(redis.call('ZRANGE', line, 0, 127)) do
-    given[#given + 1] = now + place_ms * 1000
+  for _, waiting in ipairs(redis.call('ZRANGE', queue, 0, 127)) do
+    given[#given + 1] = now + position_ms * 1000
     given[#given + 1] = waiting
   end
-  redis.call('ZADD', places, 'LT', unpack(given))
-  redis.call('PEXPIRE', places, place_ms)
+  redis.call('ZADD', positions, 'LT', unpack(given))
+  redis.call('PEXPIRE', positions, position_ms)
 end
 
 local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)
@@ -93,9 +93,9 @@ if granted or repaired then
 end
 if granted then
   if head then
-    redis.call('ZREM', line, me)
-    redis.call('ZREM', places, me)
-    head = redis.call('ZRANGE', line, 0, 0)[1]
+    redis.call('ZREM', queue, me)
+    redis.call('ZREM', positions, me)
+    head = redis.call('ZRANGE', queue, 0, 0)[1]
     if head and head:sub(1, 1) == kind and #others + 1 < permits then
       -- The next waiter has room as well.
       notify(publish, channel, head:sub(2))
@@ -113,16 +113,16 @@ local remaining_ms = soonest and math.ceil((soonest - now) / 1000) or 0
 if longest == 0 then
   return {0, remaining_ms}
 end
-local ahead = redis.call('ZRANK', line, me)
+local ahead = redis.call('ZRANK', queue, me)
 if not ahead then
-  ahead = redis.call('ZCARD', line)
+  ahead = redis.call('ZCARD', queue)
   if ahead >= longest then
     return {3, remaining_ms}
   end
-  local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
-  redis.call('ZADD', line, math.max(now, (last or 0) + 1), me)
+  local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]
+  redis.call('ZADD', queue, math.max(now, (last or 0) + 1), me)
 end
-redis.call('ZADD', places, now + place_ms * 1000, me)
-redis.call('PEXPIRE', line, place_ms)
-redis.call('PEXPIRE', places, place_ms)
+redis.call('ZADD', positions, now + position_ms * 1000, me)
+redis.call('PEXPIRE', queue, position_ms)
+redis.call('PEXPIRE', positions, position_ms)
 return {2, remaining_ms, ahead}
