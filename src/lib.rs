@@ -82,7 +82,7 @@
 //!
 //! # Features
 //!
-//! * `redis` (default): `RedisBackend`, with bb8, redis, crc16 and futures-util.
+//! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
@@ -94,6 +94,7 @@
 //!   `metrics::describe` registers their descriptions.
 //! * `cron`: recurring jobs with cron patterns and time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: OpenTelemetry links from the span of a job to the span that pushed it: see [`delay_queue`](delay_queue#traces).
+//! * `local-cache`: `Cache::local_tier`, with moka.
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, toml_parser, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!

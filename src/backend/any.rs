@@ -426,6 +426,18 @@ impl CacheStore for AnyBackend {
         delegate!(self, store => store.expire(key).await)
     }
 
+    async fn generation(&self, tag: &CacheKey) -> Result<Option<Token>, StoreError> {
+        delegate!(self, store => store.generation(tag).await)
+    }
+
+    async fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Result<Token, StoreError> {
+        delegate!(self, store => store.ensure_generation(tag, new, ttl).await)
+    }
+
+    async fn invalidate_tag(&self, tag: &CacheKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.invalidate_tag(tag).await)
+    }
+
     async fn watch(&self, key: &CacheKey) -> Notifications {
         delegate!(self, store => CacheStore::watch(store, key).await)
     }

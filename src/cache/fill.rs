@@ -1,10 +1,8 @@
 //! One load: the lease, the loader, and the new entry or mark in the store.
 
-use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::marker::PhantomData;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
@@ -13,31 +11,44 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::error::CacheError;
 use super::flights::Outcome;
 use super::loaded::Loaded;
+use super::loader::{Loader, without_panics};
+#[cfg(feature = "local-cache")]
+use super::local::Local;
+use super::lookup::{Found, Lookup};
 use super::metrics::Load;
 use super::options::Options;
-use super::store::{CacheKey, Claim, Claimed, Content, EntryId, Mark, NewEntry};
+use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration};
 use super::store_client::StoreClient;
+use super::tags::Generations;
 use crate::codec::Codec;
 use crate::error::StoreError;
-use crate::panics::discard;
+use crate::key::Key;
 
 /// The parts of a cache that a load needs.
-pub(super) struct Filler<C> {
+pub(super) struct Filler<T, C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
     pub(super) codec: Arc<C>,
     // One permit for each load without the store.
     pub(super) origin: Arc<Semaphore>,
+    pub(super) generations: Arc<Generations>,
+    #[cfg(feature = "local-cache")]
+    pub(super) local: Option<Arc<Local<T>>>,
+    pub(super) value: PhantomData<fn() -> T>,
 }
 
 // Not derived, which would require `C: Clone`.
-impl<C> Clone for Filler<C> {
+impl<T, C> Clone for Filler<T, C> {
     fn clone(&self) -> Self {
         Self {
             options: Arc::clone(&self.options),
             client: self.client.clone(),
             codec: Arc::clone(&self.codec),
             origin: Arc::clone(&self.origin),
+            generations: Arc::clone(&self.generations),
+            #[cfg(feature = "local-cache")]
+            local: self.local.clone(),
+            value: PhantomData,
         }
     }
 }
@@ -52,8 +63,8 @@ pub(super) enum Before {
 
 /// How a load may proceed.
 enum Permission<T> {
-    /// Load the value and store it.
-    Leased,
+    /// Load the value and store it, with these tags.
+    Leased(Vec<TagGeneration>),
     /// Load a value for these callers only.
     Uncached,
     /// Another process has loaded it.
@@ -62,36 +73,53 @@ enum Permission<T> {
     Failed(StoreError),
 }
 
-impl<C> Filler<C> {
+impl<T: Send + Sync + 'static, C> Filler<T, C> {
+    /// Removes an entry of this process.
+    pub(super) fn forget(&self, key: &CacheKey) {
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            local.remove(key);
+        }
+        #[cfg(not(feature = "local-cache"))]
+        let _ = key;
+    }
+
+    /// Removes all entries of this process with a tag, and reads its generation again from now on.
+    pub(super) fn forget_tag(&self, tag: &Key) {
+        self.generations.forget(tag);
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            local.remove_tag(tag);
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
     /// A background load needs the store, since its value would otherwise be lost. `detach` is called when the lease is lost, for instance
     /// by an invalidation in another process.
-    pub(super) async fn fill<T, L>(
+    pub(super) async fn fill(
         &self,
         key: CacheKey,
         claim: Claim,
         before: Before,
         is_background: bool,
-        loader: L,
+        mut loader: impl Loader<T>,
         detach: impl FnOnce() + Send,
-    ) -> Outcome<T>
-    where
-        C: Codec<T>,
-        L: Future<Output = Result<Loaded<T>, CacheError>> + Send,
-    {
+    ) -> Outcome<T> {
         let permission = match before {
-            Before::Seen(seen) => self.acquire(&key, seen, &claim).await?,
+            Before::Seen(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
             Before::Failed(error) => Permission::Failed(error),
         };
-        let (is_leased, _permit) = match permission {
+        let (lease, _permit) = match permission {
             Permission::Found(value) => return Ok(value),
-            Permission::Leased => (true, None),
-            Permission::Uncached => (false, None),
+            Permission::Leased(tags) => (Some(tags), None),
+            Permission::Uncached => (None, None),
             Permission::Failed(store) if is_background => return Err(CacheError::Store(store)),
-            Permission::Failed(store) => match self.origin.try_acquire() {
-                Ok(permit) => (false, Some(permit)),
-                Err(_) => return Err(CacheError::OriginLimit { store }),
+            Permission::Failed(store) => match loader.permit(&self.origin) {
+                Some(permit) => (None, Some(permit)),
+                None => return Err(CacheError::OriginLimit { store }),
             },
         };
         let started = Instant::now();
@@ -99,31 +127,33 @@ impl<C> Filler<C> {
         let loaded = tokio::select! {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
-            () = self.renew(&key, &claim), if is_leased => {
+            () = self.renew(&key, &claim, lease.as_deref().unwrap_or_default()), if lease.is_some() => {
                 detach();
                 loading.await
             }
         };
         let cost = started.elapsed();
-        let load = match &loaded {
-            Ok(loaded) if is_leased => self.store(&key, &claim, loaded, cost).await,
-            Ok(_) => Load::NotStored,
-            Err(_) => {
-                if is_leased {
-                    self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
-                }
+        let load = match (&loaded, lease) {
+            (Ok(loaded), Some(tags)) => self.store(&key, &claim, loaded, cost, tags).await,
+            (Ok(_), None) => Load::NotStored,
+            (Err(_), Some(_)) => {
+                self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
                 Load::Failed
             }
+            (Err(_), None) => Load::Failed,
         };
         self.client.meters().loaded(load, cost);
         loaded.map(|loaded| loaded.value.map(Arc::new))
     }
 
     /// Waits for the lease of a key, or for the entry of the process that holds it.
-    async fn acquire<T>(&self, key: &CacheKey, mut seen: EntryId, claim: &Claim) -> Result<Permission<T>, CacheError>
-    where
-        C: Codec<T>,
-    {
+    async fn acquire(
+        &self,
+        key: &CacheKey,
+        mut seen: EntryId,
+        claim: &Claim,
+        loader: &mut impl Loader<T>,
+    ) -> Result<Permission<T>, CacheError> {
         let Options { load_timeout, .. } = *self.options;
         let store = &self.client.store;
         let give_up = Instant::now() + load_timeout;
@@ -135,7 +165,7 @@ impl<C> Filler<C> {
                     self.release(key, claim, None).await;
                     return Ok(Permission::Failed(error));
                 }
-                Ok(Claimed::Granted) => return Ok(Permission::Leased),
+                Ok(Claimed::Granted) => return Ok(self.begin(key, claim).await),
                 Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Permission::Uncached),
                 Ok(Claimed::Marked(Mark::Failed { retry_after })) => {
                     return Err(CacheError::RecentlyFailed { retry_after });
@@ -143,7 +173,10 @@ impl<C> Filler<C> {
                 Ok(Claimed::Changed) => {}
                 Ok(Claimed::Busy { remaining }) => match &mut notifications {
                     // Looks again below, since the entry may have come before the subscription.
-                    None => notifications = Some(store.watch(key).await),
+                    None => {
+                        loader.waits_for_lease();
+                        notifications = Some(store.watch(key).await);
+                    }
                     Some(notifications) => {
                         let wake = give_up.min(Instant::now() + remaining.clamp(MIN_WAIT, POLL));
                         // A late notification is a poll.
@@ -151,14 +184,13 @@ impl<C> Filler<C> {
                     }
                 },
             }
-            let entry = match self.client.call(store.get(key)).await {
-                Ok(entry) => entry,
+            let Lookup { id, found } = match self.look_in_store(key).await {
+                Ok(lookup) => lookup,
                 Err(error) => return Ok(Permission::Failed(error)),
             };
-            let id = entry.as_ref().map_or_else(EntryId::default, |entry| entry.id.clone());
             if id != seen {
-                if let Some(value) = entry.and_then(|entry| self.decode(key, &entry.content)) {
-                    return Ok(Permission::Found(value));
+                if let Some(found) = found {
+                    return Ok(Permission::Found(found.value));
                 }
                 seen = id;
             }
@@ -168,11 +200,59 @@ impl<C> Filler<C> {
         }
     }
 
+    /// Reads the tags of a load that has just got its lease.
+    async fn begin(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
+        match self.tags_before_fill().await {
+            Ok(tags) => Permission::Leased(tags),
+            Err(error) => {
+                self.release(key, claim, None).await;
+                Permission::Failed(error)
+            }
+        }
+    }
+
+    pub(super) async fn tags_before_fill(&self) -> Result<Vec<TagGeneration>, StoreError> {
+        let Options { name, tags, .. } = &*self.options;
+        self.generations.before_fill(&self.client, name, tags, self.options.tag_ttl()).await
+    }
+
+    /// Looks a key up, in this process first.
+    pub(super) async fn look(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        #[cfg(feature = "local-cache")]
+        if let Some(local) = &self.local {
+            let result = self.look_in_both(local, key).await;
+            return result.or_else(|error| local.last_known(key).ok_or(error));
+        }
+        self.look_in_store(key).await
+    }
+
+    #[cfg(feature = "local-cache")]
+    async fn look_in_both(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        if let Some(lookup) = local.fresh(key) {
+            let tags = lookup.found.as_ref().map_or(&[][..], |found| &found.tags);
+            if self.generations.are_current(&self.client, key.cache(), tags).await? {
+                return Ok(lookup);
+            }
+        }
+        // The subscription begins before the entry is read, so no change is missed.
+        let reading = local.reading(self.client.store.watch(key).await);
+        let lookup = self.look_in_store(key).await?;
+        local.keep(*key, &lookup, reading, self.options.stale_for);
+        Ok(lookup)
+    }
+
+    async fn look_in_store(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
+            return Ok(Lookup { id: EntryId::default(), found: None });
+        };
+        let Entry { id, content, fresh_for, cost, tags, .. } = entry;
+        let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
+        let value = if is_valid { self.decode(key, &content) } else { None };
+        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, cost, tags, is_local: false }) })
+    }
+
     /// The value of an entry, which may be absent. `None` if it cannot be read.
-    pub(super) fn decode<T>(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>>
-    where
-        C: Codec<T>,
-    {
+    fn decode(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>> {
         match content {
             Content::Absent => Some(None),
             Content::Value(bytes) => match self.codec.decode(bytes) {
@@ -187,40 +267,34 @@ impl<C> Filler<C> {
     }
 
     /// Runs the loader for at most `load_timeout`, and catches its panics.
-    async fn load<T, L>(&self, loader: L) -> Result<Loaded<T>, CacheError>
-    where
-        L: Future<Output = Result<Loaded<T>, CacheError>> + Send,
-    {
-        let Options { load_timeout, .. } = *self.options;
-        let mut loader = Box::pin(loader);
-        let caught = poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| loader.as_mut().poll(cx))) {
-            Ok(Poll::Pending) => Poll::Pending,
-            Ok(Poll::Ready(loaded)) => Poll::Ready(loaded),
-            Err(payload) => {
-                discard(payload);
-                Poll::Ready(Err(CacheError::Panicked))
-            }
-        });
-        let loaded = timeout_at(Instant::now() + load_timeout, caught).await;
-        loaded.unwrap_or(Err(CacheError::TimedOut { after: load_timeout }))
+    async fn load(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
+        let after = self.options.load_timeout;
+        let loaded = timeout_at(Instant::now() + after, without_panics(async { loader.load().await })).await;
+        loaded.unwrap_or(Err(CacheError::TimedOut { after }))
     }
 
-    /// Renews the lease until it is lost.
-    async fn renew(&self, key: &CacheKey, claim: &Claim) {
+    /// Renews the lease until it is lost, or a tag is invalidated.
+    async fn renew(&self, key: &CacheKey, claim: &Claim, tags: &[TagGeneration]) {
         loop {
             sleep(claim.lease / 3).await;
             // A failed call may be repeated before the lease ends.
-            if self.client.call(self.client.store.renew(key, claim)).await.is_ok_and(|is_renewed| !is_renewed) {
+            let is_renewed = self.client.call(self.client.store.renew(key, claim)).await;
+            let is_current = self.generations.are_current(&self.client, key.cache(), tags).await;
+            if !is_renewed.unwrap_or(true) || !is_current.unwrap_or(true) {
                 return;
             }
         }
     }
 
     /// Stores a loaded value. The callers get the value in any case, so failures are only logged.
-    async fn store<T>(&self, key: &CacheKey, claim: &Claim, loaded: &Loaded<T>, cost: Duration) -> Load
-    where
-        C: Codec<T>,
-    {
+    async fn store(
+        &self,
+        key: &CacheKey,
+        claim: &Claim,
+        loaded: &Loaded<T>,
+        cost: Duration,
+        tags: Vec<TagGeneration>,
+    ) -> Load {
         let value = match self.encode(key, loaded) {
             Ok(value) => value,
             Err(mark) => {
@@ -228,7 +302,7 @@ impl<C> Filler<C> {
                 return Load::NotStored;
             }
         };
-        let entry = self.options.entry(value, loaded.fresh_for, cost);
+        let entry = self.options.entry(value, loaded.fresh_for, cost, tags);
         match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
             Ok(true) => Load::Stored,
             Ok(false) => {
@@ -244,10 +318,7 @@ impl<C> Filler<C> {
     }
 
     /// The encoded value, or the mark for a value that must not be stored.
-    fn encode<T>(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark>
-    where
-        C: Codec<T>,
-    {
+    fn encode(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark> {
         let Options { max_len, fresh_for, .. } = *self.options;
         let Loaded { value, fresh_for: own, is_cached } = loaded;
         let uncached = Err(Mark::Uncached { remaining: own.unwrap_or(fresh_for).min(NewEntry::MAX_TTL) });
@@ -280,14 +351,3 @@ impl<C> Filler<C> {
 const POLL: Duration = Duration::from_millis(500);
 /// The shortest wait for it, if the lease is about to end.
 const MIN_WAIT: Duration = Duration::from_millis(10);
-
-/// The future of a loader, which calls it at the first poll: a panic of the call is then one of the future.
-pub(super) async fn loading<T, L, F, R, E>(loader: L) -> Result<Loaded<T>, CacheError>
-where
-    L: FnOnce() -> F + Send,
-    F: Future<Output = Result<R, E>> + Send,
-    R: Into<Loaded<T>>,
-    E: Into<crate::error::BoxError>,
-{
-    loader().await.map(Into::into).map_err(|error| CacheError::load(error.into()))
-}

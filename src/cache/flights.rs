@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 
 use super::error::CacheError;
 use super::store::CacheKey;
+use crate::key::Key;
 use crate::panics::discard_joined;
 use crate::store::shutdown::{ShutdownReport, Work};
 
@@ -30,6 +31,7 @@ struct Flight<T> {
     outcome: watch::Sender<Option<Outcome<T>>>,
     // Goes on without callers.
     is_background: bool,
+    tags: Vec<Key>,
 }
 
 /// A caller of a load.
@@ -59,6 +61,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
         self: &Arc<Self>,
         tasks: &Mutex<JoinSet<()>>,
         key: CacheKey,
+        tags: &[Key],
         is_background: bool,
         load: impl FnOnce() -> L,
         cancel: impl FnOnce() -> C + Send + 'static,
@@ -75,7 +78,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
             return Err(CacheError::Closed);
         }
         let (outcome, ticket) = watch::channel(None);
-        let flight = Arc::new(Flight { outcome, is_background });
+        let flight = Arc::new(Flight { outcome, is_background, tags: tags.to_vec() });
         running.insert(key, Arc::clone(&flight));
         let counted = Counted::new(Arc::clone(self));
         drop(running);
@@ -104,6 +107,11 @@ impl<T: Send + Sync + 'static> Flights<T> {
     /// Callers from now on do not join the load of a key. Its earlier callers still get its result.
     pub(super) fn detach(&self, key: &CacheKey) {
         self.running().remove(key);
+    }
+
+    /// The same for all loads with a tag.
+    pub(super) fn detach_tag(&self, tag: &Key) {
+        self.running().retain(|_, flight| !flight.tags.contains(tag));
     }
 
     fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {

@@ -5,6 +5,8 @@
 /// The result of a call of `get_or_fill`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Served {
+    /// From this process.
+    Local,
     Fresh,
     Stale,
     /// The call has waited for a load.
@@ -35,8 +37,13 @@ mod imp {
     use crate::key::Key;
     use crate::meter::{Counter, Histogram, counter, histogram};
 
-    const SERVED: [(Served, &str); 4] =
-        [(Served::Fresh, "fresh"), (Served::Stale, "stale"), (Served::Loaded, "loaded"), (Served::Failed, "failed")];
+    const SERVED: [(Served, &str); 5] = [
+        (Served::Local, "local"),
+        (Served::Fresh, "fresh"),
+        (Served::Stale, "stale"),
+        (Served::Loaded, "loaded"),
+        (Served::Failed, "failed"),
+    ];
     const LOADS: [(Load, &str); 4] = [
         (Load::Stored, "stored"),
         (Load::NotStored, "not_stored"),

@@ -33,6 +33,7 @@
 //! | [`lease`](Cache::lease) | 2 s | after what silence of a process another one may load |
 //! | [`max_len`](Cache::max_len) | 1 MiB | the largest encoded value |
 //! | [`origin_limit`](Cache::origin_limit) | 16 | how many loads run in this process while the store fails |
+//! | `local_tier` (feature `local-cache`) | none | how many values this process keeps too, and for how long |
 //! | [`deadline`](Cache::deadline) | 100 ms | the deadline of a store call |
 //! | [`circuit_breaker`](Cache::circuit_breaker) | 5 failures | when to stop calling a failing store |
 //!
@@ -42,7 +43,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
 //! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
 //! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
 //! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |
@@ -50,15 +51,21 @@
 //!
 //! See the [guide](crate::guide::cache) for the three faults of caches, failures and guarantees.
 
+mod batch;
 mod error;
 mod fill;
 mod flights;
 mod key;
 mod loaded;
+mod loader;
+#[cfg(feature = "local-cache")]
+mod local;
+mod lookup;
 mod metrics;
 mod options;
 pub mod store;
 mod store_client;
+mod tags;
 mod typed;
 
 pub use self::error::CacheError;

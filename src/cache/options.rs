@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::store::NewEntry;
+use super::store::{NewEntry, TagGeneration};
 use crate::error::ConfigError;
 use crate::key::Key;
 
@@ -18,6 +18,7 @@ pub(super) struct Options {
     pub(super) load_timeout: Duration,
     pub(super) lease: Duration,
     pub(super) max_len: usize,
+    pub(super) tags: Vec<Key>,
 }
 
 impl Options {
@@ -34,33 +35,50 @@ impl Options {
             load_timeout: Duration::from_secs(30),
             lease: Duration::from_secs(2),
             max_len: 1 << 20,
+            tags: Vec::new(),
         }
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let times = [("fresh_for", self.fresh_for), ("load_timeout", self.load_timeout)];
-        match times.into_iter().find(|(_, time)| time.is_zero()) {
-            Some((setting, _)) => Err(ConfigError::ZeroTimeout { setting }),
-            None => Ok(()),
+        if let Some((setting, _)) = times.into_iter().find(|(_, time)| time.is_zero()) {
+            return Err(ConfigError::ZeroTimeout { setting });
         }
+        if self.tags.len() > TagGeneration::MAX {
+            return Err(ConfigError::TooManyTags { tags: self.tags.len(), max: TagGeneration::MAX });
+        }
+        Ok(())
+    }
+
+    /// How long the generation of a tag is kept: longer than most entries with it. If it goes first, they are loaded again.
+    pub(super) fn tag_ttl(&self) -> Duration {
+        self.fresh_for.saturating_add(self.stale_for).saturating_add(Duration::from_secs(3_600)).min(NewEntry::MAX_TTL)
     }
 
     /// The entry for a value, or for its absence, with the times that this load sets.
-    pub(super) fn entry(&self, value: Option<Vec<u8>>, fresh_for: Option<Duration>, cost: Duration) -> NewEntry {
+    pub(super) fn entry(
+        &self,
+        value: Option<Vec<u8>>,
+        fresh_for: Option<Duration>,
+        cost: Duration,
+        tags: Vec<TagGeneration>,
+    ) -> NewEntry {
         let (default, stale_for) =
             if value.is_some() { (self.fresh_for, self.stale_for) } else { (self.absent_for, Duration::ZERO) };
         let fresh_for = fresh_for.unwrap_or(default).min(NewEntry::MAX_TTL);
         let fresh_for = fresh_for.mul_f64(1.0 - self.jitter * random());
         let ttl = fresh_for.saturating_add(stale_for).min(NewEntry::MAX_TTL);
-        NewEntry { value: value.map(Into::into), fresh_for, ttl, cost }
+        NewEntry { value: value.map(Into::into), fresh_for, ttl, cost, tags }
     }
 
     /// Whether to refresh a fresh entry already: XFetch (Vattani, Chierichetti, Lowenstein: Optimal Probabilistic Cache Stampede Prevention,
     /// VLDB 2015).
     pub(super) fn refreshes_early(&self, fresh_for: Duration, cost: Duration) -> bool {
         // Not 0, whose logarithm is infinite.
-        let draw = 1.0 - random();
-        cost.as_secs_f64() * self.early_refresh * -draw.ln() >= fresh_for.as_secs_f64()
+        let draw = || 1.0 - random();
+        let scale = cost.as_secs_f64() * self.early_refresh;
+        // Far from the end, the smallest number, 2^-32, is not small enough either, so none is drawn.
+        fresh_for.as_secs_f64() <= scale * 32.0 && scale * -draw().ln() >= fresh_for.as_secs_f64()
     }
 }
 

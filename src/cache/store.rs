@@ -7,6 +7,7 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::reach::Reach;
 
 pub use super::key::CacheKey;
@@ -85,6 +86,20 @@ pub trait CacheStore {
     /// Makes an entry stale, if there is one. Ends the lease of a fill or a mark. Notifies waiters.
     fn expire(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// The generation of a tag, whose key is the tag. `None` if there is none.
+    fn generation(&self, tag: &CacheKey) -> impl Future<Output = Result<Option<Token>, StoreError>> + Send;
+
+    /// The generation of a tag, which is `new` if there was none. It is kept for at least `ttl` from now on, if the store has room.
+    fn ensure_generation(
+        &self,
+        tag: &CacheKey,
+        new: &Token,
+        ttl: Duration,
+    ) -> impl Future<Output = Result<Token, StoreError>> + Send;
+
+    /// Removes the generation of a tag. Entries with it are then no longer valid, and never again.
+    fn invalidate_tag(&self, tag: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Notifications for a waiter, whenever the entry or its lease changes. The future is ready once none can be missed. Look again then,
     /// and after each notification. A store without notifications returns [`Notifications::none`].
     fn watch(&self, key: &CacheKey) -> impl Future<Output = Notifications> + Send;
@@ -149,13 +164,43 @@ pub struct Entry {
     pub fresh_for: Duration,
     /// How long its fill took.
     pub cost: Duration,
+    /// Its tags. It is valid while all have these generations. The cache checks this, not the store.
+    pub tags: Vec<TagGeneration>,
 }
 
 impl Entry {
-    /// For stores: an entry.
+    /// For stores: an entry without tags.
     #[must_use]
     pub const fn new(id: EntryId, content: Content, age: Duration, fresh_for: Duration, cost: Duration) -> Self {
-        Self { id, content, age, fresh_for, cost }
+        Self { id, content, age, fresh_for, cost, tags: Vec::new() }
+    }
+
+    /// With these tags.
+    #[must_use]
+    pub fn tags(mut self, tags: Vec<TagGeneration>) -> Self {
+        self.tags = tags;
+        self
+    }
+}
+
+/// A tag of an entry, and the generation that the tag had before the fill of the entry began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TagGeneration {
+    /// The tag.
+    pub tag: Key,
+    /// Its generation: random, and another one after each invalidation.
+    pub generation: Token,
+}
+
+impl TagGeneration {
+    /// The largest number of tags of an entry.
+    pub const MAX: usize = 16;
+
+    /// A tag with its generation.
+    #[must_use]
+    pub const fn new(tag: Key, generation: Token) -> Self {
+        Self { tag, generation }
     }
 }
 
@@ -171,13 +216,22 @@ pub struct NewEntry {
     pub ttl: Duration,
     /// How long its fill took.
     pub cost: Duration,
+    /// Its tags, at most [`TagGeneration::MAX`].
+    pub tags: Vec<TagGeneration>,
 }
 
 impl NewEntry {
-    /// An entry with a value, or without one if the origin has none.
+    /// An entry with a value, or without one if the origin has none. It has no tags.
     #[must_use]
     pub const fn new(value: Option<Bytes>, fresh_for: Duration, ttl: Duration, cost: Duration) -> Self {
-        Self { value, fresh_for, ttl, cost }
+        Self { value, fresh_for, ttl, cost, tags: Vec::new() }
+    }
+
+    /// With these tags.
+    #[must_use]
+    pub fn tags(mut self, tags: Vec<TagGeneration>) -> Self {
+        self.tags = tags;
+        self
     }
 
     /// The longest time for which an entry is kept.

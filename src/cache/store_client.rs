@@ -27,6 +27,9 @@ pub(super) trait DynStore: Send + Sync {
     fn set<'a>(&'a self, key: &'a CacheKey, token: &'a Token, entry: &'a NewEntry) -> Call<'a, ()>;
     fn invalidate<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()>;
     fn expire<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()>;
+    fn generation<'a>(&'a self, tag: &'a CacheKey) -> Call<'a, Option<Token>>;
+    fn ensure_generation<'a>(&'a self, tag: &'a CacheKey, new: &'a Token, ttl: Duration) -> Call<'a, Token>;
+    fn invalidate_tag<'a>(&'a self, tag: &'a CacheKey) -> Call<'a, ()>;
     fn watch<'a>(&'a self, key: &'a CacheKey) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
     fn reach(&self) -> Reach;
     fn add_to_shutdown(&self, target: &ShutdownTarget);
@@ -63,6 +66,18 @@ impl<S: CacheStore + Send + Sync> DynStore for S {
 
     fn expire<'a>(&'a self, key: &'a CacheKey) -> Call<'a, ()> {
         Box::pin(CacheStore::expire(self, key))
+    }
+
+    fn generation<'a>(&'a self, tag: &'a CacheKey) -> Call<'a, Option<Token>> {
+        Box::pin(CacheStore::generation(self, tag))
+    }
+
+    fn ensure_generation<'a>(&'a self, tag: &'a CacheKey, new: &'a Token, ttl: Duration) -> Call<'a, Token> {
+        Box::pin(CacheStore::ensure_generation(self, tag, new, ttl))
+    }
+
+    fn invalidate_tag<'a>(&'a self, tag: &'a CacheKey) -> Call<'a, ()> {
+        Box::pin(CacheStore::invalidate_tag(self, tag))
     }
 
     fn watch<'a>(&'a self, key: &'a CacheKey) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>> {

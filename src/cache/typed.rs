@@ -1,20 +1,28 @@
+use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::hash::Hash;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::batch::Batch;
 use super::error::CacheError;
-use super::fill::{Before, Filler, loading};
-use super::flights::{Flights, LoadWaiter};
+use super::fill::{Before, Filler};
+use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
+use super::loader::{Loader, LoaderFn};
+#[cfg(feature = "local-cache")]
+use super::local::Local;
+use super::lookup::{Found, Lookup};
 use super::metrics::Served;
 use super::options::Options;
-use super::store::{CacheKey, CacheStore, Claim, Entry, EntryId, NewEntry, Token};
+use super::store::{CacheKey, CacheStore, Claim, EntryId, NewEntry, Token};
 use super::store_client::StoreClient;
 use crate::codec::{Codec, Json};
 use crate::error::{BoxError, ConfigError, StoreError};
@@ -30,10 +38,9 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
 pub struct Cache<T, C = Json> {
-    filler: Filler<C>,
+    filler: Filler<T, C>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
-    value: PhantomData<fn() -> T>,
 }
 
 /// The loads that the current task is in, the innermost first.
@@ -83,10 +90,14 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
             client: StoreClient::new(Arc::new(store), name),
             codec: Arc::new(codec),
             origin: Arc::new(Semaphore::new(ORIGIN_LIMIT)),
+            generations: Arc::default(),
+            #[cfg(feature = "local-cache")]
+            local: None,
+            value: PhantomData,
         };
         let flights = Arc::new(Flights::default());
         filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, flights, tasks: Arc::default(), value: PhantomData }
+        Self { filler, flights, tasks: Arc::default() }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
@@ -161,6 +172,23 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self
     }
 
+    /// Keeps at most this number of values in this process too, each for at most `max_age` before the store is asked again. They are
+    /// served without a call of the store. By default there are none.
+    ///
+    /// The store notifies this process of each change, so a changed value is usually gone within a millisecond. If it cannot notify, for
+    /// instance because the connection is lost, the store is asked. While the store fails, values without a known change are served until
+    /// they are no longer fresh, or [stale](Self::stale_for). [`invalidate_tag`](Self::invalidate_tag) of another process takes up to one
+    /// second.
+    ///
+    /// On Redis, each value is a subscription to a channel, for which Redis keeps about 200 bytes.
+    #[cfg(feature = "local-cache")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "local-cache")))]
+    #[must_use]
+    pub fn local_tier(mut self, values: u64, max_age: Duration) -> Self {
+        self.filler.local = Some(Arc::new(Local::new(values, max_age)));
+        self
+    }
+
     /// The deadline of a store call. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -173,6 +201,28 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     pub fn circuit_breaker(mut self, settings: CircuitBreaker) -> Self {
         self.filler.client.set_circuit_breaker(settings);
         self
+    }
+
+    /// This cache, whose loads and calls of [`set`](Self::set) give these tags to their entries: at most 16, instead of those of `self`.
+    /// [`invalidate_tag`](Self::invalidate_tag) removes all entries with a tag. Use the same tags for all calls with the same key.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::{BoxError, Cache};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// # let backend = tollgate::connect("memory:").await?;
+    /// # let user = async || Ok::<_, BoxError>("Alice".to_owned());
+    /// let users = Cache::<String>::new(backend, "users", Duration::from_secs(300));
+    /// users.tagged(["tenant-7"]).get_or_fill("1", user).await?;
+    /// assert!(users.get("1").await?.is_some());
+    /// users.invalidate_tag("tenant-7").await?;
+    /// assert!(users.get("1").await?.is_none());
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn tagged<K: Into<Key>>(&self, tags: impl IntoIterator<Item = K>) -> Self {
+        self.clone().with(|options| options.tags = tags.into_iter().map(Into::into).collect())
     }
 
     /// Which processes share the entries and loads.
@@ -195,6 +245,12 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.filler.options.name, key)
     }
 
+    /// Later calls neither join the load of a key nor get an entry of this process.
+    fn forget(&self, key: &CacheKey) {
+        self.flights.detach(key);
+        self.filler.forget(key);
+    }
+
     /// Removes the entry of a key.
     ///
     /// A load that began before this call is not stored after it. Its callers still get its
@@ -206,9 +262,9 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     pub async fn invalidate(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
         // Before and after: a load may begin in between.
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.invalidate(&key)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
         result
     }
 
@@ -220,9 +276,29 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// If the store fails; the entry may then still be fresh.
     pub async fn expire(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.filler.client, self.key(key));
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.expire(&key)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
+        result
+    }
+
+    /// Removes all entries with a tag, of whatever number. A load with this tag that began before this call is not served to later calls.
+    ///
+    /// Other processes may serve the entries for up to one second, since they ask the store once a second.
+    ///
+    /// # Errors
+    ///
+    /// If the store fails; the entries may then still be there.
+    pub async fn invalidate_tag(&self, tag: impl Into<Key>) -> Result<(), StoreError> {
+        let (client, tag) = (&self.filler.client, tag.into());
+        let forget = || {
+            self.filler.forget_tag(&tag);
+            self.flights.detach_tag(&tag);
+        };
+        // Before and after: a load may begin in between.
+        forget();
+        let result = client.call_always(client.store.invalidate_tag(&self.key(tag))).await;
+        forget();
         result
     }
 }
@@ -247,56 +323,104 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         R: Into<Loaded<T>>,
         E: Into<BoxError>,
     {
-        let result = self.serve(self.key(key), loader).await;
+        self.serve(self.key(key), LoaderFn(loader)).await
+    }
+
+    /// The values of several keys, without those that are absent.
+    ///
+    /// Like [`get_or_fill`](Self::get_or_fill) for each key, but this process calls `loader` once, with all keys that it has to load. Keys
+    /// without a value in the map that it returns are absent. If another process fails to load a key, `loader` may be called again for it.
+    ///
+    /// ```
+    /// # use std::collections::HashMap;
+    /// # use std::time::Duration;
+    /// # use tollgate::{BoxError, Cache};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// # let backend = tollgate::connect("memory:").await?;
+    /// # let users = Cache::<String>::new(backend, "users", Duration::from_secs(300));
+    /// async fn load(ids: Vec<u64>) -> Result<HashMap<u64, String>, BoxError> {
+    ///     Ok(ids.into_iter().filter(|id| *id < 3).map(|id| (id, format!("user {id}"))).collect()) // one query
+    /// }
+    ///
+    /// let found = users.get_or_fill_all([1, 2, 3], load).await?;
+    /// assert_eq!(*found[&1], "user 1");
+    /// assert!(!found.contains_key(&3));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The first error, if a key has neither a value nor a stale one.
+    pub async fn get_or_fill_all<K, L, F, R, E>(
+        &self,
+        keys: impl IntoIterator<Item = K>,
+        loader: L,
+    ) -> Result<HashMap<K, Arc<T>>, CacheError>
+    where
+        K: Into<Key> + Clone + Eq + Hash + Send + Sync + 'static,
+        L: Fn(Vec<K>) -> F + Send + Sync + 'static,
+        F: Future<Output = Result<HashMap<K, R>, E>> + Send + 'static,
+        R: Into<Loaded<T>>,
+        E: Into<BoxError>,
+    {
+        let batch = Batch::new(move |keys| {
+            let loading = loader(keys);
+            Box::pin(async move {
+                let values = loading.await.map_err(|error| CacheError::load(error.into()))?;
+                Ok(values.into_iter().map(|(key, value)| (key, value.into())).collect())
+            })
+        });
+        // All members exist before the first of them may load.
+        let members: Vec<_> = keys.into_iter().map(|key| (key.clone(), batch.member(key))).collect();
+        let served = members.into_iter().map(async |(key, member)| {
+            let value = self.serve(self.key(key.clone()), member).await?;
+            Ok(value.map(|value| (key, value)))
+        });
+        join_all(served).await.into_iter().filter_map(Result::transpose).collect()
+    }
+
+    /// Serves a key, and counts the result.
+    async fn serve(&self, key: CacheKey, loader: impl Loader<T> + 'static) -> Outcome<T> {
+        let result = self.find_or_load(key, loader).await;
         let served = result.as_ref().map_or(Served::Failed, |(_, served)| *served);
         self.filler.client.meters().served(served);
         result.map(|(value, _)| value)
     }
 
-    async fn serve<L, F, R, E>(&self, key: CacheKey, loader: L) -> Result<(Option<Arc<T>>, Served), CacheError>
-    where
-        L: FnOnce() -> F + Send + 'static,
-        F: Future<Output = Result<R, E>> + Send,
-        R: Into<Loaded<T>>,
-        E: Into<BoxError>,
-    {
-        let Filler { options, client, .. } = &self.filler;
-        options.check()?;
-        client.check()?;
-        let before = match client.call(client.store.get(&key)).await {
-            Ok(Some(entry)) => match self.filler.decode(&key, &entry.content) {
-                Some(value) => return Ok(self.serve_entry(key, &entry, value, loader).await),
-                None => Before::Seen(entry.id),
-            },
-            Ok(None) => Before::Seen(EntryId::default()),
+    async fn find_or_load(
+        &self,
+        key: CacheKey,
+        loader: impl Loader<T> + 'static,
+    ) -> Result<(Option<Arc<T>>, Served), CacheError> {
+        self.filler.options.check()?;
+        self.filler.client.check()?;
+        let before = match self.filler.look(&key).await {
+            Ok(Lookup { id, found: Some(found) }) => return Ok(self.serve_entry(key, id, found, loader).await),
+            Ok(Lookup { id, found: None }) => Before::Seen(id),
             Err(error) => Before::Failed(error),
         };
         Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
     }
 
     /// Serves the value of an entry, or a new one if it is stale.
-    async fn serve_entry<L, F, R, E>(
+    async fn serve_entry(
         &self,
         key: CacheKey,
-        entry: &Entry,
-        value: Option<Arc<T>>,
-        loader: L,
-    ) -> (Option<Arc<T>>, Served)
-    where
-        L: FnOnce() -> F + Send + 'static,
-        F: Future<Output = Result<R, E>> + Send,
-        R: Into<Loaded<T>>,
-        E: Into<BoxError>,
-    {
+        id: EntryId,
+        Found { value, fresh_for, cost, is_local, .. }: Found<T>,
+        loader: impl Loader<T> + 'static,
+    ) -> (Option<Arc<T>>, Served) {
         let options = &self.filler.options;
-        let is_fresh = !entry.fresh_for.is_zero();
-        if is_fresh && !options.refreshes_early(entry.fresh_for, entry.cost) {
-            return (value, Served::Fresh);
+        let is_fresh = !fresh_for.is_zero();
+        let fresh = if is_local { Served::Local } else { Served::Fresh };
+        if is_fresh && !options.refreshes_early(fresh_for, cost) {
+            return (value, fresh);
         }
         // Without a load, for instance in a shutdown, the value is still good.
-        let load = self.load(key, Before::Seen(entry.id.clone()), true, loader);
+        let load = self.load(key, Before::Seen(id), true, loader);
         match load {
-            _ if is_fresh => (value, Served::Fresh),
+            _ if is_fresh => (value, fresh),
             Ok(load) => match timeout(options.soft_timeout, load.outcome()).await {
                 Ok(Ok(loaded)) => (loaded, Served::Loaded),
                 Ok(Err(_)) | Err(_) => (value, Served::Stale),
@@ -306,19 +430,13 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     }
 
     /// Joins the load of a key, or starts it.
-    fn load<L, F, R, E>(
+    fn load(
         &self,
         key: CacheKey,
         before: Before,
         is_background: bool,
-        loader: L,
-    ) -> Result<LoadWaiter<T>, CacheError>
-    where
-        L: FnOnce() -> F + Send + 'static,
-        F: Future<Output = Result<R, E>> + Send,
-        R: Into<Loaded<T>>,
-        E: Into<BoxError>,
-    {
+        loader: impl Loader<T> + 'static,
+    ) -> Result<LoadWaiter<T>, CacheError> {
         let flights = Arc::as_ptr(&self.flights).addr();
         let outer = CHAIN.try_with(Arc::clone).ok();
         if outer.as_ref().is_some_and(|chain| chain.has(flights, &key)) {
@@ -335,13 +453,10 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             }
         };
         let load = move || {
-            CHAIN.scope(
-                chain,
-                async move { filler.fill(key, claim, before, is_background, loading(loader), detach).await },
-            )
+            CHAIN.scope(chain, async move { filler.fill(key, claim, before, is_background, loader, detach).await })
         };
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
-        self.flights.join_or_start(&self.tasks, key, is_background, load, cancel)
+        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, is_background, load, cancel)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.
@@ -350,9 +465,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     ///
     /// If the store fails.
     pub async fn get(&self, key: impl Into<Key>) -> Result<Option<Arc<T>>, CacheError> {
-        let (client, key) = (&self.filler.client, self.key(key));
-        let entry = client.call(client.store.get(&key)).await?;
-        Ok(entry.and_then(|entry| self.filler.decode(&key, &entry.content)).flatten())
+        Ok(self.filler.look(&self.key(key)).await?.found.and_then(|found| found.value))
     }
 
     /// Stores a value, or its absence. A load that began before this call is not stored after it.
@@ -374,11 +487,12 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if let Some(bytes) = value.as_ref().map(Vec::len).filter(|bytes| *bytes > options.max_len) {
             return Err(CacheError::TooLarge { bytes, max: options.max_len });
         }
-        let entry = options.entry(value, loaded.fresh_for, Duration::ZERO);
+        let tags = self.filler.tags_before_fill().await?;
+        let entry = options.entry(value, loaded.fresh_for, Duration::ZERO, tags);
         let token = Token::random()?;
-        self.flights.detach(&key);
+        self.forget(&key);
         let result = client.call_always(client.store.set(&key, &token, &entry)).await;
-        self.flights.detach(&key);
+        self.forget(&key);
         Ok(result?)
     }
 }
@@ -386,12 +500,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 // Not derived, which would require `C: Clone`.
 impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
-        Self {
-            filler: self.filler.clone(),
-            flights: Arc::clone(&self.flights),
-            tasks: Arc::clone(&self.tasks),
-            value: PhantomData,
-        }
+        Self { filler: self.filler.clone(), flights: Arc::clone(&self.flights), tasks: Arc::clone(&self.tasks) }
     }
 }
 

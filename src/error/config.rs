@@ -111,6 +111,13 @@ pub enum ConfigError {
     /// A [`Redlock`](crate::lock::Redlock) supports neither fair locks nor read/write locks nor semaphores: a quorum of stores can only grant
     /// exclusive leases, and keeps no wait queue.
     NotByQuorum,
+    /// An entry of a cache has too many tags.
+    TooManyTags {
+        /// The given number.
+        tags: usize,
+        /// The largest number.
+        max: usize,
+    },
     /// A job would be due too late, or a unique key be held for too long.
     DelayOutOfRange {
         /// The given delay, or the given time of the unique key.
@@ -196,6 +203,9 @@ impl fmt::Display for ConfigError {
             }
             Self::PermitsOutOfRange { permits, max } => {
                 write!(f, "a semaphore of {permits} permits is not between 1 and {max}")
+            }
+            Self::TooManyTags { tags, max } => {
+                write!(f, "an entry with {tags} tags has too many: at most {max} are allowed")
             }
             Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: at least {min} are required"),
             Self::NotByQuorum => {

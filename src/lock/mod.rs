@@ -310,7 +310,6 @@ mod release_task;
 mod renewal;
 mod renewal_schedule;
 mod running;
-mod together;
 
 pub use self::admin::LockAdmin;
 #[cfg(feature = "http")]

@@ -4,6 +4,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::acquire::acquire_all;
@@ -22,7 +23,6 @@ use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, ended};
 use super::store::Claim;
-use super::together::together;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -284,7 +284,7 @@ impl MultiLease {
     ///
     /// The first store error, if any. The other locks are released anyway, or retried in the background.
     pub async fn release(mut self) -> Result<ReleaseOutcome, StoreError> {
-        let outcomes = together(self.leases.drain(..).map(Lease::release)).await;
+        let outcomes = join_all(self.leases.drain(..).map(Lease::release)).await;
         outcomes.into_iter().try_fold(ReleaseOutcome::Released, |worst, outcome| Ok(worst.max(outcome?)))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
@@ -12,7 +13,6 @@ use super::fence_floor::FenceFloor;
 use super::kind::LockKind;
 use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, LockStore, Notifications, Queueing, Released, Renewal, Token};
-use super::together::together;
 use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
 use crate::reach::Reach;
@@ -227,7 +227,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             async move {
                 let all = async || {
                     let releases = tokens.iter().map(|(lock, token)| stores[i].release(lock, token));
-                    together(releases).await.into_iter().try_for_each(|released| released.map(drop))
+                    join_all(releases).await.into_iter().try_for_each(|released| released.map(drop))
                 };
                 match all().await {
                     Err(error) if error.is_unavailable() => all().await,

@@ -14,6 +14,8 @@ use tokio::time::sleep;
 /// Notifies a waiter when to look again: see [`LockStore::watch`](crate::lock::store::LockStore::watch).
 pub struct Notifications {
     changes: SmallVec<[watch::Receiver<()>; 1]>,
+    // If `changes` has possible losses of messages too: the messages.
+    messages: Option<watch::Receiver<()>>,
     // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
     keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
 }
@@ -25,20 +27,40 @@ impl Notifications {
     /// A notification for each message. `keep` is dropped with the last of them.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { changes: smallvec![changes], keep: smallvec![keep] }
+        Self { changes: smallvec![changes], messages: None, keep: smallvec![keep] }
+    }
+
+    /// For a store whose notifications may also be possible losses of messages: `messages` changes with each message only.
+    #[must_use]
+    pub fn with_messages(mut self, messages: watch::Receiver<()>) -> Self {
+        self.messages = Some(messages);
+        self
+    }
+
+    /// Whether there was a notification since the last call of [`next`](Self::next), or may have been one.
+    #[must_use]
+    pub fn may_have_changed(&self) -> bool {
+        self.changes.is_empty() || self.changes.iter().any(|changes| changes.has_changed().unwrap_or(true))
+    }
+
+    /// Whether there was a message since the subscription.
+    #[must_use]
+    pub fn has_message(&self) -> bool {
+        let mut messages = self.messages.iter().chain(self.changes.iter().filter(|_| self.messages.is_none()));
+        messages.any(|messages| messages.has_changed().unwrap_or(true))
     }
 
     /// No notifications: the waiter has to poll.
     #[must_use]
     pub const fn none() -> Self {
-        Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
+        Self { changes: SmallVec::new_const(), messages: None, keep: SmallVec::new_const() }
     }
 
     /// Merges several sources. Notifications shortly after each other become one, at different times for different waiters.
     #[must_use]
     pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
         let mut all = Self::none();
-        for Self { changes, keep } in several {
+        for Self { changes, keep, .. } in several {
             all.changes.extend(changes);
             all.keep.extend(keep);
         }

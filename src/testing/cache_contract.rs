@@ -11,7 +11,10 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::cache::store::{CacheKey, CacheStore, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Token};
+use crate::cache::store::{
+    CacheKey, CacheStore, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration, Token,
+};
+use crate::key::Key;
 
 /// A time that does not end during a test, even on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -27,7 +30,7 @@ fn claim(lease: Duration) -> Claim {
 }
 
 fn entry(value: &[u8]) -> NewEntry {
-    NewEntry { value: Some(value.to_vec().into()), fresh_for: LONG, ttl: 2 * LONG, cost: Duration::from_millis(7) }
+    NewEntry::new(Some(value.to_vec().into()), LONG, 2 * LONG, Duration::from_millis(7))
 }
 
 fn value(value: &[u8]) -> Content {
@@ -65,7 +68,7 @@ pub async fn filled_entry_is_returned<S: CacheStore>(store: S) {
     for bytes in [b"".as_slice(), b"\0\r\n{}", &all_bytes] {
         let claim = take(&store, &key("a"), LONG).await;
         assert!(put(&store, &key("a"), &claim, &entry(bytes)).await);
-        let Entry { id, content, age, fresh_for, cost } = get(&store, &key("a")).await;
+        let Entry { id, content, age, fresh_for, cost, .. } = get(&store, &key("a")).await;
         assert_eq!((id, content), (EntryId::from(&claim.token), value(bytes)));
         assert!(age < LONG / 2 && fresh_for <= LONG && fresh_for > LONG / 2, "{age:?} {fresh_for:?}");
         assert_eq!(cost, Duration::from_millis(7));
@@ -262,6 +265,52 @@ pub async fn set_beats_a_running_fill<S: CacheStore>(store: S) {
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Failed { retry_after: LONG })).await.unwrap());
     store.set(&key("a"), &Token::random().unwrap(), &entry(b"again")).await.unwrap();
     take(&store, &key("a"), LONG).await;
+}
+
+/// The tags of an entry are returned unchanged.
+pub async fn tags_are_returned<S: CacheStore>(store: S) {
+    let long = "x".repeat(Key::MAX_LEN);
+    let all: Vec<_> = (0..TagGeneration::MAX)
+        .map(|number| {
+            let tag =
+                [Key::from(""), Key::from("a:b"), Key::from(long.as_str()), Key::from(number as u64)][number.min(3)];
+            TagGeneration::new(tag, Token::random().unwrap())
+        })
+        .collect();
+    for (number, tags) in [&all[..0], &all[..1], &all].into_iter().enumerate() {
+        for new in [entry(&[7; 300]), NewEntry { value: None, ..entry(b"") }] {
+            let claim = take(&store, &key("a"), LONG).await;
+            assert!(put(&store, &key("a"), &claim, &new.clone().tags(tags.to_vec())).await);
+            let found = get(&store, &key("a")).await;
+            assert_eq!(found.content, new.value.map_or(Content::Absent, Content::Value));
+            assert_eq!(found.tags, tags, "{number}");
+        }
+    }
+    store.expire(&key("a")).await.unwrap();
+    let expired = get(&store, &key("a")).await;
+    assert_eq!((expired.tags, expired.fresh_for), (all, Duration::ZERO));
+}
+
+/// The generation of a tag stays the same until the tag is invalidated, or its time has passed.
+pub async fn generation_lasts_until_the_tag_is_invalidated<S: CacheStore>(store: S) {
+    let new = || Token::random().unwrap();
+    let (tag, other) = (key("tag"), CacheKey::new("other", "tag"));
+    assert_eq!(store.generation(&tag).await.unwrap(), None);
+    let first = new();
+    assert_eq!(store.ensure_generation(&tag, &first, SHORT).await.unwrap(), first);
+    assert_eq!(store.ensure_generation(&tag, &new(), LONG).await.unwrap(), first);
+    let others = store.ensure_generation(&other, &new(), SHORT).await.unwrap();
+    assert_ne!(others, first);
+    assert_eq!(store.ensure_generation(&other, &new(), SHORT / 3).await.unwrap(), others);
+    sleep(SHORT / 2).await;
+    assert_eq!(store.generation(&other).await.unwrap(), Some(others), "a shorter time changes nothing");
+    sleep(SHORT).await;
+    assert_eq!(store.generation(&other).await.unwrap(), None);
+    assert_ne!(store.ensure_generation(&other, &new(), SHORT).await.unwrap(), others);
+    assert_eq!(store.generation(&tag).await.unwrap(), Some(first), "a longer time lasts");
+    store.invalidate_tag(&tag).await.unwrap();
+    assert_eq!(store.generation(&tag).await.unwrap(), None);
+    assert_ne!(store.ensure_generation(&tag, &new(), LONG).await.unwrap(), first);
 }
 
 /// A waiter is notified of every change.

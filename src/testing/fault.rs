@@ -124,13 +124,13 @@ pub enum Verb {
     Checkpoint,
     /// `push`. One call for any number of jobs.
     Push,
-    /// `claim` of jobs, which also finishes jobs, or of a load.
+    /// `claim` of jobs, which also finishes jobs, or of a load, or `ensure_generation` of a tag.
     Claim,
-    /// `get` of a cache.
+    /// `get` of a cache, or `generation` of a tag.
     Get,
     /// `put` of a load, or `set` of a cache.
     Put,
-    /// `invalidate` or `expire` of a cache.
+    /// `invalidate`, `expire` or `invalidate_tag` of a cache.
     Invalidate,
     /// `extend`. One call for any number of leases.
     Extend,
@@ -363,6 +363,18 @@ impl<S: CacheStore + Sync> CacheStore for FaultStore<S> {
 
     async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
         self.faults.around(Verb::Invalidate, self.inner.expire(key)).await
+    }
+
+    async fn generation(&self, tag: &CacheKey) -> Result<Option<Token>, StoreError> {
+        self.faults.around(Verb::Get, self.inner.generation(tag)).await
+    }
+
+    async fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Result<Token, StoreError> {
+        self.faults.around(Verb::Claim, self.inner.ensure_generation(tag, new, ttl)).await
+    }
+
+    async fn invalidate_tag(&self, tag: &CacheKey) -> Result<(), StoreError> {
+        self.faults.around(Verb::Invalidate, self.inner.invalidate_tag(tag)).await
     }
 
     async fn watch(&self, key: &CacheKey) -> Notifications {
@@ -634,7 +646,7 @@ mod tests {
             ("LockRegistry", include_str!("../lock/store.rs"), 3),
             ("IdempotencyStore", include_str!("../idempotency/store.rs"), 6),
             ("IdempotencyRegistry", include_str!("../idempotency/store.rs"), 4),
-            ("CacheStore", include_str!("../cache/store.rs"), 9),
+            ("CacheStore", include_str!("../cache/store.rs"), 12),
             ("DelayQueueStore", include_str!("../delay_queue/store.rs"), 14),
         ];
         for (name, source, expected) in traits {

@@ -339,6 +339,8 @@ macro_rules! cache_contract {
                 invalidation_beats_a_running_fill
                 expired_entry_is_stale
                 set_beats_a_running_fill
+                tags_are_returned
+                generation_lasts_until_the_tag_is_invalidated
                 watcher_is_notified
             ] [] $($told)+
         }

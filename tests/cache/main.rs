@@ -5,6 +5,10 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod batches;
 mod contract;
+mod faults;
 mod loads;
+mod local;
 mod model;
+mod tags;

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -9,6 +10,8 @@ use proptest::test_runner::{Config, TestRunner};
 use tollgate::MemoryBackend;
 use tollgate::cache::store::{CacheKey, CacheStore, Claim, Claimed, Content, EntryId, Mark, NewEntry, Token};
 
+use crate::support::cluster::Cluster;
+use crate::support::sentinel::SentinelDeployment;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
@@ -174,13 +177,17 @@ fn new_entry() -> NewEntry {
 }
 
 /// Runs traces until one fails. `PROPTEST_CASES` sets their number.
-fn run_traces(cases: u32, mut check: impl FnMut(&[(usize, Step)], u64)) {
+pub(crate) fn run_traces<T: Debug + Clone>(
+    steps: impl Strategy<Value = Vec<T>>,
+    cases: u32,
+    mut check: impl FnMut(&[T], u64),
+) {
     let config = Config {
         cases: std::env::var("PROPTEST_CASES").map_or(cases, |cases| cases.parse().unwrap()),
         ..Config::default()
     };
     let state = RefCell::new((0, &mut check));
-    let result = TestRunner::new(config).run(&steps(), |steps| {
+    let result = TestRunner::new(config).run(&steps, |steps| {
         let (round, check) = &mut *state.borrow_mut();
         *round += 1;
         check(&steps, *round);
@@ -193,7 +200,7 @@ fn run_traces(cases: u32, mut check: impl FnMut(&[(usize, Step)], u64)) {
 fn memory_agrees_with_the_model() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let backend = MemoryBackend::new();
-    run_traces(10_000, |steps, round| runtime.block_on(run(&backend, steps, round, None)));
+    run_traces(steps(), 10_000, |steps, round| runtime.block_on(run(&backend, steps, round, None)));
 }
 
 #[test]
@@ -206,5 +213,16 @@ fn redis_agrees_with_the_model() {
         let lease = format!("tollgate:2:{{cache:{}:{}}}:lease", key.cache(), key.key());
         let _: u32 = redis::cmd("DEL").arg(lease).query(&mut *connection.borrow_mut()).unwrap();
     };
-    run_traces(1_000, |steps, round| runtime.block_on(run(&backend, steps, round, Some(&evict))));
+    run_traces(steps(), 1_000, |steps, round| runtime.block_on(run(&backend, steps, round, Some(&evict))));
+}
+
+/// The scripts are the same, but keys are on several nodes.
+#[test]
+fn cluster_and_sentinel_agree_with_the_model() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (cluster, deployment) = (Cluster::start(), SentinelDeployment::start());
+    for url in [cluster.url(), deployment.url()] {
+        let backend = runtime.block_on(patient(url));
+        run_traces(steps(), 200, |steps, round| runtime.block_on(run(&backend, steps, round, None)));
+    }
 }

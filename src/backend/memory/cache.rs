@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use super::MemoryBackend;
 use crate::cache::store::{CacheKey, CacheStore, Claim, Claimed, Entry, EntryId, Mark, NewEntry, Notifications, Token};
 use crate::error::StoreError;
@@ -37,6 +39,19 @@ impl CacheStore for MemoryBackend {
 
     async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
         self.inner.cache.expire(key);
+        Ok(())
+    }
+
+    async fn generation(&self, tag: &CacheKey) -> Result<Option<Token>, StoreError> {
+        Ok(self.inner.cache.generation(tag))
+    }
+
+    async fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Result<Token, StoreError> {
+        Ok(self.inner.cache.ensure_generation(tag, new, ttl))
+    }
+
+    async fn invalidate_tag(&self, tag: &CacheKey) -> Result<(), StoreError> {
+        self.inner.cache.invalidate_tag(tag);
         Ok(())
     }
 

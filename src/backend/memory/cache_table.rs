@@ -10,7 +10,9 @@ use indexmap::IndexMap;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::cache::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, Token};
+use crate::cache::store::{
+    CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, TagGeneration, Token,
+};
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -31,6 +33,7 @@ struct Shard {
     bytes: usize,
     capacity: usize,
     leases: HashMap<CacheKey, Lease>,
+    tags: HashMap<CacheKey, Generation>,
     // Notifies waiters.
     watched: HashMap<CacheKey, watch::Sender<()>>,
 }
@@ -43,6 +46,13 @@ struct Stored {
     fresh_until: Instant,
     expires: Instant,
     cost: Duration,
+    tags: Vec<TagGeneration>,
+}
+
+/// The generation of a tag.
+struct Generation {
+    id: Token,
+    expires: Instant,
 }
 
 /// The lease of a fill, or its mark.
@@ -72,6 +82,7 @@ impl CacheTable {
                 bytes: 0,
                 capacity: capacity.div_ceil(SHARDS),
                 leases: HashMap::new(),
+                tags: HashMap::new(),
                 watched: HashMap::new(),
             })
         };
@@ -95,6 +106,7 @@ impl CacheTable {
             age: now - stored.stored,
             fresh_for: stored.fresh_until.saturating_duration_since(now),
             cost: stored.cost,
+            tags: stored.tags.clone(),
         })
     }
 
@@ -182,6 +194,35 @@ impl CacheTable {
         shard.notify(key);
     }
 
+    pub(super) fn generation(&self, tag: &CacheKey) -> Option<Token> {
+        let now = Instant::now();
+        self.shard(tag).tags.get(tag).filter(|generation| now < generation.expires).map(|generation| generation.id)
+    }
+
+    pub(super) fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Token {
+        let now = Instant::now();
+        let mut shard = self.shard(tag);
+        let capacity = shard.capacity;
+        let tags = &mut shard.tags;
+        if tags.len() >= capacity && !tags.contains_key(tag) {
+            tags.retain(|_, generation| now < generation.expires);
+            if tags.len() >= capacity {
+                // Their entries are then loaded again.
+                tags.clear();
+            }
+        }
+        let generation = tags.entry(*tag).or_insert(Generation { id: *new, expires: now });
+        if generation.expires <= now {
+            generation.id = *new;
+        }
+        generation.expires = generation.expires.max(now + ttl);
+        generation.id
+    }
+
+    pub(super) fn invalidate_tag(&self, tag: &CacheKey) {
+        self.shard(tag).tags.remove(tag);
+    }
+
     pub(super) fn watch(self: &Arc<Self>, key: &CacheKey) -> Notifications {
         let changes = self.shard(key).watched.entry(*key).or_insert_with(|| watch::Sender::new(())).subscribe();
         Notifications::new(changes, Arc::new(Watcher { table: Arc::clone(self), key: *key }))
@@ -225,7 +266,7 @@ impl Shard {
             // It would evict everything else, and then itself.
             return;
         }
-        let NewEntry { ref value, fresh_for, ttl, cost } = *entry;
+        let NewEntry { ref value, fresh_for, ttl, cost, ref tags } = *entry;
         let stored = Stored {
             id: *token,
             value: value.clone(),
@@ -233,6 +274,7 @@ impl Shard {
             fresh_until: now + fresh_for,
             expires: now + ttl,
             cost,
+            tags: tags.clone(),
         };
         self.bytes += stored.len();
         self.entries.insert(*key, stored);

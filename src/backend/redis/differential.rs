@@ -475,6 +475,7 @@ impl RedisBackend {
             cache_put: _,
             cache_release: _,
             cache_invalidate: _,
+            cache_generation: _,
             probe: _,
             floor: _,
         } = &mut scripts;

@@ -139,6 +139,11 @@ impl Keys {
         CacheKeys { entry: name("entry"), lease: name("lease"), changed: name("changed") }
     }
 
+    /// `<prefix>:2:{cache:<cache>:<tag>}:generation`.
+    pub(crate) fn generation(&self, tag: &CacheKey) -> String {
+        [&self.root, "{cache:", &escape_part(tag.cache()), ":", tag.key().as_str(), "}:generation"].concat()
+    }
+
     /// The channel `<prefix>:2:{lock:<name>:<subject>}:free`.
     pub(crate) fn free(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")

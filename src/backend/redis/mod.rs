@@ -100,6 +100,7 @@
 //! | records of a caller | `<prefix>:2:{idempotency}:<scope>:records` | on a cluster one for each partition |
 //! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
 //! | cached value | `<prefix>:2:{cache:<cache>:<key>}:entry` | `...:lease`, channel `...:changed` |
+//! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
 //!
 //! On a cluster, the braces keep all keys of one rate-limit key, lock or queue in one slot. Every key has a time to live. Two releases
 //! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the

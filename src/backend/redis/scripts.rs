@@ -12,7 +12,7 @@ use super::error;
 use super::keys::{CacheKeys, QueueKeys};
 use super::replicated::Outcome;
 use super::topology::{Delivery, Servers};
-use crate::cache::store::{self as cache, EntryId, Mark, NewEntry};
+use crate::cache::store::{self as cache, EntryId, Mark, NewEntry, TagGeneration};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::store::{Completion, Payload};
@@ -72,6 +72,7 @@ pub(crate) struct Scripts {
     pub(crate) cache_put: LuaScript,
     pub(crate) cache_release: LuaScript,
     pub(crate) cache_invalidate: LuaScript,
+    pub(crate) cache_generation: LuaScript,
     pub(crate) delay_queue_push: LuaScript,
     pub(crate) delay_queue_claim: LuaScript,
     pub(crate) delay_queue_extend: LuaScript,
@@ -206,6 +207,7 @@ impl Scripts {
             cache_put: lua!("cache_put.lua", server: notify),
             cache_release: lua!("cache_release.lua", server: notify),
             cache_invalidate: lua!("cache_invalidate.lua", server: notify),
+            cache_generation: lua!("cache_generation.lua"),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
@@ -511,11 +513,11 @@ impl Scripts {
         is_fill: bool,
         entry: &NewEntry,
     ) -> Result<Value, StoreError> {
-        let NewEntry { value, fresh_for, ttl, cost } = entry;
+        let NewEntry { value, fresh_for, ttl, cost, tags } = entry;
         let times = (millis(*fresh_for), millis(*ttl).max(1), millis(*cost).min(u32::MAX.into()));
         let (is_value, value) = (u8::from(value.is_some()), value.as_deref().unwrap_or_default());
-        let args =
-            (token.as_bytes().as_slice(), u8::from(is_fill), is_value, times, value, publish(servers), &keys.changed);
+        let (publish, token) = (publish(servers), token.as_bytes().as_slice());
+        let args = (token, u8::from(is_fill), is_value, times, encode_tags(tags), value, publish, &keys.changed);
         self.cache_put.call(servers, &[&keys.entry, &keys.lease], args).await
     }
 
@@ -544,6 +546,16 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let args = (u8::from(is_hard), publish(servers), &keys.changed);
         self.cache_invalidate.call(servers, &[&keys.entry, &keys.lease], args).await
+    }
+
+    pub(crate) async fn cache_generation(
+        &self,
+        servers: &Servers,
+        key: &str,
+        new: &Token,
+        ttl: Duration,
+    ) -> Result<Value, StoreError> {
+        self.cache_generation.call(servers, &[key], (new.as_bytes().as_slice(), millis(ttl).max(1))).await
     }
 
     /// Pushes jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
@@ -633,6 +645,17 @@ fn all_of(keys: &QueueKeys) -> [&str; 12] {
 }
 
 /// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
+/// The tags of an entry, as `cache_put.lua` describes them.
+fn encode_tags(tags: &[TagGeneration]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for TagGeneration { tag, generation } in tags {
+        bytes.push(tag.as_str().len() as u8);
+        bytes.extend_from_slice(tag.as_str().as_bytes());
+        bytes.extend_from_slice(generation.as_bytes());
+    }
+    bytes
+}
+
 const fn publish(servers: &Servers) -> &'static str {
     if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
 }
@@ -866,9 +889,10 @@ mod tests {
             (&scripts.idempotency_complete_unknown, 1, 7),
             (&scripts.cache_claim, 2, 3),
             (&scripts.cache_renew, 1, 2),
-            (&scripts.cache_put, 2, 9),
+            (&scripts.cache_put, 2, 10),
             (&scripts.cache_release, 2, 5),
             (&scripts.cache_invalidate, 2, 3),
+            (&scripts.cache_generation, 1, 2),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),

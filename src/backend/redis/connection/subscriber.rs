@@ -47,6 +47,14 @@ struct Listener {
     interest: Interest,
 }
 
+/// A new listener, and what it is told.
+struct Receivers {
+    listener: Listener,
+    is_confirmed: watch::Receiver<bool>,
+    changes: watch::Receiver<()>,
+    messages: watch::Receiver<()>,
+}
+
 impl Subscriber {
     pub(crate) fn new(source: Source, runtime: Arc<RuntimeHandle>) -> Self {
         let shared = Arc::new(Shared::new(source, &runtime));
@@ -60,11 +68,14 @@ impl Subscriber {
         if !self.shared.source.can_subscribe() {
             return Notifications::none();
         }
-        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into(), interest);
+        let Receivers { listener, mut is_confirmed, mut changes, messages } = self.listen(channel.into(), interest);
         if timeout(CONFIRMATION_TIMEOUT, is_confirmed.wait_for(|is_confirmed| *is_confirmed)).await.is_ok() {
-            messages.mark_unchanged();
+            changes.mark_unchanged();
+        } else {
+            // Messages may get lost.
+            changes.mark_changed();
         }
-        Notifications::new(messages, Arc::new(listener))
+        Notifications::new(changes, Arc::new(listener)).with_messages(messages)
     }
 
     /// Whether the server has confirmed the subscription of this process.
@@ -72,23 +83,25 @@ impl Subscriber {
         self.shared.state().channels.get(channel).is_some_and(|channel| *channel.is_confirmed.borrow())
     }
 
-    fn listen(&self, name: Arc<str>, interest: Interest) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
+    fn listen(&self, name: Arc<str>, interest: Interest) -> Receivers {
         let shared = &self.shared;
         let mut state = shared.state();
         restart_tasks(shared, &mut state);
         let is_new = !state.channels.contains_key(&name);
         let channel = state.channels.entry(Arc::clone(&name)).or_insert_with(Channel::new);
         channel.listeners += 1;
-        let messages = match interest {
+        let changes = match interest {
             Interest::Changes => &channel.messages,
             Interest::Messages => &channel.sent,
             Interest::Turn(token) => channel.by_token.entry(token).or_insert_with(|| watch::Sender::new(())),
         };
-        let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
+        let (is_confirmed, changes) = (channel.is_confirmed.subscribe(), changes.subscribe());
+        let messages = channel.sent.subscribe();
         if is_new {
             assign(shared, &mut state, &name);
         }
-        (Listener { shared: Arc::clone(shared), channel: name, interest }, receivers.0, receivers.1)
+        let listener = Listener { shared: Arc::clone(shared), channel: name, interest };
+        Receivers { listener, is_confirmed, changes, messages }
     }
 }
 

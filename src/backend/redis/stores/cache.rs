@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,9 +8,10 @@ use crate::backend::redis::connection::subscriber::Interest;
 use crate::backend::redis::error::{store_error, unexpected_reply};
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::cache::store::{
-    CacheKey, CacheStore, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, Token,
+    CacheKey, CacheStore, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, TagGeneration, Token,
 };
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
 
@@ -74,6 +76,29 @@ impl CacheStore for RedisBackend {
         scripts.cache_invalidate(servers, &keys.cache(key), false).await.map(drop)
     }
 
+    async fn generation(&self, tag: &CacheKey) -> Result<Option<Token>, StoreError> {
+        let Inner { servers, keys, .. } = &*self.inner;
+        let key = keys.generation(tag);
+        match servers.send(&key, redis::cmd("GET").arg(&key)).await.map_err(store_error)? {
+            Value::BulkString(bytes) => Ok(Token::from_bytes(&bytes)),
+            Value::Nil => Ok(None),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Result<Token, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let reply = scripts.cache_generation(servers, &keys.generation(tag), new, ttl).await?;
+        let Value::BulkString(bytes) = &reply else { return Err(unexpected_reply(&reply)) };
+        Token::from_bytes(bytes).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn invalidate_tag(&self, tag: &CacheKey) -> Result<(), StoreError> {
+        let Inner { servers, keys, .. } = &*self.inner;
+        let key = keys.generation(tag);
+        servers.send(&key, redis::cmd("UNLINK").arg(&key)).await.map_err(store_error).map(drop)
+    }
+
     async fn watch(&self, key: &CacheKey) -> Notifications {
         let Inner { keys, locks, .. } = &*self.inner;
         locks.subscriber().subscribe(keys.cache(key).changed, Interest::Changes).await
@@ -105,26 +130,52 @@ impl RedisBackend {
 }
 
 /// The length of the header of an entry: see `cache_put.lua`.
-const HEADER: usize = 36;
+const HEADER: usize = 38;
 
 /// Decodes an entry, as `cache_put.lua` describes it.
 fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
     let bytes = Bytes::from(bytes);
     // As GETRANGE returns it in `cache_claim.lua`.
     let id = EntryId::new(&bytes[bytes.len().min(2)..bytes.len().min(18)]);
-    let content = match bytes.first_chunk::<2>() {
-        Some([1, 0]) if bytes.len() == HEADER => Content::Absent,
-        Some([1, 1]) if bytes.len() >= HEADER => Content::Value(bytes.slice(HEADER..)),
-        _ => return Entry::new(id, Content::Unreadable, Duration::ZERO, Duration::ZERO, Duration::ZERO),
+    let Some((content, tags)) = decode_content(&bytes) else {
+        return Entry::new(id, Content::Unreadable, Duration::ZERO, Duration::ZERO, Duration::ZERO);
     };
-    let number = |at: std::ops::Range<usize>| bytes[at].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+    let time = |at: Range<usize>| number(&bytes[at]);
     Entry::new(
         id,
         content,
-        Duration::from_millis(now_ms.saturating_sub(number(18..25))),
-        Duration::from_millis(number(25..32).saturating_sub(now_ms)),
-        Duration::from_millis(number(32..36)),
+        Duration::from_millis(now_ms.saturating_sub(time(18..25))),
+        Duration::from_millis(time(25..32).saturating_sub(now_ms)),
+        Duration::from_millis(time(32..36)),
     )
+    .tags(tags)
+}
+
+/// The content and the tags of an entry. `None` if it cannot be read.
+fn decode_content(bytes: &Bytes) -> Option<(Content, Vec<TagGeneration>)> {
+    let start = HEADER + number(bytes.get(36..HEADER)?) as usize;
+    let tags = decode_tags(bytes.get(HEADER..start)?)?;
+    match bytes.first_chunk()? {
+        [1, 0] if bytes.len() == start => Some((Content::Absent, tags)),
+        [1, 1] => Some((Content::Value(bytes.slice(start..)), tags)),
+        _ => None,
+    }
+}
+
+fn decode_tags(mut bytes: &[u8]) -> Option<Vec<TagGeneration>> {
+    let mut tags = Vec::new();
+    while let Some((&len, rest)) = bytes.split_first() {
+        let (tag, rest) = rest.split_at_checked(len.into())?;
+        let (generation, rest) = rest.split_at_checked(16)?;
+        tags.push(TagGeneration::new(Key::stored(std::str::from_utf8(tag).ok()?)?, Token::from_bytes(generation)?));
+        bytes = rest;
+    }
+    Some(tags)
+}
+
+/// A number whose lowest byte comes first.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
 fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {

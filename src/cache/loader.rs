@@ -1,0 +1,56 @@
+//! What calls the origin for one key.
+
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::task::Poll;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::error::CacheError;
+use super::loaded::Loaded;
+use crate::error::BoxError;
+use crate::panics::discard;
+
+/// Loads the value of one key.
+pub(super) trait Loader<T>: Send {
+    /// Loads the value.
+    fn load(self) -> impl Future<Output = Result<Loaded<T>, CacheError>> + Send;
+
+    /// Another process holds the lease. So the load begins later, if that process fails, or never.
+    fn waits_for_lease(&mut self) {}
+
+    /// A permit for a load without the store. `None` if there are too many.
+    fn permit(&self, origin: &Arc<Semaphore>) -> Option<Arc<OwnedSemaphorePermit>> {
+        Arc::clone(origin).try_acquire_owned().ok().map(Arc::new)
+    }
+}
+
+/// A function that loads the value of one key.
+pub(super) struct LoaderFn<L>(pub(super) L);
+
+impl<T, L, F, R, E> Loader<T> for LoaderFn<L>
+where
+    L: FnOnce() -> F + Send,
+    F: Future<Output = Result<R, E>> + Send,
+    R: Into<Loaded<T>>,
+    E: Into<BoxError>,
+{
+    async fn load(self) -> Result<Loaded<T>, CacheError> {
+        (self.0)().await.map(Into::into).map_err(|error| CacheError::load(error.into()))
+    }
+}
+
+/// Runs a future of a user. A panic is an error.
+pub(super) async fn without_panics<T>(
+    future: impl Future<Output = Result<T, CacheError>> + Send,
+) -> Result<T, CacheError> {
+    let mut future = Box::pin(future);
+    poll_fn(|cx| {
+        catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))).unwrap_or_else(|payload| {
+            discard(payload);
+            Poll::Ready(Err(CacheError::Panicked))
+        })
+    })
+    .await
+}

@@ -1,0 +1,120 @@
+//! The tier in this process: values that the store would return too, as far as its notifications tell.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use moka::sync::Cache as Entries;
+use tokio::time::Instant;
+
+use super::lookup::{Found, Lookup};
+use super::store::{CacheKey, EntryId, Notifications, TagGeneration};
+use crate::key::Key;
+
+/// The entries of this process.
+pub(super) struct Local<T> {
+    entries: Entries<CacheKey, Arc<Kept<T>>>,
+    max_age: Duration,
+    // Calls of `remove` and `remove_tag`. Locked while an entry is kept, so that it is not kept after its removal.
+    removals: Mutex<u64>,
+}
+
+/// An entry, and the subscription that began before it was read.
+struct Kept<T> {
+    id: EntryId,
+    value: Option<Arc<T>>,
+    read: Instant,
+    fresh_until: Instant,
+    stale_until: Instant,
+    cost: Duration,
+    tags: Vec<TagGeneration>,
+    changes: Notifications,
+}
+
+/// When an entry is read: what was the case before.
+pub(super) struct Reading {
+    time: Instant,
+    removals: u64,
+    changes: Notifications,
+}
+
+impl<T: Send + Sync + 'static> Local<T> {
+    /// At most this number of entries, each for this time.
+    pub(super) fn new(entries: u64, max_age: Duration) -> Self {
+        Self { entries: Entries::new(entries), max_age, removals: Mutex::new(0) }
+    }
+
+    /// Before an entry is read. `changes` notifies of its changes from now on.
+    pub(super) fn reading(&self, changes: Notifications) -> Reading {
+        Reading { time: Instant::now(), removals: *self.lock(), changes }
+    }
+
+    /// A fresh value that has not changed since it was read.
+    pub(super) fn fresh(&self, key: &CacheKey) -> Option<Lookup<T>> {
+        let kept = self.entries.get(key)?;
+        let now = Instant::now();
+        let is_current = now < kept.fresh_until && now - kept.read < self.max_age && !kept.changes.may_have_changed();
+        is_current.then(|| kept.lookup(now))
+    }
+
+    /// Without the store: a value that has not changed as far as this process knows, fresh or stale.
+    pub(super) fn last_known(&self, key: &CacheKey) -> Option<Lookup<T>> {
+        let kept = self.entries.get(key)?;
+        let now = Instant::now();
+        (now < kept.stale_until && !kept.changes.has_message()).then(|| kept.lookup(now))
+    }
+
+    /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
+    pub(super) fn keep(&self, key: CacheKey, lookup: &Lookup<T>, reading: Reading, stale_for: Duration) {
+        let Reading { time, removals, changes } = reading;
+        let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };
+        if found.fresh_for.is_zero() || changes.may_have_changed() {
+            return;
+        }
+        let fresh_until = time + found.fresh_for;
+        let kept = Kept {
+            id: lookup.id.clone(),
+            value: found.value.clone(),
+            read: time,
+            fresh_until,
+            stale_until: fresh_until + stale_for,
+            cost: found.cost,
+            tags: found.tags.clone(),
+            changes,
+        };
+        let removals_now = self.lock();
+        if *removals_now == removals {
+            self.entries.insert(key, Arc::new(kept));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, u64> {
+        self.removals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn remove(&self, key: &CacheKey) {
+        *self.lock() += 1;
+        self.entries.invalidate(key);
+    }
+
+    pub(super) fn remove_tag(&self, tag: &Key) {
+        *self.lock() += 1;
+        for (key, kept) in &self.entries {
+            if kept.tags.iter().any(|other| other.tag == *tag) {
+                self.entries.invalidate(&*key);
+            }
+        }
+    }
+}
+
+impl<T> Kept<T> {
+    fn lookup(&self, now: Instant) -> Lookup<T> {
+        let found = Found {
+            value: self.value.clone(),
+            fresh_for: self.fresh_until.saturating_duration_since(now),
+            cost: self.cost,
+            tags: self.tags.clone(),
+            is_local: true,
+        };
+        Lookup { id: self.id.clone(), found: Some(found) }
+    }
+}

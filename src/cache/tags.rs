@@ -1,0 +1,118 @@
+//! Tags: whether those of an entry are current, and which generations an entry to store has.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tokio::time::Instant;
+
+use super::store::{CacheKey, TagGeneration, Token};
+use super::store_client::StoreClient;
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// The generations of tags that this process has read lately.
+#[derive(Default)]
+pub(super) struct Generations(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    by_tag: HashMap<Key, (Token, Instant)>,
+    // Calls of `forget`.
+    forgotten: u64,
+}
+
+/// When a generation was read: before the store was called.
+#[derive(Clone, Copy)]
+struct ReadAt {
+    time: Instant,
+    forgotten: u64,
+}
+
+impl Generations {
+    /// How long an invalidation by another process may go unnoticed.
+    const KEPT_FOR: Duration = Duration::from_secs(1);
+    const CAPACITY: usize = 10_000;
+
+    /// Whether all tags of an entry have the generations that they had before its fill.
+    pub(super) async fn are_current(
+        &self,
+        client: &StoreClient,
+        cache: &Key,
+        tags: &[TagGeneration],
+    ) -> Result<bool, StoreError> {
+        // A generation may have been replaced since it was read, so one that differs is read again.
+        let unknown = tags.iter().filter(|tag| self.known(&tag.tag) != Some(tag.generation));
+        let current = join_all(unknown.map(|tag| self.is_current(client, cache, tag))).await;
+        current.into_iter().try_fold(true, |all, is_current| Ok(all && is_current?))
+    }
+
+    async fn is_current(&self, client: &StoreClient, cache: &Key, tag: &TagGeneration) -> Result<bool, StoreError> {
+        let read_at = self.read_at();
+        let found = client.call(client.store.generation(&CacheKey::new(*cache, tag.tag))).await?;
+        if let Some(generation) = found {
+            self.keep(tag.tag, generation, read_at);
+        }
+        Ok(found == Some(tag.generation))
+    }
+
+    /// The generations for an entry whose fill begins after this call. Creates missing ones.
+    pub(super) async fn before_fill(
+        &self,
+        client: &StoreClient,
+        cache: &Key,
+        tags: &[Key],
+        ttl: Duration,
+    ) -> Result<Vec<TagGeneration>, StoreError> {
+        join_all(tags.iter().map(|tag| self.ensure(client, cache, tag, ttl))).await.into_iter().collect()
+    }
+
+    async fn ensure(
+        &self,
+        client: &StoreClient,
+        cache: &Key,
+        tag: &Key,
+        ttl: Duration,
+    ) -> Result<TagGeneration, StoreError> {
+        let (read_at, new) = (self.read_at(), Token::random()?);
+        let key = CacheKey::new(*cache, *tag);
+        let generation = client.call(client.store.ensure_generation(&key, &new, ttl)).await?;
+        self.keep(*tag, generation, read_at);
+        Ok(TagGeneration { tag: *tag, generation })
+    }
+
+    fn known(&self, tag: &Key) -> Option<Token> {
+        let (generation, read) = self.lock().by_tag.get(tag).copied()?;
+        (read.elapsed() < Self::KEPT_FOR).then_some(generation)
+    }
+
+    fn read_at(&self) -> ReadAt {
+        ReadAt { time: Instant::now(), forgotten: self.lock().forgotten }
+    }
+
+    /// Keeps a generation, unless this process has invalidated a tag since it was read.
+    fn keep(&self, tag: Key, generation: Token, read_at: ReadAt) {
+        let mut known = self.lock();
+        if known.forgotten != read_at.forgotten {
+            return;
+        }
+        if known.by_tag.len() >= Self::CAPACITY {
+            known.by_tag.retain(|_, (_, read)| read.elapsed() < Self::KEPT_FOR);
+        }
+        if known.by_tag.len() < Self::CAPACITY {
+            known.by_tag.insert(tag, (generation, read_at.time));
+        }
+    }
+
+    /// Reads the generation of a tag again from now on.
+    pub(super) fn forget(&self, tag: &Key) {
+        let mut known = self.lock();
+        known.by_tag.remove(tag);
+        known.forgotten += 1;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
