@@ -1,4 +1,4 @@
-//! Delayed jobs: persistent, on time, and never lost.
+//! Delayed jobs: stored until they are done, never early, and run at least once.
 //!
 //! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis,
 //! where any number of processes push and claim. Beside the workers you need no scheduler, leader or reaper.

@@ -59,7 +59,8 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 /// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
 ///
 /// The cached values of all caches also have this capacity, with 1 KiB on average for a value. If there is no space for another one, values
-/// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default).
+/// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default). If more tags are in use than
+/// keys fit, tags are forgotten, and the entries with these tags are loaded again.
 ///
 /// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
 /// dead jobs of the queue with the most.

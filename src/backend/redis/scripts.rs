@@ -645,7 +645,6 @@ fn all_of(keys: &QueueKeys) -> [&str; 12] {
     [jobs, high, normal, low, leases, dead, unique, cancels, state, idle, runs, snoozed].map(String::as_str)
 }
 
-/// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
 /// The tags of an entry, as `cache_put.lua` describes them.
 fn encode_tags(tags: &[TagGeneration]) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -657,6 +656,7 @@ fn encode_tags(tags: &[TagGeneration]) -> Vec<u8> {
     bytes
 }
 
+/// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
 const fn publish(servers: &Servers) -> &'static str {
     if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
 }
