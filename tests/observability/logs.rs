@@ -1491,7 +1491,7 @@ async fn rate_limit_store_calls_have_spans_without_keys() {
     one.layer(answer).oneshot("bob").await.unwrap_err();
     store.faults().fail(Failure::Unavailable);
     one.layer(answer).oneshot("carol").await.unwrap();
-    let expected = [2, 1, 1].map(|subjects| format!("rate_limit policy=\"api\" subjects={subjects}"));
+    let expected = [2, 1, 1].map(|descriptors| format!("rate_limit policy=\"api\" descriptors={descriptors}"));
     assert_eq!(*spans.seen.lock().unwrap(), expected);
 }
 
