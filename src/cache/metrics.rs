@@ -9,6 +9,8 @@ pub(super) enum Served {
     Stale,
     /// The call has waited for a load.
     Loaded,
+    /// The exists filter excludes the key.
+    Excluded,
     Failed,
 }
 
@@ -35,8 +37,13 @@ mod imp {
     use crate::key::Key;
     use crate::meter::{Counter, Histogram, counter, histogram};
 
-    const SERVED: [(Served, &str); 4] =
-        [(Served::Fresh, "fresh"), (Served::Stale, "stale"), (Served::Loaded, "loaded"), (Served::Failed, "failed")];
+    const SERVED: [(Served, &str); 5] = [
+        (Served::Fresh, "fresh"),
+        (Served::Stale, "stale"),
+        (Served::Loaded, "loaded"),
+        (Served::Excluded, "excluded"),
+        (Served::Failed, "failed"),
+    ];
     const LOADS: [(Load, &str); 4] = [
         (Load::Stored, "stored"),
         (Load::NotStored, "not_stored"),

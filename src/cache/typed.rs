@@ -9,6 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::error::CacheError;
+use super::exists_filter::ExistsFilter;
 use super::fill::{Before, Filler, loading};
 use super::flights::{Flights, LoadWaiter};
 use super::loaded::Loaded;
@@ -31,6 +32,7 @@ use crate::store::shutdown::ShutdownTarget;
 /// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
 pub struct Cache<T, C = Json> {
     filler: Filler<C>,
+    filter: Option<ExistsFilter>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
     value: PhantomData<fn() -> T>,
@@ -86,7 +88,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         };
         let flights = Arc::new(Flights::default());
         filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, flights, tasks: Arc::default(), value: PhantomData }
+        Self { filler, filter: None, flights, tasks: Arc::default(), value: PhantomData }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
@@ -158,6 +160,15 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     #[must_use]
     pub fn origin_limit(mut self, loads: usize) -> Self {
         self.filler.origin = Arc::new(Semaphore::new(loads.min(Semaphore::MAX_PERMITS)));
+        self
+    }
+
+    /// A filter with the keys that exist. If it excludes a key without an entry, [`get_or_fill`](Self::get_or_fill) returns `None` without a
+    /// load, and without an entry for the absence. [`set`](Self::set) adds the key to the filter before it stores a value. The filter has its
+    /// own deadline. If its store fails, the key may exist. Defaults to none.
+    #[must_use]
+    pub fn exists_filter(mut self, filter: &ExistsFilter) -> Self {
+        self.filter = Some(filter.clone());
         self
     }
 
@@ -271,6 +282,11 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             Ok(None) => Before::Seen(EntryId::default()),
             Err(error) => Before::Failed(error),
         };
+        if let (Before::Seen(_), Some(filter)) = (&before, &self.filter)
+            && filter.excludes(key.key()).await
+        {
+            return Ok((None, Served::Excluded));
+        }
         Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
     }
 
@@ -374,6 +390,9 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if let Some(bytes) = value.as_ref().map(Vec::len).filter(|bytes| *bytes > options.max_len) {
             return Err(CacheError::TooLarge { bytes, max: options.max_len });
         }
+        if let (Some(_), Some(filter)) = (&value, &self.filter) {
+            filter.add(*key.key()).await?;
+        }
         let entry = options.entry(value, loaded.fresh_for, Duration::ZERO);
         let token = Token::random()?;
         self.flights.detach(&key);
@@ -388,6 +407,7 @@ impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
         Self {
             filler: self.filler.clone(),
+            filter: self.filter.clone(),
             flights: Arc::clone(&self.flights),
             tasks: Arc::clone(&self.tasks),
             value: PhantomData,

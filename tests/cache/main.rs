@@ -6,5 +6,8 @@
 mod support;
 
 mod contract;
+mod exists_filter;
+mod exists_filter_contract;
+mod exists_filter_model;
 mod loads;
 mod model;
