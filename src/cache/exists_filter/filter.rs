@@ -211,7 +211,10 @@ impl ExistsFilter {
     /// # Cancellation
     ///
     /// If you drop the future, the old filter stays. The store keeps the unfinished version for an hour, and additions go to both.
-    // Not `async`: with some streams, the compiler could not tell that the future is `Send`.
+    #[allow(
+        clippy::manual_async_fn,
+        reason = "with some streams, the compiler could not tell that the future is `Send`"
+    )]
     pub fn rebuild<St, K, E>(&self, keys: St) -> impl Future<Output = Result<u64, ExistsFilterError>> + Send
     where
         St: Stream<Item = Result<K, E>> + Send,
