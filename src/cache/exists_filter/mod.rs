@@ -54,6 +54,10 @@
 //! A Redis string has at most 512 MiB, enough for 400 million keys with the default error rate. [`bytes`](ExistsFilter::bytes) computes the
 //! size. During a rebuild, the store has both versions.
 //!
+//! A rebuild allocates the new version in steps of 1 MiB. In some of these steps Redis copies the whole string, and serves no other command
+//! meanwhile: on a busy machine with two cores, the longest step took 13 ms for 1.3 MiB, 81 ms for 16 MiB and 1 s for 256 MiB. So rebuild a
+//! filter of many MiB while there is little traffic, or split the keys over several filters.
+//!
 //! With more keys than its capacity, the filter still contains each of them, but it excludes fewer absent keys. It cannot forget a key: a
 //! deleted row may still be contained until the next rebuild. If more than half of its bits are set, each process logs one warning, which
 //! suggests a rebuild with a larger capacity. With the default error rate, this is so at nine tenths of the capacity.

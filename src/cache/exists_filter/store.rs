@@ -42,7 +42,7 @@ pub trait ExistsFilterStore {
 
     /// Creates a hidden version without set bits, or allocates the next part of it. True if all of it is allocated; otherwise call it again.
     ///
-    /// A call allocates at most [`GROWTH`] bytes, so that it does not take long. The version is kept for [`BUILD_TTL`] from then on.
+    /// A call allocates at most [`GROWTH`] bytes. The version is kept for [`BUILD_TTL`] from then on.
     fn grow(
         &self,
         filter: &Key,
