@@ -39,7 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
 //! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
-//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, and its store trait |
+//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, [`ExistsFilter`], and their store traits |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with`, and the [shutdown](backend#shutdown) |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -137,7 +137,7 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
-pub use self::cache::Cache;
+pub use self::cache::{Cache, ExistsFilter};
 pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};

@@ -13,6 +13,7 @@ use tokio::time::timeout;
 
 use super::batch::Batch;
 use super::error::CacheError;
+use super::exists_filter::ExistsFilter;
 use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
@@ -39,6 +40,7 @@ use crate::store::shutdown::ShutdownTarget;
 /// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
 pub struct Cache<T, C = Json> {
     filler: Filler<T, C>,
+    filter: Option<ExistsFilter>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
 }
@@ -97,7 +99,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         };
         let flights = Arc::new(Flights::default());
         filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, flights, tasks: Arc::default() }
+        Self { filler, filter: None, flights, tasks: Arc::default() }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
@@ -186,6 +188,15 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     #[must_use]
     pub fn local_tier(mut self, values: u64, max_age: Duration) -> Self {
         self.filler.local = Some(Arc::new(Local::new(values, max_age)));
+        self
+    }
+
+    /// A filter with the keys that exist. If it excludes a key without an entry, [`get_or_fill`](Self::get_or_fill) returns `None` without a
+    /// load, and without an entry for the absence. [`set`](Self::set) adds the key to the filter before it stores a value. The filter has its
+    /// own deadline. If its store fails, the key may exist. Defaults to none.
+    #[must_use]
+    pub fn exists_filter(mut self, filter: &ExistsFilter) -> Self {
+        self.filter = Some(filter.clone());
         self
     }
 
@@ -400,6 +411,11 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             Ok(Lookup { id, found: None }) => Before::Seen(id),
             Err(error) => Before::Failed(error),
         };
+        if let (Before::Seen(_), Some(filter)) = (&before, &self.filter)
+            && filter.excludes(key.key()).await
+        {
+            return Ok((None, Served::Excluded));
+        }
         Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
     }
 
@@ -487,6 +503,9 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if let Some(bytes) = value.as_ref().map(Vec::len).filter(|bytes| *bytes > options.max_len) {
             return Err(CacheError::TooLarge { bytes, max: options.max_len });
         }
+        if let (Some(_), Some(filter)) = (&value, &self.filter) {
+            filter.add(*key.key()).await?;
+        }
         let tags = self.filler.tags_before_fill().await?;
         let entry = options.entry(value, loaded.fresh_for, Duration::ZERO, tags);
         let token = Token::random()?;
@@ -500,7 +519,12 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 // Not derived, which would require `C: Clone`.
 impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
-        Self { filler: self.filler.clone(), flights: Arc::clone(&self.flights), tasks: Arc::clone(&self.tasks) }
+        Self {
+            filler: self.filler.clone(),
+            filter: self.filter.clone(),
+            flights: Arc::clone(&self.flights),
+            tasks: Arc::clone(&self.tasks),
+        }
     }
 }
 

@@ -7,6 +7,9 @@ mod support;
 
 mod batches;
 mod contract;
+mod exists_filter;
+mod exists_filter_contract;
+mod exists_filter_model;
 mod faults;
 mod loads;
 mod local;
