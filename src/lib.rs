@@ -140,7 +140,7 @@ pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
-pub use self::http::IdempotencyLayer;
+pub use self::http::{CacheLayer, IdempotencyLayer};
 pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, StrKey, first_of, str_key};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::on_failure::{OnMissingKey, OnStoreError};

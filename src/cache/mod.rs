@@ -68,6 +68,10 @@ mod tags;
 mod typed;
 
 pub use self::error::CacheError;
+#[cfg(feature = "http")]
+pub(crate) use self::fill::{Before, Found, Lookup};
+#[cfg(feature = "http")]
+pub(crate) use self::flights::LoadWaiter;
 pub use self::key::CacheKey;
 pub use self::loaded::Loaded;
 pub use self::typed::Cache;

@@ -7,6 +7,9 @@ mod support;
 
 mod batches;
 mod contract;
+mod http;
+mod http_faults;
+mod http_leaks;
 mod loads;
 mod local;
 mod model;
