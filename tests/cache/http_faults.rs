@@ -86,7 +86,11 @@ async fn large_body_is_streamed_and_not_stored() {
     let layer = public().max_body(100);
     let app = boxed(layer.layer(origin.service(|_, number| {
         let chunk = || Ok(Frame::data(Bytes::from(vec![b'x'; 60])));
-        respond(200, &[("cache-control", "max-age=60")], parts(vec![chunk(), chunk(), chunk(), Ok(Frame::data(number.to_string().into()))]))
+        respond(
+            200,
+            &[("cache-control", "max-age=60")],
+            parts(vec![chunk(), chunk(), chunk(), Ok(Frame::data(number.to_string().into()))]),
+        )
     })));
     let (one, two) = tokio::join!(get(&app, "/"), get(&app, "/"));
     assert_eq!((one.len(), two.len()), (181, 181));
@@ -125,11 +129,9 @@ async fn client_that_goes_midway_strands_no_waiter() {
     let origin = Origin::default();
     let (sender, receiver) = mpsc::unbounded_channel();
     let receiver = Arc::new(std::sync::Mutex::new(Some(receiver)));
-    let app = boxed(public().layer(origin.service(move |_, _| {
-        match receiver.lock().unwrap().take() {
-            Some(parts) => respond(200, FRESH, body_of(parts)),
-            None => respond(200, FRESH, "again"),
-        }
+    let app = boxed(public().layer(origin.service(move |_, _| match receiver.lock().unwrap().take() {
+        Some(parts) => respond(200, FRESH, body_of(parts)),
+        None => respond(200, FRESH, "again"),
     })));
     let response = app.clone().oneshot(request("GET", "/", &[])).await.unwrap();
     let waiter = tokio::spawn({
@@ -149,11 +151,9 @@ async fn load_without_callers_is_cancelled() {
     let origin = Origin::default();
     let (sender, receiver) = mpsc::unbounded_channel();
     let receiver = Arc::new(std::sync::Mutex::new(Some(receiver)));
-    let app = boxed(public().layer(origin.service(move |_, _| {
-        match receiver.lock().unwrap().take() {
-            Some(parts) => respond(200, FRESH, body_of(parts)),
-            None => respond(200, FRESH, "again"),
-        }
+    let app = boxed(public().layer(origin.service(move |_, _| match receiver.lock().unwrap().take() {
+        Some(parts) => respond(200, FRESH, body_of(parts)),
+        None => respond(200, FRESH, "again"),
     })));
     let response = app.clone().oneshot(request("GET", "/", &[])).await.unwrap();
     drop(response);
@@ -166,7 +166,9 @@ async fn load_without_callers_is_cancelled() {
 #[tokio::test(start_paused = true)]
 async fn client_that_counts_bytes_does_not_cancel_the_load() {
     let origin = Origin::default();
-    let app = boxed(public().layer(origin.service(|_, _| respond(200, FRESH_TEN, parts(vec![data("01234"), data("56789")])))));
+    let app = boxed(
+        public().layer(origin.service(|_, _| respond(200, FRESH_TEN, parts(vec![data("01234"), data("56789")])))),
+    );
     let response = app.clone().oneshot(request("GET", "/", &[])).await.unwrap();
     let mut body = response.into_body();
     let mut received = 0;
@@ -239,10 +241,8 @@ async fn error_of_the_service_reaches_its_caller() {
         Err::<Response<Body>, BoxError>("broken".into())
     });
     let app = public().layer(service);
-    let (one, two) = tokio::join!(
-        app.clone().oneshot(request("GET", "/", &[])),
-        app.clone().oneshot(request("GET", "/", &[]))
-    );
+    let (one, two) =
+        tokio::join!(app.clone().oneshot(request("GET", "/", &[])), app.clone().oneshot(request("GET", "/", &[])));
     assert_eq!(one.unwrap_err().to_string(), "broken");
     assert_eq!(two.unwrap().status(), 503);
 }
