@@ -34,9 +34,9 @@ const SCRIPT: &str = concat!(
     include_str!("../lua/rate_limit_check_plain.lua"),
 );
 /// A request for one unit of a fixed window of 1,000,000 per minute, encoded for the script.
-const REQUEST: &[u8] = b"\x01\x00\x00\x00\x6a\xea\x00\x00\x00\x00\x1d\x00\x05\x00\
-    \x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00\
-    \x04\x40\x42\x0f\x00";
+const REQUEST: &[u8] = b"\x01\x00\x00\x00\x00\x00\x00\x05\x25\x01\x00\x00\x00\x20\x00\x08\x00\
+    \x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x40\x42\x0f\x00\x00\x00\x00\
+    \x05\x40\x42\x0f\x00\x00\x00\x00";
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
@@ -145,6 +145,11 @@ fn ceiling(server: &RedisServer) -> f64 {
     let script = format!("ARGV[1] = '{request}'\n{SCRIPT}");
     let hash: String =
         redis::cmd("SCRIPT").arg("LOAD").arg(script).query(&mut server.connection()).expect("the script loads");
+    let decided: Vec<u8> = redis::cmd("EVALSHA")
+        .arg(&[&hash, "1", "ceiling:2:{rate_limit:bench:first}:counts", "request"])
+        .query(&mut server.connection())
+        .expect("the script can read the request");
+    assert!(!decided.is_empty(), "the script leaves the decision to another script");
     let binary = binary();
     let sibling = Path::new(&binary).with_file_name(if binary.contains("valkey") {
         "valkey-benchmark"

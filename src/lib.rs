@@ -1,8 +1,8 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate adds rate limits, locks and idempotency to any [tower] service with one `.layer()`, and runs delayed jobs. The state is in Redis
-//! or in memory. In Redis, any number of processes share it, and every decision is one atomic script. In memory, you need no server. The API
-//! is the same.
+//! Tollgate adds rate limits, locks and idempotency to any [tower] service with one `.layer()`, runs delayed jobs, and caches values. The
+//! state is in Redis or in memory. In Redis, any number of processes share it, and every decision is one atomic script. In memory, you need
+//! no server. The API is the same.
 //!
 //! ```toml
 //! [dependencies]
@@ -72,6 +72,8 @@
 //!   Exceptions are responses that [`ResponsePolicy`](idempotency::ResponsePolicy) does not store, the settings
 //!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`], and a failover that
 //!   loses the record.
+//! * With one Redis primary, one process at a time loads a missing value of a [`Cache`] while its lease is renewed, and a load that began
+//!   before an invalidation is not stored after it.
 //! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder of
 //!   its last lease can finish it. It may run more than once, and a failover may lose it.
 //! * No future blocks a thread. No task outlives the backend that it serves, with three exceptions. A connection attempt ends with its timeout.
@@ -80,7 +82,7 @@
 //!
 //! # Features
 //!
-//! * `redis` (default): `RedisBackend`, with bb8, redis, crc16 and futures-util.
+//! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
@@ -88,10 +90,11 @@
 //!   layers. Idempotency reads the full path in a nested router. Without it, two nested routes may count as the same operation.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade, with metrics and arc-swap: see [`rate_limit`](rate_limit#metrics),
-//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` registers their
-//!   descriptions.
+//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics), [`delay_queue`](delay_queue#metrics) and [`cache`](cache#metrics).
+//!   `metrics::describe` registers their descriptions.
 //! * `cron`: recurring jobs with cron patterns and time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: OpenTelemetry links from the span of a job to the span that pushed it: see [`delay_queue`](delay_queue#traces).
+//! * `local-cache`: `Cache::local_tier`, with moka.
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, toml_parser, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!
@@ -107,7 +110,6 @@ mod on_failure;
 mod panics;
 mod reach;
 mod store;
-mod together;
 
 pub mod backend;
 pub mod cache;

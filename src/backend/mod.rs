@@ -1,4 +1,4 @@
-//! Backends, which keep the state of rate limits, locks, operations and queues.
+//! Backends, which keep the state of rate limits, locks, operations, queues and caches.
 //!
 //! | backend | scope | needs |
 //! | --- | --- | --- |
@@ -16,8 +16,9 @@
 //! # }
 //! ```
 //!
-//! [`MemoryBackend::with_capacity`](memory::MemoryBackend::with_capacity) sets the number of keys, 100,000 by default. The module `redis` has
-//! the options of Redis.
+//! [`MemoryBackend::with_capacity`](memory::MemoryBackend::with_capacity) sets the number of keys, 100,000 by default. A full memory backend
+//! evicts cached values that expire soon. Redis evicts none with the recommended `noeviction`: a large cache needs
+//! [a Redis of its own](crate::guide::redis#eviction). The module `redis` has the options of Redis.
 //!
 //! Guides: [Redis](crate::guide::redis), [Kubernetes](crate::guide::kubernetes), [performance](crate::guide::performance),
 //! [guarantees](crate::guide::guarantees).

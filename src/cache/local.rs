@@ -6,7 +6,7 @@ use std::time::Duration;
 use moka::sync::Cache as Entries;
 use tokio::time::Instant;
 
-use super::fill::{Found, Lookup};
+use super::lookup::{Found, Lookup};
 use super::store::{CacheKey, EntryId, Notifications, TagGeneration};
 use crate::key::Key;
 

@@ -60,6 +60,7 @@ mod loaded;
 mod loader;
 #[cfg(feature = "local-cache")]
 mod local;
+mod lookup;
 mod metrics;
 mod options;
 pub mod store;
@@ -69,11 +70,13 @@ mod typed;
 
 pub use self::error::CacheError;
 #[cfg(feature = "http")]
-pub(crate) use self::fill::{Before, Found, Lookup};
+pub(crate) use self::fill::Before;
 #[cfg(feature = "http")]
 pub(crate) use self::flights::LoadWaiter;
 pub use self::key::CacheKey;
 pub use self::loaded::Loaded;
+#[cfg(feature = "http")]
+pub(crate) use self::lookup::{Found, Lookup};
 pub use self::typed::Cache;
 pub use crate::codec::{Codec, Json};
 pub use crate::store::circuit::CircuitBreaker;

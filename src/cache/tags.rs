@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::store::{CacheKey, TagGeneration, Token};
 use super::store_client::StoreClient;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::together::together;
 
 /// The generations of tags that this process has read lately.
 #[derive(Default)]
@@ -44,7 +44,7 @@ impl Generations {
     ) -> Result<bool, StoreError> {
         // A generation may have been replaced since it was read, so one that differs is read again.
         let unknown = tags.iter().filter(|tag| self.known(&tag.tag) != Some(tag.generation));
-        let current = together(unknown.map(|tag| self.is_current(client, cache, tag))).await;
+        let current = join_all(unknown.map(|tag| self.is_current(client, cache, tag))).await;
         current.into_iter().try_fold(true, |all, is_current| Ok(all && is_current?))
     }
 
@@ -65,7 +65,7 @@ impl Generations {
         tags: &[Key],
         ttl: Duration,
     ) -> Result<Vec<TagGeneration>, StoreError> {
-        together(tags.iter().map(|tag| self.ensure(client, cache, tag, ttl))).await.into_iter().collect()
+        join_all(tags.iter().map(|tag| self.ensure(client, cache, tag, ttl))).await.into_iter().collect()
     }
 
     async fn ensure(

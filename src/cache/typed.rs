@@ -7,18 +7,20 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::batch::Batch;
 use super::error::CacheError;
-use super::fill::{Before, Filler, Found, Lookup};
+use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
 use super::loader::{Loader, LoaderFn, Noting};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
+use super::lookup::{Found, Lookup};
 use super::metrics::Served;
 use super::options::Options;
 use super::store::{CacheKey, CacheStore, Claim, EntryId, NewEntry, Token};
@@ -29,7 +31,6 @@ use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 use crate::store::shutdown::ShutdownTarget;
-use crate::together::together;
 
 /// A cache of values, shared by all processes that use the same backend, whose misses are loaded once.
 ///
@@ -377,7 +378,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             let value = self.serve(self.key(key.clone()), member).await?;
             Ok(value.map(|value| (key, value)))
         });
-        together(served).await.into_iter().filter_map(Result::transpose).collect()
+        join_all(served).await.into_iter().filter_map(Result::transpose).collect()
     }
 
     /// Serves a key, and counts the result.

@@ -53,24 +53,18 @@
 //!
 //! * One Redis primary has at most one live lease for a key.
 //! * The holder of an expiring lease knows the end *before* the lock can be granted again. The deadline counts from before the
-//!   command
-//!   that set the expiry was sent, with a margin for clocks of different speed (1 % and 2 ms). It uses the local clock and needs no
-//!   reply. [`Locks::run`] drops its body then.
+//!   command that set the expiry was sent, with a margin for clocks of different speed (1 % and 2 ms). It uses the local clock
+//!   and needs no reply. [`Locks::run`] drops its body then.
 //! * If the store ends a lease, the holder learns it at the next renewal, after a third of the lease, or at the release. Another
-//!   client may
-//!   have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_unlock`], or if the clock of the server
-//!   was set
-//!   forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged at WARN and counted
-//!   once.
+//!   client may have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_unlock`], or if the clock of
+//!   the server was set forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged
+//!   at WARN and counted once.
 //! * A stalled process (a blocked thread, a stopped container) learns nothing until it resumes. The same holds for a suspended
-//!   machine.
-//!   If the clock of the process stands still meanwhile, as on Linux, [`Lease::check`] may accept an ended lease until the next
-//!   renewal.
-//!   Use the [`Lease::fence`] against that: each grant has a larger number than all before, and the protected data refuses smaller
-//!   numbers. Use it where two holders at a time would be worse than a failure.
+//!   machine. If the clock of the process stands still meanwhile, as on Linux, [`Lease::check`] may accept an ended lease until
+//!   the next renewal. Use the [`Lease::fence`] against that: each grant has a larger number than all before, and the protected
+//!   data refuses smaller numbers. Use it where two holders at a time would be worse than a failure.
 //! * A failover to a replica forgets unreplicated leases, so it may grant a held lock. [`Locks::replication`] makes that less
-//!   likely. For
-//!   fences, see [below](#fences).
+//!   likely. For fences, see [below](#fences).
 //!
 //! # Fences
 //!
@@ -81,11 +75,9 @@
 //!
 //! * Fences of a key rise across process restarts, and if the clock of the store is set back by up to ten minutes.
 //! * If the store forgets the key (`FLUSHALL`, eviction, a failover that loses the last grant), fences still rise within each
-//!   process,
-//!   for any clock.
+//!   process, for any clock.
 //! * One gap remains: the store has forgotten the last fence of a key, *and* its clock is behind the time of that grant. Then a
-//!   process
-//!   without a fence as large, for instance a new one, may get a smaller fence than another process before.
+//!   process without a fence as large, for instance a new one, may get a smaller fence than another process before.
 //! * A reply of 2^53 - 2^40 or more is not remembered, so one wrong reply cannot use up the numbers below 2^53.
 //!
 //! # One kind for a key

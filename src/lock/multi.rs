@@ -4,6 +4,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::time::Instant;
 
 use super::acquire::acquire_all;
@@ -24,7 +25,6 @@ use super::run_error::{RunError, ended};
 use super::store::Claim;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::together::together;
 
 impl Locks {
     /// Acquires the locks of all keys, or none.
@@ -284,7 +284,7 @@ impl MultiLease {
     ///
     /// The first store error, if any. The other locks are released anyway, or retried in the background.
     pub async fn release(mut self) -> Result<ReleaseOutcome, StoreError> {
-        let outcomes = together(self.leases.drain(..).map(Lease::release)).await;
+        let outcomes = join_all(self.leases.drain(..).map(Lease::release)).await;
         outcomes.into_iter().try_fold(ReleaseOutcome::Released, |worst, outcome| Ok(worst.max(outcome?)))
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
@@ -16,7 +17,6 @@ use crate::error::{ConfigError, StoreError};
 use crate::panics::discard_joined;
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
-use crate::together::together;
 
 /// Locks that need a majority of several independent stores, so that they work while a minority is down.
 ///
@@ -227,7 +227,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             async move {
                 let all = async || {
                     let releases = tokens.iter().map(|(lock, token)| stores[i].release(lock, token));
-                    together(releases).await.into_iter().try_for_each(|released| released.map(drop))
+                    join_all(releases).await.into_iter().try_for_each(|released| released.map(drop))
                 };
                 match all().await {
                     Err(error) if error.is_unavailable() => all().await,

@@ -37,3 +37,18 @@ mod cluster {
         }
     );
 }
+
+mod sentinel {
+    use crate::support::sentinel::SentinelDeployment;
+    use crate::support::shared::{Shared, connect};
+
+    static DEPLOYMENT: Shared<SentinelDeployment> = Shared::new();
+
+    tollgate::cache_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let deployment = DEPLOYMENT.get(SentinelDeployment::start);
+            claim(connect(&deployment.url()).await).await;
+        }
+    );
+}

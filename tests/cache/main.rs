@@ -7,9 +7,11 @@ mod support;
 
 mod batches;
 mod contract;
+mod faults;
 mod http;
 mod http_faults;
 mod http_leaks;
+mod http_servers;
 mod loads;
 mod local;
 mod model;

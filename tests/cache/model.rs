@@ -10,6 +10,8 @@ use proptest::test_runner::{Config, TestRunner};
 use tollgate::MemoryBackend;
 use tollgate::cache::store::{CacheKey, CacheStore, Claim, Claimed, Content, EntryId, Mark, NewEntry, Token};
 
+use crate::support::cluster::Cluster;
+use crate::support::sentinel::SentinelDeployment;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
@@ -212,4 +214,15 @@ fn redis_agrees_with_the_model() {
         let _: u32 = redis::cmd("DEL").arg(lease).query(&mut *connection.borrow_mut()).unwrap();
     };
     run_traces(steps(), 1_000, |steps, round| runtime.block_on(run(&backend, steps, round, Some(&evict))));
+}
+
+/// The scripts are the same, but keys are on several nodes.
+#[test]
+fn cluster_and_sentinel_agree_with_the_model() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (cluster, deployment) = (Cluster::start(), SentinelDeployment::start());
+    for url in [cluster.url(), deployment.url()] {
+        let backend = runtime.block_on(patient(url));
+        run_traces(steps(), 200, |steps, round| runtime.block_on(run(&backend, steps, round, None)));
+    }
 }

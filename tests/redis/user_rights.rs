@@ -300,7 +300,6 @@ async fn operations_need_the_documented_rights() {
     takes_exactly(&server, &base(), &own, || use_operations(&server)).await;
 }
 
-/// Runs every call for a queue.
 /// Loads a value that another backend waits for, and uses each other call of a cache.
 async fn use_a_cache(server: &RedisServer) -> Result<(), BoxError> {
     let key = &fresh()?;
@@ -319,6 +318,9 @@ async fn use_a_cache(server: &RedisServer) -> Result<(), BoxError> {
     here.expire(key.as_str()).await?;
     here.set(key.as_str(), 8).await?;
     here.invalidate(key.as_str()).await?;
+    here.tagged(["tag"]).set(key.as_str(), 9).await?;
+    assert_eq!(there.get(key.as_str()).await?.as_deref(), Some(&9));
+    here.invalidate_tag("tag").await?;
     let failing = async || Err::<u32, _>(BoxError::from("the origin is down"));
     assert!(here.get_or_fill(key.as_str(), failing).await.is_err());
     sleep(LINGER).await;
@@ -332,6 +334,7 @@ async fn cache_needs_the_documented_rights() {
     takes_exactly(&server, &base(), &own, || use_a_cache(&server)).await;
 }
 
+/// Runs every call for a queue.
 async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let backend = connect(server).await?;
     let name = fresh()?;

@@ -1,4 +1,4 @@
-//! Counts, leases, operations and jobs in this process.
+//! Counts, leases, operations, jobs and cached values in this process.
 
 mod cache;
 mod cache_table;
@@ -57,6 +57,9 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 /// A single caller with records, or a single queue with jobs, may use this whole capacity. All callers together have twice the capacity,
 /// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves for the others, so a full share
 /// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
+///
+/// The cached values of all caches also have this capacity, with 1 KiB on average for a value. If there is no space for another one, values
+/// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default).
 ///
 /// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
 /// dead jobs of the queue with the most.

@@ -1,4 +1,4 @@
-//! Rate limits, locks, idempotency records and jobs in Redis, shared by all processes that use the same server.
+//! Rate limits, locks, idempotency records, jobs and cached values in Redis, shared by all processes that use the same server.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -82,13 +82,13 @@
 //! separate calls.
 //!
 //! The first lock or operation opens a dedicated connection for renewals, releases and lock batches, which must not queue behind
-//! checks. The first waiter opens a connection for subscriptions, which notifies waiters of released locks and completed
-//! operations. WAIT blocks its connection, so locks that require replication use separate connections, and so do their renewals.
-//! Each replica count has as many as there are `connections`, at most 16. Simultaneous calls share one WAIT, so one or two
-//! connections are enough while the replicas are healthy.
+//! checks. So does the first load of a cache whose lease is renewed. The first waiter opens a connection for subscriptions, which
+//! notifies waiters of released locks, completed operations and loaded values. WAIT blocks its connection, so locks that require
+//! replication use separate connections, and so do their renewals. Each replica count has as many as there are `connections`, at
+//! most 16. Simultaneous calls share one WAIT, so one or two connections are enough while the replicas are healthy.
 //!
-//! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe: waiters poll once a second, and queue workers
-//! at least every 5 s.
+//! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe. Waiters for a lock or an operation then poll once a
+//! second, waiters for a cached value twice a second, and queue workers at least every 5 s.
 //!
 //! # Keys
 //!
@@ -100,6 +100,7 @@
 //! | records of a caller | `<prefix>:2:{idempotency}:<scope>:records` | on a cluster one for each partition |
 //! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
 //! | cached value | `<prefix>:2:{cache:<cache>:<key>}:entry` | `...:lease`, channel `...:changed` |
+//! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
 //!
 //! On a cluster, the braces keep all keys of one rate-limit key, lock or queue in one slot. Every key has a time to live. Two releases
 //! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the
@@ -108,8 +109,8 @@
 //!
 //! # Servers
 //!
-//! Redis 6.2 or later, or Valkey. If the server is older, connecting fails with [`ConnectError::Unsupported`]. A dedicated user needs
-//! these permissions, with your prefix in place of `tollgate`:
+//! Redis 6.2 or later, or Valkey. If the server is older, and the user may run `INFO`, connecting fails with
+//! [`ConnectError::Unsupported`]. A dedicated user needs these permissions, with your prefix in place of `tollgate`:
 //!
 //! ```text
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +setrange +strlen +append
@@ -124,7 +125,7 @@
 //! * Fair locks and fair semaphores, and read/write locks: `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`.
 //! * Record limits for each caller of an `IdempotencyLayer`: `+zadd +zrem +zrange +zrangebyscore +zcard +zscore`.
 //! * Waiting for a lock, for the same request or for a cached value: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster
-//!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second.
+//!   `+spublish +ssubscribe +sunsubscribe` too. Without these, waiters poll once a second, or twice for a cached value.
 //! * Cheaper batches of lock releases: `+pubsub|numsub`. Releases are then published only to channels with subscribers.
 //! * Listing locks or operations: `+scan`.
 //! * Delay queues: `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`, on a cluster
@@ -132,12 +133,13 @@
 //! * Sentinel: `+role` on the data servers. A [Sentinel user](RedisOptions::sentinel_user) needs `+sentinel|master` and
 //!   `+sentinel|get-master-addr-by-name`, and for announcements `+subscribe &+promoted-slave &+switch-master`.
 //! * Cluster: `+cluster|slots +asking`.
-//! * Warning about eviction at startup: `+info`.
+//! * Check of the version, and warning about eviction, at startup: `+info`.
 //!
 //! If the user may not subscribe, the log has one warning, and the client tries again every 5 s.
 //!
-//! If `maxmemory-policy` allows eviction, an evicted key resets its count. All keys have a time to live, so only `noeviction` keeps
-//! them. With `+info`, the log has a warning at startup if the policy can evict keys.
+//! If `maxmemory-policy` allows eviction, an evicted key loses its count, lock, record or job. All keys have a time to live, so only
+//! `noeviction` keeps them. With `+info`, the log has a warning at startup if the policy can evict keys. An evicted cached value is only
+//! loaded again, so a Redis for caches alone may evict.
 //!
 //! # Metrics
 //!
@@ -145,7 +147,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_redis_subscription_failures_total` | | failed attempts to subscribe; meanwhile waiters poll every 1 s, and workers every 5 s |
+//! | `tollgate_redis_subscription_failures_total` | | failed attempts to subscribe; meanwhile waiters poll every 1 s (every 0.5 s for cached values), and workers every 5 s |
 //!
 //! The log has one WARN for each server where an attempt failed.
 //!

@@ -209,7 +209,8 @@ impl RedisOptions {
         self
     }
 
-    /// Connects, and checks the login, the version of the server and the permission to run scripts.
+    /// Connects, and checks the login and the permission to run scripts. If the user may run `INFO`, it also checks the version of the
+    /// server, and logs a warning if `maxmemory-policy` can evict keys.
     ///
     /// On a cluster, `connect` opens connections to all nodes that serve slots, at the addresses that they announce. It fails if all nodes
     /// fail, or if one node fails because of its certificate or the credentials. The error names the address and the remedy. If only
@@ -217,8 +218,6 @@ impl RedisOptions {
     ///
     /// If the cause of a failure is unclear, two more connections find out whether the server speaks Redis, TLS or HTTP. Each takes at
     /// most 0.5 s, and sends no credentials.
-    ///
-    /// If the user may run `INFO` and `maxmemory-policy` can evict keys, the log has a warning.
     ///
     /// # Errors
     ///

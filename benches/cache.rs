@@ -1,0 +1,261 @@
+//! The cost of a cache: a hit relative to a plain GET, a hit in the process, and how many loads and how much waiting a cold key costs.
+//!
+//! `cargo bench --bench cache` starts its own server, takes less than a minute after the build, and ends with
+//!
+//! * `hit_over_get`: hits of 1 KiB per second on Redis, divided by GETs of the same values on one multiplexed connection. 64 calls are in
+//!   flight. The median of several rounds in turns
+//! * `local_hit_ns`, `moka_ns`: a hit of the local tier, and a `get` of moka with the same keys, on one thread
+//! * `origin_calls_3x1000`: calls of the origin, if 3 processes with 1,000 callers each ask for one cold key and the origin takes 200 ms.
+//!   `slowest_caller_ms`: the longest wait among them. Both are the worst of several rounds
+//! * `waiter_p99_ms`: the 99th percentile of the time from the return of the load to the return of a caller that waits in another process
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::env;
+use std::hint::black_box;
+use std::io::{self, BufRead};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use support::server::RedisServer;
+use support::worker::Worker;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tollgate::{BoxError, Cache, Codec, Key, MemoryBackend, RedisBackend};
+
+const KEYS: u64 = 10_000;
+const IN_FLIGHT: u64 = 64;
+const ROUND: Duration = Duration::from_millis(1_500);
+const ROUNDS: usize = 5;
+const PROCESSES: usize = 3;
+const CALLERS: usize = 1_000;
+const ORIGIN: Duration = Duration::from_millis(200);
+const HOUR: Duration = Duration::from_secs(3_600);
+/// Marks a worker. Contains the URL of its server.
+const WORKER: &str = "TOLLGATE_BENCH_CACHE";
+
+fn main() {
+    if let Ok(url) = env::var(WORKER) {
+        return work(&url);
+    }
+    let server = RedisServer::start();
+    let runtime = runtime();
+    let hit_over_get = runtime.block_on(hit_over_get(&server));
+    let waiter_p99_ms = runtime.block_on(waiter_p99_ms(&server));
+    let (origin_calls, slowest_caller_ms) = cold_key(&server);
+    let (local_hit_ns, moka_ns) = local_hits();
+    println!(
+        "hit_over_get={hit_over_get:.2} local_hit_ns={local_hit_ns:.0} moka_ns={moka_ns:.0} \
+         origin_calls_3x1000={origin_calls} slowest_caller_ms={slowest_caller_ms} waiter_p99_ms={waiter_p99_ms:.2}"
+    );
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts")
+}
+
+/// Stores bytes as they are, so that the figures are not those of JSON.
+#[derive(Clone, Copy, Debug)]
+struct Plain;
+
+impl Codec<Vec<u8>> for Plain {
+    fn encode(&self, value: &Vec<u8>) -> Result<Vec<u8>, BoxError> {
+        Ok(value.clone())
+    }
+
+    fn decode(&self, bytes: &[u8]) -> Result<Vec<u8>, BoxError> {
+        Ok(bytes.to_vec())
+    }
+}
+
+async fn connect(url: &str) -> RedisBackend {
+    RedisBackend::connect(url).await.expect("Redis accepts the connection")
+}
+
+async fn cache(url: &str) -> Cache<Vec<u8>, Plain> {
+    Cache::with_codec(connect(url).await, "bench", HOUR, Plain).deadline(Duration::from_secs(10))
+}
+
+async fn fill<C: Codec<Vec<u8>> + Send + Sync + 'static>(cache: &Cache<Vec<u8>, C>, key: Key) -> Arc<Vec<u8>> {
+    let value = cache.get_or_fill(key, async || Ok::<_, BoxError>(vec![b'x'; 1_024])).await;
+    value.expect("Redis answers").expect("the value is not absent")
+}
+
+async fn hit_over_get(server: &RedisServer) -> f64 {
+    let cache = cache(&server.url()).await;
+    let client = redis::Client::open(server.url()).expect("the URL is well-formed");
+    let connection = client.get_multiplexed_async_connection().await.expect("Redis accepts the connection");
+    for key in 0..KEYS {
+        fill(&cache, key.into()).await;
+    }
+    let mut ratios = Vec::new();
+    for round in 0..=ROUNDS {
+        let (cache, connection) = (cache.clone(), connection.clone());
+        let gets = load(move |key| {
+            let mut connection = connection.clone();
+            async move {
+                let entry = format!("tollgate:2:{{cache:bench:{key}}}:entry");
+                let value: Vec<u8> =
+                    redis::cmd("GET").arg(entry).query_async(&mut connection).await.expect("Redis answers");
+                assert!(value.len() >= 1_024);
+            }
+        });
+        let gets = gets.await;
+        let hits = load(move |key| {
+            let cache = cache.clone();
+            async move { assert_eq!(fill(&cache, key.into()).await.len(), 1_024) }
+        });
+        let hits = hits.await;
+        println!("round {round}: GET {gets:.0}/s, hits {hits:.0}/s");
+        // The first round warms up.
+        if round > 0 {
+            ratios.push(hits / gets);
+        }
+    }
+    ratios.sort_by(f64::total_cmp);
+    ratios[ratios.len() / 2]
+}
+
+/// Calls per second.
+async fn load<F: Future<Output = ()> + Send>(call: impl Fn(u64) -> F + Clone + Send + 'static) -> f64 {
+    let (turn, start) = (Arc::new(AtomicU64::new(0)), Instant::now());
+    let mut tasks = JoinSet::new();
+    for _ in 0..IN_FLIGHT {
+        let (turn, call) = (Arc::clone(&turn), call.clone());
+        tasks.spawn(async move {
+            while start.elapsed() < ROUND {
+                call(turn.fetch_add(1, Ordering::Relaxed) % KEYS).await;
+            }
+        });
+    }
+    tasks.join_all().await;
+    turn.load(Ordering::Relaxed) as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Two caches with backends of their own stand for two processes.
+async fn waiter_p99_ms(server: &RedisServer) -> f64 {
+    let (loading, waiting) = (cache(&server.url()).await, cache(&server.url()).await);
+    let mut waits = Vec::new();
+    for round in 0..500_u64 {
+        let key = Key::from(("wait", round));
+        let has_begun = Arc::new(Notify::new());
+        let (cache, begun) = (loading.clone(), Arc::clone(&has_begun));
+        let loader = tokio::spawn(async move {
+            let origin = async move || {
+                begun.notify_one();
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                Ok::<_, BoxError>(vec![b'x'; 1_024])
+            };
+            cache.get_or_fill(key, origin).await.expect("Redis answers");
+            Instant::now()
+        });
+        has_begun.notified().await;
+        fill(&waiting, key).await;
+        let returned = Instant::now();
+        let loaded = loader.await.expect("the task does not panic");
+        waits.push(returned.saturating_duration_since(loaded).as_secs_f64() * 1e3);
+    }
+    waits.sort_by(f64::total_cmp);
+    waits[waits.len() * 99 / 100]
+}
+
+/// A process with many callers for each key that it reads.
+fn work(url: &str) {
+    let runtime = runtime();
+    let cache = runtime.block_on(cache(url));
+    println!("ready");
+    for line in io::stdin().lock().lines().map_while(Result::ok) {
+        let key = Key::from(line.as_str());
+        let slowest = runtime.block_on(async {
+            let mut callers = JoinSet::new();
+            let start = Instant::now();
+            for _ in 0..CALLERS {
+                let cache = cache.clone();
+                callers.spawn(async move {
+                    let origin = async || {
+                        println!("origin");
+                        tokio::time::sleep(ORIGIN).await;
+                        Ok::<_, BoxError>(vec![b'x'; 1_024])
+                    };
+                    cache.get_or_fill(key, origin).await.expect("Redis answers");
+                    start.elapsed()
+                });
+            }
+            callers.join_all().await.into_iter().max().unwrap_or_default()
+        });
+        println!("slowest {}", slowest.as_millis());
+    }
+}
+
+/// The calls of the origin, and the longest wait in ms: the worst of several rounds.
+fn cold_key(server: &RedisServer) -> (usize, u64) {
+    let (sender, lines) = mpsc::channel();
+    let mut workers: Vec<_> =
+        (0..PROCESSES).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), Some)).collect();
+    let next = || lines.recv_timeout(Duration::from_secs(30)).expect("a worker prints a line");
+    for _ in 0..PROCESSES {
+        assert_eq!(next(), "ready");
+    }
+    let mut worst = (0, 0);
+    for round in 0..10 {
+        workers.iter_mut().for_each(|worker| worker.order(&format!("cold-{round}")));
+        let (mut calls, mut ended) = (0, 0);
+        while ended < PROCESSES {
+            match next().strip_prefix("slowest ") {
+                None => calls += 1,
+                Some(ms) => {
+                    ended += 1;
+                    worst.1 = worst.1.max(ms.parse().expect("it is a number"));
+                }
+            }
+        }
+        worst.0 = worst.0.max(calls);
+    }
+    worst
+}
+
+/// The time of a hit of the local tier, and of moka, in turns.
+fn local_hits() -> (f64, f64) {
+    const LOCAL_KEYS: u64 = 1_000;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
+    let cache = Cache::with_codec(MemoryBackend::new(), "bench", HOUR, Plain).local_tier(10 * LOCAL_KEYS, HOUR);
+    let moka = moka::sync::Cache::<Key, Arc<Vec<u8>>>::new(10 * LOCAL_KEYS);
+    let keys: Vec<Key> = (0..LOCAL_KEYS).map(|key| Key::from(("user", key))).collect();
+    for &key in &keys {
+        for _ in 0..2 {
+            moka.insert(key, runtime.block_on(fill(&cache, key)));
+        }
+    }
+    let _context = runtime.enter();
+    let mut rounds = [Vec::new(), Vec::new()];
+    for _ in 0..1_000 {
+        rounds[0].push(time(&keys, |key| assert!(now(fill(&cache, key)).len() == 1_024)));
+        rounds[1].push(time(&keys, |key| assert!(black_box(moka.get(&key)).is_some())));
+    }
+    let [local, moka] = rounds.map(|mut rounds| {
+        rounds.sort_by(f64::total_cmp);
+        // Other load on the machine only adds time.
+        rounds[rounds.len() / 10]
+    });
+    (local, moka)
+}
+
+/// Nanoseconds of a call.
+fn time(keys: &[Key], call: impl Fn(Key)) -> f64 {
+    let start = Instant::now();
+    keys.iter().for_each(|key| call(*key));
+    start.elapsed().as_secs_f64() * 1e9 / keys.len() as f64
+}
+
+/// Polls a call once: a hit in the process does not wait.
+fn now<T>(call: impl Future<Output = T>) -> T {
+    match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(value) => value,
+        Poll::Pending => panic!("the value was not in the process"),
+    }
+}
