@@ -28,5 +28,5 @@ pub(crate) struct Found<T> {
     #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier checks them again"))]
     pub(super) tags: Vec<TagGeneration>,
     /// From this process, not from the store.
-    pub(super) is_local: bool,
+    pub(crate) is_local: bool,
 }

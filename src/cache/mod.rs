@@ -77,6 +77,8 @@ pub use self::key::CacheKey;
 pub use self::loaded::Loaded;
 #[cfg(feature = "http")]
 pub(crate) use self::lookup::{Found, Lookup};
+#[cfg(feature = "http")]
+pub(crate) use self::metrics::Served;
 pub use self::typed::Cache;
 pub use crate::codec::{Codec, Json};
 pub use crate::store::circuit::CircuitBreaker;

@@ -489,6 +489,12 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         self.load(self.key(key), before, is_background, LoaderFn(loader))
     }
 
+    /// For a service around the cache: counts a request.
+    #[cfg(feature = "http")]
+    pub(crate) fn count(&self, served: Served) {
+        self.filler.client.meters().served(served);
+    }
+
     /// For a service around the cache: whether a fresh value is loaded again already.
     #[cfg(feature = "http")]
     pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {

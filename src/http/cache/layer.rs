@@ -7,15 +7,117 @@ use tower_layer::Layer;
 use super::service::CacheService;
 use super::settings::{Settings, Shared};
 use super::stored::{Stored, StoredCodec};
-use crate::cache::store::CacheStore;
+use crate::cache::store::{CacheStore, NewEntry};
 use crate::cache::{Cache, CircuitBreaker};
 use crate::error::ConfigError;
 use crate::key::{GlobalKey, Key};
 use crate::reach::Reach;
 use crate::responder::HttpResponder;
 
-/// Stores responses to GET requests, and serves them to further requests of all processes. While a response is loaded, other requests for it
-/// wait, so the inner service is called once.
+/// Stores responses to GET requests, and serves them to further requests of all processes.
+///
+/// While a response is loaded, other requests for it wait, so the inner service is called once. The rules are a strict subset of RFC 9111 for a
+/// shared cache.
+///
+/// ```
+/// # #[cfg(feature = "axum")] {
+/// use axum::{Router, body::Body, http::Request, http::header::CACHE_CONTROL, routing::get};
+/// use tollgate::{CacheLayer, MemoryBackend};
+/// use tower::ServiceExt;
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+/// let app: Router = Router::new()
+///     .route("/", get(async || ([(CACHE_CONTROL, "max-age=60")], "hello")))
+///     .layer(CacheLayer::new(MemoryBackend::new(), "pages").public());
+///
+/// app.clone().oneshot(Request::get("/").body(Body::empty())?).await?;
+/// let response = app.oneshot(Request::get("/").body(Body::empty())?).await?;
+/// assert!(response.headers()["cache-status"].to_str()?.starts_with("Tollgate; hit; ttl="));
+/// # Ok(())
+/// # }
+/// # main().unwrap();
+/// # }
+/// ```
+///
+/// Say who shares the responses: [`public`](Self::public) or [`per`](Self::per). Without one of the two, the layer does not compile:
+///
+/// ```compile_fail,E0277
+/// use axum::{Router, routing::get};
+/// use tollgate::{CacheLayer, MemoryBackend};
+///
+/// let app: Router = Router::new()
+///     .route("/", get(async || "hello"))
+///     .layer(CacheLayer::new(MemoryBackend::new(), "pages"));
+/// ```
+///
+/// Here each API key has responses of its own, and a response without `Cache-Control` and `Expires` is fresh for ten seconds:
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::{CacheLayer, MemoryBackend, http::header};
+///
+/// let layer = CacheLayer::new(MemoryBackend::new(), "reports").per(header("x-api-key")).fresh_for(Duration::from_secs(10));
+/// ```
+///
+/// # The key
+///
+/// The key of a response is the principal, the scheme, the host, and the path with its query, as the client has sent them. HTTP/1 requests
+/// name no scheme. With axum, enable the feature `axum`: it keeps the path of a nested router. Otherwise, two nested routers with layers of the
+/// same name share responses.
+///
+/// **If any other header field selects the response, name it in `Vary`.** Examples are `X-Forwarded-Host`, `X-Forwarded-Proto`,
+/// `X-HTTP-Method-Override` and `Accept-Language`. Otherwise a client can have its response stored for all others, which is cache poisoning.
+///
+/// # What is stored
+///
+/// | condition | rule |
+/// | --- | --- |
+/// | method | GET. A HEAD request is served from the response to a GET, and its own response is never stored. |
+/// | status | 200, 203, 204, 301, 308, 404 and 410; 302 and 307 only with a time of their own |
+/// | time | `s-maxage`, `max-age` or `Expires`, less the age at arrival; otherwise [`fresh_for`](Self::fresh_for). It must not be zero. |
+/// | for one client | A response with `Set-Cookie`, `private`, `no-store`, `no-cache` or `Vary: *` is neither stored nor shared with a waiter. |
+/// | credentials | With [`public`](Self::public), requests with `Authorization` or `Cookie` bypass the cache. |
+/// | size | at most [`max_body`](Self::max_body) |
+/// | body | A body that breaks off, or whose length differs from `Content-Length`, is not stored. |
+/// | stale | `stale-while-revalidate` and `stale-if-error` (RFC 5861), unless there is also `must-revalidate`, `proxy-revalidate` or `s-maxage` |
+///
+/// Requests with a body, `Range`, `If-Match`, `If-Unmodified-Since`, `If-Range` or `Upgrade` bypass the cache. Streams of events are not stored.
+///
+/// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner service.
+///
+/// # What clients can do
+///
+/// `If-None-Match` and `If-Modified-Since` get a 304 if the stored response fits. The inner service does not see these two fields if its response
+/// may be stored. `no-store` prevents that the response is stored. All other directives of a request are ignored: RFC 9111, section 5.2.1, calls
+/// them advisory, and with `no-cache` or `max-age=0` each client could force a load.
+///
+/// A request with an unsafe method, such as POST, whose response has a status of 2xx or 3xx, removes the responses of its URI (section 4.4). With
+/// [`per`](Self::per), these are the responses of its principal only. A load that began before is not stored.
+///
+/// # Responses
+///
+/// Each response has a `Cache-Status` (RFC 9211): `hit` with its remaining seconds, or `fwd` with the reason for a call of the inner service. A
+/// stored response has an `Age`. It has no header fields of one hop, one moment or one request, such as `Date` and `RateLimit`.
+///
+/// | case | response |
+/// | --- | --- |
+/// | the inner service fails: an error, a status of 500, 502, 503 or 504, or a body that breaks off | its own client gets that; others, for [`error_for`](Self::error_for), 503 with `Retry-After` |
+/// | the same, within the time of `stale-if-error` | the stale response |
+/// | the inner service takes longer than [`load_timeout`](Self::load_timeout) | 504 |
+/// | the inner service panics | 500, for all |
+/// | the store fails | at most [`origin_limit`](Self::origin_limit) loads at a time; for others, 503 with `Retry-After` |
+///
+/// The layer sends the last four itself, as problem documents: see [`responder`](Self::responder).
+///
+/// # Other layers
+///
+/// Put the layer inside of compression and CORS, and outside of nothing that decides who may see the response: an authentication layer goes
+/// outside. A load runs in a task of its own, so task-locals of outer layers are not set in the handler.
+///
+/// # Cancellation
+///
+/// If a client goes, its load goes on for other requests that wait, or until it has been stored if its body is complete. Otherwise it is
+/// cancelled. If a client goes while its unsafe request runs, the stored responses of the URI may stay.
 #[must_use]
 pub struct CacheLayer<K = Undecided, A = HttpResponder> {
     cache: Cache<Stored, StoredCodec>,
@@ -37,6 +139,7 @@ impl CacheLayer {
             is_public: false,
             ignores_cookies: false,
             fresh_for: None,
+            load_timeout: Duration::ZERO,
             max_body: 1 << 20,
             max_variants: 64,
             uncached: Arc::default(),
@@ -44,6 +147,7 @@ impl CacheLayer {
         // Each response sets its times itself, and `max_body` limits its size.
         let cache = Cache::with_codec(store, name, Duration::from_secs(1), StoredCodec).max_len(usize::MAX);
         Self { cache, settings, principal: Arc::new(Undecided), answer: HttpResponder::default() }
+            .load_timeout(Duration::from_secs(30))
     }
 }
 
@@ -127,7 +231,10 @@ impl<K, A> CacheLayer<K, A> {
     /// How long a request that may be stored may take until its response is complete, and how long others wait for it. Defaults to 30 seconds.
     /// After that a request without a response gets 504. A response that has begun is streamed to its end, and is not stored.
     pub fn load_timeout(self, time: Duration) -> Self {
-        self.with_cache(|cache| cache.load_timeout(time))
+        let time = time.min(NewEntry::MAX_TTL);
+        // A load ends itself, so the cache allows for its store calls.
+        let with_calls = if time.is_zero() { time } else { time.saturating_add(Duration::from_secs(1)) };
+        self.with(|settings| settings.load_timeout = time).with_cache(|cache| cache.load_timeout(with_calls))
     }
 
     /// How long a load is protected without a sign of life of its process: see [`Cache::lease`]. Defaults to two seconds.

@@ -11,6 +11,7 @@ use ::http::{HeaderMap, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body::Body;
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
 use tower_service::Service;
 
 use super::body::CachedBody;
@@ -105,16 +106,18 @@ where
         let Some((mut inner, mut request)) = self.seat.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
         Conditions::remove(request.headers_mut());
         let fields = request.headers().clone();
-        let response = match inner.call(request).await {
-            Ok(response) => response,
-            Err(error) => {
+        let until = Instant::now() + self.settings.load_timeout;
+        let response = match timeout_at(until, inner.call(request)).await {
+            Ok(Ok(response)) => response,
+            Ok(Err(error)) => {
                 self.give(Err(error));
                 return Err(OriginFailed::Error);
             }
+            Err(_) => return Err(OriginFailed::TimedOut),
         };
         let (parts, body) = response.into_parts();
         match judge(parts.status, &parts.headers, self.settings.fresh_for, SystemTime::now()) {
-            Verdict::Store { times, vary } => self.store(parts, body, times, vary, &fields).await,
+            Verdict::Store { times, vary } => self.store(parts, body, (times, vary), &fields, until).await,
             Verdict::Uncached { mark } => Ok(self.give_uncached(parts, body, mark)),
             Verdict::Failed => {
                 let status = parts.status;
@@ -140,9 +143,9 @@ where
         self,
         parts: Parts,
         body: R,
-        times: Times,
-        vary: Vary,
+        (times, vary): (Times, Vary),
         fields: &HeaderMap,
+        until: Instant,
     ) -> Result<Loaded<Stored>, OriginFailed> {
         let mut recorder = Recorder::new(parts.status, &parts.headers, false, self.settings.max_body);
         let Some(target) = Target::new(&self.place, &vary, fields, self.settings.max_variants) else {
@@ -161,7 +164,9 @@ where
         let tee = Tee::new(body, pieces);
         let Self { hand, settings, cache, place, .. } = self;
         let _ = hand.send(Ok(Response::from_parts(parts, live)));
-        let Some(chunks) = tee.read(&mut recorder, announced).await.map_err(OriginFailed::Body)? else {
+        // A body that takes too long is streamed to its client, and is not a failure.
+        let read = timeout_at(until, tee.read(&mut recorder, announced)).await.unwrap_or(Ok(None));
+        let Some(chunks) = read.map_err(OriginFailed::Body)? else {
             settings.uncached.insert(place.key(), UNCACHED_FOR);
             return Ok(Loaded::nothing(UNCACHED_FOR));
         };
@@ -221,6 +226,7 @@ impl Target {
 #[derive(Debug)]
 pub(super) enum OriginFailed {
     Error,
+    TimedOut,
     Status(StatusCode),
     Body(super::tee::BrokenBody),
 }
@@ -229,6 +235,7 @@ impl fmt::Display for OriginFailed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Error => f.write_str("the inner service failed"),
+            Self::TimedOut => f.write_str("the inner service did not respond in time"),
             Self::Status(status) => write!(f, "the inner service responded with {status}"),
             Self::Body(error) => write!(f, "{error}"),
         }

@@ -1,6 +1,7 @@
 use ::http::{Response, StatusCode};
 use bytes::Bytes;
 
+use super::origin::OriginFailed;
 use crate::cache::CacheError;
 use crate::http::problem::{Kind, Problem};
 use crate::http::responder::{STORE_RETRY, STORE_TEXT};
@@ -10,6 +11,9 @@ impl HttpResponder {
     /// The response to a request that the cache can neither serve nor pass on.
     pub(in crate::http) fn cache_rejection(&self, error: &CacheError) -> Response<Bytes> {
         let (status, wait) = match error {
+            CacheError::Load(error) if matches!(error.downcast_ref(), Some(OriginFailed::TimedOut)) => {
+                (StatusCode::GATEWAY_TIMEOUT, None)
+            }
             CacheError::Load(_) | CacheError::OriginLimit { .. } | CacheError::Store(_) | CacheError::Closed => {
                 (StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY))
             }

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use http_body::Body;
 use tokio::sync::oneshot;
 use tower_service::Service;
+use tracing::{Instrument, Span};
 
 use super::body::CachedBody;
 use super::origin::{Handed, Origin, Place, Seat};
@@ -17,7 +18,7 @@ use super::settings::Shared;
 use super::status::{CacheStatus, write_age};
 use super::stored::{Stored, StoredResponse};
 use super::vary::Vary;
-use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup};
+use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
 use crate::error::BoxError;
 use crate::responder::Responder;
 
@@ -42,6 +43,7 @@ struct Candidate {
     stored: Arc<Stored>,
     /// Since it was stored.
     age: Duration,
+    is_local: bool,
 }
 
 /// How a stored response may be used.
@@ -130,7 +132,7 @@ where
     /// The entry, if it is for this request.
     fn candidate(&self, place: &Place, found: Found<Stored>) -> Option<(Candidate, Use)> {
         let refreshes_early = self.shared.cache.refreshes_early(&found);
-        let Found { value, fresh_for, age, .. } = found;
+        let Found { value, fresh_for, age, is_local, .. } = found;
         let stored = value?;
         let usable = match &*stored {
             Stored::Varies(_) => matches!(place, Place::Uri(_)).then_some(Use::Fresh)?,
@@ -147,7 +149,7 @@ where
                 }
             }
         };
-        Some((Candidate { stored, age }, usable))
+        Some((Candidate { stored, age, is_local }, usable))
     }
 
     fn variant(
@@ -177,7 +179,10 @@ where
             settings: Arc::clone(&self.shared.settings),
             cache: Arc::downgrade(&self.shared.cache),
         };
-        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, || origin.load())?;
+        // A load runs in a task of its own, and its handler logs into the span of the request.
+        let span = Span::current();
+        let load = move || origin.load().instrument(span);
+        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, load)?;
         Ok((load, handed))
     }
 
@@ -200,6 +205,7 @@ where
                     varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
                 }),
                 Stored::Response(response) if response.selection == place.selection() => {
+                    self.shared.cache.count(Served::Loaded);
                     Step::Done(Ok(self.stored(response, Duration::ZERO, CacheStatus::Collapsed)))
                 }
                 Stored::Response(_) => Step::Pass(CacheStatus::Miss),
@@ -226,7 +232,10 @@ where
                 }
             }
             (Err(_), Some(candidate)) => return Step::Done(Ok(self.hit(&candidate))),
-            (Err(error), None) => return Step::Done(Err(self.shared.answer.error(error))),
+            (Err(error), None) => {
+                self.shared.cache.count(Served::Failed);
+                return Step::Done(Err(self.shared.answer.error(error)));
+            }
         };
         status.write(response.headers_mut());
         if self.read.conditions.are_met_by(response.status(), response.headers()) {
@@ -236,6 +245,7 @@ where
             let _ = load.outcome().await;
             return Step::Done(Ok(not_modified(Response::from_parts(parts, ()))));
         }
+        self.shared.cache.count(Served::Loaded);
         response.body_mut().keep_load(load);
         Step::Done(Ok(response))
     }
@@ -243,7 +253,10 @@ where
     fn fail(&self, error: CacheError, candidate: Option<Candidate>) -> Step<R, S::Error> {
         match candidate {
             Some(candidate) => Step::Done(Ok(self.hit(&candidate))),
-            None => Step::Done(self.shared.answer.reject(error)),
+            None => {
+                self.shared.cache.count(Served::Failed);
+                Step::Done(self.shared.answer.reject(error))
+            }
         }
     }
 
@@ -259,6 +272,11 @@ where
 
     fn hit(&self, candidate: &Candidate) -> Response<CachedBody<R>> {
         let Some(response) = candidate.response() else { return Response::new(Bytes::new().into()) };
+        self.shared.cache.count(match candidate {
+            Candidate { age, .. } if *age > response.times.fresh_for => Served::Stale,
+            Candidate { is_local: true, .. } => Served::Local,
+            Candidate { .. } => Served::Fresh,
+        });
         let status = CacheStatus::Hit { age: candidate.age, fresh_for: response.times.fresh_for };
         self.stored(response, candidate.age, status)
     }

@@ -4,6 +4,7 @@ use std::task::{Context, Poll};
 
 use ::http::{Request, Response};
 use bytes::Bytes;
+use futures_util::future::join_all;
 use http_body::Body;
 use tower_service::Service;
 
@@ -106,10 +107,8 @@ where
     let answer = &shared.answer;
     let response = inner.call(request).await.map_err(|error| answer.error(error))?;
     if response.status().is_success() || response.status().is_redirection() {
-        for key in keys {
-            shared.settings.uncached.remove(&key);
-            forget(&shared.cache, key).await;
-        }
+        keys.iter().for_each(|key| shared.settings.uncached.remove(key));
+        join_all(keys.into_iter().map(|key| forget(&shared.cache, key))).await;
     }
     let mut response = answer.response(response);
     CacheStatus::Method.write(response.headers_mut());

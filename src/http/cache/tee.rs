@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::pin::Pin;
 
 use ::http::HeaderMap;
+use ::http::header::{CACHE_CONTROL, SET_COOKIE};
 use bytes::Bytes;
 use http_body::Body;
 use tokio::sync::mpsc::UnboundedSender;
@@ -53,7 +54,7 @@ where
     B: Body<Data = Bytes>,
     B::Error: Into<BoxError>,
 {
-    /// Reads the body to its end, and records it. `None` if it is too large. `announced` is its length in the header.
+    /// Reads the body to its end, and records it. `None` if it must not be stored, for instance because it is too large. `announced` is its length in the header.
     pub(super) async fn read(
         mut self,
         recorder: &mut Recorder,
@@ -79,6 +80,10 @@ where
                     });
                     if let Some(trailers) = &self.trailers {
                         recorder.trailers(trailers);
+                        // Some clients treat trailers as header fields.
+                        if trailers.contains_key(SET_COOKIE) || trailers.contains_key(CACHE_CONTROL) {
+                            return Ok(None);
+                        }
                     }
                     if !data.is_empty() {
                         recorder.data(&data);
