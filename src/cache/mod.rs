@@ -43,7 +43,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill), and requests that a `CacheLayer` reads from the cache |
 //! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
 //! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
 //! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |

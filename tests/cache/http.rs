@@ -478,3 +478,29 @@ async fn key_has_scheme_host_path_and_query() {
     assert_eq!(origin.calls(), uris.len());
     assert_eq!(get(&app, "http://A/").await, first);
 }
+
+#[tokio::test(start_paused = true)]
+async fn cookies_of_requests_can_be_ignored() {
+    let origin = Origin::default();
+    let app = origin.with(FRESH, public().ignore_cookies());
+    for cookie in ["a=1", "a=2", ""] {
+        assert_eq!(send(&app, request("GET", "/", &[("cookie", cookie)])).await.1, "1");
+    }
+    assert_ne!(send(&app, request("GET", "/", &[("authorization", "x")])).await.1, "1");
+}
+
+#[tokio::test(start_paused = true)]
+async fn handler_that_requests_its_own_uri_gets_an_error() {
+    let slot: Arc<std::sync::OnceLock<App>> = Arc::default();
+    let inner = Arc::clone(&slot);
+    let service = service_fn(move |_: Request<Body>| {
+        let app = inner.get().cloned();
+        async move {
+            let (parts, _) = send(&app.unwrap(), request("GET", "/", &[])).await;
+            Ok::<_, Infallible>(respond(200, FRESH, parts.status.as_u16().to_string()))
+        }
+    });
+    let app = boxed(public().layer(service));
+    assert!(slot.set(app.clone()).is_ok());
+    assert_eq!(get(&app, "/").await, "500");
+}

@@ -1,5 +1,6 @@
 //! `CacheLayer` on axum as it is, over sockets, inside other layers, and on Redis.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,16 +10,19 @@ use axum::Router;
 use axum::http::header::CACHE_CONTROL;
 use axum::routing::get;
 use http::{Request, Response};
-use http_body_util::{BodyExt, Empty};
-use hyper::body::Bytes;
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::server::conn::http1;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;
 use tollgate::http::header;
 use tollgate::{CacheLayer, GlobalKey, MemoryBackend, RedisBackend};
+use tower::{Layer, service_fn};
 use tower_http::cors::CorsLayer;
 
 use crate::support::server::RedisServer;
@@ -113,6 +117,33 @@ async fn layer_per_principal_works_on_axum() {
     for (key, expected) in [("a", "1"), ("b", "2"), ("a", "1"), ("b", "2")] {
         assert_eq!(server.send("GET", "/", &[("x-api-key", key)]).await.body(), expected);
     }
+}
+
+/// A bare hyper server, whose request body is not `Sync`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hyper_service_is_cached_over_sockets() {
+    let calls = Arc::<AtomicUsize>::default();
+    let counter = Arc::clone(&calls);
+    let service = public().layer(service_fn(move |_: Request<Incoming>| {
+        let number = counter.fetch_add(1, Ordering::Relaxed) + 1;
+        let response =
+            Response::builder().header(CACHE_CONTROL, "max-age=60").body(Full::new(Bytes::from(number.to_string())));
+        async move { Ok::<_, Infallible>(response.unwrap()) }
+    }));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let task = tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let service = TowerToHyperService::new(service.clone());
+            tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
+        }
+    });
+    let server = Server { addr, task: task.abort_handle(), client: Client::builder(TokioExecutor::new()).build_http() };
+    for _ in 0..3 {
+        assert_eq!(server.send("GET", "/", &[]).await.body(), "1");
+    }
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
 }
 
 /// Two processes, here two backends of one Redis.
