@@ -84,7 +84,7 @@
 //!
 //! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
-//! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
+//! * `http` (default): the module `http`, with http, http-body, httpdate, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
 //! * `axum`: the keys `peer_ip` and `ClientIp` read axum's `ConnectInfo`, the key `matched_path` exists, and handlers can extract the handles of
 //!   layers. Idempotency reads the full path in a nested router. Without it, two nested routes may count as the same operation.
@@ -142,7 +142,7 @@ pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
-pub use self::http::IdempotencyLayer;
+pub use self::http::{CacheLayer, IdempotencyLayer};
 pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, StrKey, first_of, str_key};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::on_failure::{OnMissingKey, OnStoreError};

@@ -4,7 +4,7 @@
 
 /// The result of a call of `get_or_fill`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Served {
+pub(crate) enum Served {
     /// From this process.
     Local,
     Fresh,

@@ -44,7 +44,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `excluded` (absent by the exists filter), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `excluded` (absent by the exists filter), `failed` | calls of [`get_or_fill`](Cache::get_or_fill), and requests that a `CacheLayer` reads from the cache |
 //! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
 //! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
 //! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |
@@ -72,8 +72,16 @@ mod typed;
 
 pub use self::error::CacheError;
 pub use self::exists_filter::ExistsFilter;
+#[cfg(feature = "http")]
+pub(crate) use self::fill::Before;
+#[cfg(feature = "http")]
+pub(crate) use self::flights::LoadWaiter;
 pub use self::key::CacheKey;
 pub use self::loaded::Loaded;
+#[cfg(feature = "http")]
+pub(crate) use self::lookup::{Found, Lookup};
+#[cfg(feature = "http")]
+pub(crate) use self::metrics::Served;
 pub use self::typed::Cache;
 pub use crate::codec::{Codec, Json};
 pub use crate::store::circuit::CircuitBreaker;

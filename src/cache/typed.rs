@@ -3,6 +3,7 @@ use std::fmt;
 use std::future::Future;
 use std::hash::Hash;
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use super::exists_filter::ExistsFilter;
 use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
-use super::loader::{Loader, LoaderFn};
+use super::loader::{Loader, LoaderFn, Noting};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
 use super::lookup::{Found, Lookup};
@@ -468,11 +469,52 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
                 flights.detach(&key);
             }
         };
+        // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
+        let goes_on = Arc::new(AtomicBool::new(is_background));
+        let loader = Noting { loader, has_ended: Arc::clone(&goes_on) };
         let load = move || {
             CHAIN.scope(chain, async move { filler.fill(key, claim, before, is_background, loader, detach).await })
         };
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
-        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, is_background, load, cancel)
+        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, goes_on, load, cancel)
+    }
+
+    /// For a service around the cache: the entry of a key, fresh or stale.
+    #[cfg(feature = "http")]
+    pub(crate) async fn look(&self, key: Key) -> Result<Lookup<T>, StoreError> {
+        self.filler.look(&self.key(key)).await
+    }
+
+    /// For a service around the cache: joins the load of a key that was looked up before, or starts it.
+    #[cfg(feature = "http")]
+    pub(crate) fn load_unless_loading<L, F, R, E>(
+        &self,
+        key: Key,
+        before: Before,
+        is_background: bool,
+        loader: L,
+    ) -> Result<LoadWaiter<T>, CacheError>
+    where
+        L: FnOnce() -> F + Send + 'static,
+        F: Future<Output = Result<R, E>> + Send,
+        R: Into<Loaded<T>>,
+        E: Into<BoxError>,
+    {
+        self.filler.options.check()?;
+        self.filler.client.check()?;
+        self.load(self.key(key), before, is_background, LoaderFn(loader))
+    }
+
+    /// For a service around the cache: counts a request.
+    #[cfg(feature = "http")]
+    pub(crate) fn count(&self, served: Served) {
+        self.filler.client.meters().served(served);
+    }
+
+    /// For a service around the cache: whether a fresh value is loaded again already.
+    #[cfg(feature = "http")]
+    pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
+        self.filler.options.refreshes_early(found.fresh_for, found.cost)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.
@@ -507,7 +549,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             filter.add(*key.key()).await?;
         }
         let tags = self.filler.tags_before_fill().await?;
-        let entry = options.entry(value, loaded.fresh_for, Duration::ZERO, tags);
+        let entry = options.entry(value, loaded.times(), Duration::ZERO, tags);
         let token = Token::random()?;
         self.forget(&key);
         let result = client.call_always(client.store.set(&key, &token, &entry)).await;
