@@ -128,6 +128,7 @@ pub mod lock;
 pub mod metrics;
 pub mod rate_limit;
 pub mod responder;
+pub mod single_flight;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -149,6 +150,7 @@ pub use self::on_failure::{OnMissingKey, OnStoreError};
 pub use self::rate_limit::{DenyCache, Limiter, Policy, Quota, QuotaPrefetch, RateLimitFallback, RateLimitLayer};
 pub use self::reach::Reach;
 pub use crate::responder::{ErrorResponder, HttpResponder};
+pub use crate::single_flight::SingleFlightLayer;
 
 /// The code in the README, run as doctests.
 #[cfg(all(doctest, feature = "redis", feature = "axum", feature = "testing"))]
