@@ -12,6 +12,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use tokio::sync::mpsc;
 use tokio::time::{advance, sleep};
+use tollgate::testing::FaultStore;
 use tollgate::{BoxError, CacheLayer, MemoryBackend};
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -178,6 +179,27 @@ async fn client_that_counts_bytes_does_not_cancel_the_load() {
     drop(body);
     sleep(ms(10)).await;
     assert_eq!((&*get(&app, "/").await, origin.calls()), ("0123456789", 1));
+}
+
+/// Regression: the response was put under its own key after the client had got the end of the body.
+#[tokio::test(start_paused = true)]
+async fn response_with_vary_is_stored_by_a_slow_store() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let origin = Origin::default();
+    let fields = &[("cache-control", "max-age=60"), ("content-length", "5"), ("vary", "accept")];
+    let layer = CacheLayer::new(store, "pages").public().jitter(0.0).early_refresh(0.0);
+    let app = boxed(layer.layer(origin.service(move |_, _| respond(200, fields, "01234"))));
+    for _ in 0..3 {
+        let mut body = app.clone().oneshot(request("GET", "/", &[])).await.unwrap().into_body();
+        let mut received = 0;
+        while received < 5 {
+            received += body.frame().await.unwrap().unwrap().into_data().unwrap().len();
+        }
+        drop(body);
+        sleep(ms(500)).await;
+    }
+    assert_eq!(origin.calls(), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -161,7 +161,7 @@ where
         }
         let (pieces, receiver) = mpsc::unbounded_channel();
         let live = CachedBody::live(receiver, body.size_hint());
-        let tee = Tee::new(body, pieces);
+        let mut tee = Tee::new(body, pieces);
         let Self { hand, settings, cache, place, .. } = self;
         let _ = hand.send(Ok(Response::from_parts(parts, live)));
         // A body that takes too long is streamed to its client, and is not a failure.
@@ -174,7 +174,9 @@ where
         let response = StoredResponse::new(times, target.selection, Bytes::from_owner(record));
         let Some(response) = response else { return Ok(Loaded::nothing(UNCACHED_FOR)) };
         let loaded = Loaded::value(Stored::Response(response)).fresh_for(times.fresh_for).stale_for(times.stale_for());
-        Ok(target.put(loaded, cache).await)
+        let value = target.put(loaded, cache).await;
+        drop(tee);
+        Ok(value)
     }
 }
 

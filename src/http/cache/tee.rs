@@ -18,12 +18,13 @@ use crate::http::idempotency::recorded_response::Recorder;
 
 /// A body that is read for the store, and sent to its client.
 ///
-/// If it is dropped before the end, for instance because the load has timed out, the client reads the rest itself.
+/// The client gets the end of the body when this is dropped: after the response is stored, since a client may go after the end, and a load
+/// without a client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
 pub(super) struct Tee<B> {
     body: Option<Pin<Box<B>>>,
-    // The part that may be the last one for a client that counts bytes. It is sent together with the end: the client may go then, and a load
-    // without a client is cancelled.
+    // The part that may be the last one for a client that counts bytes. It is sent together with the end.
     held: Option<Bytes>,
+    has_failed: bool,
     trailers: Option<HeaderMap>,
     // The client may be slower than the inner service. At most one stored response is buffered.
     pieces: UnboundedSender<Piece<B>>,
@@ -31,7 +32,7 @@ pub(super) struct Tee<B> {
 
 impl<B> Tee<B> {
     pub(super) fn new(body: B, pieces: UnboundedSender<Piece<B>>) -> Self {
-        Self { body: Some(Box::pin(body)), held: None, trailers: None, pieces }
+        Self { body: Some(Box::pin(body)), held: None, has_failed: false, trailers: None, pieces }
     }
 
     /// The client may have gone.
@@ -56,7 +57,7 @@ where
 {
     /// Reads the body to its end, and records it. `None` if it must not be stored, for instance because it is too large. `announced` is its length in the header.
     pub(super) async fn read(
-        mut self,
+        &mut self,
         recorder: &mut Recorder,
         announced: Option<u64>,
     ) -> Result<Option<Vec<Bytes>>, BrokenBody> {
@@ -70,6 +71,7 @@ where
                     self.body = None;
                     self.send_held();
                     self.send(Piece::Failed(error.into()));
+                    self.has_failed = true;
                     return Err(BrokenBody::Failed);
                 }
                 Some(Ok(frame)) => {
@@ -97,8 +99,6 @@ where
                 }
             }
         }
-        self.send_held();
-        self.send(Piece::End);
         match announced.filter(|len| *len != received) {
             Some(_) => Err(BrokenBody::Length),
             None => Ok(Some(chunks)),
@@ -119,10 +119,12 @@ where
 
 impl<B> Drop for Tee<B> {
     fn drop(&mut self) {
-        if let Some(body) = self.body.take() {
-            self.send_held();
-            self.send(Piece::Rest(body));
+        if self.has_failed {
+            return;
         }
+        self.send_held();
+        let last = self.body.take().map_or(Piece::End, Piece::Rest);
+        self.send(last);
     }
 }
 
