@@ -123,6 +123,9 @@
 //! }
 //! ```
 //!
+//! `api-1m` is the limit with the window of one minute in the policy `api`, which has several limits. A single limit has the name of its
+//! policy.
+//!
 //! ## Large uploads
 //!
 //! A layer rejects a request before it reads the body. Over HTTP/1 the server then closes the connection, and a client that is still sending
