@@ -276,7 +276,7 @@
 //! let responder = HttpResponder::new()
 //!     .headers([Draft10, LegacyDelta])
 //!     .retry_jitter(Duration::from_secs(10))
-//!     .partition_secret(secret); // 16 bytes or more, and the same in all replicas
+//!     .partition_secret(secret); // 16 bytes or more, and the same in all processes
 //! let policy = Policy::new("api", Quota::per_minute(100).fixed_window()).limit(Quota::per_day(5_000).sliding_window());
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))
