@@ -39,7 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
 //! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
-//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, and its store trait |
+//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, [`ExistsFilter`], and their store traits |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with`, and the [shutdown](backend#shutdown) |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -84,7 +84,7 @@
 //!
 //! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
-//! * `http` (default): the module `http`, with http, http-body, ipnet and small crates for responses.
+//! * `http` (default): the module `http`, with http, http-body, httpdate, ipnet and small crates for responses.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
 //! * `axum`: the keys `peer_ip` and `ClientIp` read axum's `ConnectInfo`, the key `matched_path` exists, and handlers can extract the handles of
 //!   layers. Idempotency reads the full path in a nested router. Without it, two nested routes may count as the same operation.
@@ -128,6 +128,7 @@ pub mod lock;
 pub mod metrics;
 pub mod rate_limit;
 pub mod responder;
+pub mod single_flight;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -137,18 +138,19 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
-pub use self::cache::Cache;
+pub use self::cache::{Cache, ExistsFilter};
 pub use self::codec::{Codec, Json};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
-pub use self::http::IdempotencyLayer;
+pub use self::http::{CacheLayer, IdempotencyLayer};
 pub use self::key::{ExtractKey, GlobalKey, IntoKey, Key, Or, ParseKeyError, StrKey, first_of, str_key};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::on_failure::{OnMissingKey, OnStoreError};
 pub use self::rate_limit::{DenyCache, Limiter, Policy, Quota, QuotaPrefetch, RateLimitFallback, RateLimitLayer};
 pub use self::reach::Reach;
 pub use crate::responder::{ErrorResponder, HttpResponder};
+pub use crate::single_flight::SingleFlightLayer;
 
 /// The code in the README, run as doctests.
 #[cfg(all(doctest, feature = "redis", feature = "axum", feature = "testing"))]

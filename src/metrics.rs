@@ -1,8 +1,8 @@
 //! Descriptions and units of the metrics.
 //!
 //! Their labels are listed in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
-//! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics), [`cache`](crate::cache#metrics) and
-//! `backend::redis`.
+//! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics), [`cache`](crate::cache#metrics),
+//! [`exists_filter`](crate::cache::exists_filter#metrics) and `backend::redis`.
 
 use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
@@ -82,7 +82,8 @@ const HISTOGRAMS: [(&str, &str); 10] = [
     ("tollgate_job_seconds", "Duration of attempts at jobs"),
 ];
 
-const GAUGES: [(&str, Unit, &str); 3] = [
+const GAUGES: [(&str, Unit, &str); 4] = [
+    ("tollgate_exists_filter_fill_ratio", Unit::Count, "Part of the bits of an exists filter that is set, from 0 to 1"),
     ("tollgate_lock_handlers_running", Unit::Count, "Requests of detached layers that run under their locks"),
     ("tollgate_jobs_running", Unit::Count, "Jobs that run in this process"),
     (
@@ -99,13 +100,14 @@ mod tests {
     use super::*;
 
     /// The documentation of metrics, and the code that records them.
-    const DOCS_AND_CODE: [(&str, &str); 8] = [
+    const DOCS_AND_CODE: [(&str, &str); 9] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/metrics.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
         (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
         (include_str!("lock/mod.rs"), include_str!("lock/metrics.rs")),
         (include_str!("idempotency/mod.rs"), include_str!("idempotency/metrics.rs")),
         (include_str!("cache/mod.rs"), include_str!("cache/metrics.rs")),
+        (include_str!("cache/exists_filter/mod.rs"), include_str!("cache/exists_filter/metrics.rs")),
         (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/metrics.rs")),
         (include_str!("backend/redis/mod.rs"), include_str!("backend/redis/metrics.rs")),
     ];

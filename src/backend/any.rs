@@ -3,6 +3,7 @@ use std::time::Duration;
 use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
+use crate::cache::exists_filter::store::{Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBits, VersionIds};
 use crate::cache::store as cache;
 use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
@@ -448,6 +449,48 @@ impl CacheStore for AnyBackend {
 
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         delegate!(self, store => CacheStore::add_to_shutdown(store, target));
+    }
+}
+
+impl ExistsFilterStore for AnyBackend {
+    async fn status(&self, filter: &Key) -> Result<FilterStatus, StoreError> {
+        delegate!(self, store => ExistsFilterStore::status(store, filter).await)
+    }
+
+    async fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Result<Option<Block>, StoreError> {
+        delegate!(self, store => ExistsFilterStore::read_block(store, filter, version, block).await)
+    }
+
+    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        delegate!(self, store => ExistsFilterStore::grow(store, filter, version, layout).await)
+    }
+
+    async fn begin_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        version: &Token,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => ExistsFilterStore::begin_build(store, filter, seen, version, ttl).await)
+    }
+
+    async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {
+        delegate!(self, store => ExistsFilterStore::add_bits(store, filter, seen, bits).await)
+    }
+
+    async fn end_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        is_complete: bool,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => ExistsFilterStore::end_build(store, filter, seen, is_complete, ttl).await)
+    }
+
+    fn reach(&self) -> Reach {
+        delegate!(self, store => ExistsFilterStore::reach(store))
     }
 }
 

@@ -54,7 +54,7 @@ impl<T, C> Clone for Filler<T, C> {
 }
 
 /// The state of the entry, as the caller of a load has found it.
-pub(super) enum Before {
+pub(crate) enum Before {
     /// The id of the entry that the store returned.
     Seen(EntryId),
     /// The store failed.
@@ -245,10 +245,10 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
         };
-        let Entry { id, content, fresh_for, cost, tags, .. } = entry;
+        let Entry { id, content, age, fresh_for, cost, tags } = entry;
         let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
         let value = if is_valid { self.decode(key, &content) } else { None };
-        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, cost, tags, is_local: false }) })
+        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, age, cost, tags, is_local: false }) })
     }
 
     /// The value of an entry, which may be absent. `None` if it cannot be read.
@@ -302,7 +302,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
                 return Load::NotStored;
             }
         };
-        let entry = self.options.entry(value, loaded.fresh_for, cost, tags);
+        let entry = self.options.entry(value, loaded.times(), cost, tags);
         match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
             Ok(true) => Load::Stored,
             Ok(false) => {
@@ -320,7 +320,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     /// The encoded value, or the mark for a value that must not be stored.
     fn encode(&self, key: &CacheKey, loaded: &Loaded<T>) -> Result<Option<Vec<u8>>, Mark> {
         let Options { max_len, fresh_for, .. } = *self.options;
-        let Loaded { value, fresh_for: own, is_cached } = loaded;
+        let Loaded { value, fresh_for: own, is_cached, .. } = loaded;
         let uncached = Err(Mark::Uncached { remaining: own.unwrap_or(fresh_for).min(NewEntry::MAX_TTL) });
         if !is_cached {
             return uncached;

@@ -16,7 +16,7 @@ use crate::panics::discard_joined;
 use crate::store::shutdown::{ShutdownReport, Work};
 
 /// The result of a load for all callers.
-pub(super) type Outcome<T> = Result<Option<Arc<T>>, CacheError>;
+pub(crate) type Outcome<T> = Result<Option<Arc<T>>, CacheError>;
 
 /// The loads in progress, by key.
 pub(super) struct Flights<T> {
@@ -29,17 +29,17 @@ pub(super) struct Flights<T> {
 struct Flight<T> {
     // `None` until the load has ended.
     outcome: watch::Sender<Option<Outcome<T>>>,
-    // Goes on without callers.
-    is_background: bool,
+    // Goes on without callers: in the background, or because only the entry is left to be stored.
+    goes_on: Arc<AtomicBool>,
     tags: Vec<Key>,
 }
 
 /// A caller of a load.
-pub(super) struct LoadWaiter<T>(watch::Receiver<Option<Outcome<T>>>);
+pub(crate) struct LoadWaiter<T>(watch::Receiver<Option<Outcome<T>>>);
 
 impl<T> LoadWaiter<T> {
     /// The result of the load.
-    pub(super) async fn outcome(mut self) -> Outcome<T> {
+    pub(crate) async fn outcome(mut self) -> Outcome<T> {
         match self.0.wait_for(Option::is_some).await {
             Ok(outcome) => outcome.clone().unwrap_or(Err(CacheError::Panicked)),
             // Its task panicked outside of the loader, for instance in the codec.
@@ -56,13 +56,13 @@ impl<T> Default for Flights<T> {
 
 impl<T: Send + Sync + 'static> Flights<T> {
     /// Joins the load of a key, or starts `load` in a task of `tasks`. Without callers the load is cancelled, and then `cancel` runs,
-    /// unless it is in the background.
+    /// unless `goes_on`.
     pub(super) fn join_or_start<L, C>(
         self: &Arc<Self>,
         tasks: &Mutex<JoinSet<()>>,
         key: CacheKey,
         tags: &[Key],
-        is_background: bool,
+        goes_on: Arc<AtomicBool>,
         load: impl FnOnce() -> L,
         cancel: impl FnOnce() -> C + Send + 'static,
     ) -> Result<LoadWaiter<T>, CacheError>
@@ -78,7 +78,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
             return Err(CacheError::Closed);
         }
         let (outcome, ticket) = watch::channel(None);
-        let flight = Arc::new(Flight { outcome, is_background, tags: tags.to_vec() });
+        let flight = Arc::new(Flight { outcome, goes_on, tags: tags.to_vec() });
         running.insert(key, Arc::clone(&flight));
         let counted = Counted::new(Arc::clone(self));
         drop(running);
@@ -132,13 +132,14 @@ impl<T: Send + Sync + 'static> Landing<T> {
     where
         L: Future<Output = Outcome<T>> + Send,
     {
+        let goes_on = || self.flight.goes_on.load(Ordering::Acquire);
         loop {
             tokio::select! {
                 outcome = &mut load => return Some(outcome),
-                () = self.flight.outcome.closed(), if !self.flight.is_background => {
+                () = self.flight.outcome.closed(), if !goes_on() => {
                     let mut running = self.flights.running();
-                    // A caller may have joined meanwhile.
-                    if self.flight.outcome.receiver_count() == 0 {
+                    // A caller may have joined meanwhile, or the loader may have returned.
+                    if self.flight.outcome.receiver_count() == 0 && !goes_on() {
                         running.remove(&self.key);
                         return None;
                     }

@@ -18,25 +18,31 @@ use std::time::Duration;
 pub struct Loaded<T> {
     pub(super) value: Option<T>,
     pub(super) fresh_for: Option<Duration>,
+    pub(super) stale_for: Option<Duration>,
     pub(super) is_cached: bool,
 }
 
 impl<T> Loaded<T> {
     /// A value to cache.
     pub const fn value(value: T) -> Self {
-        Self { value: Some(value), fresh_for: None, is_cached: true }
+        Self { value: Some(value), fresh_for: None, stale_for: None, is_cached: true }
     }
 
     /// The origin has no value for this key. This is cached for [`absent_for`](super::Cache::absent_for).
     #[must_use]
     pub const fn absent() -> Self {
-        Self { value: None, fresh_for: None, is_cached: true }
+        Self { value: None, fresh_for: None, stale_for: None, is_cached: true }
     }
 
     /// A value for the callers of this load only. For a while, each further caller loads its own value at once, instead of waiting for
     /// the load of another.
     pub const fn uncached(value: T) -> Self {
-        Self { value: Some(value), fresh_for: None, is_cached: false }
+        Self { value: Some(value), fresh_for: None, stale_for: None, is_cached: false }
+    }
+
+    /// The times that were set: fresh, and stale after that.
+    pub(super) const fn times(&self) -> (Option<Duration>, Option<Duration>) {
+        (self.fresh_for, self.stale_for)
     }
 
     /// How long this value, or its absence, is fresh. Defaults to the time of the cache.
@@ -44,6 +50,19 @@ impl<T> Loaded<T> {
     pub fn fresh_for(mut self, time: Duration) -> Self {
         self.fresh_for = Some(time);
         self
+    }
+
+    /// How long this value is served after it was fresh. Defaults to the time of the cache. The absence of a value is never stale.
+    #[must_use]
+    pub fn stale_for(mut self, time: Duration) -> Self {
+        self.stale_for = Some(time);
+        self
+    }
+
+    /// No value for the callers. For this time, each further caller loads its own at once.
+    #[cfg(feature = "http")]
+    pub(crate) const fn nothing(time: Duration) -> Self {
+        Self { value: None, fresh_for: Some(time), stale_for: None, is_cached: false }
     }
 }
 
@@ -55,6 +74,6 @@ impl<T> From<T> for Loaded<T> {
 
 impl<T> From<Option<T>> for Loaded<T> {
     fn from(value: Option<T>) -> Self {
-        Self { value, fresh_for: None, is_cached: true }
+        Self { value, fresh_for: None, stale_for: None, is_cached: true }
     }
 }

@@ -3,6 +3,7 @@
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -38,6 +39,28 @@ where
 {
     async fn load(self) -> Result<Loaded<T>, CacheError> {
         (self.0)().await.map(Into::into).map_err(|error| CacheError::load(error.into()))
+    }
+}
+
+/// A loader that notes when it has returned.
+pub(super) struct Noting<L> {
+    pub(super) loader: L,
+    pub(super) has_ended: Arc<AtomicBool>,
+}
+
+impl<T: Send, L: Loader<T>> Loader<T> for Noting<L> {
+    async fn load(self) -> Result<Loaded<T>, CacheError> {
+        let loaded = self.loader.load().await;
+        self.has_ended.store(true, Ordering::Release);
+        loaded
+    }
+
+    fn waits_for_lease(&mut self) {
+        self.loader.waits_for_lease();
+    }
+
+    fn permit(&self, origin: &Arc<Semaphore>) -> Option<Arc<OwnedSemaphorePermit>> {
+        self.loader.permit(origin)
     }
 }
 

@@ -23,6 +23,7 @@ struct Kept<T> {
     id: EntryId,
     value: Option<Arc<T>>,
     read: Instant,
+    age_when_read: Duration,
     fresh_until: Instant,
     stale_until: Instant,
     cost: Duration,
@@ -75,6 +76,7 @@ impl<T: Send + Sync + 'static> Local<T> {
             id: lookup.id.clone(),
             value: found.value.clone(),
             read: time,
+            age_when_read: found.age,
             fresh_until,
             stale_until: fresh_until + stale_for,
             cost: found.cost,
@@ -111,6 +113,7 @@ impl<T> Kept<T> {
         let found = Found {
             value: self.value.clone(),
             fresh_for: self.fresh_until.saturating_duration_since(now),
+            age: self.age_when_read + now.saturating_duration_since(self.read),
             cost: self.cost,
             tags: self.tags.clone(),
             is_local: true,

@@ -6,21 +6,27 @@ use std::time::Duration;
 use super::store::{EntryId, TagGeneration};
 
 /// What the store has for a key.
-pub(super) struct Lookup<T> {
+pub(crate) struct Lookup<T> {
     /// The id of the entry, also if it must not be served.
-    pub(super) id: EntryId,
-    pub(super) found: Option<Found<T>>,
+    pub(crate) id: EntryId,
+    pub(crate) found: Option<Found<T>>,
 }
 
 /// An entry that may be served.
-pub(super) struct Found<T> {
-    pub(super) value: Option<Arc<T>>,
+pub(crate) struct Found<T> {
+    pub(crate) value: Option<Arc<T>>,
     /// Zero if it is stale.
-    pub(super) fresh_for: Duration,
+    pub(crate) fresh_for: Duration,
+    /// The time since it was stored.
+    #[cfg_attr(
+        not(any(feature = "http", feature = "local-cache")),
+        expect(dead_code, reason = "only HTTP and the local tier need it")
+    )]
+    pub(crate) age: Duration,
     /// How long its load took.
     pub(super) cost: Duration,
     #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier checks them again"))]
     pub(super) tags: Vec<TagGeneration>,
     /// From this process, not from the store.
-    pub(super) is_local: bool,
+    pub(crate) is_local: bool,
 }

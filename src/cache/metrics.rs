@@ -4,13 +4,15 @@
 
 /// The result of a call of `get_or_fill`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Served {
+pub(crate) enum Served {
     /// From this process.
     Local,
     Fresh,
     Stale,
     /// The call has waited for a load.
     Loaded,
+    /// The exists filter excludes the key.
+    Excluded,
     Failed,
 }
 
@@ -37,11 +39,12 @@ mod imp {
     use crate::key::Key;
     use crate::meter::{Counter, Histogram, counter, histogram};
 
-    const SERVED: [(Served, &str); 5] = [
+    const SERVED: [(Served, &str); 6] = [
         (Served::Local, "local"),
         (Served::Fresh, "fresh"),
         (Served::Stale, "stale"),
         (Served::Loaded, "loaded"),
+        (Served::Excluded, "excluded"),
         (Served::Failed, "failed"),
     ];
     const LOADS: [(Load, &str); 4] = [

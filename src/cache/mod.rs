@@ -31,6 +31,7 @@
 //! | [`error_for`](Cache::error_for) | 1 s | how long no load begins after a failed one |
 //! | [`load_timeout`](Cache::load_timeout) | 30 s | how long a load may take |
 //! | [`lease`](Cache::lease) | 2 s | after what silence of a process another one may load |
+//! | [`exists_filter`](Cache::exists_filter) | none | an [`ExistsFilter`] with the keys that exist: other keys are absent without a load |
 //! | [`max_len`](Cache::max_len) | 1 MiB | the largest encoded value |
 //! | [`origin_limit`](Cache::origin_limit) | 16 | how many loads run in this process while the store fails |
 //! | `local_tier` (feature `local-cache`) | none | how many values this process keeps too, and for how long |
@@ -43,7 +44,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `failed` | calls of [`get_or_fill`](Cache::get_or_fill) |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `excluded` (absent by the exists filter), `failed` | calls of [`get_or_fill`](Cache::get_or_fill), and requests that a `CacheLayer` reads from the cache |
 //! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
 //! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
 //! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |
@@ -53,6 +54,7 @@
 
 mod batch;
 mod error;
+pub mod exists_filter;
 mod fill;
 mod flights;
 mod key;
@@ -69,8 +71,17 @@ mod tags;
 mod typed;
 
 pub use self::error::CacheError;
+pub use self::exists_filter::ExistsFilter;
+#[cfg(feature = "http")]
+pub(crate) use self::fill::Before;
+#[cfg(feature = "http")]
+pub(crate) use self::flights::LoadWaiter;
 pub use self::key::CacheKey;
 pub use self::loaded::Loaded;
+#[cfg(feature = "http")]
+pub(crate) use self::lookup::{Found, Lookup};
+#[cfg(feature = "http")]
+pub(crate) use self::metrics::Served;
 pub use self::typed::Cache;
 pub use crate::codec::{Codec, Json};
 pub use crate::store::circuit::CircuitBreaker;

@@ -55,16 +55,20 @@ impl Options {
         self.fresh_for.saturating_add(self.stale_for).saturating_add(Duration::from_secs(3_600)).min(NewEntry::MAX_TTL)
     }
 
-    /// The entry for a value, or for its absence, with the times that this load sets.
+    /// The entry for a value, or for its absence. `loaded` are the times that its load sets: fresh, and stale after that.
     pub(super) fn entry(
         &self,
         value: Option<Vec<u8>>,
-        fresh_for: Option<Duration>,
+        loaded: (Option<Duration>, Option<Duration>),
         cost: Duration,
         tags: Vec<TagGeneration>,
     ) -> NewEntry {
-        let (default, stale_for) =
-            if value.is_some() { (self.fresh_for, self.stale_for) } else { (self.absent_for, Duration::ZERO) };
+        let (fresh_for, stale_for) = loaded;
+        let (default, stale_for) = if value.is_some() {
+            (self.fresh_for, stale_for.unwrap_or(self.stale_for))
+        } else {
+            (self.absent_for, Duration::ZERO)
+        };
         let fresh_for = fresh_for.unwrap_or(default).min(NewEntry::MAX_TTL);
         let fresh_for = fresh_for.mul_f64(1.0 - self.jitter * random());
         let ttl = fresh_for.saturating_add(stale_for).min(NewEntry::MAX_TTL);

@@ -3,6 +3,7 @@ use std::fmt;
 use std::future::Future;
 use std::hash::Hash;
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,10 +14,11 @@ use tokio::time::timeout;
 
 use super::batch::Batch;
 use super::error::CacheError;
+use super::exists_filter::ExistsFilter;
 use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::loaded::Loaded;
-use super::loader::{Loader, LoaderFn};
+use super::loader::{Loader, LoaderFn, Noting};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
 use super::lookup::{Found, Lookup};
@@ -39,6 +41,7 @@ use crate::store::shutdown::ShutdownTarget;
 /// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
 pub struct Cache<T, C = Json> {
     filler: Filler<T, C>,
+    filter: Option<ExistsFilter>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
 }
@@ -97,7 +100,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         };
         let flights = Arc::new(Flights::default());
         filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, flights, tasks: Arc::default() }
+        Self { filler, filter: None, flights, tasks: Arc::default() }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
@@ -186,6 +189,15 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     #[must_use]
     pub fn local_tier(mut self, values: u64, max_age: Duration) -> Self {
         self.filler.local = Some(Arc::new(Local::new(values, max_age)));
+        self
+    }
+
+    /// A filter with the keys that exist. If it excludes a key without an entry, [`get_or_fill`](Self::get_or_fill) returns `None` without a
+    /// load, and without an entry for the absence. [`set`](Self::set) adds the key to the filter before it stores a value. The filter has its
+    /// own deadline. If its store fails, the key may exist. Defaults to none.
+    #[must_use]
+    pub fn exists_filter(mut self, filter: &ExistsFilter) -> Self {
+        self.filter = Some(filter.clone());
         self
     }
 
@@ -400,6 +412,11 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             Ok(Lookup { id, found: None }) => Before::Seen(id),
             Err(error) => Before::Failed(error),
         };
+        if let (Before::Seen(_), Some(filter)) = (&before, &self.filter)
+            && filter.excludes(key.key()).await
+        {
+            return Ok((None, Served::Excluded));
+        }
         Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
     }
 
@@ -452,11 +469,52 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
                 flights.detach(&key);
             }
         };
+        // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
+        let goes_on = Arc::new(AtomicBool::new(is_background));
+        let loader = Noting { loader, has_ended: Arc::clone(&goes_on) };
         let load = move || {
             CHAIN.scope(chain, async move { filler.fill(key, claim, before, is_background, loader, detach).await })
         };
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
-        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, is_background, load, cancel)
+        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, goes_on, load, cancel)
+    }
+
+    /// For a service around the cache: the entry of a key, fresh or stale.
+    #[cfg(feature = "http")]
+    pub(crate) async fn look(&self, key: Key) -> Result<Lookup<T>, StoreError> {
+        self.filler.look(&self.key(key)).await
+    }
+
+    /// For a service around the cache: joins the load of a key that was looked up before, or starts it.
+    #[cfg(feature = "http")]
+    pub(crate) fn load_unless_loading<L, F, R, E>(
+        &self,
+        key: Key,
+        before: Before,
+        is_background: bool,
+        loader: L,
+    ) -> Result<LoadWaiter<T>, CacheError>
+    where
+        L: FnOnce() -> F + Send + 'static,
+        F: Future<Output = Result<R, E>> + Send,
+        R: Into<Loaded<T>>,
+        E: Into<BoxError>,
+    {
+        self.filler.options.check()?;
+        self.filler.client.check()?;
+        self.load(self.key(key), before, is_background, LoaderFn(loader))
+    }
+
+    /// For a service around the cache: counts a request.
+    #[cfg(feature = "http")]
+    pub(crate) fn count(&self, served: Served) {
+        self.filler.client.meters().served(served);
+    }
+
+    /// For a service around the cache: whether a fresh value is loaded again already.
+    #[cfg(feature = "http")]
+    pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
+        self.filler.options.refreshes_early(found.fresh_for, found.cost)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.
@@ -487,8 +545,11 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if let Some(bytes) = value.as_ref().map(Vec::len).filter(|bytes| *bytes > options.max_len) {
             return Err(CacheError::TooLarge { bytes, max: options.max_len });
         }
+        if let (Some(_), Some(filter)) = (&value, &self.filter) {
+            filter.add(*key.key()).await?;
+        }
         let tags = self.filler.tags_before_fill().await?;
-        let entry = options.entry(value, loaded.fresh_for, Duration::ZERO, tags);
+        let entry = options.entry(value, loaded.times(), Duration::ZERO, tags);
         let token = Token::random()?;
         self.forget(&key);
         let result = client.call_always(client.store.set(&key, &token, &entry)).await;
@@ -500,7 +561,12 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 // Not derived, which would require `C: Clone`.
 impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
-        Self { filler: self.filler.clone(), flights: Arc::clone(&self.flights), tasks: Arc::clone(&self.tasks) }
+        Self {
+            filler: self.filler.clone(),
+            filter: self.filter.clone(),
+            flights: Arc::clone(&self.flights),
+            tasks: Arc::clone(&self.tasks),
+        }
     }
 }
 

@@ -351,6 +351,7 @@
 mod address;
 mod authorization;
 mod body;
+mod cache;
 mod charge;
 mod client_ip;
 mod client_ip_log;
@@ -370,6 +371,7 @@ mod upstream;
 
 pub use self::authorization::{BasicUserKey, BearerTokenKey, basic_user, bearer_token};
 pub use self::body::{Never, ResponseBody};
+pub use self::cache::{CacheFuture, CacheLayer, CacheService, CachedBody, Undecided};
 #[cfg(feature = "grpc")]
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};

@@ -7,16 +7,19 @@ use bytes::Bytes;
 use http_body::Body;
 
 use super::body::ResponseBody;
+use super::cache::CachedBody;
 use super::idempotency::IdempotentBody;
 use super::lock::LockedBody;
 use super::responder::{IS_REJECTED, REJECTED};
+use crate::cache::CacheError;
 use crate::idempotency;
 use crate::lock::{self, BindLease, LeaseGuard, LeaseHandle, fencing};
 use crate::rate_limit::{self, AnnotateResponse, LimitInfo, RateLimitHandle};
 use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, Responder};
 
 /// A rejection that [`HttpResponder`] turns into a response: the `Rejection` types of the modules [`rate_limit`](crate::rate_limit),
-/// [`lock`](crate::lock), [`lock::fencing`](crate::lock::fencing) and [`idempotency`](crate::idempotency).
+/// [`lock`](crate::lock), [`lock::fencing`](crate::lock::fencing) and [`idempotency`](crate::idempotency), and
+/// [`CacheError`].
 pub trait HttpRejection: sealed::Sealed {
     /// The body of the responses of the layer, around the body `B` of the inner service.
     type Body<B>: From<Bytes>;
@@ -38,6 +41,7 @@ impl sealed::Sealed for rate_limit::Rejection {}
 impl sealed::Sealed for lock::Rejection {}
 impl sealed::Sealed for fencing::Rejection {}
 impl sealed::Sealed for idempotency::Rejection {}
+impl sealed::Sealed for CacheError {}
 
 impl HttpRejection for rate_limit::Rejection {
     type Body<B> = ResponseBody<B>;
@@ -85,6 +89,18 @@ impl HttpRejection for idempotency::Rejection {
 
     fn wrap<B>(response: Response<B>) -> Response<IdempotentBody<B>> {
         response.map(|body| IdempotentBody::other(ResponseBody::inner(body)))
+    }
+}
+
+impl HttpRejection for CacheError {
+    type Body<B> = CachedBody<B>;
+
+    fn to_response(&self, responder: &HttpResponder) -> Response<Bytes> {
+        responder.cache_rejection(self)
+    }
+
+    fn wrap<B>(response: Response<B>) -> Response<CachedBody<B>> {
+        response.map(|body| CachedBody::other(ResponseBody::inner(body)))
     }
 }
 

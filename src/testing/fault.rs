@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
+use crate::cache::exists_filter::store::{Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBits, VersionIds};
 use crate::cache::store as cache;
 use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
@@ -87,8 +88,8 @@ pub enum Failure {
     Other,
 }
 
-/// The kind of a call: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`], [`DelayQueueStore`] and [`CacheStore`], and
-/// of [`LockRegistry`] and [`IdempotencyRegistry`].
+/// The kind of a call: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`], [`DelayQueueStore`], [`CacheStore`] and
+/// [`ExistsFilterStore`], and of [`LockRegistry`] and [`IdempotencyRegistry`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -126,9 +127,9 @@ pub enum Verb {
     Push,
     /// `claim` of jobs, which also finishes jobs, or of a load, or `ensure_generation` of a tag.
     Claim,
-    /// `get` of a cache, or `generation` of a tag.
+    /// `get` of a cache, `generation` of a tag, or `status` or `read_block` of an exists filter.
     Get,
-    /// `put` of a load, or `set` of a cache.
+    /// `put` of a load, `set` of a cache, or `add_bits` of an exists filter.
     Put,
     /// `invalidate`, `expire` or `invalidate_tag` of a cache.
     Invalidate,
@@ -136,6 +137,8 @@ pub enum Verb {
     Extend,
     /// All other methods of a delay queue.
     Control,
+    /// `grow`, `begin_build` or `end_build` of an exists filter.
+    Build,
     /// The methods of [`LockRegistry`] and [`IdempotencyRegistry`].
     Admin,
 }
@@ -387,6 +390,48 @@ impl<S: CacheStore + Sync> CacheStore for FaultStore<S> {
 
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         self.inner.add_to_shutdown(target);
+    }
+}
+
+impl<S: ExistsFilterStore + Sync> ExistsFilterStore for FaultStore<S> {
+    async fn status(&self, filter: &Key) -> Result<FilterStatus, StoreError> {
+        self.faults.around(Verb::Get, self.inner.status(filter)).await
+    }
+
+    async fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Result<Option<Block>, StoreError> {
+        self.faults.around(Verb::Get, self.inner.read_block(filter, version, block)).await
+    }
+
+    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Build, self.inner.grow(filter, version, layout)).await
+    }
+
+    async fn begin_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        version: &Token,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Build, self.inner.begin_build(filter, seen, version, ttl)).await
+    }
+
+    async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {
+        self.faults.around(Verb::Put, self.inner.add_bits(filter, seen, bits)).await
+    }
+
+    async fn end_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        is_complete: bool,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Build, self.inner.end_build(filter, seen, is_complete, ttl)).await
+    }
+
+    fn reach(&self) -> Reach {
+        self.inner.reach()
     }
 }
 
@@ -647,6 +692,7 @@ mod tests {
             ("IdempotencyStore", include_str!("../idempotency/store.rs"), 6),
             ("IdempotencyRegistry", include_str!("../idempotency/store.rs"), 4),
             ("CacheStore", include_str!("../cache/store.rs"), 12),
+            ("ExistsFilterStore", include_str!("../cache/exists_filter/store.rs"), 6),
             ("DelayQueueStore", include_str!("../delay_queue/store.rs"), 14),
         ];
         for (name, source, expected) in traits {

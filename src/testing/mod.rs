@@ -100,6 +100,8 @@
 //! * [`lock_contract!`](crate::lock_contract) tests a [`LockStore`](crate::lock::store::LockStore).
 //! * [`idempotency_contract!`](crate::idempotency_contract) tests an [`IdempotencyStore`](crate::idempotency::store::IdempotencyStore).
 //! * [`cache_contract!`](crate::cache_contract) tests a [`CacheStore`](crate::cache::store::CacheStore).
+//! * [`exists_filter_contract!`](crate::exists_filter_contract) tests an
+//!   [`ExistsFilterStore`](crate::cache::exists_filter::store::ExistsFilterStore).
 //! * [`delay_queue_contract!`](crate::delay_queue_contract) tests a [`DelayQueueStore`](crate::delay_queue::store::DelayQueueStore).
 //! * [`lock_registry_contract!`](crate::lock_registry_contract) tests a [`LockRegistry`](crate::lock::store::LockRegistry).
 //! * [`idempotency_registry_contract!`](crate::idempotency_registry_contract) tests an
@@ -115,6 +117,7 @@ pub mod cache_contract;
 pub mod contract;
 pub mod delay_queue_contract;
 mod exhaust;
+pub mod exists_filter_contract;
 mod fault;
 pub mod idempotency_contract;
 pub mod idempotency_registry_contract;
@@ -347,6 +350,36 @@ macro_rules! cache_contract {
     };
 }
 
+/// Creates the tests of [`exists_filter_contract`](crate::testing::exists_filter_contract) for a backend. Takes the same arguments as
+/// [`rate_limit_contract!`](crate::rate_limit_contract).
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::exists_filter_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! exists_filter_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [exists_filter_contract:
+                new_filter_has_no_versions
+                version_is_active_after_its_build
+                bits_are_set_in_both_versions
+                set_bits_are_counted
+                addition_needs_the_current_versions
+                replaced_version_is_gone
+                abandoned_version_is_gone
+                later_build_replaces_an_earlier_one
+                build_steps_can_be_repeated
+                large_version_has_all_blocks
+                filters_are_separate
+                version_expires
+            ] [] $($told)+
+        }
+    };
+}
+
 /// Creates the tests of [`lock_registry_contract`](crate::testing::lock_registry_contract) for a backend. Takes the same arguments as
 /// [`rate_limit_contract!`](crate::rate_limit_contract).
 ///
@@ -481,6 +514,7 @@ mod tests {
             ("idempotency_contract", include_str!("idempotency_contract.rs"), 12),
             ("delay_queue_contract", include_str!("delay_queue_contract.rs"), 15),
             ("cache_contract", include_str!("cache_contract.rs"), 15),
+            ("exists_filter_contract", include_str!("exists_filter_contract.rs"), 10),
             ("lock_registry_contract", include_str!("lock_registry_contract.rs"), 4),
             ("idempotency_registry_contract", include_str!("idempotency_registry_contract.rs"), 7),
         ];

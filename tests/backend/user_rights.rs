@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::future::{Future, IntoFuture};
 use std::time::Duration;
 
+use futures_util::stream;
 use support::server::{RedisServer, wait_until};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
@@ -20,7 +21,9 @@ use tollgate::idempotency::store::{
 use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation};
 use tollgate::lock::store::Token;
 use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore};
-use tollgate::{BoxError, Cache, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
+use tollgate::{
+    BoxError, Cache, ConnectError, DelayQueue, ExistsFilter, Lease, Limiter, Locks, Policy, Quota, RedisBackend,
+};
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// How long the server may take to refuse a command that the user lacks.
@@ -316,6 +319,11 @@ async fn use_a_cache(server: &RedisServer) -> Result<(), BoxError> {
     let (loaded, waited) = tokio::join!(here.get_or_fill(key.as_str(), slow), there.get_or_fill(key.as_str(), slow));
     assert_eq!((loaded?.as_deref(), waited?.as_deref()), (Some(&7), Some(&7)));
     here.expire(key.as_str()).await?;
+    let filter = ExistsFilter::new(connect(server).await?, key.as_str(), 10).visible_within(Duration::ZERO);
+    let filter = filter.deadline(Duration::from_secs(2));
+    filter.rebuild(stream::iter([Ok::<_, BoxError>(1)])).await?;
+    filter.add(2).await?;
+    assert!(filter.might_contain(2).await?);
     here.set(key.as_str(), 8).await?;
     here.invalidate(key.as_str()).await?;
     here.tagged(["tag"]).set(key.as_str(), 9).await?;

@@ -7,7 +7,14 @@ mod support;
 
 mod batches;
 mod contract;
+mod exists_filter;
+mod exists_filter_contract;
+mod exists_filter_model;
 mod faults;
+mod http;
+mod http_faults;
+mod http_leaks;
+mod http_servers;
 mod loads;
 mod local;
 mod model;

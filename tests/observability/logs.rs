@@ -35,9 +35,9 @@ use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver
 use tollgate::responder::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExtractKey, GlobalKey, IdempotencyLayer, Job, Key, Limiter,
-    LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions,
-    StoreError,
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExistsFilter, ExtractKey, GlobalKey, IdempotencyLayer, Job,
+    Key, Limiter, LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend,
+    RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -1491,7 +1491,7 @@ async fn rate_limit_store_calls_have_spans_without_keys() {
     one.layer(answer).oneshot("bob").await.unwrap_err();
     store.faults().fail(Failure::Unavailable);
     one.layer(answer).oneshot("carol").await.unwrap();
-    let expected = [2, 1, 1].map(|subjects| format!("rate_limit policy=\"api\" subjects={subjects}"));
+    let expected = [2, 1, 1].map(|descriptors| format!("rate_limit policy=\"api\" descriptors={descriptors}"));
     assert_eq!(*spans.seen.lock().unwrap(), expected);
 }
 
@@ -1530,4 +1530,20 @@ async fn a_loss_found_at_release_is_logged_once() {
     service.clone().oneshot(()).await.unwrap();
     layer.shutdown().await;
     assert_eq!(log.lines(), ["WARN lock released by an administrator", "WARN lock lost"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn overfull_exists_filter_logs_one_warning() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let filter = ExistsFilter::new(MemoryBackend::new(), "users", 1_000);
+    let keys = |count: u32| futures_util::stream::iter((0..count).map(Ok::<_, BoxError>));
+    filter.rebuild(keys(900)).await.unwrap();
+    assert!(filter.stats().await.unwrap().unwrap().fill_ratio < 0.5);
+    assert_eq!(log.lines(), [""; 0]);
+    filter.add_all(900..1_200_u32).await.unwrap();
+    for _ in 0..3 {
+        assert!(filter.stats().await.unwrap().unwrap().fill_ratio > 0.5);
+    }
+    assert_eq!(log.lines(), ["WARN exists filter is more than half full: rebuild it with a larger capacity"]);
 }

@@ -29,8 +29,9 @@ use tollgate::rate_limit::{
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, GlobalKey, IdempotencyLayer, Job, Key, Limiter, LockLayer,
-    Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitFallback, RateLimitLayer, StoreError,
+    BoxError, DelayQueue, DelayQueueWorker, ErrorResponder, ExistsFilter, GlobalKey, IdempotencyLayer, Job, Key,
+    Limiter, LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitFallback, RateLimitLayer,
+    StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -1554,4 +1555,22 @@ fn handlers_of_detached_layers_are_counted() {
             assert_eq!(at_the_end.get("tollgate_lock_handlers_running{locks=orders}"), None);
         });
     });
+}
+
+#[test]
+fn fill_ratio_of_an_exists_filter_is_a_gauge() {
+    let (recorder, snapshotter, runtime) = recording();
+    let filter = ExistsFilter::new(MemoryBackend::new(), "users", 1_000);
+    let ratio = metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let keys = futures_util::stream::iter((0..500_u32).map(Ok::<_, BoxError>));
+            filter.rebuild(keys).await.unwrap();
+            filter.stats().await.unwrap().unwrap().fill_ratio
+        })
+    });
+    assert!(ratio > 0.2 && ratio < 0.4, "{ratio}");
+    let gauges: Vec<_> = snapshotter.snapshot().into_vec();
+    let found = gauges.iter().find(|(key, ..)| key.key().name() == "tollgate_exists_filter_fill_ratio").unwrap();
+    assert_eq!(found.3, DebugValue::Gauge(ratio.into()));
+    assert_eq!(found.0.key().labels().next().unwrap().value(), "users");
 }

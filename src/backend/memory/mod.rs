@@ -5,6 +5,8 @@ mod cache_table;
 mod clock;
 mod counts;
 mod delay_queue;
+mod exists_filter;
+mod filter_table;
 mod idempotency;
 mod lock;
 mod lock_table;
@@ -26,6 +28,7 @@ use siphasher::sip::{SipHasher13, SipHasher24};
 
 use self::cache_table::CacheTable;
 use self::clock::Clock;
+use self::filter_table::FilterTable;
 use self::lock_table::LockTable;
 use self::operation_table::OperationTable;
 use self::queue_table::QueueTable;
@@ -64,6 +67,9 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 ///
 /// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
 /// dead jobs of the queue with the most.
+///
+/// All versions of [exists filters](crate::cache::exists_filter) together may have 1 KiB for each key of the capacity. A rebuild without
+/// enough space fails with an out-of-memory error.
 ///
 /// # Time
 ///
@@ -105,6 +111,7 @@ struct Inner {
     operations: Arc<OperationTable>,
     queues: QueueTable,
     cache: Arc<CacheTable>,
+    filters: FilterTable,
     shutdown: ShutdownRegistry,
 }
 
@@ -169,6 +176,7 @@ impl MemoryBackend {
                 operations: Arc::new(OperationTable::new(keys.max(1))),
                 queues: QueueTable::new(keys.max(1)),
                 cache: Arc::new(CacheTable::new(keys.max(1))),
+                filters: FilterTable::new(keys.max(1)),
                 shutdown: ShutdownRegistry::default(),
             }),
         }

@@ -476,6 +476,10 @@ impl RedisBackend {
             cache_release: _,
             cache_invalidate: _,
             cache_generation: _,
+            cache_filter_grow: _,
+            cache_filter_begin: _,
+            cache_filter_add: _,
+            cache_filter_end: _,
             probe: _,
             floor: _,
         } = &mut scripts;

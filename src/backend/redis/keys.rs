@@ -10,6 +10,7 @@ use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;
 use crate::rate_limit::Policy;
+use crate::store::token::Token;
 
 /// The version of the layout of keys. It is raised if two releases must not read each other's keys.
 const LAYOUT: &str = "2";
@@ -28,6 +29,8 @@ fn part(scope: &str, key: &str) -> String {
         .fold(hash, |hash, factor| (hash ^ (hash >> 33)).wrapping_mul(factor));
     (((spread ^ (spread >> 33)) >> 32) % PARTS).to_string()
 }
+
+const HEX: &[u8; 16] = b"0123456789abcdef";
 
 /// The keys with one prefix.
 #[derive(Clone, Debug)]
@@ -142,6 +145,24 @@ impl Keys {
     /// `<prefix>:2:{cache:<cache>:<tag>}:generation`.
     pub(crate) fn generation(&self, tag: &CacheKey) -> String {
         [&self.root, "{cache:", &escape_part(tag.cache()), ":", tag.key().as_str(), "}:generation"].concat()
+    }
+
+    /// The key of the ids of a filter's versions: `<prefix>:2:{cache_filter:<filter>}:versions`.
+    pub(crate) fn filter_versions(&self, filter: &Key) -> String {
+        [&self.root, "{cache_filter:", filter.as_str(), "}:versions"].concat()
+    }
+
+    /// The key of a version: `<prefix>:2:{cache_filter:<filter>}:bits:<version>`.
+    pub(crate) fn filter_bits(&self, filter: &Key, version: &Token) -> String {
+        let mut key = [&self.root, "{cache_filter:", filter.as_str(), "}:bits:"].concat();
+        key.extend(
+            version
+                .as_bytes()
+                .iter()
+                .flat_map(|byte| [byte >> 4, byte & 15])
+                .map(|half| char::from(HEX[usize::from(half)])),
+        );
+        key
     }
 
     /// The channel `<prefix>:2:{lock:<name>:<key>}:free`.

@@ -101,8 +101,9 @@
 //! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
 //! | cached value | `<prefix>:2:{cache:<cache>:<key>}:entry` | `...:lease`, channel `...:changed` |
 //! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
+//! | exists filter | `<prefix>:2:{cache_filter:<filter>}:versions` | one or two versions `...:bits:<version>` |
 //!
-//! On a cluster, the braces keep all keys of one rate-limit key, lock or queue in one slot. Every key has a time to live. Two versions
+//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two versions
 //! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the
 //! same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads
 //! an unknown number fails with a store error. Until 0.1 is published, formats may change at any time.

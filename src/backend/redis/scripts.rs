@@ -12,6 +12,7 @@ use super::error;
 use super::keys::{CacheKeys, QueueKeys};
 use super::replicated::Outcome;
 use super::topology::{Delivery, Servers};
+use crate::cache::exists_filter::store::{self as exists_filter, KeyBits, Layout, NewBits};
 use crate::cache::store::{self as cache, EntryId, Mark, NewEntry, TagGeneration};
 use crate::delay_queue;
 use crate::error::StoreError;
@@ -73,6 +74,10 @@ pub(crate) struct Scripts {
     pub(crate) cache_release: LuaScript,
     pub(crate) cache_invalidate: LuaScript,
     pub(crate) cache_generation: LuaScript,
+    pub(crate) cache_filter_grow: LuaScript,
+    pub(crate) cache_filter_begin: LuaScript,
+    pub(crate) cache_filter_add: LuaScript,
+    pub(crate) cache_filter_end: LuaScript,
     pub(crate) delay_queue_push: LuaScript,
     pub(crate) delay_queue_claim: LuaScript,
     pub(crate) delay_queue_extend: LuaScript,
@@ -208,6 +213,10 @@ impl Scripts {
             cache_release: lua!("cache_release.lua", server: notify),
             cache_invalidate: lua!("cache_invalidate.lua", server: notify),
             cache_generation: lua!("cache_generation.lua"),
+            cache_filter_grow: lua!("cache_filter_grow.lua", cache_filter: header),
+            cache_filter_begin: lua!("cache_filter_begin.lua", cache_filter: header),
+            cache_filter_add: lua!("cache_filter_add.lua", cache_filter: header),
+            cache_filter_end: lua!("cache_filter_end.lua", cache_filter: header),
             probe: lua!("server_probe.lua"),
             floor: FenceFloor::default(),
         }
@@ -559,6 +568,54 @@ impl Scripts {
         self.cache_generation.call(servers, &[key], (new.as_bytes().as_slice(), millis(ttl).max(1))).await
     }
 
+    pub(crate) async fn cache_filter_grow(
+        &self,
+        servers: &Servers,
+        bits: &str,
+        layout: &Layout,
+    ) -> Result<Value, StoreError> {
+        let args = (layout.blocks, layout.seed.as_slice(), exists_filter::GROWTH, millis(exists_filter::BUILD_TTL));
+        self.cache_filter_grow.call(servers, &[bits], args).await
+    }
+
+    /// The keys are the versions, the new version, and the one that was built before or the versions again.
+    pub(crate) async fn cache_filter_begin(
+        &self,
+        servers: &Servers,
+        keys: [&str; 3],
+        (seen, begun): (&[u8], &[u8]),
+        ttl: Duration,
+    ) -> Result<Value, StoreError> {
+        self.cache_filter_begin.call(servers, &keys, (seen, begun, keep_versions_ms(ttl))).await
+    }
+
+    /// The keys are the versions, the active version, and the one that is built. A missing one is the versions again.
+    pub(crate) async fn cache_filter_add(
+        &self,
+        servers: &Servers,
+        keys: [&str; 3],
+        seen: &[u8],
+        bits: &NewBits,
+    ) -> Result<Value, StoreError> {
+        let (active, building) = (packed_bits(&bits.active), packed_bits(&bits.building));
+        let build_ms = if bits.is_build { millis(exists_filter::BUILD_TTL) } else { 0 };
+        let times = (millis(bits.ttl).max(1), build_ms, keep_versions_ms(bits.ttl));
+        self.cache_filter_add.call(servers, &keys, (seen, active.as_slice(), building.as_slice(), times)).await
+    }
+
+    /// The keys are the versions, the one that is built, and the active one or the versions again.
+    pub(crate) async fn cache_filter_end(
+        &self,
+        servers: &Servers,
+        keys: [&str; 3],
+        (seen, ended): (&[u8], &[u8]),
+        is_complete: bool,
+        ttl: Duration,
+    ) -> Result<Value, StoreError> {
+        let args = (seen, ended, u8::from(is_complete), millis(ttl).max(1), keep_versions_ms(ttl));
+        self.cache_filter_end.call(servers, &keys, args).await
+    }
+
     /// Pushes jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(crate) async fn delay_queue_push(
         &self,
@@ -624,6 +681,16 @@ impl Scripts {
         let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, args);
         script.call(servers, &all_of(keys), args).await
     }
+}
+
+/// How long the ids of the versions of a filter are kept: longer than each version, so that no version is in use without them.
+fn keep_versions_ms(ttl: Duration) -> u64 {
+    millis(ttl.saturating_add(exists_filter::BUILD_TTL).saturating_add(Duration::from_secs(60)))
+}
+
+/// The bits of keys as an argument of `cache_filter_add`.
+fn packed_bits(keys: &[KeyBits]) -> Vec<u8> {
+    keys.iter().flat_map(|bits| bits.block.to_le_bytes().into_iter().chain(bits.to_block())).collect()
 }
 
 /// The keys and arguments of `delay_queue_push`.
@@ -894,6 +961,10 @@ mod tests {
             (&scripts.cache_release, 2, 5),
             (&scripts.cache_invalidate, 2, 3),
             (&scripts.cache_generation, 1, 2),
+            (&scripts.cache_filter_grow, 1, 4),
+            (&scripts.cache_filter_begin, 3, 3),
+            (&scripts.cache_filter_add, 3, 6),
+            (&scripts.cache_filter_end, 3, 5),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -59,7 +59,7 @@ impl Fingerprints {
 }
 
 /// The URI of the request, before a router removed a prefix.
-pub(super) fn original_uri<B>(request: &Request<B>) -> &Uri {
+pub(in crate::http) fn original_uri<B>(request: &Request<B>) -> &Uri {
     #[cfg(feature = "axum")]
     if let Some(original) = request.extensions().get::<axum::extract::OriginalUri>() {
         return &original.0;

@@ -88,7 +88,7 @@ where
 }
 
 /// The instance of the inner service that reported ready, with its reserved capacity. Leaves a clone for the next request.
-pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
+pub(in crate::http) fn take_ready<S: Clone>(inner: &mut S) -> S {
     let fresh = inner.clone();
     mem::replace(inner, fresh)
 }

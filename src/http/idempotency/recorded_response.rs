@@ -35,7 +35,7 @@ const NOT_KEPT: &[&str] = &[
 ];
 
 /// Builds the stored form of a response. The body is added at the end.
-pub(super) struct Recorder {
+pub(in crate::http) struct Recorder {
     // A few headers fit without an allocation.
     head: SmallVec<[u8; 96]>,
     trailers: SmallVec<[u8; 16]>,
@@ -47,7 +47,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    pub(super) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
+    pub(in crate::http) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
         let mut head = SmallVec::new();
         head.push(VERSION);
         head.extend_from_slice(&status.as_u16().to_le_bytes());
@@ -58,15 +58,15 @@ impl Recorder {
     }
 
     /// Whether the part that was recorded so far fits into the stored form and the maximum size.
-    pub(super) const fn fits(&self) -> bool {
+    pub(in crate::http) const fn fits(&self) -> bool {
         self.is_representable && self.len <= self.most
     }
 
-    pub(super) fn data(&mut self, data: &Bytes) {
+    pub(in crate::http) fn data(&mut self, data: &Bytes) {
         self.len = self.len.saturating_add(data.len());
     }
 
-    pub(super) fn trailers(&mut self, trailers: &HeaderMap) {
+    pub(in crate::http) fn trailers(&mut self, trailers: &HeaderMap) {
         // If there are several sets of trailers, the last one counts.
         self.len -= self.trailers.len();
         self.trailers.clear();
@@ -75,7 +75,11 @@ impl Recorder {
     }
 
     /// The stored form of the response; of its status alone if it is incomplete or does not fit.
-    pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
+    pub(in crate::http) fn finish<'a>(
+        &self,
+        body: impl Iterator<Item = &'a Bytes>,
+        is_whole: bool,
+    ) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
             return (Arc::from(mark(self.status).as_slice()), false);
@@ -95,7 +99,7 @@ impl Recorder {
 }
 
 /// Stands for a response that was not stored: its status without headers.
-pub(super) fn mark(status: StatusCode) -> [u8; 5] {
+pub(in crate::http) fn mark(status: StatusCode) -> [u8; 5] {
     let [low, high] = status.as_u16().to_le_bytes();
     let [none, nothing] = NO_HEADERS;
     [VERSION, low, high, none, nothing]
@@ -172,16 +176,16 @@ fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept:
 }
 
 /// A stored response.
-pub(super) struct Recorded {
-    pub(super) status: StatusCode,
-    pub(super) headers: HeaderMap,
-    pub(super) body: Bytes,
-    pub(super) trailers: HeaderMap,
+pub(in crate::http) struct Recorded {
+    pub(in crate::http) status: StatusCode,
+    pub(in crate::http) headers: HeaderMap,
+    pub(in crate::http) body: Bytes,
+    pub(in crate::http) trailers: HeaderMap,
 }
 
 impl Recorded {
     /// `None` if [`Recorder`] did not write these bytes.
-    pub(super) fn read(mut bytes: Bytes) -> Option<Self> {
+    pub(in crate::http) fn read(mut bytes: Bytes) -> Option<Self> {
         if bytes.try_get_u8().ok()? != VERSION {
             return None;
         }

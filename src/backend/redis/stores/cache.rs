@@ -178,7 +178,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
-fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
+pub(super) fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
     let Value::Array(values) = reply else { return None };
     let numbers: Option<Vec<u64>> = values
         .iter()
@@ -192,14 +192,14 @@ fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
 }
 
 /// The reply of TIME, in milliseconds.
-fn milliseconds(reply: &Value) -> Option<u64> {
+pub(super) fn milliseconds(reply: &Value) -> Option<u64> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(seconds), Value::BulkString(micros)] = values.as_slice() else { return None };
     let number = |text: &[u8]| std::str::from_utf8(text).ok()?.parse::<u64>().ok();
     Some(number(seconds)? * 1_000 + number(micros)? / 1_000)
 }
 
-fn is_done(reply: &Value) -> Result<bool, StoreError> {
+pub(super) fn is_done(reply: &Value) -> Result<bool, StoreError> {
     match reply {
         Value::Int(done) => Ok(*done == 1),
         reply => Err(unexpected_reply(reply)),

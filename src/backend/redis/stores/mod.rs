@@ -2,6 +2,7 @@
 
 mod cache;
 pub(crate) mod delay_queue;
+mod exists_filter;
 mod idempotency;
 pub(crate) mod lock;
 mod lock_registry;

@@ -1,0 +1,215 @@
+use std::time::Duration;
+
+use redis::{Cmd, Value};
+
+use super::cache::{is_done, milliseconds, numbers};
+use crate::backend::redis::error::{store_error, unexpected_reply};
+use crate::backend::redis::keys::Keys;
+use crate::backend::redis::{Inner, RedisBackend};
+use crate::cache::exists_filter::store::{
+    Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBits, Token, Version, VersionIds,
+};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::reach::Reach;
+
+impl ExistsFilterStore for RedisBackend {
+    async fn status(&self, filter: &Key) -> Result<FilterStatus, StoreError> {
+        let Inner { servers, keys, .. } = &*self.inner;
+        let versions = keys.filter_versions(filter);
+        let mut get = Cmd::with_capacity(2, versions.len() + 3);
+        get.arg("GET").arg(&versions);
+        let ids = match servers.send(&versions, &get).await.map_err(store_error)? {
+            Value::Nil => VersionIds::default(),
+            Value::BulkString(value) => decode_ids(&value).ok_or_else(not_ids)?,
+            reply => return Err(unexpected_reply(&reply)),
+        };
+        let active = self.version(filter, ids.active, true).await?;
+        let building = self.version(filter, ids.building, false).await?;
+        Ok(FilterStatus::new(ids, active, building))
+    }
+
+    async fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Result<Option<Block>, StoreError> {
+        let start = Layout::HEADER_LEN + Layout::BLOCK_LEN * block as usize;
+        let bits = self.inner.keys.filter_bits(filter, version);
+        // Shorter past the end.
+        Ok(self.read(&bits, start, Layout::BLOCK_LEN).await?.try_into().ok())
+    }
+
+    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        is_done(&scripts.cache_filter_grow(servers, &keys.filter_bits(filter, version), layout).await?)
+    }
+
+    async fn begin_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        version: &Token,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let names = Names::new(keys, filter, seen);
+        let begun = VersionIds::new(seen.active, Some(*version));
+        let (seen, begun) = (encode_ids(seen), encode_ids(&begun));
+        let bits = keys.filter_bits(filter, version);
+        let names: [&str; 3] = [&names.versions, &bits, names.building()];
+        is_done(&scripts.cache_filter_begin(servers, names, (&seen, &begun), ttl).await?)
+    }
+
+    async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let names = Names::new(keys, filter, seen);
+        let names: [&str; 3] = [&names.versions, names.active(), names.building()];
+        let reply = scripts.cache_filter_add(servers, names, &encode_ids(seen), bits).await?;
+        match numbers::<3>(&reply) {
+            Some([0, ..]) => Ok(Added::Changed),
+            Some([_, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
+            None => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn end_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        is_complete: bool,
+        ttl: Duration,
+    ) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let names = Names::new(keys, filter, seen);
+        let (seen, ended) = (encode_ids(seen), encode_ids(&seen.after_build(is_complete)));
+        let names: [&str; 3] = [&names.versions, names.building(), names.active()];
+        is_done(&scripts.cache_filter_end(servers, names, (&seen, &ended), is_complete, ttl).await?)
+    }
+
+    fn reach(&self) -> Reach {
+        Reach::Redis
+    }
+}
+
+/// The keys of a filter with these versions.
+struct Names {
+    versions: String,
+    active: Option<String>,
+    building: Option<String>,
+}
+
+impl Names {
+    fn new(keys: &Keys, filter: &Key, ids: &VersionIds) -> Self {
+        let bits = |version: &Option<Token>| version.as_ref().map(|version| keys.filter_bits(filter, version));
+        Self { versions: keys.filter_versions(filter), active: bits(&ids.active), building: bits(&ids.building) }
+    }
+
+    /// The active version, or the key that the scripts take for none.
+    fn active(&self) -> &str {
+        self.active.as_deref().unwrap_or(&self.versions)
+    }
+
+    /// Likewise the version that is built.
+    fn building(&self) -> &str {
+        self.building.as_deref().unwrap_or(&self.versions)
+    }
+}
+
+impl RedisBackend {
+    /// The header of a version. `None` if it is missing, damaged or in the other state.
+    async fn version(
+        &self,
+        filter: &Key,
+        version: Option<Token>,
+        is_active: bool,
+    ) -> Result<Option<Version>, StoreError> {
+        let Some(version) = version else { return Ok(None) };
+        let bits = self.inner.keys.filter_bits(filter, &version);
+        let header = match self.read(&bits, 0, Layout::HEADER_LEN).await {
+            Err(error) if error.is_foreign_data() => return Ok(None),
+            header => header?,
+        };
+        let decoded = header.as_slice().try_into().ok().and_then(decode_header);
+        let Some((mut version, since_ms)) = decoded.filter(|(_, since)| since.is_some() == is_active) else {
+            return Ok(None);
+        };
+        if let Some(since_ms) = since_ms {
+            version.age = Duration::from_millis(self.server_ms(&bits).await?.saturating_sub(since_ms));
+        }
+        Ok(Some(version))
+    }
+
+    async fn read(&self, bits: &str, start: usize, len: usize) -> Result<Vec<u8>, StoreError> {
+        let mut range = Cmd::with_capacity(4, bits.len() + 32);
+        range.arg("GETRANGE").arg(bits).arg(start).arg(start + len - 1);
+        match self.inner.servers.send(bits, &range).await.map_err(store_error)? {
+            Value::BulkString(bytes) => Ok(bytes),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    /// The time of the server in milliseconds since 1970.
+    async fn server_ms(&self, key: &str) -> Result<u64, StoreError> {
+        let Inner { servers, server_clock, .. } = &*self.inner;
+        if let Some(now_ms) = server_clock.now_ms() {
+            return Ok(now_ms);
+        }
+        let reply = servers.send(key, &redis::cmd("TIME")).await.map_err(store_error)?;
+        let now_ms = milliseconds(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        server_clock.set(now_ms);
+        Ok(now_ms)
+    }
+}
+
+fn not_ids() -> StoreError {
+    StoreError::foreign_data(
+        "the key with the versions of an exists filter holds other data; delete it, and rebuild the filter",
+    )
+}
+
+/// The value with the ids of the versions: see `cache_filter_header.lua`. Empty for no versions.
+fn encode_ids(ids: &VersionIds) -> Vec<u8> {
+    if *ids == VersionIds::default() {
+        return Vec::new();
+    }
+    let mut value = vec![1];
+    for id in [ids.active, ids.building] {
+        value.extend_from_slice(id.as_ref().map_or(&[0_u8; 16], Token::as_bytes).as_slice());
+    }
+    value
+}
+
+fn decode_ids(value: &[u8]) -> Option<VersionIds> {
+    let [1, ids @ ..] = value else { return None };
+    let [active, building] = ids.as_chunks::<16>().0 else { return None };
+    let id = |bytes: &[u8; 16]| Token::from_bytes(bytes).filter(|_| *bytes != [0; 16]);
+    (ids.len() == 32).then(|| VersionIds::new(id(active), id(building)))
+}
+
+/// Decodes a header: see `cache_filter_header.lua`. The time in milliseconds at which the version became active comes with it.
+fn decode_header(header: &[u8; Layout::HEADER_LEN]) -> Option<(Version, Option<u64>)> {
+    let number = |at: std::ops::Range<usize>| header[at].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+    let is_active = match header.first_chunk::<6>()? {
+        b"TGEF\x01R" => true,
+        b"TGEF\x01B" => false,
+        _ => return None,
+    };
+    let blocks = u32::try_from(number(8..12)).ok().filter(|blocks| (1..=Layout::MAX_BLOCKS).contains(blocks))?;
+    let layout = Layout::new(blocks, *header[12..].first_chunk()?);
+    let version = Version::new(layout, number(28..35), number(35..42), Duration::ZERO);
+    Some((version, is_active.then(|| number(42..49))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_survive_their_encoding() {
+        let [a, b] = [1, 2].map(|byte| Token::from_bytes(&[byte; 16]));
+        for ids in [VersionIds::new(a, b), VersionIds::new(a, None), VersionIds::new(None, b)] {
+            assert_eq!(decode_ids(&encode_ids(&ids)), Some(ids));
+        }
+        assert!(encode_ids(&VersionIds::default()).is_empty());
+        for damaged in [b"".as_slice(), b"1", &[1; 32], &[1; 34], &[2; 33]] {
+            assert_eq!(decode_ids(damaged), None, "{damaged:?}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! For people who write a backend: what an exists filter needs from a store.
+
+use std::future::Future;
+use std::time::Duration;
+
+pub use super::layout::{Block, KeyBits, Layout};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::reach::Reach;
+pub use crate::store::token::Token;
+
+/// What an [`ExistsFilter`](super::ExistsFilter) needs from a backend: versions of a filter, of which one is in use, and one may be built.
+///
+/// ```text
+///          grow            begin_build            end_build
+///   none -------> hidden -------------> building -----------> active, and the active version before is removed
+///                                           |
+///                                           +---------------> removed: abandoned, or another build began
+/// ```
+///
+/// A version is removed in the same step in which another one becomes active. So a client that still reads the old version finds no block,
+/// and never an outdated one. Each version has a random id, which is never used again.
+///
+/// The backend owns the clock. Every change is one atomic step. Every version has a time to live.
+///
+/// All backends pass the same contract tests. `tollgate::testing` (feature `testing`) has them for your own backend.
+///
+/// # Cancellation
+///
+/// If you drop a returned future, the call may or may not have been executed.
+pub trait ExistsFilterStore {
+    /// The versions of a filter. A missing or damaged version counts as `None`.
+    fn status(&self, filter: &Key) -> impl Future<Output = Result<FilterStatus, StoreError>> + Send;
+
+    /// A block of a version. `None` if the store does not have all of its bytes.
+    fn read_block(
+        &self,
+        filter: &Key,
+        version: &Token,
+        block: u32,
+    ) -> impl Future<Output = Result<Option<Block>, StoreError>> + Send;
+
+    /// Creates a hidden version without set bits, or allocates the next part of it. True if all of it is allocated; otherwise call it again.
+    ///
+    /// A call allocates at most [`GROWTH`] bytes. The version is kept for [`BUILD_TTL`] from then on.
+    fn grow(
+        &self,
+        filter: &Key,
+        version: &Token,
+        layout: &Layout,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Makes a hidden version the one that is built, and removes the one that was built before. False if the versions are not those in
+    /// `seen`, or if the hidden version is gone; then nothing changes. May be repeated.
+    fn begin_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        version: &Token,
+        ttl: Duration,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Sets bits in the active version and in the one that is built. May be repeated.
+    ///
+    /// If the store has lost only the ids of the versions, it sets the bits in the versions that the caller has seen: others may still use
+    /// them.
+    fn add_bits(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        bits: &NewBits,
+    ) -> impl Future<Output = Result<Added, StoreError>> + Send;
+
+    /// Makes the version that is built the active one, and removes the one before. Or, if the build is not complete, removes the version that
+    /// is built. False if the versions are not those in `seen`, or if the version is damaged; then nothing changes. May be repeated.
+    fn end_build(
+        &self,
+        filter: &Key,
+        seen: &VersionIds,
+        is_complete: bool,
+        ttl: Duration,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// The reach within which a filter is shared.
+    fn reach(&self) -> Reach;
+}
+
+/// The largest number of bytes that one call of [`ExistsFilterStore::grow`] allocates.
+pub const GROWTH: usize = 1 << 20;
+
+/// The largest number of keys in one call of [`ExistsFilterStore::add_bits`], for each version.
+pub const MAX_KEYS: usize = 128;
+
+/// How long a version that is built is kept after the last call of its builder.
+pub const BUILD_TTL: Duration = Duration::from_secs(3_600);
+
+/// The ids of the versions of a filter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct VersionIds {
+    /// The version in use.
+    pub active: Option<Token>,
+    /// The version that is built.
+    pub building: Option<Token>,
+}
+
+impl VersionIds {
+    /// The ids of these versions.
+    #[must_use]
+    pub const fn new(active: Option<Token>, building: Option<Token>) -> Self {
+        Self { active, building }
+    }
+
+    /// The ids after the end of the build.
+    #[must_use]
+    pub const fn after_build(&self, is_complete: bool) -> Self {
+        Self { active: if is_complete { self.building } else { self.active }, building: None }
+    }
+}
+
+/// The versions of a filter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FilterStatus {
+    /// The ids of the versions.
+    pub ids: VersionIds,
+    /// The version in use. `None` if there is none, or if it is lost or damaged.
+    pub active: Option<Version>,
+    /// The version that is built, likewise.
+    pub building: Option<Version>,
+}
+
+impl FilterStatus {
+    /// For stores: the status with these versions.
+    #[must_use]
+    pub const fn new(ids: VersionIds, active: Option<Version>, building: Option<Version>) -> Self {
+        Self { ids, active, building }
+    }
+}
+
+/// A version of a filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Version {
+    /// Its size and seed.
+    pub layout: Layout,
+    /// The number of keys that have set a bit, which is slightly less than the number of different keys.
+    pub keys: u64,
+    /// The number of set bits.
+    pub bits: u64,
+    /// The time since it became active; zero while it is built.
+    pub age: Duration,
+}
+
+impl Version {
+    /// For stores: a version.
+    #[must_use]
+    pub const fn new(layout: Layout, keys: u64, bits: u64, age: Duration) -> Self {
+        Self { layout, keys, bits, age }
+    }
+}
+
+/// Bits to set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NewBits {
+    /// The bits of at most [`MAX_KEYS`] keys in the active version.
+    pub active: Vec<KeyBits>,
+    /// The bits of at most [`MAX_KEYS`] keys in the version that is built.
+    pub building: Vec<KeyBits>,
+    /// How long the active version is kept from now on.
+    pub ttl: Duration,
+    /// Whether the call is one of the builder, which keeps the version that is built for [`BUILD_TTL`] from now on.
+    pub is_build: bool,
+}
+
+impl NewBits {
+    /// The bits of keys that a client adds to both versions.
+    #[must_use]
+    pub const fn added(active: Vec<KeyBits>, building: Vec<KeyBits>, ttl: Duration) -> Self {
+        Self { active, building, ttl, is_build: false }
+    }
+
+    /// The bits of keys that the builder adds to the version that is built.
+    #[must_use]
+    pub const fn built(building: Vec<KeyBits>, ttl: Duration) -> Self {
+        Self { active: Vec::new(), building, ttl, is_build: true }
+    }
+}
+
+/// The reply to [`ExistsFilterStore::add_bits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Added {
+    /// The versions are not those that the caller has seen. Nothing has changed.
+    Changed,
+    /// The bits are set in each version that is intact.
+    Done {
+        /// Whether the active version is intact.
+        active: bool,
+        /// Whether the version that is built is intact.
+        building: bool,
+    },
+}

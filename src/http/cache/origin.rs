@@ -1,0 +1,245 @@
+//! One call of the inner service, whose response is stored if possible.
+
+use std::error::Error;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, SystemTime};
+
+use ::http::header::CONTENT_LENGTH;
+use ::http::response::Parts;
+use ::http::{HeaderMap, Request, Response, StatusCode};
+use bytes::Bytes;
+use http_body::Body;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, timeout_at};
+use tower_service::Service;
+
+use super::body::CachedBody;
+use super::policy::{REFUSED_FOR, Times, UNCACHED_FOR, Verdict, judge};
+use super::request::Conditions;
+use super::settings::Settings;
+use super::stored::{Stored, StoredCodec, StoredResponse, Varies};
+use super::tee::Tee;
+use super::vary::Vary;
+use crate::cache::{Cache, Loaded};
+use crate::error::BoxError;
+use crate::http::body::ResponseBody;
+use crate::http::idempotency::recorded_response::Recorder;
+use crate::key::Key;
+
+/// A request, and the instance of the inner service that reported ready for it. Its caller and its load share it: one of them takes it.
+pub(super) struct Seat<S, B>(Arc<Mutex<Seated<S, B>>>);
+
+type Seated<S, B> = Option<(S, Request<B>)>;
+
+impl<S, B> Seat<S, B> {
+    pub(super) fn new(inner: S, request: Request<B>) -> Self {
+        Self(Arc::new(Mutex::new(Some((inner, request)))))
+    }
+
+    pub(super) fn share(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+
+    /// `None` if it was taken before.
+    pub(super) fn take(&self) -> Option<(S, Request<B>)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// The values of the request in the fields that select a response. `None` if the request was taken.
+    pub(super) fn selection(&self, vary: &Vary) -> Option<Key> {
+        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        seat.as_ref().map(|(_, request)| vary.selection(request.headers()))
+    }
+}
+
+/// Where the response to a request is stored.
+#[derive(Clone)]
+pub(super) enum Place {
+    /// Under the URI.
+    Uri(Key),
+    /// The fields in `vary` select the response.
+    Variant { uri: Key, slot: Key, vary: Vary, selection: Key },
+}
+
+impl Place {
+    pub(super) const fn key(&self) -> Key {
+        match self {
+            Self::Uri(uri) => *uri,
+            Self::Variant { slot, .. } => *slot,
+        }
+    }
+
+    /// The selection of the responses that this request may have.
+    pub(super) const fn selection(&self) -> Key {
+        match self {
+            Self::Uri(_) => Key::EMPTY,
+            Self::Variant { selection, .. } => *selection,
+        }
+    }
+}
+
+/// How long it is known which fields select the responses of a URI. After that, all of them are loaded again.
+const VARIES_FOR: Duration = Duration::from_secs(86_400);
+
+/// The response for the caller whose request was sent.
+pub(super) type Handed<R, E> = Result<Response<CachedBody<R>>, E>;
+
+/// A load.
+pub(super) struct Origin<S, B, R, E> {
+    pub(super) seat: Seat<S, B>,
+    pub(super) place: Place,
+    pub(super) hand: oneshot::Sender<Handed<R, E>>,
+    pub(super) settings: Arc<Settings>,
+    // Weak, since a load must not keep the cache that owns its task.
+    pub(super) cache: Weak<Cache<Stored, StoredCodec>>,
+}
+
+impl<S, B, R> Origin<S, B, R, S::Error>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    R: Body<Data = Bytes>,
+    R::Error: Into<BoxError>,
+{
+    /// Calls the inner service. The caller gets its response even if it is not stored.
+    pub(super) async fn load(self) -> Result<Loaded<Stored>, OriginFailed> {
+        let Some((mut inner, mut request)) = self.seat.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
+        Conditions::remove(request.headers_mut());
+        let fields = request.headers().clone();
+        let until = Instant::now() + self.settings.load_timeout;
+        let response = match timeout_at(until, inner.call(request)).await {
+            Ok(Ok(response)) => response,
+            Ok(Err(error)) => {
+                self.give(Err(error));
+                return Err(OriginFailed::Error);
+            }
+            Err(_) => return Err(OriginFailed::TimedOut),
+        };
+        let (parts, body) = response.into_parts();
+        match judge(parts.status, &parts.headers, self.settings.fresh_for, SystemTime::now()) {
+            Verdict::Store { times, vary } => self.store(parts, body, (times, vary), &fields, until).await,
+            Verdict::Uncached { mark } => Ok(self.give_uncached(parts, body, mark)),
+            Verdict::Failed => {
+                let status = parts.status;
+                self.give(Ok(Response::from_parts(parts, CachedBody::other(ResponseBody::inner(body)))));
+                Err(OriginFailed::Status(status))
+            }
+        }
+    }
+
+    /// The caller may have gone.
+    fn give(self, handed: Handed<R, S::Error>) {
+        let _ = self.hand.send(handed);
+    }
+
+    fn give_uncached(self, parts: Parts, body: R, mark: Duration) -> Loaded<Stored> {
+        self.settings.uncached.insert(self.place.key(), mark);
+        self.give(Ok(Response::from_parts(parts, CachedBody::other(ResponseBody::inner(body)))));
+        Loaded::nothing(mark)
+    }
+
+    /// Streams the response to the caller, and records it.
+    async fn store(
+        self,
+        parts: Parts,
+        body: R,
+        (times, vary): (Times, Vary),
+        fields: &HeaderMap,
+        until: Instant,
+    ) -> Result<Loaded<Stored>, OriginFailed> {
+        let mut recorder = Recorder::new(parts.status, &parts.headers, false, self.settings.max_body);
+        let Some(target) = Target::new(&self.place, &vary, fields, self.settings.max_variants) else {
+            // Other fields than before select the responses of this URI: begin anew.
+            if let (Place::Variant { uri, .. }, Some(cache)) = (&self.place, self.cache.upgrade()) {
+                forget(&cache, *uri).await;
+            }
+            return Ok(self.give_uncached(parts, body, REFUSED_FOR));
+        };
+        let announced = parts.headers.get(CONTENT_LENGTH).and_then(|len| len.to_str().ok()?.parse().ok());
+        if !recorder.fits() || announced.is_some_and(|len: u64| len > self.settings.max_body as u64) {
+            return Ok(self.give_uncached(parts, body, UNCACHED_FOR));
+        }
+        let (pieces, receiver) = mpsc::unbounded_channel();
+        let live = CachedBody::live(receiver, body.size_hint());
+        let tee = Tee::new(body, pieces);
+        let Self { hand, settings, cache, place, .. } = self;
+        let _ = hand.send(Ok(Response::from_parts(parts, live)));
+        // A body that takes too long is streamed to its client, and is not a failure.
+        let read = timeout_at(until, tee.read(&mut recorder, announced)).await.unwrap_or(Ok(None));
+        let Some(chunks) = read.map_err(OriginFailed::Body)? else {
+            settings.uncached.insert(place.key(), UNCACHED_FOR);
+            return Ok(Loaded::nothing(UNCACHED_FOR));
+        };
+        let (record, _) = recorder.finish(chunks.iter(), true);
+        let response = StoredResponse::new(times, target.selection, Bytes::from_owner(record));
+        let Some(response) = response else { return Ok(Loaded::nothing(UNCACHED_FOR)) };
+        let loaded = Loaded::value(Stored::Response(response)).fresh_for(times.fresh_for).stale_for(times.stale_for());
+        Ok(target.put(loaded, cache).await)
+    }
+}
+
+/// Removes the entry of a URI, and all responses that its fields select.
+pub(super) async fn forget(cache: &Cache<Stored, StoredCodec>, uri: Key) {
+    if let Err(error) = cache.invalidate(uri).await {
+        tracing::debug!(key = %uri, %error, "cached response is not removed");
+    }
+}
+
+/// Where a new response is stored.
+struct Target {
+    selection: Key,
+    // For a URI whose responses were not known to be selected by fields.
+    new: Option<(Key, Varies)>,
+}
+
+impl Target {
+    /// `None` if other fields select the response than `place` knows.
+    fn new(place: &Place, vary: &Vary, fields: &HeaderMap, slots: u64) -> Option<Self> {
+        match place {
+            Place::Variant { vary: known, selection, .. } => {
+                vary.is_within(known).then_some(Self { selection: *selection, new: None })
+            }
+            Place::Uri(_) if vary.is_empty() => Some(Self { selection: Key::EMPTY, new: None }),
+            Place::Uri(uri) => {
+                let selection = vary.selection(fields);
+                let varies = Varies { vary: vary.clone(), generation: getrandom::u64().ok()? };
+                let slot = varies.slot(*uri, selection, slots);
+                Some(Self { selection, new: Some((slot, varies)) })
+            }
+        }
+    }
+
+    /// The value for the place of the load. If fields select the response, it is stored under a key of its own first.
+    async fn put(self, loaded: Loaded<Stored>, cache: Weak<Cache<Stored, StoredCodec>>) -> Loaded<Stored> {
+        let Some((slot, varies)) = self.new else { return loaded };
+        // No other load has this key, since its generation is new. If the URI is changed meanwhile, `varies` is not stored.
+        if let Some(cache) = cache.upgrade()
+            && let Err(error) = cache.set(slot, loaded).await
+        {
+            tracing::debug!(key = %slot, %error, "response is not cached");
+        }
+        Loaded::value(Stored::Varies(varies)).fresh_for(VARIES_FOR).stale_for(Duration::ZERO)
+    }
+}
+
+/// Why a load has no response for others.
+#[derive(Debug)]
+pub(super) enum OriginFailed {
+    Error,
+    TimedOut,
+    Status(StatusCode),
+    Body(super::tee::BrokenBody),
+}
+
+impl fmt::Display for OriginFailed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Error => f.write_str("the inner service failed"),
+            Self::TimedOut => f.write_str("the inner service did not respond in time"),
+            Self::Status(status) => write!(f, "the inner service responded with {status}"),
+            Self::Body(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl Error for OriginFailed {}

@@ -1,0 +1,312 @@
+//! A GET or HEAD request: from the cache, by its own load, or by that of another request.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::http::header::{CONTENT_ENCODING, CONTENT_LANGUAGE, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE};
+use ::http::{HeaderMap, Request, Response, StatusCode};
+use bytes::Bytes;
+use http_body::Body;
+use tokio::sync::oneshot;
+use tower_service::Service;
+use tracing::{Instrument, Span};
+
+use super::body::CachedBody;
+use super::origin::{Handed, Origin, Place, Seat};
+use super::request::Read;
+use super::settings::Shared;
+use super::status::{CacheStatus, write_age};
+use super::stored::{Stored, StoredResponse};
+use super::vary::Vary;
+use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
+use crate::error::BoxError;
+use crate::responder::Responder;
+
+/// A request that the cache may answer.
+pub(super) struct Reader<S, B, K, A> {
+    pub(super) shared: Arc<Shared<K, A>>,
+    pub(super) seat: Seat<S, B>,
+    pub(super) read: Read,
+}
+
+/// The result for one place.
+enum Step<R, E> {
+    Done(Handed<R, E>),
+    /// Fields select the response: look there.
+    Variant(Place),
+    /// The response must not be shared.
+    Pass(CacheStatus),
+}
+
+/// A stored response with its age.
+struct Candidate {
+    stored: Arc<Stored>,
+    /// Since it was stored.
+    age: Duration,
+    is_local: bool,
+}
+
+/// How a stored response may be used.
+enum Use {
+    Fresh,
+    /// Serve it, and load a new one in the background.
+    Refresh,
+    /// Load a new one, and serve this one if that fails.
+    IfError,
+    No,
+}
+
+impl Candidate {
+    fn response(&self) -> Option<&StoredResponse> {
+        match &*self.stored {
+            Stored::Response(response) => Some(response),
+            Stored::Varies(_) => None,
+        }
+    }
+}
+
+impl<S, B, K, A, R> Reader<S, B, K, A>
+where
+    S: Service<Request<B>, Response = Response<R>> + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    B: Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+    A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
+{
+    pub(super) async fn respond(self) -> Handed<R, S::Error> {
+        let mut place = Place::Uri(self.read.uri);
+        // First for the URI, then for the fields that select the response.
+        for _ in 0..2 {
+            if self.shared.settings.uncached.has(&place.key()) {
+                break;
+            }
+            match self.step(&place).await {
+                Step::Done(response) => return response,
+                Step::Variant(next) => place = next,
+                Step::Pass(status) => return self.pass(status).await,
+            }
+        }
+        self.pass(CacheStatus::Miss).await
+    }
+
+    async fn step(&self, place: &Place) -> Step<R, S::Error> {
+        let (before, candidate) = match self.shared.cache.look(place.key()).await {
+            Err(error) => (Before::Failed(error), None),
+            Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, found)) {
+                None => (Before::Seen(id), None),
+                Some((candidate, usable)) => {
+                    if let Stored::Varies(varies) = &*candidate.stored {
+                        return self.variant(place, &varies.vary, |selection| {
+                            varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
+                        });
+                    }
+                    match usable {
+                        Use::Fresh => return Step::Done(Ok(self.hit(&candidate))),
+                        Use::Refresh if self.read.is_head || self.read.no_store => {
+                            return Step::Done(Ok(self.hit(&candidate)));
+                        }
+                        Use::Refresh => {
+                            let response = self.hit(&candidate);
+                            // If the load does not begin, for instance in a shutdown, the response is still good.
+                            let _ = self.load(place, Before::Seen(id), true);
+                            return Step::Done(Ok(response));
+                        }
+                        Use::IfError => (Before::Seen(id), Some(candidate)),
+                        Use::No => (Before::Seen(id), None),
+                    }
+                }
+            },
+        };
+        let status = if candidate.is_some() { CacheStatus::Stale } else { CacheStatus::Miss };
+        if self.read.is_head || self.read.no_store {
+            return Step::Pass(status);
+        }
+        match self.load(place, before, false) {
+            Ok((load, handed)) => self.wait(place, load, handed, candidate, status).await,
+            Err(error) => self.fail(error, candidate),
+        }
+    }
+
+    /// The entry, if it is for this request.
+    fn candidate(&self, place: &Place, found: Found<Stored>) -> Option<(Candidate, Use)> {
+        let refreshes_early = self.shared.cache.refreshes_early(&found);
+        let Found { value, fresh_for, age, is_local, .. } = found;
+        let stored = value?;
+        let usable = match &*stored {
+            Stored::Varies(_) => matches!(place, Place::Uri(_)).then_some(Use::Fresh)?,
+            Stored::Response(response) if response.selection != place.selection() => return None,
+            Stored::Response(StoredResponse { times, .. }) => {
+                let stale = age.saturating_sub(times.fresh_for);
+                match stale {
+                    // The jitter of the cache may end the time early.
+                    Duration::ZERO if fresh_for.is_zero() || refreshes_early => Use::Refresh,
+                    Duration::ZERO => Use::Fresh,
+                    _ if stale <= times.while_revalidate => Use::Refresh,
+                    _ if stale <= times.if_error => Use::IfError,
+                    _ => Use::No,
+                }
+            }
+        };
+        Some((Candidate { stored, age, is_local }, usable))
+    }
+
+    fn variant(
+        &self,
+        place: &Place,
+        vary: &Vary,
+        slot: impl FnOnce(crate::key::Key) -> crate::key::Key,
+    ) -> Step<R, S::Error> {
+        let Place::Uri(uri) = *place else { return Step::Pass(CacheStatus::Miss) };
+        let Some(selection) = self.seat.selection(vary) else { return Step::Pass(CacheStatus::Miss) };
+        Step::Variant(Place::Variant { uri, slot: slot(selection), vary: vary.clone(), selection })
+    }
+
+    /// Joins the load of a place, or starts it with this request.
+    #[expect(clippy::type_complexity, reason = "the waiter and the response of this request")]
+    fn load(
+        &self,
+        place: &Place,
+        before: Before,
+        is_background: bool,
+    ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<Handed<R, S::Error>>), CacheError> {
+        let (hand, handed) = oneshot::channel();
+        let origin = Origin {
+            seat: self.seat.share(),
+            place: place.clone(),
+            hand,
+            settings: Arc::clone(&self.shared.settings),
+            cache: Arc::downgrade(&self.shared.cache),
+        };
+        // A load runs in a task of its own, and its handler logs into the span of the request.
+        let span = Span::current();
+        let load = move || origin.load().instrument(span);
+        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, load)?;
+        Ok((load, handed))
+    }
+
+    /// Waits for the response to this request, or for that of another one.
+    async fn wait(
+        &self,
+        place: &Place,
+        load: LoadWaiter<Stored>,
+        handed: oneshot::Receiver<Handed<R, S::Error>>,
+        candidate: Option<Candidate>,
+        status: CacheStatus,
+    ) -> Step<R, S::Error> {
+        // Fails if this request was not sent.
+        if let Ok(handed) = handed.await {
+            return self.finish(load, handed, candidate, status).await;
+        }
+        match load.outcome().await {
+            Ok(Some(stored)) => match &*stored {
+                Stored::Varies(varies) => self.variant(place, &varies.vary, |selection| {
+                    varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
+                }),
+                Stored::Response(response) if response.selection == place.selection() => {
+                    self.shared.cache.count(Served::Loaded);
+                    Step::Done(Ok(self.stored(response, Duration::ZERO, CacheStatus::Collapsed)))
+                }
+                Stored::Response(_) => Step::Pass(CacheStatus::Miss),
+            },
+            Ok(None) => Step::Pass(CacheStatus::Miss),
+            Err(error) => self.fail(error, candidate),
+        }
+    }
+
+    /// The response to this request, whose load may still be reading it.
+    async fn finish(
+        &self,
+        load: LoadWaiter<Stored>,
+        handed: Handed<R, S::Error>,
+        candidate: Option<Candidate>,
+        status: CacheStatus,
+    ) -> Step<R, S::Error> {
+        let mut response = match (handed, candidate) {
+            (Ok(response), candidate) => {
+                let has_failed = response.status().is_server_error();
+                match candidate.filter(|_| has_failed) {
+                    Some(candidate) => return Step::Done(Ok(self.hit(&candidate))),
+                    None => response,
+                }
+            }
+            (Err(_), Some(candidate)) => return Step::Done(Ok(self.hit(&candidate))),
+            (Err(error), None) => {
+                self.shared.cache.count(Served::Failed);
+                return Step::Done(Err(self.shared.answer.error(error)));
+            }
+        };
+        status.write(response.headers_mut());
+        if self.read.conditions.are_met_by(response.status(), response.headers()) {
+            let (parts, body) = response.into_parts();
+            drop(body);
+            // The client needs no body, but the load needs a caller.
+            let _ = load.outcome().await;
+            return Step::Done(Ok(not_modified(Response::from_parts(parts, ()))));
+        }
+        self.shared.cache.count(Served::Loaded);
+        response.body_mut().keep_load(load);
+        Step::Done(Ok(response))
+    }
+
+    fn fail(&self, error: CacheError, candidate: Option<Candidate>) -> Step<R, S::Error> {
+        match candidate {
+            Some(candidate) => Step::Done(Ok(self.hit(&candidate))),
+            None => {
+                self.shared.cache.count(Served::Failed);
+                Step::Done(self.shared.answer.reject(error))
+            }
+        }
+    }
+
+    /// Calls the inner service for this request alone.
+    async fn pass(self, status: CacheStatus) -> Handed<R, S::Error> {
+        let answer = &self.shared.answer;
+        let Some((mut inner, request)) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
+        let response = inner.call(request).await.map_err(|error| answer.error(error))?;
+        let mut response = answer.response(response);
+        status.write(response.headers_mut());
+        Ok(response)
+    }
+
+    fn hit(&self, candidate: &Candidate) -> Response<CachedBody<R>> {
+        let Some(response) = candidate.response() else { return Response::new(Bytes::new().into()) };
+        self.shared.cache.count(match candidate {
+            Candidate { age, .. } if *age > response.times.fresh_for => Served::Stale,
+            Candidate { is_local: true, .. } => Served::Local,
+            Candidate { .. } => Served::Fresh,
+        });
+        let status = CacheStatus::Hit { age: candidate.age, fresh_for: response.times.fresh_for };
+        self.stored(response, candidate.age, status)
+    }
+
+    /// A stored response, for this request.
+    fn stored(&self, stored: &StoredResponse, age: Duration, status: CacheStatus) -> Response<CachedBody<R>> {
+        let recorded = &stored.recorded;
+        let mut response = Response::new(());
+        *response.status_mut() = recorded.status;
+        *response.headers_mut() = recorded.headers.clone();
+        write_age(stored.times.initial_age.saturating_add(age), response.headers_mut());
+        status.write(response.headers_mut());
+        if self.read.conditions.are_met_by(recorded.status, &recorded.headers) {
+            return not_modified(response);
+        }
+        if !self.read.is_head {
+            return response.map(|()| CachedBody::whole(recorded.body.clone(), recorded.trailers.clone()));
+        }
+        if recorded.status != StatusCode::NO_CONTENT {
+            response.headers_mut().insert(CONTENT_LENGTH, recorded.body.len().into());
+        }
+        response.map(|()| CachedBody::whole(Bytes::new(), HeaderMap::new()))
+    }
+}
+
+/// RFC 9110, section 15.4.5: without the fields that describe the body.
+fn not_modified<B>(mut response: Response<()>) -> Response<CachedBody<B>> {
+    *response.status_mut() = StatusCode::NOT_MODIFIED;
+    for name in [CONTENT_ENCODING, CONTENT_LANGUAGE, CONTENT_LENGTH, CONTENT_RANGE, CONTENT_TYPE] {
+        response.headers_mut().remove(name);
+    }
+    response.map(|()| CachedBody::whole(Bytes::new(), HeaderMap::new()))
+}

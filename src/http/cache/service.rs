@@ -1,0 +1,129 @@
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use ::http::{Request, Response};
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http_body::Body;
+use tower_service::Service;
+
+use super::body::CachedBody;
+use super::future::ResponseFuture;
+use super::layer::CacheLayer;
+use super::origin::{Handed, Seat, forget};
+use super::request::Plan;
+use super::serve::Reader;
+use super::settings::Shared;
+use super::status::CacheStatus;
+use crate::cache::CacheError;
+use crate::error::BoxError;
+use crate::http::idempotency::handler::take_ready;
+use crate::key::{ExtractKey, Key};
+use crate::responder::{HttpResponder, Responder};
+
+/// A service that stores responses and serves them to further requests. See [`CacheLayer`].
+///
+/// It is ready when the inner service is. The ready inner service is reserved during the store call. A request that is served from the cache
+/// returns it unused.
+#[must_use]
+pub struct CacheService<S, K, A = HttpResponder> {
+    inner: S,
+    shared: Arc<Shared<K, A>>,
+}
+
+impl<S, K, A> CacheService<S, K, A> {
+    /// Wraps `inner` without a layer stack.
+    pub fn new(inner: S, layer: CacheLayer<K, A>) -> Self {
+        Self { inner, shared: Arc::new(layer.into_shared()) }
+    }
+
+    /// The inner service.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The inner service, mutable.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// Returns the inner service.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S, K, A, B, R> Service<Request<B>> for CacheService<S, K, A>
+where
+    S: Service<Request<B>, Response = Response<R>> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    K: ExtractKey<Request<B>> + Send + Sync + 'static,
+    A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>
+        + Send
+        + Sync
+        + 'static,
+    B: Body + Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    type Response = Response<CachedBody<R>>;
+    type Error = S::Error;
+    type Future = ResponseFuture<S::Future, R, S::Error, A, K>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let shared = Arc::clone(&self.shared);
+        let is_public = shared.settings.is_public;
+        let principal = shared.principal.extract_key(&request);
+        // The key that all requests share identifies nobody.
+        let principal = principal.filter(|key| is_public || !key.is_empty() && *key != Key::GLOBAL);
+        match Plan::of(&request, principal, &shared.settings) {
+            Plan::Bypass => ResponseFuture::passed(self.inner.call(request), shared),
+            Plan::Change(keys) => ResponseFuture::boxed(change(take_ready(&mut self.inner), request, keys, shared)),
+            Plan::Read(read) => {
+                let seat = Seat::new(take_ready(&mut self.inner), request);
+                ResponseFuture::boxed(Reader { shared, seat, read }.respond())
+            }
+        }
+    }
+}
+
+/// Passes on a request that may change the resource. If it succeeds, the responses of its URI are removed (RFC 9111, section 4.4).
+async fn change<S, B, K, A, R>(
+    mut inner: S,
+    request: Request<B>,
+    keys: Vec<Key>,
+    shared: Arc<Shared<K, A>>,
+) -> Handed<R, S::Error>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
+{
+    let answer = &shared.answer;
+    let response = inner.call(request).await.map_err(|error| answer.error(error))?;
+    if response.status().is_success() || response.status().is_redirection() {
+        keys.iter().for_each(|key| shared.settings.uncached.remove(key));
+        join_all(keys.into_iter().map(|key| forget(&shared.cache, key))).await;
+    }
+    let mut response = answer.response(response);
+    CacheStatus::Method.write(response.headers_mut());
+    Ok(response)
+}
+
+// Hand-written, because `derive` would also require `K: Clone` and `A: Clone`.
+impl<S: Clone, K, A> Clone for CacheService<S, K, A> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: fmt::Debug, K, A> fmt::Debug for CacheService<S, K, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CacheService").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,214 @@
+//! The values of the cache: responses, and the names of the fields that select a response.
+//!
+//! The stored form: one byte version, one byte kind. For a response, four times in milliseconds, the selection with its length, and the
+//! response as [`Recorder`](crate::http::idempotency::recorded_response::Recorder) writes it. For names, the generation, their number, and
+//! each name with its length.
+
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use ::http::HeaderName;
+use bytes::{Buf, Bytes};
+
+use super::policy::Times;
+use super::vary::Vary;
+use crate::codec::Codec;
+use crate::error::BoxError;
+use crate::http::idempotency::recorded_response::Recorded;
+use crate::key::Key;
+
+const VERSION: u8 = 1;
+const RESPONSE: u8 = 0;
+const VARIES: u8 = 1;
+
+/// A value of the cache.
+#[expect(clippy::large_enum_variant, reason = "nearly all values are responses, and each is behind an `Arc`")]
+pub(super) enum Stored {
+    Response(StoredResponse),
+    /// The responses of this URI are under keys of their own.
+    Varies(Varies),
+}
+
+/// A response that may be served to several clients.
+pub(super) struct StoredResponse {
+    pub(super) times: Times,
+    /// The values of the request in the fields that select this response. Empty if no field does.
+    pub(super) selection: Key,
+    pub(super) recorded: Recorded,
+    // The stored form of `recorded`.
+    record: Bytes,
+}
+
+impl StoredResponse {
+    /// `None` if `record` is not a recorded response.
+    pub(super) fn new(times: Times, selection: Key, record: Bytes) -> Option<Self> {
+        let recorded = Recorded::read(record.clone())?;
+        Some(Self { times, selection, recorded, record })
+    }
+}
+
+/// Which fields select the responses of a URI.
+pub(super) struct Varies {
+    pub(super) vary: Vary,
+    /// Random. It is part of the keys of the responses, so that they are gone together with this value.
+    pub(super) generation: u64,
+}
+
+impl Varies {
+    /// The key of the responses for a selection, which other selections may share. There are at most `slots` of them.
+    pub(super) fn slot(&self, uri: Key, selection: Key, slots: u64) -> Key {
+        let digest = Key::digest(format!("{:x} {selection}", self.generation));
+        let number =
+            digest.as_str().bytes().fold(0_u64, |number, byte| number.wrapping_mul(31).wrapping_add(byte.into()));
+        Key::from((uri, format!("{:x}", self.generation), number % slots.max(1)))
+    }
+}
+
+/// The stored form of [`Stored`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StoredCodec;
+
+impl Codec<Stored> for StoredCodec {
+    fn encode(&self, stored: &Stored) -> Result<Vec<u8>, BoxError> {
+        let mut out = vec![VERSION];
+        match stored {
+            Stored::Response(StoredResponse { times, selection, record, .. }) => {
+                out.reserve(record.len() + 128);
+                out.push(RESPONSE);
+                let Times { initial_age, fresh_for, while_revalidate, if_error } = times;
+                for time in [initial_age, fresh_for, while_revalidate, if_error] {
+                    let millis = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+                    out.extend_from_slice(&millis.to_le_bytes());
+                }
+                put(&mut out, selection.as_str())?;
+                out.extend_from_slice(record);
+            }
+            Stored::Varies(Varies { vary, generation }) => {
+                out.push(VARIES);
+                out.extend_from_slice(&generation.to_le_bytes());
+                out.push(u8::try_from(vary.names().len())?);
+                for name in vary.names() {
+                    put(&mut out, name.as_str())?;
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    fn decode(&self, bytes: &[u8]) -> Result<Stored, BoxError> {
+        read(bytes).ok_or_else(|| Unreadable.into())
+    }
+}
+
+fn put(out: &mut Vec<u8>, text: &str) -> Result<(), BoxError> {
+    out.extend_from_slice(&u16::try_from(text.len())?.to_le_bytes());
+    out.extend_from_slice(text.as_bytes());
+    Ok(())
+}
+
+fn read(mut bytes: &[u8]) -> Option<Stored> {
+    if bytes.try_get_u8().ok()? != VERSION {
+        return None;
+    }
+    match bytes.try_get_u8().ok()? {
+        RESPONSE => {
+            let mut time = || bytes.try_get_u64_le().ok().map(Duration::from_millis);
+            let times =
+                Times { initial_age: time()?, fresh_for: time()?, while_revalidate: time()?, if_error: time()? };
+            let selection = Key::stored(text(&mut bytes)?)?;
+            StoredResponse::new(times, selection, Bytes::copy_from_slice(bytes)).map(Stored::Response)
+        }
+        VARIES => {
+            let generation = bytes.try_get_u64_le().ok()?;
+            let count = bytes.try_get_u8().ok()?;
+            let names = (0..count).map(|_| HeaderName::from_bytes(text(&mut bytes)?.as_bytes()).ok());
+            let vary = Vary::new(names.collect::<Option<_>>()?)?;
+            bytes.is_empty().then_some(Stored::Varies(Varies { vary, generation }))
+        }
+        _ => None,
+    }
+}
+
+fn text<'a>(bytes: &mut &'a [u8]) -> Option<&'a str> {
+    let len = usize::from(bytes.try_get_u16_le().ok()?);
+    let (text, rest) = bytes.split_at_checked(len)?;
+    *bytes = rest;
+    str::from_utf8(text).ok()
+}
+
+#[derive(Debug)]
+struct Unreadable;
+
+impl fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the cached response was written by another version, or is damaged")
+    }
+}
+
+impl Error for Unreadable {}
+
+#[cfg(test)]
+mod tests {
+    use ::http::{HeaderMap, HeaderValue, StatusCode};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::http::idempotency::recorded_response::Recorder;
+
+    fn response() -> Stored {
+        let secs = Duration::from_secs;
+        let times = Times { initial_age: secs(1), fresh_for: secs(2), while_revalidate: secs(3), if_error: secs(4) };
+        let mut headers = HeaderMap::new();
+        headers.insert("etag", HeaderValue::from_static("\"a\""));
+        let body = Bytes::from_static(b"hello");
+        let mut recorder = Recorder::new(StatusCode::NOT_FOUND, &headers, false, 1_000);
+        recorder.data(&body);
+        let (record, _) = recorder.finish(std::iter::once(&body), true);
+        Stored::Response(StoredResponse::new(times, Key::digest("x"), Bytes::from_owner(record)).unwrap())
+    }
+
+    #[test]
+    fn response_survives_round_trip() {
+        let bytes = StoredCodec.encode(&response()).unwrap();
+        let Ok(Stored::Response(stored)) = StoredCodec.decode(&bytes) else { panic!("no response") };
+        assert_eq!((stored.times.stale_for(), stored.selection), (Duration::from_secs(4), Key::digest("x")));
+        assert_eq!((stored.recorded.status, &*stored.recorded.body), (StatusCode::NOT_FOUND, b"hello".as_slice()));
+        assert_eq!(stored.recorded.headers["etag"], "\"a\"");
+    }
+
+    #[test]
+    fn names_survive_round_trip() {
+        let vary = Vary::new(vec![HeaderName::from_static("accept"), HeaderName::from_static("x-a")]).unwrap();
+        let bytes = StoredCodec.encode(&Stored::Varies(Varies { vary: vary.clone(), generation: 7 })).unwrap();
+        let Ok(Stored::Varies(found)) = StoredCodec.decode(&bytes) else { panic!("no names") };
+        assert_eq!((found.vary, found.generation), (vary, 7));
+    }
+
+    #[test]
+    fn slots_are_bounded_and_change_with_the_generation() {
+        let slots = |generation| {
+            let varies = Varies { vary: Vary::default(), generation };
+            let slot = |i: u32| varies.slot(Key::from("/"), Key::digest(i.to_string()), 8).as_str().to_owned();
+            (0..200).map(slot).collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!((slots(1).len(), slots(2).len()), (8, 8));
+        assert!(slots(1).is_disjoint(&slots(2)));
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_bytes_are_a_value_or_an_error(
+            bytes in prop::collection::vec(any::<u8>(), 0..100),
+            at in 0..200_usize,
+            with: u8,
+        ) {
+            let _ = StoredCodec.decode(&bytes);
+            let mut damaged = StoredCodec.encode(&response()).unwrap();
+            let at = at % damaged.len();
+            damaged[at] = with;
+            let _ = StoredCodec.decode(&damaged);
+            let _ = StoredCodec.decode(&damaged[..at]);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+use std::fmt;
+use std::sync::Arc;
+
+use tower_layer::Layer;
+
+use super::service::SingleFlight;
+use crate::key::{ExtractKey, GlobalKey, Key};
+
+/// Makes equal requests in this process share one call of the inner service. See the [module](crate::single_flight).
+///
+/// Clones of one service share their calls. Two services share none, even if the same layer made them.
+#[must_use]
+pub struct SingleFlightLayer<K, P = Undecided> {
+    key: Arc<K>,
+    principal: Arc<P>,
+}
+
+/// The missing audience of a new layer, which is not usable yet.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Undecided;
+
+impl<K> SingleFlightLayer<K> {
+    /// Requests with the same key share a call. `key` is a closure, or another [`ExtractKey`](crate::ExtractKey). Call
+    /// [`public`](Self::public) or [`per`](Self::per) before you use the layer.
+    pub fn new(key: K) -> Self {
+        Self { key: Arc::new(key), principal: Arc::new(Undecided) }
+    }
+
+    /// All callers share responses. Only for responses that do not depend on the caller.
+    pub fn public(self) -> SingleFlightLayer<K, GlobalKey> {
+        self.per(GlobalKey)
+    }
+
+    /// Only callers with the same principal share responses: a user, a tenant, or whatever else decides about the response. A request
+    /// without a principal calls the inner service itself.
+    ///
+    /// The principal must be checked before this layer. If callers can choose it, a caller gets the responses of another one.
+    pub fn per<P>(self, principal: P) -> SingleFlightLayer<K, P> {
+        SingleFlightLayer { key: self.key, principal: Arc::new(principal) }
+    }
+}
+
+impl<K, P> SingleFlightLayer<K, P> {
+    /// The key of a call. `None` if the request has no key or no principal. An empty one counts as missing.
+    pub(super) fn key<Req>(&self, request: &Req) -> Option<Key>
+    where
+        K: ExtractKey<Req>,
+        P: ExtractKey<Req>,
+    {
+        let key = self.key.extract_key(request).filter(|key| !key.is_empty())?;
+        let principal = self.principal.extract_key(request).filter(|key| !key.is_empty())?;
+        Some(Key::from((key, principal)))
+    }
+}
+
+impl<S, K, P> Layer<S> for SingleFlightLayer<K, P> {
+    type Service = SingleFlight<S, K, P>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        SingleFlight::new(inner, self.clone())
+    }
+}
+
+// Not derived, which would require the extractors to be `Clone`.
+impl<K, P> Clone for SingleFlightLayer<K, P> {
+    fn clone(&self) -> Self {
+        Self { key: Arc::clone(&self.key), principal: Arc::clone(&self.principal) }
+    }
+}
+
+impl<K, P> fmt::Debug for SingleFlightLayer<K, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SingleFlightLayer").finish_non_exhaustive()
+    }
+}

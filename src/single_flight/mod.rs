@@ -1,0 +1,83 @@
+//! Equal requests in this process share one call of the inner service. Nothing is stored.
+//!
+//! While a call is in progress, further requests with its key wait for it and get a clone of its response. A request that arrives
+//! after the response starts the next call.
+//!
+//! ```
+//! use tollgate::{BoxError, SingleFlightLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! #[derive(Clone)]
+//! struct Lookup { user: u64 }
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+//! let service = ServiceBuilder::new()
+//!     .layer(SingleFlightLayer::new(|request: &Lookup| request.user).public())
+//!     .service(service_fn(async |request: Lookup| Ok::<_, BoxError>(format!("user {}", request.user))));
+//!
+//! let (one, other) = tokio::join!(service.clone().oneshot(Lookup { user: 1 }), service.clone().oneshot(Lookup { user: 1 }));
+//! assert_eq!((one?, other?), ("user 1".to_owned(), "user 1".to_owned()));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! If the response depends on the caller, each principal has calls of its own:
+//!
+//! ```
+//! use tollgate::SingleFlightLayer;
+//!
+//! struct Lookup { tenant: Option<String>, user: u64 }
+//!
+//! let layer = SingleFlightLayer::new(|request: &Lookup| request.user).per(|request: &Lookup| request.tenant.clone());
+//! # let _ = layer;
+//! ```
+//!
+//! Without [`public`](SingleFlightLayer::public) or [`per`](SingleFlightLayer::per), the service does not compile:
+//!
+//! ```compile_fail,E0277
+//! use tollgate::{BoxError, SingleFlightLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # async fn run() -> Result<(), BoxError> {
+//! let service = ServiceBuilder::new()
+//!     .layer(SingleFlightLayer::new(|request: &u64| *request))
+//!     .service(service_fn(async |request: u64| Ok::<_, BoxError>(request)));
+//! service.oneshot(1).await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What the key must contain
+//!
+//! Everything that selects the response must be in the key or in the principal. Otherwise a caller gets the response to a different
+//! request. A request without a key or principal calls the inner service itself.
+//!
+//! # HTTP
+//!
+//! The response must be `Clone`, so the layer does not apply to responses with a streaming body, such as those of axum.
+//!
+//! # Errors
+//!
+//! All callers of a call get the same error: see [`SingleFlightError`].
+//!
+//! # Cancellation
+//!
+//! The call runs in a task of its own, so it does not see the task-locals of its caller. If you drop the response future of the request
+//! that started the call, the other callers still get the response. If the last caller has gone, the call is cancelled.
+//!
+//! If an inner service sends a request with the key of the call that it belongs to, this request calls the inner service itself. It would
+//! otherwise wait for itself. The layer recognizes this only within the task of the call.
+
+mod error;
+mod flights;
+mod future;
+mod layer;
+mod service;
+
+pub use self::error::SingleFlightError;
+pub use self::future::ResponseFuture as SingleFlightFuture;
+pub use self::layer::{SingleFlightLayer, Undecided};
+pub use self::service::SingleFlight;
+
+#[cfg(test)]
+mod tests;
