@@ -123,6 +123,9 @@
 //! }
 //! ```
 //!
+//! `api-1m` is the limit with the window of one minute in the policy `api`, which has several limits. A single limit has the name of its
+//! policy.
+//!
 //! ## Large uploads
 //!
 //! A layer rejects a request before it reads the body. Over HTTP/1 the server then closes the connection, and a client that is still sending
@@ -273,7 +276,7 @@
 //! let responder = HttpResponder::new()
 //!     .headers([Draft10, LegacyDelta])
 //!     .retry_jitter(Duration::from_secs(10))
-//!     .partition_secret(secret); // 16 bytes or more, and the same in all replicas
+//!     .partition_secret(secret); // 16 bytes or more, and the same in all processes
 //! let policy = Policy::new("api", Quota::per_minute(100).fixed_window()).limit(Quota::per_day(5_000).sliding_window());
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))

@@ -111,7 +111,7 @@
 //!     .methods([Method::POST, Method::PATCH, Method::PUT])
 //!     .header("x-request-key")
 //!     .fingerprint_headers(["content-type"])
-//!     .fingerprint_secret([7; 32]) // the same in all replicas
+//!     .fingerprint_secret([7; 32]) // the same in all processes
 //!     .lease(Duration::from_secs(30))
 //!     .retention(Duration::from_secs(3 * 86_400))
 //!     .wait(Duration::from_secs(2))
@@ -182,7 +182,7 @@
 //! | 1xx, 2xx, 3xx | yes | also with `Retry-After` |
 //! | 5xx, 408, 425, 429, and any 4xx with `Retry-After` | no | temporary |
 //! | 404 from a handler | yes | an axum router in front of the layer has found the route, or the body was read |
-//! | 404 from a router | no | no route is known and the body was not read. In a rolling deployment, another replica may have the route |
+//! | 404 from a router | no | no route is known and the body was not read. In a rolling deployment, another process may have the route |
 //! | 405 | no | unless the body was read |
 //! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may depend on a header outside the fingerprint |
 //! | a rejection by a layer of this crate | no | it has `NotExecuted` in its extensions or, from locks and idempotency over a connection, the field `Tollgate-Rejected` |

@@ -153,7 +153,7 @@ impl Circuits {
 #[non_exhaustive]
 pub enum RateLimitFallback {
     /// This process enforces the policy with its own counts in memory, which start at zero. The layer and its clones share these counts. A
-    /// key that was [blocked](crate::Limiter::block) in the store is not blocked here. If you run several replicas, set their number with
+    /// key that was [blocked](crate::Limiter::block) in the store is not blocked here. If you run several processes, set their number with
     /// [`RateLimitLayer::replicas`](super::RateLimitLayer::replicas), so that each enforces its share. A request that costs more than the
     /// share, but not more than the quota, is rejected as with [`Deny`](Self::Deny).
     #[default]

@@ -26,7 +26,7 @@ use crate::key::Key;
 /// ```
 ///
 /// Clients see the name in the `RateLimit` header fields, and stores use it to separate the counts of policies. Two policies with the same
-/// name, algorithms and windows on the same backend share their counts, in one process or in several. This is how replicas share a quota.
+/// name, algorithms and windows on the same backend share their counts, in one process or in several. This is how processes share a quota.
 /// [`QuotaChange`] controls what happens to the counts if the numbers change, or differ between clients.
 ///
 /// Cheap to clone.
@@ -88,7 +88,7 @@ pub enum Mode {
     /// Requests are counted and evaluated, and pass in any case, also without a key. Metrics and logs show which requests a new limit would
     /// reject. Responses do not mention the policy. A [`Limiter`](super::Limiter) returns allowed decisions.
     Shadow,
-    /// Enforced for this percentage of the keys, and shadow for the others. The keys are the same on all replicas, and a smaller percentage
+    /// Enforced for this percentage of the keys, and shadow for the others. The keys are the same in all processes, and a smaller percentage
     /// is a subset of a larger one: a client that is allowed at 20 % is not denied at 10 %. Requests without a key count as one key. 100
     /// and above are [`Enforce`](Self::Enforce).
     Percent(u8),

@@ -277,7 +277,7 @@ impl HttpResponder {
     /// Sends the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to no partition key.
     ///
     /// Requests with the same partition key share a quota. It is the first half of the HMAC-SHA-256 of the [`Key`](crate::Key) under `secret`.
-    /// So it is the same in all replicas with the same secret, and the key cannot be guessed without the secret. A plain digest of an IP
+    /// So it is the same in all processes with the same secret, and the key cannot be guessed without the secret. A plain digest of an IP
     /// address could be reversed by trying all addresses.
     ///
     /// # Panics

@@ -103,10 +103,10 @@
 //! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
 //! | exists filter | `<prefix>:2:{cache_filter:<filter>}:versions` | one or two versions `...:bits:<version>` |
 //!
-//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two releases
+//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two versions
 //! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the
-//! same, and the changelog lists no other incompatibility under *Data format*. Values have their own versions: a release that reads
-//! an unknown version fails with a store error. Until 0.1 is released, formats may change at any time.
+//! same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads
+//! an unknown number fails with a store error. Until 0.1 is published, formats may change at any time.
 //!
 //! # Servers
 //!

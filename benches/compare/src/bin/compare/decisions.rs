@@ -213,15 +213,19 @@ pub async fn tables(run: &mut Run) {
     run.report.add(Table {
         name: "decisions",
         title: "Rate-limit decisions on one Redis",
-        text: "A fixed window of an hour over 10,000 keys, all requests allowed, by the number of decisions in flight in one process. \
-               The ceiling is the rate of `redis-benchmark -P 64 -c 50` with the script that Tollgate calls for a single decision. \
-               Tollgate batches concurrent decisions, so it can exceed the ceiling. Beyond eight in flight, the cost per decision falls \
-               until four calls of 64 decisions each are in flight. From 256 on, more decisions in flight only wait longer. Before the \
-               measurement, 64 tasks of two clients request nearly twice the quota of eight keys. A contender that does not allow \
-               exactly the quota is listed, but does not compete. `limitador` reads and writes in two steps, and its cache answers from \
-               the process. Its version is 0.6, the newest that builds without RocksDB. `bb8-held` is a pool of 16 connections with \
-               default settings: each call holds a connection for its round trip, after a PING. `bb8-unchecked` is the same without the \
-               PING. `plain-script` is a counter that expires, on one multiplexed connection.",
+        text: "A fixed window of an hour over 10,000 keys, all requests allowed, by the number of decisions in flight in one process.\n\n\
+               - The ceiling is the rate of `redis-benchmark -P 64 -c 50` with the script that Tollgate calls for a single decision. \
+               Tollgate batches concurrent decisions, so it can exceed the ceiling.\n\
+               - Beyond eight in flight, the cost per decision falls until four calls of 64 decisions each are in flight. From 256 \
+               on, more decisions in flight only wait longer.\n\
+               - Before the measurement, 64 tasks of two clients request nearly twice the quota of eight keys. A contender that does \
+               not allow exactly the quota is listed, but does not compete.\n\
+               - `limitador` reads and writes in two steps, and its cache answers from the process. Its version is 0.6, the newest \
+               that builds without RocksDB.\n\
+               - `bb8-held` is a pool of 16 connections with default settings: each call holds a connection for its round trip, after \
+               a PING.\n\
+               - `bb8-unchecked` is the same without the PING.\n\
+               - `plain-script` is a counter that expires, on one multiplexed connection.",
         unit: "decisions in flight",
         points: points.to_vec(),
         headline: 256,
