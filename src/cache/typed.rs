@@ -265,8 +265,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
 
     /// Removes the entry of a key.
     ///
-    /// A load that began before this call is not stored after it. Its callers still get its
-    /// value; later ones do not join it.
+    /// A load that began before this call is not stored after it. Its callers still get its value. Callers that come later do not join it;
+    /// in other processes they may, for up to a third of [`lease`](Self::lease).
     ///
     /// # Errors
     ///
