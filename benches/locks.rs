@@ -216,23 +216,25 @@ fn ceiling(server: &RedisServer) -> f64 {
     // The lease time, 16 fences, how long the last fence is remembered, and one holder.
     let (token, keep_ms) = (b"0123456789abcdef", 750_000_u32);
     let numbers = [30_000, 16, keep_ms, 1].map(u32::to_le_bytes).concat();
+    // An exclusive lease, whose fence has no lower bound.
+    let kind_and_floor = 1_u64.to_le_bytes();
     let acquire = vec![
         b"EVALSHA".to_vec(),
         load(include_str!("../lua/lock_acquire.lua")),
         b"1".to_vec(),
         key("lease"),
-        [token.as_slice(), &numbers].concat(),
+        [token.as_slice(), &numbers, &kind_and_floor].concat(),
     ];
     let release = vec![
         b"EVALSHA".to_vec(),
         load(include_str!("../lua/lock_release.lua")),
-        b"4".to_vec(),
+        b"3".to_vec(),
         key("lease"),
-        key("free"),
-        key("line"),
-        key("places"),
+        key("queue"),
+        key("positions"),
         token.to_vec(),
         keep_ms.to_string().into_bytes(),
+        key("free"),
     ];
     pipeline::per_s(server.port(), &[acquire, release], "7777777")
 }
