@@ -11,8 +11,8 @@ use std::time::Duration;
 /// assert_eq!(Loaded::from("value"), Loaded::value("value"));
 /// assert_eq!(Loaded::<&str>::from(None), Loaded::absent());
 /// let short = Loaded::value("price").fresh_for(Duration::from_secs(5));
-/// let mine = Loaded::uncached("one-time code");
-/// # let _ = (short, mine);
+/// let passing = Loaded::uncached("price of this moment");
+/// # let _ = (short, passing);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loaded<T> {
@@ -34,8 +34,8 @@ impl<T> Loaded<T> {
         Self { value: None, fresh_for: None, stale_for: None, is_cached: true }
     }
 
-    /// A value for the callers of this load only. For a while, each further caller loads its own value at once, instead of waiting for
-    /// the load of another.
+    /// A value for the callers of this load only, which are all callers in this process who asked for the key while it ran. So the value must
+    /// not depend on the caller. For a while, callers that come later load at once, instead of waiting for another process.
     pub const fn uncached(value: T) -> Self {
         Self { value: Some(value), fresh_for: None, stale_for: None, is_cached: false }
     }

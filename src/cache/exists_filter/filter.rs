@@ -16,8 +16,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
 
-/// A set of keys that exist, which is sometimes wrong in one direction: a key that it excludes does not exist, and a key that it may contain
-/// does not exist in 1 % of the cases.
+/// A Bloom filter of the keys that exist: a key that it excludes does not exist, and of the keys that do not exist, about 1 % pass it.
 ///
 /// See the [module docs](super) for an example, its sizes, and the cases in which it excludes a key that exists.
 ///
