@@ -1,4 +1,4 @@
-//! The cost of a cache: a hit relative to a plain GET, a hit in the process, and how many loads and how much waiting a cold key costs.
+//! The cost of a cache: of a hit on Redis, of a hit in the process, and of a cold key.
 //!
 //! `cargo bench --bench cache` starts its own server, takes less than a minute after the build, and ends with
 //!

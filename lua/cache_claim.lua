@@ -23,7 +23,7 @@ if held and held ~= 'L' .. token then
   local states = {L = 2, F = 3, U = 4}
   local ends_ms = redis.call('PTTL', lease)
   if ends_ms < 0 then
-    -- Somebody has removed its expiry.
+    -- Another program has removed its expiry.
     redis.call('PEXPIRE', lease, lease_ms)
     ends_ms = lease_ms + 0
   end

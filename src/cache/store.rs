@@ -62,8 +62,7 @@ pub trait CacheStore {
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Ends the lease without an entry, if the token holds it, and leaves a mark. [`Mark::Uncached`] also removes the old entry. Notifies
-    /// waiters. False if the token does not hold the
-    /// lease; then nothing changes.
+    /// waiters. False if the token does not hold the lease; then nothing changes.
     fn release(
         &self,
         key: &CacheKey,
