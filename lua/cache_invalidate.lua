@@ -16,7 +16,7 @@ local entry, lease, is_hard, publish, channel = KEYS[1], KEYS[2], ARGV[1] == '1'
 redis.call('UNLINK', lease)
 if is_hard then
   redis.call('UNLINK', entry)
-elseif redis.call('STRLEN', entry) >= 38 then
+elseif redis.call('STRLEN', entry) >= 45 then
   -- Keeps the expiry.
   redis.call('SETRANGE', entry, 25, string.rep('\0', 7))
 end

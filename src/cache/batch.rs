@@ -10,6 +10,7 @@ use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore, watch};
 use super::error::CacheError;
 use super::loaded::Loaded;
 use super::loader::{Loader, without_panics};
+use super::store::CacheKey;
 
 type Values<K, T> = HashMap<K, Loaded<T>>;
 type Loading<K, T> = Pin<Box<dyn Future<Output = Result<Values<K, T>, CacheError>> + Send>>;
@@ -17,6 +18,7 @@ type Loading<K, T> = Pin<Box<dyn Future<Output = Result<Values<K, T>, CacheError
 /// The keys of one call of `get_or_fill_all`, each of which is looked up, and leased if it is missing. When this is decided for all, one of
 /// those with a lease calls the loader for all of them.
 pub(super) struct Batch<K, T> {
+    keys: Arc<[CacheKey]>,
     loader: Box<dyn Fn(Vec<K>) -> Loading<K, T> + Send + Sync>,
     undecided: watch::Sender<usize>,
     leased: Mutex<Leased<K>>,
@@ -30,8 +32,12 @@ struct Leased<K> {
 }
 
 impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Batch<K, T> {
-    pub(super) fn new(loader: impl Fn(Vec<K>) -> Loading<K, T> + Send + Sync + 'static) -> Arc<Self> {
+    pub(super) fn new(
+        keys: Arc<[CacheKey]>,
+        loader: impl Fn(Vec<K>) -> Loading<K, T> + Send + Sync + 'static,
+    ) -> Arc<Self> {
         Arc::new(Self {
+            keys,
             loader: Box::new(loader),
             undecided: watch::Sender::new(0),
             leased: Mutex::new(Leased { keys: Vec::new(), is_loading: false }),
@@ -102,6 +108,10 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Loader<T> 
             Ok(values) => Ok(locked(values).remove(key).unwrap_or_else(Loaded::absent)),
             Err(error) => Err(error.clone()),
         }
+    }
+
+    fn batch_keys(&self) -> Option<Arc<[CacheKey]>> {
+        Some(Arc::clone(&self.batch.keys))
     }
 
     /// One for the whole batch, since its loader is called once.

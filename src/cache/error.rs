@@ -23,7 +23,7 @@ pub enum CacheError {
         /// That time.
         after: Duration,
     },
-    /// The loader asked the cache for the key that it loads, which would wait for itself.
+    /// The loader asked the cache for the key that it loads, or for another key of its batch. It would wait for itself.
     Recursive,
     /// The store failed, and [`origin_limit`](super::Cache::origin_limit) loads run in this process already.
     OriginLimit {
@@ -62,7 +62,7 @@ impl fmt::Display for CacheError {
             }
             Self::Panicked => f.write_str("the loader panicked"),
             Self::TimedOut { after } => write!(f, "no value was loaded within {after:?}"),
-            Self::Recursive => f.write_str("the loader asked the cache for the key that it loads"),
+            Self::Recursive => f.write_str("the loader asked the cache for a key that it loads"),
             Self::OriginLimit { store } => {
                 write!(f, "{store}, and the largest number of loads without the store is running")
             }

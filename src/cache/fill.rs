@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::error::CacheError;
-use super::flights::Outcome;
+use super::flights::{Outcome, Place};
 use super::loaded::Loaded;
 use super::loader::{Loader, without_panics};
 #[cfg(feature = "local-cache")]
@@ -97,16 +97,15 @@ impl<T: Send + Sync + 'static, C> Filler<T, C> {
 impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
-    /// A background load needs the store, since its value would otherwise be lost. `detach` is called when the lease is lost, for instance
-    /// by an invalidation in another process.
+    /// A load without callers needs the store, since its value would otherwise be lost. When the lease is lost, for instance by an
+    /// invalidation in another process, later callers do not join the load.
     pub(super) async fn fill(
         &self,
         key: CacheKey,
         claim: Claim,
         before: Before,
-        is_background: bool,
         mut loader: impl Loader<T>,
-        detach: impl FnOnce() + Send,
+        place: Place<T>,
     ) -> Outcome<T> {
         let permission = match before {
             Before::Seen(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
@@ -116,7 +115,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
             Permission::Found(value) => return Ok(value),
             Permission::Leased(tags) => (Some(tags), None),
             Permission::Uncached => (None, None),
-            Permission::Failed(store) if is_background => return Err(CacheError::Store(store)),
+            Permission::Failed(store) if place.detach_without_callers() => return Err(CacheError::Store(store)),
             Permission::Failed(store) => match loader.permit(&self.origin) {
                 Some(permit) => (None, Some(permit)),
                 None => return Err(CacheError::OriginLimit { store }),
@@ -128,7 +127,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
             () = self.renew(&key, &claim, lease.as_deref().unwrap_or_default()), if lease.is_some() => {
-                detach();
+                place.detach();
                 loading.await
             }
         };
@@ -235,9 +234,9 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
             }
         }
         // The subscription begins before the entry is read, so no change is missed.
-        let reading = local.reading(self.client.store.watch(key).await);
+        let reading = local.reading(self.client.watch(key).await);
         let lookup = self.look_in_store(key).await?;
-        local.keep(*key, &lookup, reading, self.options.stale_for);
+        local.keep(*key, &lookup, reading);
         Ok(lookup)
     }
 
@@ -245,10 +244,13 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
         };
-        let Entry { id, content, age, fresh_for, cost, tags } = entry;
+        let Entry { id, content, age, fresh_for, expires_in, cost, tags } = entry;
         let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
         let value = if is_valid { self.decode(key, &content) } else { None };
-        Ok(Lookup { id, found: value.map(|value| Found { value, fresh_for, age, cost, tags, is_local: false }) })
+        Ok(Lookup {
+            id,
+            found: value.map(|value| Found { value, fresh_for, expires_in, age, cost, tags, is_local: false }),
+        })
     }
 
     /// The value of an entry, which may be absent. `None` if it cannot be read.

@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::error::CacheError;
+use super::loader::without_panics;
 use super::store::CacheKey;
 use crate::key::Key;
 use crate::panics::discard_joined;
@@ -40,17 +41,21 @@ pub(crate) struct LoadWaiter<T>(watch::Receiver<Option<Outcome<T>>>);
 impl<T> LoadWaiter<T> {
     /// The result of the load.
     pub(crate) async fn outcome(mut self) -> Outcome<T> {
-        match self.0.wait_for(Option::is_some).await {
-            Ok(outcome) => outcome.clone().unwrap_or(Err(CacheError::Panicked)),
-            // Its task panicked outside of the loader, for instance in the codec.
-            Err(_) => Err(CacheError::Panicked),
-        }
+        // Without a result its task was aborted, since the cache was dropped.
+        let outcome = self.0.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone());
+        outcome.unwrap_or(Err(CacheError::Closed))
     }
 }
 
 impl<T> Default for Flights<T> {
     fn default() -> Self {
         Self { running: Mutex::default(), count: watch::Sender::new(0), is_closed: AtomicBool::new(false) }
+    }
+}
+
+impl<T> Flights<T> {
+    fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -63,7 +68,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
         key: CacheKey,
         tags: &[Key],
         goes_on: Arc<AtomicBool>,
-        load: impl FnOnce() -> L,
+        load: impl FnOnce(Place<T>) -> L,
         cancel: impl FnOnce() -> C + Send + 'static,
     ) -> Result<LoadWaiter<T>, CacheError>
     where
@@ -82,13 +87,15 @@ impl<T: Send + Sync + 'static> Flights<T> {
         running.insert(key, Arc::clone(&flight));
         let counted = Counted::new(Arc::clone(self));
         drop(running);
-        let landing = Landing { flights: Arc::clone(self), key, flight: Arc::clone(&flight) };
-        let load = load();
+        let place = Place { flights: Arc::clone(self), key, flight };
+        let load = without_panics(load(place.clone()));
         let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(result) = tasks.try_join_next() {
             discard_joined(result);
         }
+        let landing = Landing(place);
         tasks.spawn(async move {
+            let flight = Arc::clone(&landing.0.flight);
             let mut load = Box::pin(load);
             match landing.fly(load.as_mut()).await {
                 Some(outcome) => {
@@ -113,18 +120,49 @@ impl<T: Send + Sync + 'static> Flights<T> {
     pub(super) fn detach_tag(&self, tag: &Key) {
         self.running().retain(|_, flight| !flight.tags.contains(tag));
     }
-
-    fn running(&self) -> MutexGuard<'_, HashMap<CacheKey, Arc<Flight<T>>>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// Removes a load from the table when it ends, also if its task is aborted.
-struct Landing<T> {
+/// The place of a load in the table.
+pub(super) struct Place<T> {
     flights: Arc<Flights<T>>,
     key: CacheKey,
     flight: Arc<Flight<T>>,
 }
+
+impl<T> Place<T> {
+    /// Later callers do not join this load.
+    pub(super) fn detach(&self) {
+        self.detach_from(&mut self.flights.running());
+    }
+
+    /// The same, if the load has no callers.
+    pub(super) fn detach_without_callers(&self) -> bool {
+        // Locked, so that no caller joins meanwhile.
+        let mut running = self.flights.running();
+        let has_callers = self.flight.outcome.receiver_count() > 0;
+        if !has_callers {
+            self.detach_from(&mut running);
+        }
+        !has_callers
+    }
+
+    fn detach_from(&self, running: &mut HashMap<CacheKey, Arc<Flight<T>>>) {
+        // After an invalidation, the next load of the key may have begun.
+        if running.get(&self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
+            running.remove(&self.key);
+        }
+    }
+}
+
+// Not derived, which would require `T: Clone`.
+impl<T> Clone for Place<T> {
+    fn clone(&self) -> Self {
+        Self { flights: Arc::clone(&self.flights), key: self.key, flight: Arc::clone(&self.flight) }
+    }
+}
+
+/// Removes a load from the table when it ends, also if its task is aborted.
+struct Landing<T>(Place<T>);
 
 impl<T: Send + Sync + 'static> Landing<T> {
     /// Runs a load. `None` if its last caller has gone. The load is then no longer in the table.
@@ -132,15 +170,14 @@ impl<T: Send + Sync + 'static> Landing<T> {
     where
         L: Future<Output = Outcome<T>> + Send,
     {
-        let goes_on = || self.flight.goes_on.load(Ordering::Acquire);
+        let flight = &self.0.flight;
+        let goes_on = || flight.goes_on.load(Ordering::Acquire);
         loop {
             tokio::select! {
                 outcome = &mut load => return Some(outcome),
-                () = self.flight.outcome.closed(), if !goes_on() => {
-                    let mut running = self.flights.running();
-                    // A caller may have joined meanwhile, or the loader may have returned.
-                    if self.flight.outcome.receiver_count() == 0 && !goes_on() {
-                        running.remove(&self.key);
+                () = flight.outcome.closed(), if !goes_on() => {
+                    // The loader may have returned meanwhile.
+                    if !goes_on() && self.0.detach_without_callers() {
                         return None;
                     }
                 }
@@ -151,11 +188,7 @@ impl<T: Send + Sync + 'static> Landing<T> {
 
 impl<T> Drop for Landing<T> {
     fn drop(&mut self) {
-        let mut running = self.flights.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // The next load of the key may have begun.
-        if running.get(&self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
-            running.remove(&self.key);
-        }
+        self.0.detach();
     }
 }
 
@@ -178,7 +211,7 @@ impl<T> Drop for Counted<T> {
 impl<T: Send + Sync> Work for Flights<T> {
     fn close(&self) {
         // No load is being counted meanwhile.
-        let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let _running = self.running();
         self.is_closed.store(true, Ordering::Release);
     }
 

@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::error::CacheError;
 use super::loaded::Loaded;
+use super::store::CacheKey;
 use crate::error::BoxError;
 use crate::panics::discard;
 
@@ -20,6 +21,11 @@ pub(super) trait Loader<T>: Send {
 
     /// Another process holds the lease. So the load begins later, if that process fails, or never.
     fn waits_for_lease(&mut self) {}
+
+    /// The keys of the batch that it may load together with its own.
+    fn batch_keys(&self) -> Option<Arc<[CacheKey]>> {
+        None
+    }
 
     /// A permit for a load without the store. `None` if there are too many.
     fn permit(&self, origin: &Arc<Semaphore>) -> Option<Arc<OwnedSemaphorePermit>> {
@@ -57,6 +63,10 @@ impl<T: Send, L: Loader<T>> Loader<T> for Noting<L> {
 
     fn waits_for_lease(&mut self) {
         self.loader.waits_for_lease();
+    }
+
+    fn batch_keys(&self) -> Option<Arc<[CacheKey]>> {
+        self.loader.batch_keys()
     }
 
     fn permit(&self, origin: &Arc<Semaphore>) -> Option<Arc<OwnedSemaphorePermit>> {

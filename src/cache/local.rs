@@ -25,7 +25,7 @@ struct Kept<T> {
     read: Instant,
     age_when_read: Duration,
     fresh_until: Instant,
-    stale_until: Instant,
+    expires: Instant,
     cost: Duration,
     tags: Vec<TagGeneration>,
     changes: Notifications,
@@ -61,24 +61,23 @@ impl<T: Send + Sync + 'static> Local<T> {
     pub(super) fn last_known(&self, key: &CacheKey) -> Option<Lookup<T>> {
         let kept = self.entries.get(key)?;
         let now = Instant::now();
-        (now < kept.stale_until && !kept.changes.has_message()).then(|| kept.lookup(now))
+        (now < kept.expires && !kept.changes.has_message()).then(|| kept.lookup(now))
     }
 
     /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
-    pub(super) fn keep(&self, key: CacheKey, lookup: &Lookup<T>, reading: Reading, stale_for: Duration) {
+    pub(super) fn keep(&self, key: CacheKey, lookup: &Lookup<T>, reading: Reading) {
         let Reading { time, removals, changes } = reading;
         let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };
         if found.fresh_for.is_zero() || changes.may_have_changed() {
             return;
         }
-        let fresh_until = time + found.fresh_for;
         let kept = Kept {
             id: lookup.id.clone(),
             value: found.value.clone(),
             read: time,
             age_when_read: found.age,
-            fresh_until,
-            stale_until: fresh_until + stale_for,
+            fresh_until: time + found.fresh_for,
+            expires: time + found.expires_in,
             cost: found.cost,
             tags: found.tags.clone(),
             changes,
@@ -114,6 +113,7 @@ impl<T> Kept<T> {
             value: self.value.clone(),
             fresh_for: self.fresh_until.saturating_duration_since(now),
             age: self.age_when_read + now.saturating_duration_since(self.read),
+            expires_in: self.expires.saturating_duration_since(now),
             cost: self.cost,
             tags: self.tags.clone(),
             is_local: true,

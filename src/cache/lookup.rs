@@ -17,6 +17,9 @@ pub(crate) struct Found<T> {
     pub(crate) value: Option<Arc<T>>,
     /// Zero if it is stale.
     pub(crate) fresh_for: Duration,
+    /// How long it is still kept, fresh or stale.
+    #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier keeps it"))]
+    pub(super) expires_in: Duration,
     /// The time since it was stored.
     #[cfg_attr(
         not(any(feature = "http", feature = "local-cache")),

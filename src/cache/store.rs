@@ -161,6 +161,8 @@ pub struct Entry {
     pub age: Duration,
     /// How long it is still fresh; zero if it is stale.
     pub fresh_for: Duration,
+    /// How long it is still kept, fresh or stale.
+    pub expires_in: Duration,
     /// How long its fill took.
     pub cost: Duration,
     /// Its tags. It is valid while all have these generations. The cache checks this, not the store.
@@ -168,10 +170,25 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// For stores: an entry without tags.
+    /// For stores: an entry without tags, whose times are all zero.
     #[must_use]
-    pub const fn new(id: EntryId, content: Content, age: Duration, fresh_for: Duration, cost: Duration) -> Self {
-        Self { id, content, age, fresh_for, cost, tags: Vec::new() }
+    pub const fn new(id: EntryId, content: Content) -> Self {
+        let zero = Duration::ZERO;
+        Self { id, content, age: zero, fresh_for: zero, expires_in: zero, cost: zero, tags: Vec::new() }
+    }
+
+    /// With this age, and the times for which it is still fresh, and still kept.
+    #[must_use]
+    pub const fn times(mut self, age: Duration, fresh_for: Duration, expires_in: Duration) -> Self {
+        (self.age, self.fresh_for, self.expires_in) = (age, fresh_for, expires_in);
+        self
+    }
+
+    /// With the time that its fill took.
+    #[must_use]
+    pub const fn cost(mut self, cost: Duration) -> Self {
+        self.cost = cost;
+        self
     }
 
     /// With these tags.

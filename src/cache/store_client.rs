@@ -99,6 +99,9 @@ pub(super) struct StoreClient {
     pub(super) store: Arc<dyn DynStore>,
     pub(super) deadline: Duration,
     circuit: Arc<Circuit>,
+    // Subscriptions may fail while other calls succeed.
+    #[cfg(feature = "local-cache")]
+    subscriptions: Arc<Circuit>,
     // For the log.
     cache: Key,
     meters: Arc<OnceLock<Meters>>,
@@ -110,6 +113,8 @@ impl StoreClient {
             store,
             deadline: DEFAULT_DEADLINE,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            #[cfg(feature = "local-cache")]
+            subscriptions: Arc::new(Circuit::new(CircuitBreaker::new())),
             cache,
             meters: Arc::default(),
         }
@@ -143,6 +148,42 @@ impl StoreClient {
         }
         reply
     }
+
+    /// Subscribes to the changes of a key. If the store has not confirmed it within the deadline, or subscriptions failed lately, there are
+    /// no notifications.
+    #[cfg(feature = "local-cache")]
+    pub(super) async fn watch(&self, key: &CacheKey) -> Notifications {
+        if self.subscriptions.admit().is_err() {
+            return Notifications::none();
+        }
+        let confirmed = async {
+            let changes = self.store.watch(key).await;
+            if changes.may_have_changed() { Err(StoreError::late("no subscription")) } else { Ok(changes) }
+        };
+        match Deadline::new(confirmed, self.deadline).await {
+            Ok(changes) => {
+                self.subscriptions.answered(&Unobserved);
+                changes
+            }
+            Err(error) => {
+                self.subscriptions.failed(&Unobserved, &error);
+                Notifications::none()
+            }
+        }
+    }
+}
+
+/// The circuit of subscriptions: if they fail, only hits take longer.
+#[cfg(feature = "local-cache")]
+struct Unobserved;
+
+#[cfg(feature = "local-cache")]
+impl CircuitObserver for Unobserved {
+    fn failed(&self) {}
+    fn opened(&self) {}
+    fn closed(&self) {}
+    fn outage_begins(&self, _: &StoreError) {}
+    fn outage_ends(&self) {}
 }
 
 impl CircuitObserver for StoreClient {

@@ -38,7 +38,7 @@ use crate::store::shutdown::ShutdownTarget;
 /// Cheap to clone. Clones share their loads. All caches with the same name on the same backend share their entries, so give each type of
 /// value a name of its own.
 ///
-/// If the last clone is dropped, loads in progress are cancelled, and their callers get [`CacheError::Closed`].
+/// When the last clone is dropped, loads in progress are cancelled.
 pub struct Cache<T, C = Json> {
     filler: Filler<T, C>,
     filter: Option<ExistsFilter>,
@@ -50,7 +50,8 @@ pub struct Cache<T, C = Json> {
 struct Chain {
     // The address of the table of loads, which stands for the cache.
     flights: usize,
-    key: CacheKey,
+    // Several for a batch.
+    keys: Arc<[CacheKey]>,
     outer: Option<Arc<Self>>,
 }
 
@@ -62,7 +63,7 @@ impl Chain {
     fn has(&self, flights: usize, key: &CacheKey) -> bool {
         let mut next = Some(self);
         while let Some(chain) = next {
-            if chain.flights == flights && chain.key == *key {
+            if chain.flights == flights && chain.keys.contains(key) {
                 return true;
             }
             next = chain.outer.as_deref();
@@ -376,7 +377,9 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         R: Into<Loaded<T>>,
         E: Into<BoxError>,
     {
-        let batch = Batch::new(move |keys| {
+        let keys: Vec<K> = keys.into_iter().collect();
+        let cache_keys = keys.iter().map(|key| self.key(key.clone())).collect();
+        let batch = Batch::new(cache_keys, move |keys| {
             let loading = loader(keys);
             Box::pin(async move {
                 let values = loading.await.map_err(|error| CacheError::load(error.into()))?;
@@ -462,19 +465,12 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         let claim = Claim { token: Token::random()?, lease: self.filler.options.lease };
         let (filler, canceller) = (self.filler.clone(), self.filler.clone());
         // Nobody waits long for a background load, so it is not a part of the load that started it.
-        let chain = Arc::new(Chain { flights, key, outer: outer.filter(|_| !is_background) });
-        let table = Arc::downgrade(&self.flights);
-        let detach = move || {
-            if let Some(flights) = table.upgrade() {
-                flights.detach(&key);
-            }
-        };
+        let keys = loader.batch_keys().unwrap_or_else(|| [key].into());
+        let chain = Arc::new(Chain { flights, keys, outer: outer.filter(|_| !is_background) });
         // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
         let goes_on = Arc::new(AtomicBool::new(is_background));
         let loader = Noting { loader, has_ended: Arc::clone(&goes_on) };
-        let load = move || {
-            CHAIN.scope(chain, async move { filler.fill(key, claim, before, is_background, loader, detach).await })
-        };
+        let load = move |place| CHAIN.scope(chain, async move { filler.fill(key, claim, before, loader, place).await });
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
         self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, goes_on, load, cancel)
     }

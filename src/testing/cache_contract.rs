@@ -68,9 +68,10 @@ pub async fn filled_entry_is_returned<S: CacheStore>(store: S) {
     for bytes in [b"".as_slice(), b"\0\r\n{}", &all_bytes] {
         let claim = take(&store, &key("a"), LONG).await;
         assert!(put(&store, &key("a"), &claim, &entry(bytes)).await);
-        let Entry { id, content, age, fresh_for, cost, .. } = get(&store, &key("a")).await;
+        let Entry { id, content, age, fresh_for, expires_in, cost, .. } = get(&store, &key("a")).await;
         assert_eq!((id, content), (EntryId::from(&claim.token), value(bytes)));
         assert!(age < LONG / 2 && fresh_for <= LONG && fresh_for > LONG / 2, "{age:?} {fresh_for:?}");
+        assert!(expires_in <= 2 * LONG && expires_in > LONG, "{expires_in:?}");
         assert_eq!(cost, Duration::from_millis(7));
     }
 }
@@ -104,6 +105,7 @@ pub async fn entry_becomes_stale_and_expires<S: CacheStore>(store: S) {
     sleep(SHORT + SHORT / 2).await;
     let stale = get(&store, &key("a")).await;
     assert!(stale.fresh_for.is_zero() && stale.age >= SHORT, "{stale:?}");
+    assert!(!stale.expires_in.is_zero() && stale.expires_in <= SHORT, "{stale:?}");
     sleep(SHORT).await;
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
 }
@@ -246,6 +248,7 @@ pub async fn expired_entry_is_stale<S: CacheStore>(store: S) {
     store.expire(&key("a")).await.unwrap();
     let stale = get(&store, &key("a")).await;
     assert_eq!((stale.content, stale.fresh_for), (value(b"a"), Duration::ZERO));
+    assert!(stale.expires_in > LONG, "it is kept until its original end");
     assert!(!put(&store, &key("a"), &late, &entry(b"late")).await);
     let next = take(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &next, &entry(b"next")).await);

@@ -194,3 +194,22 @@ async fn dropped_batch_leaves_other_callers_their_loads() {
     assert_eq!(one.await.unwrap(), [40]);
     assert_eq!(origin.calls().len(), 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn loader_that_asks_for_a_key_of_its_batch_is_an_error() {
+    let cache = cache(MemoryBackend::new());
+    let inner = cache.clone();
+    let load = move |keys: Vec<u64>| {
+        let inner = inner.clone();
+        async move {
+            let other = inner.get_or_fill(9_u64, async || Ok::<_, BoxError>(9)).await?;
+            assert_eq!(other.as_deref(), Some(&9), "another key is no problem");
+            for key in &keys {
+                let error = inner.get_or_fill(*key, async || Ok::<_, BoxError>(0)).await.unwrap_err();
+                assert!(matches!(error, CacheError::Recursive), "{error:?}");
+            }
+            Ok::<_, BoxError>(keys.into_iter().map(|key| (key, key)).collect::<HashMap<_, _>>())
+        }
+    };
+    assert_eq!(cache.get_or_fill_all([1, 2, 3], load).await.unwrap().len(), 3);
+}

@@ -193,7 +193,7 @@ async fn entry_of_a_clock_an_hour_off_is_served_or_loaded_again() {
     let mut connection = server.connection();
     let mut shift = |by: i64| {
         let mut bytes: Vec<u8> = connection.get(entry).unwrap();
-        for at in [18..25, 25..32] {
+        for at in [18..25, 25..32, 32..39] {
             let mut number = [0; 8];
             number[..7].copy_from_slice(&bytes[at.clone()]);
             bytes[at].copy_from_slice(&(i64::from_le_bytes(number) + by).to_le_bytes()[..7]);

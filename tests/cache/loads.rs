@@ -205,7 +205,7 @@ async fn loader_that_asks_for_its_own_key_is_an_error() {
     let error = cache.get_or_fill("a", load).await.unwrap_err();
     let source = std::error::Error::source(&error).unwrap();
     assert_eq!(source.to_string(), "the loader failed");
-    assert_eq!(source.source().unwrap().to_string(), "the loader asked the cache for the key that it loads");
+    assert_eq!(source.source().unwrap().to_string(), "the loader asked the cache for a key that it loads");
 }
 
 #[tokio::test(start_paused = true)]
@@ -373,4 +373,65 @@ async fn longest_settings_are_accepted() {
     assert!(cache.get_or_fill("b", move || failing.fail()).await.is_err());
     let error = get(&cache.deadline(Duration::ZERO), &Origin::default()).await.unwrap_err();
     assert!(matches!(error, CacheError::Config(_)), "{error:?}");
+}
+
+/// The end of an invalidated load leaves the next load of its key alone.
+#[tokio::test(start_paused = true)]
+async fn callers_after_an_invalidated_load_join_the_next_one() {
+    for old_caller_goes in [false, true] {
+        let store = FaultStore::new(MemoryBackend::new());
+        let (faults, origin) = (store.faults(), Origin::default());
+        let cache = Cache::<usize>::new(store, "numbers", secs(60)).jitter(0.0);
+        let slow = |origin: &Origin| {
+            let (cache, origin) = (cache.clone(), origin.clone());
+            tokio::spawn(async move {
+                let slow = async move || {
+                    sleep(secs(5)).await;
+                    origin.load().await
+                };
+                cache.get_or_fill("a", slow).await.unwrap().map(|value| *value)
+            })
+        };
+        let old = slow(&Origin::default());
+        sleep(ms(100)).await;
+        cache.invalidate("a").await.unwrap();
+        let new = slow(&origin);
+        sleep(ms(100)).await;
+        if old_caller_goes {
+            old.abort();
+        }
+        // The old load learns at its next renewal that its lease is lost.
+        sleep(secs(1)).await;
+        // Without the store, another load would begin at once.
+        faults.fail(Failure::Unavailable);
+        assert_eq!(get(&cache, &origin).await.unwrap(), Some(1));
+        assert_eq!(new.await.unwrap(), Some(1));
+        assert_eq!(origin.calls(), 1);
+        faults.heal();
+    }
+}
+
+/// A refresh in the background ends if the store fails, but not if a caller waits for it.
+#[tokio::test(start_paused = true)]
+async fn caller_without_the_store_gets_the_value_of_a_refresh() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, origin) = (store.faults(), Origin::default());
+    let cache = Cache::<usize>::new(store, "numbers", secs(60)).jitter(0.0).stale_for(secs(60)).deadline(secs(1));
+    assert_eq!(get(&cache, &origin).await.unwrap(), Some(1));
+    advance(secs(61)).await;
+    faults.delay(ms(10));
+    let stale = tokio::spawn({
+        let (cache, origin) = (cache.clone(), origin.clone());
+        async move { get(&cache, &origin).await }
+    });
+    // The refresh waits for its lease when the store stops.
+    sleep(ms(15)).await;
+    faults.hang();
+    let waiting = tokio::spawn({
+        let (cache, origin) = (cache.clone().deadline(ms(100)), origin.clone());
+        async move { get(&cache, &origin).await }
+    });
+    assert_eq!(stale.await.unwrap().unwrap(), Some(1));
+    assert_eq!(waiting.await.unwrap().unwrap(), Some(2));
+    faults.heal();
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use redis::Commands;
 use tokio::time::{Instant, advance, sleep};
 use tollgate::cache::store::CacheStore;
+use tollgate::cache::{CacheError, Loaded};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{BoxError, Cache, MemoryBackend};
 
@@ -221,4 +222,44 @@ async fn number_of_values_is_bounded() {
     let calls = faults.total_calls();
     get_all().await;
     assert!(faults.total_calls() - calls > 9_000, "at most 100 values are kept, and some more until they are evicted");
+}
+
+/// The time for which a value is served stale is the one of its entry.
+#[tokio::test(start_paused = true)]
+async fn failing_store_leaves_each_value_for_its_own_time() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let cache = plain(store).local_tier(100, MINUTE).absent_for(MINUTE).origin_limit(0);
+    let (absent, own, default) = ("absent", "own", "default");
+    cache.set(absent, Loaded::absent()).await.unwrap();
+    cache.set(own, Loaded::value(1).stale_for(MINUTE)).await.unwrap();
+    cache.set(default, 2).await.unwrap();
+    let get = async |key| cache.get_or_fill(key, async || Ok::<_, BoxError>(9)).await;
+    for key in [absent, own, default] {
+        get(key).await.unwrap();
+    }
+    faults.fail(Failure::Unavailable);
+    assert!(get(absent).await.unwrap().is_none());
+    advance(61 * SECOND).await;
+    assert_eq!(get(own).await.unwrap().as_deref(), Some(&1));
+    for key in [absent, default] {
+        assert!(matches!(get(key).await.unwrap_err(), CacheError::OriginLimit { .. }), "{key} is not served stale");
+    }
+    advance(MINUTE).await;
+    assert!(get(own).await.is_err());
+}
+
+/// If this process cannot subscribe, hits of the store take no longer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hits_do_not_wait_for_failing_subscriptions() {
+    let server = RedisServer::start();
+    let cache = cache(patient(server.url()).await);
+    fill(&cache, 1).await;
+    let () = server.query("ACL SETUSER default -subscribe -ssubscribe");
+    let () = server.query("CLIENT KILL TYPE pubsub");
+    let start = Instant::now();
+    for _ in 0..100 {
+        assert_eq!(fill(&cache, 2).await, 1);
+    }
+    assert!(start.elapsed() < 2 * SECOND, "{:?} for 100 hits", start.elapsed());
 }

@@ -105,6 +105,7 @@ impl CacheTable {
             content: stored.value.clone().map_or(Content::Absent, Content::Value),
             age: now - stored.stored,
             fresh_for: stored.fresh_until.saturating_duration_since(now),
+            expires_in: stored.expires - now,
             cost: stored.cost,
             tags: stored.tags.clone(),
         })

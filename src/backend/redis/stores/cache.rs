@@ -130,7 +130,7 @@ impl RedisBackend {
 }
 
 /// The length of the header of an entry: see `cache_put.lua`.
-const HEADER: usize = 38;
+const HEADER: usize = 45;
 
 /// Decodes an entry, as `cache_put.lua` describes it.
 fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
@@ -138,22 +138,20 @@ fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
     // As GETRANGE returns it in `cache_claim.lua`.
     let id = EntryId::new(&bytes[bytes.len().min(2)..bytes.len().min(18)]);
     let Some((content, tags)) = decode_content(&bytes) else {
-        return Entry::new(id, Content::Unreadable, Duration::ZERO, Duration::ZERO, Duration::ZERO);
+        return Entry::new(id, Content::Unreadable);
     };
     let time = |at: Range<usize>| number(&bytes[at]);
-    Entry::new(
-        id,
-        content,
-        Duration::from_millis(now_ms.saturating_sub(time(18..25))),
-        Duration::from_millis(time(25..32).saturating_sub(now_ms)),
-        Duration::from_millis(time(32..36)),
-    )
-    .tags(tags)
+    let since = |at| Duration::from_millis(now_ms.saturating_sub(time(at)));
+    let until = |at| Duration::from_millis(time(at).saturating_sub(now_ms));
+    Entry::new(id, content)
+        .times(since(18..25), until(25..32), until(32..39))
+        .cost(Duration::from_millis(time(39..43)))
+        .tags(tags)
 }
 
 /// The content and the tags of an entry. `None` if it cannot be read.
 fn decode_content(bytes: &Bytes) -> Option<(Content, Vec<TagGeneration>)> {
-    let start = HEADER + number(bytes.get(36..HEADER)?) as usize;
+    let start = HEADER + number(bytes.get(43..HEADER)?) as usize;
     let tags = decode_tags(bytes.get(HEADER..start)?)?;
     match bytes.first_chunk()? {
         [1, 0] if bytes.len() == start => Some((Content::Absent, tags)),
