@@ -78,7 +78,7 @@ impl<T: Send + Sync + 'static, C> Filler<T, C> {
     pub(super) fn forget(&self, key: &CacheKey) {
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
-            local.remove(key);
+            local.remove(key.key());
         }
         #[cfg(not(feature = "local-cache"))]
         let _ = key;
@@ -220,14 +220,14 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
             let result = self.look_in_both(local, key).await;
-            return result.or_else(|error| local.last_known(key).ok_or(error));
+            return result.or_else(|error| local.last_known(key.key()).ok_or(error));
         }
         self.look_in_store(key).await
     }
 
     #[cfg(feature = "local-cache")]
     async fn look_in_both(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
-        if let Some(lookup) = local.fresh(key) {
+        if let Some(lookup) = local.fresh(key.key()) {
             let tags = lookup.found.as_ref().map_or(&[][..], |found| &found.tags);
             if self.generations.are_current(&self.client, key.cache(), tags).await? {
                 return Ok(lookup);
@@ -236,21 +236,29 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
         // The subscription begins before the entry is read, so no change is missed.
         let reading = local.reading(self.client.watch(key).await);
         let lookup = self.look_in_store(key).await?;
-        local.keep(*key, &lookup, reading);
+        local.keep(*key.key(), &lookup, reading);
         Ok(lookup)
     }
 
     async fn look_in_store(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        let read = Instant::now();
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
         };
         let Entry { id, content, age, fresh_for, expires_in, cost, tags } = entry;
         let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
         let value = if is_valid { self.decode(key, &content) } else { None };
-        Ok(Lookup {
-            id,
-            found: value.map(|value| Found { value, fresh_for, expires_in, age, cost, tags, is_local: false }),
-        })
+        let found = value.map(|value| Found {
+            value,
+            read,
+            age_when_read: age,
+            fresh_until: read + fresh_for,
+            expires: read + expires_in,
+            cost,
+            tags,
+            is_local: false,
+        });
+        Ok(Lookup { id, found })
     }
 
     /// The value of an entry, which may be absent. `None` if it cannot be read.

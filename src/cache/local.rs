@@ -7,12 +7,12 @@ use moka::sync::Cache as Entries;
 use tokio::time::Instant;
 
 use super::lookup::{Found, Lookup};
-use super::store::{CacheKey, EntryId, Notifications, TagGeneration};
+use super::store::{EntryId, Notifications};
 use crate::key::Key;
 
 /// The entries of this process.
 pub(super) struct Local<T> {
-    entries: Entries<CacheKey, Arc<Kept<T>>>,
+    entries: Entries<Key, Arc<Kept<T>>>,
     max_age: Duration,
     // Calls of `remove` and `remove_tag`. Locked while an entry is kept, so that it is not kept after its removal.
     removals: Mutex<u64>,
@@ -21,19 +21,14 @@ pub(super) struct Local<T> {
 /// An entry, and the subscription that began before it was read.
 struct Kept<T> {
     id: EntryId,
-    value: Option<Arc<T>>,
-    read: Instant,
-    age_when_read: Duration,
-    fresh_until: Instant,
-    expires: Instant,
-    cost: Duration,
-    tags: Vec<TagGeneration>,
+    found: Found<T>,
+    // Until then it is fresh, and young enough.
+    good_until: Instant,
     changes: Notifications,
 }
 
 /// When an entry is read: what was the case before.
 pub(super) struct Reading {
-    time: Instant,
     removals: u64,
     changes: Notifications,
 }
@@ -46,42 +41,32 @@ impl<T: Send + Sync + 'static> Local<T> {
 
     /// Before an entry is read. `changes` notifies of its changes from now on.
     pub(super) fn reading(&self, changes: Notifications) -> Reading {
-        Reading { time: Instant::now(), removals: *self.lock(), changes }
+        Reading { removals: *self.lock(), changes }
     }
 
     /// A fresh value that has not changed since it was read.
-    pub(super) fn fresh(&self, key: &CacheKey) -> Option<Lookup<T>> {
+    pub(super) fn fresh(&self, key: &Key) -> Option<Lookup<T>> {
         let kept = self.entries.get(key)?;
-        let now = Instant::now();
-        let is_current = now < kept.fresh_until && now - kept.read < self.max_age && !kept.changes.may_have_changed();
-        is_current.then(|| kept.lookup(now))
+        let is_good = Instant::now() < kept.good_until && !kept.changes.may_have_changed();
+        is_good.then(|| kept.lookup())
     }
 
     /// Without the store: a value that has not changed as far as this process knows, fresh or stale.
-    pub(super) fn last_known(&self, key: &CacheKey) -> Option<Lookup<T>> {
+    pub(super) fn last_known(&self, key: &Key) -> Option<Lookup<T>> {
         let kept = self.entries.get(key)?;
-        let now = Instant::now();
-        (now < kept.expires && !kept.changes.has_message()).then(|| kept.lookup(now))
+        (Instant::now() < kept.found.expires && !kept.changes.has_message()).then(|| kept.lookup())
     }
 
     /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
-    pub(super) fn keep(&self, key: CacheKey, lookup: &Lookup<T>, reading: Reading) {
-        let Reading { time, removals, changes } = reading;
+    pub(super) fn keep(&self, key: Key, lookup: &Lookup<T>, reading: Reading) {
+        let Reading { removals, changes } = reading;
         let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };
-        if found.fresh_for.is_zero() || changes.may_have_changed() {
+        if found.fresh_for().is_zero() || changes.may_have_changed() {
             return;
         }
-        let kept = Kept {
-            id: lookup.id.clone(),
-            value: found.value.clone(),
-            read: time,
-            age_when_read: found.age,
-            fresh_until: time + found.fresh_for,
-            expires: time + found.expires_in,
-            cost: found.cost,
-            tags: found.tags.clone(),
-            changes,
-        };
+        let good_until = found.fresh_until.min(found.read + self.max_age);
+        let found = Found { is_local: true, ..found.clone() };
+        let kept = Kept { id: lookup.id, found, good_until, changes };
         let removals_now = self.lock();
         if *removals_now == removals {
             self.entries.insert(key, Arc::new(kept));
@@ -92,7 +77,7 @@ impl<T: Send + Sync + 'static> Local<T> {
         self.removals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn remove(&self, key: &CacheKey) {
+    pub(super) fn remove(&self, key: &Key) {
         *self.lock() += 1;
         self.entries.invalidate(key);
     }
@@ -100,7 +85,7 @@ impl<T: Send + Sync + 'static> Local<T> {
     pub(super) fn remove_tag(&self, tag: &Key) {
         *self.lock() += 1;
         for (key, kept) in &self.entries {
-            if kept.tags.iter().any(|other| other.tag == *tag) {
+            if kept.found.tags.iter().any(|other| other.tag == *tag) {
                 self.entries.invalidate(&*key);
             }
         }
@@ -108,16 +93,7 @@ impl<T: Send + Sync + 'static> Local<T> {
 }
 
 impl<T> Kept<T> {
-    fn lookup(&self, now: Instant) -> Lookup<T> {
-        let found = Found {
-            value: self.value.clone(),
-            fresh_for: self.fresh_until.saturating_duration_since(now),
-            age: self.age_when_read + now.saturating_duration_since(self.read),
-            expires_in: self.expires.saturating_duration_since(now),
-            cost: self.cost,
-            tags: self.tags.clone(),
-            is_local: true,
-        };
-        Lookup { id: self.id.clone(), found: Some(found) }
+    fn lookup(&self) -> Lookup<T> {
+        Lookup { id: self.id, found: Some(self.found.clone()) }
     }
 }

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::store::{EntryId, TagGeneration};
 
 /// What the store has for a key.
@@ -15,21 +17,40 @@ pub(crate) struct Lookup<T> {
 /// An entry that may be served.
 pub(crate) struct Found<T> {
     pub(crate) value: Option<Arc<T>>,
-    /// Zero if it is stale.
-    pub(crate) fresh_for: Duration,
-    /// How long it is still kept, fresh or stale.
-    #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier keeps it"))]
-    pub(super) expires_in: Duration,
-    /// The time since it was stored.
+    /// When it was read from the store, and its age then.
     #[cfg_attr(
         not(any(feature = "http", feature = "local-cache")),
         expect(dead_code, reason = "only HTTP and the local tier need it")
     )]
-    pub(crate) age: Duration,
+    pub(super) read: Instant,
+    #[cfg_attr(not(feature = "http"), expect(dead_code, reason = "only HTTP needs it"))]
+    pub(super) age_when_read: Duration,
+    pub(super) fresh_until: Instant,
+    #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier needs it"))]
+    pub(super) expires: Instant,
     /// How long its load took.
     pub(super) cost: Duration,
-    #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier checks them again"))]
     pub(super) tags: Vec<TagGeneration>,
     /// From this process, not from the store.
     pub(crate) is_local: bool,
+}
+
+impl<T> Found<T> {
+    /// How long it is still fresh. Zero if it is stale.
+    pub(crate) fn fresh_for(&self) -> Duration {
+        self.fresh_until.saturating_duration_since(Instant::now())
+    }
+
+    /// The time since it was stored.
+    #[cfg(feature = "http")]
+    pub(crate) fn age(&self) -> Duration {
+        self.age_when_read + self.read.elapsed()
+    }
+}
+
+// Not derived, which would require `T: Clone`.
+impl<T> Clone for Found<T> {
+    fn clone(&self) -> Self {
+        Self { value: self.value.clone(), tags: self.tags.clone(), ..*self }
+    }
 }

@@ -4,7 +4,6 @@ use std::future::Future;
 use std::time::Duration;
 
 use bytes::Bytes;
-use smallvec::SmallVec;
 
 use crate::error::StoreError;
 use crate::key::Key;
@@ -114,20 +113,26 @@ pub trait CacheStore {
 }
 
 /// Identifies an entry: the token of the fill that stored it. Empty if there was none.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct EntryId(SmallVec<[u8; 16]>);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EntryId {
+    len: usize,
+    bytes: [u8; 16],
+}
 
 impl EntryId {
-    /// The id from a store. For an entry that cannot be read it may have any length up to 16 bytes.
+    /// The id from a store: at most 16 bytes, further ones are ignored. For an entry that cannot be read it may have any length.
     #[must_use]
     pub fn new(bytes: &[u8]) -> Self {
-        Self(bytes.into())
+        let mut id = Self::default();
+        id.len = bytes.len().min(id.bytes.len());
+        id.bytes[..id.len].copy_from_slice(&bytes[..id.len]);
+        id
     }
 
     /// The bytes of the id.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        &self.0
+        &self.bytes[..self.len]
     }
 }
 

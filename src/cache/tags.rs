@@ -42,6 +42,9 @@ impl Generations {
         cache: &Key,
         tags: &[TagGeneration],
     ) -> Result<bool, StoreError> {
+        if tags.is_empty() {
+            return Ok(true);
+        }
         // A generation may have been replaced since it was read, so one that differs is read again.
         let unknown = tags.iter().filter(|tag| self.known(&tag.tag) != Some(tag.generation));
         let current = join_all(unknown.map(|tag| self.is_current(client, cache, tag))).await;

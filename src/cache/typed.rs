@@ -428,13 +428,14 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         &self,
         key: CacheKey,
         id: EntryId,
-        Found { value, fresh_for, cost, is_local, .. }: Found<T>,
+        found: Found<T>,
         loader: impl Loader<T> + 'static,
     ) -> (Option<Arc<T>>, Served) {
         let options = &self.filler.options;
+        let (fresh_for, value) = (found.fresh_for(), found.value);
         let is_fresh = !fresh_for.is_zero();
-        let fresh = if is_local { Served::Local } else { Served::Fresh };
-        if is_fresh && !options.refreshes_early(fresh_for, cost) {
+        let fresh = if found.is_local { Served::Local } else { Served::Fresh };
+        if is_fresh && !options.refreshes_early(fresh_for, found.cost) {
             return (value, fresh);
         }
         // Without a load, for instance in a shutdown, the value is still good.
@@ -510,7 +511,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     /// For a service around the cache: whether a fresh value is loaded again already.
     #[cfg(feature = "http")]
     pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
-        self.filler.options.refreshes_early(found.fresh_for, found.cost)
+        self.filler.options.refreshes_early(found.fresh_for(), found.cost)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.

@@ -424,8 +424,8 @@ async fn caller_without_the_store_gets_the_value_of_a_refresh() {
         let (cache, origin) = (cache.clone(), origin.clone());
         async move { get(&cache, &origin).await }
     });
-    // The refresh waits for its lease when the store stops.
-    sleep(ms(15)).await;
+    // The entry is being read. After that, the refresh waits for its lease.
+    sleep(ms(5)).await;
     faults.hang();
     let waiting = tokio::spawn({
         let (cache, origin) = (cache.clone().deadline(ms(100)), origin.clone());

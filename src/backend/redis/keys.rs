@@ -137,14 +137,25 @@ impl Keys {
 
     /// `<prefix>:2:{cache:<cache>:<key>}:<part>`.
     pub(crate) fn cache(&self, key: &CacheKey) -> CacheKeys {
-        let tag = [&self.root, "{cache:", &escape_part(key.cache()), ":", key.key().as_str(), "}:"].concat();
-        let name = |part: &str| [&tag, part].concat();
-        CacheKeys { entry: name("entry"), lease: name("lease"), changed: name("changed") }
+        CacheKeys {
+            entry: self.cache_entry(key),
+            lease: self.cache_part(key, "}:lease"),
+            changed: self.cache_part(key, "}:changed"),
+        }
+    }
+
+    /// `<prefix>:2:{cache:<cache>:<key>}:entry`.
+    pub(crate) fn cache_entry(&self, key: &CacheKey) -> String {
+        self.cache_part(key, "}:entry")
+    }
+
+    fn cache_part(&self, key: &CacheKey, part: &str) -> String {
+        [&self.root, "{cache:", &escape_part(key.cache()), ":", key.key().as_str(), part].concat()
     }
 
     /// `<prefix>:2:{cache:<cache>:<tag>}:generation`.
     pub(crate) fn generation(&self, tag: &CacheKey) -> String {
-        [&self.root, "{cache:", &escape_part(tag.cache()), ":", tag.key().as_str(), "}:generation"].concat()
+        self.cache_part(tag, "}:generation")
     }
 
     /// The key of the ids of a filter's versions: `<prefix>:2:{cache_filter:<filter>}:versions`.

@@ -132,7 +132,8 @@ where
     /// The entry, if it is for this request.
     fn candidate(&self, place: &Place, found: Found<Stored>) -> Option<(Candidate, Use)> {
         let refreshes_early = self.shared.cache.refreshes_early(&found);
-        let Found { value, fresh_for, age, is_local, .. } = found;
+        let (fresh_for, age) = (found.fresh_for(), found.age());
+        let Found { value, is_local, .. } = found;
         let stored = value?;
         let usable = match &*stored {
             Stored::Varies(_) => matches!(place, Place::Uri(_)).then_some(Use::Fresh)?,

@@ -21,7 +21,7 @@ async fn login(State(accounts): State<Arc<Limiter<AnyBackend>>>, body: String) -
         return StatusCode::UNAUTHORIZED.into_response();
     }
     if let Some(receipt) = receipt {
-        let _ = accounts.settle(name, receipt, -1).await; // a success costs nothing
+        let _ = accounts.settle(name, receipt, -1).await; // gives the unit back
     }
     "welcome".into_response()
 }

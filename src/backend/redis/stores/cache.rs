@@ -18,7 +18,7 @@ use crate::store::shutdown::ShutdownTarget;
 impl CacheStore for RedisBackend {
     async fn get(&self, key: &CacheKey) -> Result<Option<Entry>, StoreError> {
         let Inner { servers, keys, server_clock, .. } = &*self.inner;
-        let entry = keys.cache(key).entry;
+        let entry = keys.cache_entry(key);
         if server_clock.now_ms().is_none() {
             let reply = servers.send(&entry, &redis::cmd("TIME")).await.map_err(store_error)?;
             server_clock.set(milliseconds(&reply).ok_or_else(|| unexpected_reply(&reply))?);
