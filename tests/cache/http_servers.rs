@@ -29,27 +29,34 @@ use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
 /// Aborts a server when it is dropped.
-struct Server {
-    addr: SocketAddr,
-    task: AbortHandle,
+pub(crate) struct Server {
+    pub(crate) addr: SocketAddr,
+    task: Option<AbortHandle>,
     client: Client<HttpConnector, Empty<Bytes>>,
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.task.abort();
+        if let Some(task) = &self.task {
+            task.abort();
+        }
     }
 }
 
 impl Server {
-    async fn start(app: Router) -> Self {
+    pub(crate) async fn start(app: Router) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self::new(addr, Some(task))
+    }
+
+    /// `task` is aborted when this is dropped.
+    pub(crate) fn new(addr: SocketAddr, task: Option<AbortHandle>) -> Self {
         Self { addr, task, client: Client::builder(TokioExecutor::new()).build_http() }
     }
 
-    async fn send(&self, method: &str, path: &str, fields: &[(&str, &str)]) -> Response<String> {
+    pub(crate) async fn send(&self, method: &str, path: &str, fields: &[(&str, &str)]) -> Response<String> {
         let mut request = Request::builder().method(method).uri(format!("http://{}{path}", self.addr));
         for (name, value) in fields {
             request = request.header(*name, *value);
@@ -139,7 +146,7 @@ async fn hyper_service_is_cached_over_sockets() {
             tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
         }
     });
-    let server = Server { addr, task: task.abort_handle(), client: Client::builder(TokioExecutor::new()).build_http() };
+    let server = Server::new(addr, Some(task.abort_handle()));
     for _ in 0..3 {
         assert_eq!(server.send("GET", "/", &[]).await.body(), "1");
     }

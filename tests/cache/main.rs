@@ -18,4 +18,5 @@ mod http_servers;
 mod loads;
 mod local;
 mod model;
+mod single_flight;
 mod tags;
