@@ -5,7 +5,7 @@ use std::time::Duration;
 use tower_layer::Layer;
 
 use super::service::SingleFlight;
-use crate::key::{ExtractKey, GlobalKey, Key};
+use crate::key::{ExtractKey, GlobalKey, Key, Undecided};
 
 /// Makes equal requests in this process share one call of the inner service. See the [module](crate::single_flight).
 ///
@@ -16,11 +16,6 @@ pub struct SingleFlightLayer<K, P = Undecided> {
     principal: Arc<P>,
     pub(super) call_timeout: Duration,
 }
-
-/// The missing audience of a new layer, which is not usable yet.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct Undecided;
 
 /// The default of [`SingleFlightLayer::call_timeout`].
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);

@@ -111,8 +111,9 @@ mod service;
 
 pub use self::error::SingleFlightError;
 pub use self::future::ResponseFuture as SingleFlightFuture;
-pub use self::layer::{SingleFlightLayer, Undecided};
+pub use self::layer::SingleFlightLayer;
 pub use self::service::SingleFlight;
+pub use crate::key::Undecided;
 
 #[cfg(test)]
 mod tests;

@@ -13,11 +13,11 @@ use tracing::{Instrument, Span};
 
 use super::body::CachedBody;
 use super::origin::{Handed, Origin, Place, Seat};
+use super::policy::is_failure;
 use super::request::Read;
 use super::settings::Shared;
 use super::status::{CacheStatus, write_age};
-use super::stored::{Stored, StoredResponse};
-use super::vary::Vary;
+use super::stored::{Stored, StoredResponse, Varies};
 use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
 use crate::error::BoxError;
 use crate::responder::Responder;
@@ -67,7 +67,7 @@ impl Candidate {
 
 impl<S, B, K, A, R> Reader<S, B, K, A>
 where
-    S: Service<Request<B>, Response = Response<R>> + Send + 'static,
+    S: Service<Request<B>, Response = Response<R>> + Clone + Send + 'static,
     S::Future: Send,
     S::Error: Send + 'static,
     B: Send + 'static,
@@ -98,9 +98,7 @@ where
                 None => (Before::Seen(id), None),
                 Some((candidate, usable)) => {
                     if let Stored::Varies(varies) = &*candidate.stored {
-                        return self.variant(place, &varies.vary, |selection| {
-                            varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
-                        });
+                        return self.variant(place, varies);
                     }
                     match usable {
                         Use::Fresh => return Step::Done(Ok(self.hit(&candidate))),
@@ -152,15 +150,11 @@ where
         Some((Candidate { stored, age, is_local }, usable))
     }
 
-    fn variant(
-        &self,
-        place: &Place,
-        vary: &Vary,
-        slot: impl FnOnce(crate::key::Key) -> crate::key::Key,
-    ) -> Step<R, S::Error> {
+    fn variant(&self, place: &Place, varies: &Varies) -> Step<R, S::Error> {
         let Place::Uri(uri) = *place else { return Step::Pass(CacheStatus::Miss) };
-        let Some(selection) = self.seat.selection(vary) else { return Step::Pass(CacheStatus::Miss) };
-        Step::Variant(Place::Variant { uri, slot: slot(selection), vary: vary.clone(), selection })
+        let Some(selection) = self.seat.selection(&varies.vary) else { return Step::Pass(CacheStatus::Miss) };
+        let (slot, vary) = (varies.slot(uri, selection), varies.vary.clone());
+        Step::Variant(Place::Variant { uri, slot, vary, selection })
     }
 
     /// Joins the load of a place, or starts it with this request.
@@ -171,6 +165,8 @@ where
         before: Before,
         is_background: bool,
     ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<Handed<R, S::Error>>), CacheError> {
+        // From here on the request may wait: for another request, or for another process.
+        self.seat.give_back();
         let (hand, handed) = oneshot::channel();
         let origin = Origin {
             seat: self.seat.share(),
@@ -201,9 +197,7 @@ where
         }
         match load.outcome().await {
             Ok(Some(stored)) => match &*stored {
-                Stored::Varies(varies) => self.variant(place, &varies.vary, |selection| {
-                    varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
-                }),
+                Stored::Varies(varies) => self.variant(place, varies),
                 Stored::Response(response) if response.selection == place.selection() => {
                     self.shared.cache.count(Served::Loaded);
                     Step::Done(Ok(self.stored(response, Duration::ZERO, CacheStatus::Collapsed)))
@@ -225,7 +219,7 @@ where
     ) -> Step<R, S::Error> {
         let mut response = match (handed, candidate) {
             (Ok(response), candidate) => {
-                let has_failed = response.status().is_server_error();
+                let has_failed = is_failure(response.status());
                 match candidate.filter(|_| has_failed) {
                     Some(candidate) => return Step::Done(Ok(self.hit(&candidate))),
                     None => response,
@@ -263,8 +257,8 @@ where
     /// Calls the inner service for this request alone.
     async fn pass(self, status: CacheStatus) -> Handed<R, S::Error> {
         let answer = &self.shared.answer;
-        let Some((mut inner, request)) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
-        let response = inner.call(request).await.map_err(|error| answer.error(error))?;
+        let Some(seated) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
+        let response = seated.call().await.map_err(|error| answer.error(error))?;
         let mut response = answer.response(response);
         status.write(response.headers_mut());
         Ok(response)
