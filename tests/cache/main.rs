@@ -13,6 +13,7 @@ mod exists_filter_model;
 mod faults;
 mod http;
 mod http_faults;
+mod http_fuzz;
 mod http_leaks;
 mod http_servers;
 mod loads;
