@@ -156,8 +156,8 @@ impl<K, A> CacheLayer<K, A> {
     /// All clients share the responses. A request with `Authorization` or `Cookie` bypasses the cache, since its response may be for one client
     /// only: see [`ignore_cookies`](Self::ignore_cookies).
     ///
-    /// **The layer knows no other credentials.** If the response depends on `X-Api-Key`, another header field or the address of the client, all
-    /// clients get the response to the first one. Use [`per`](Self::per) then, or let the handler set `Vary` or `private`.
+    /// **The layer knows no other credentials.** If the response depends on `X-Api-Key` or on the address of the client, all clients get the
+    /// response to the first one. Use [`per`](Self::per) then, or let the handler set `Vary` or `private`.
     pub fn public(mut self) -> CacheLayer<GlobalKey, A> {
         self.settings.is_public = true;
         self.with_principal(GlobalKey)
@@ -245,9 +245,9 @@ impl<K, A> CacheLayer<K, A> {
 
     /// The largest number of loads at a time in this process while the store fails. Further requests get 503 with `Retry-After`. Defaults to 16.
     ///
-    /// The limit replaces the protection that the cache gives otherwise. So requests that reach the inner service in any case are not limited:
-    /// those that bypass the cache, that forbid storing, or whose responses must not be stored. HEAD requests are not limited either. To limit
-    /// all of them, put a `ConcurrencyLimitLayer` inside of this layer.
+    /// The limit replaces the protection that the cache gives otherwise. A request that bypasses the cache, forbids storing, or has a response
+    /// that must not be stored reaches the inner service also while the store works. So the limit does not count such requests, nor HEAD
+    /// requests. To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
     pub fn origin_limit(self, loads: usize) -> Self {
         self.with_cache(|cache| cache.origin_limit(loads))
     }

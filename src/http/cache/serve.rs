@@ -19,7 +19,7 @@ use super::settings::Shared;
 use super::status::{CacheStatus, write_age};
 use super::stored::{Stored, StoredResponse, Varies};
 use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
-use crate::error::BoxError;
+use crate::error::{BoxError, StoreError};
 use crate::responder::Responder;
 
 /// A request that the cache may answer.
@@ -75,26 +75,49 @@ where
     R::Error: Into<BoxError>,
     A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
 {
-    pub(super) async fn respond(self) -> Handed<R, S::Error> {
-        let mut place = Place::Uri(self.read.uri);
-        // First for the URI, then for the fields that select the response.
-        for _ in 0..2 {
-            if self.shared.settings.uncached.has(&place.key()) {
-                break;
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
+    pub(super) fn respond(self) -> impl Future<Output = Handed<R, S::Error>> {
+        async move {
+            if self.shared.settings.uncached.has(&self.read.uri) {
+                return Box::pin(self.pass(CacheStatus::Miss)).await;
             }
-            match self.step(&place).await {
+            let looked = self.shared.cache.look(self.read.uri).await;
+            let place = Place::Uri(self.read.uri);
+            if let Ok(Lookup { found: Some(found), .. }) = &looked
+                && let Some((candidate, Use::Fresh)) = self.candidate(&place, found)
+                && candidate.response().is_some()
+            {
+                return Ok(self.hit(&candidate));
+            }
+            // Boxed to keep the future of a hit small.
+            Box::pin(self.respond_after(place, looked)).await
+        }
+    }
+
+    /// First for the URI, then for the fields that select the response.
+    async fn respond_after(
+        self,
+        mut place: Place,
+        mut looked: Result<Lookup<Stored>, StoreError>,
+    ) -> Handed<R, S::Error> {
+        for _ in 0..2 {
+            match self.step(&place, looked).await {
                 Step::Done(response) => return response,
                 Step::Variant(next) => place = next,
                 Step::Pass(status) => return self.pass(status).await,
             }
+            if self.shared.settings.uncached.has(&place.key()) {
+                break;
+            }
+            looked = self.shared.cache.look(place.key()).await;
         }
         self.pass(CacheStatus::Miss).await
     }
 
-    async fn step(&self, place: &Place) -> Step<R, S::Error> {
-        let (before, candidate) = match self.shared.cache.look(place.key()).await {
+    async fn step(&self, place: &Place, looked: Result<Lookup<Stored>, StoreError>) -> Step<R, S::Error> {
+        let (before, candidate) = match looked {
             Err(error) => (Before::Failed(error), None),
-            Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, found)) {
+            Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, &found)) {
                 None => (Before::Seen(id), None),
                 Some((candidate, usable)) => {
                     if let Stored::Varies(varies) = &*candidate.stored {
@@ -128,10 +151,10 @@ where
     }
 
     /// The entry, if it is for this request.
-    fn candidate(&self, place: &Place, found: Found<Stored>) -> Option<(Candidate, Use)> {
-        let refreshes_early = self.shared.cache.refreshes_early(&found);
-        let Found { value, fresh_for, age, is_local, .. } = found;
-        let stored = value?;
+    fn candidate(&self, place: &Place, found: &Found<Stored>) -> Option<(Candidate, Use)> {
+        let refreshes_early = self.shared.cache.refreshes_early(found);
+        let &Found { fresh_for, age, is_local, .. } = found;
+        let stored = Arc::clone(found.value.as_ref()?);
         let usable = match &*stored {
             Stored::Varies(_) => matches!(place, Place::Uri(_)).then_some(Use::Fresh)?,
             Stored::Response(response) if response.selection != place.selection() => return None,
@@ -303,4 +326,31 @@ fn not_modified<B>(mut response: Response<()>) -> Response<CachedBody<B>> {
         response.headers_mut().remove(name);
     }
     response.map(|()| CachedBody::whole(Bytes::new(), HeaderMap::new()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use tower::service_fn;
+
+    use super::super::request::Plan;
+    use super::*;
+    use crate::backend::memory::MemoryBackend;
+    use crate::http::cache::CacheLayer;
+    use crate::key::Key;
+
+    /// A larger allocation is not in the thread cache of glibc, and then costs as much as the rest of a hit.
+    #[test]
+    fn future_of_a_hit_is_small() {
+        let layer = CacheLayer::new(MemoryBackend::new(), "pages").public();
+        let shared = Arc::new(layer.into_shared());
+        let request = Request::new(axum::body::Body::empty());
+        let Plan::Read(read) = Plan::of(&request, Some(Key::GLOBAL), &shared.settings) else { panic!("it is a GET") };
+        let inner = service_fn(async |_: Request<axum::body::Body>| {
+            Ok::<_, Infallible>(Response::new(axum::body::Body::empty()))
+        });
+        let future = Reader { shared: Arc::clone(&shared), seat: Seat::new(inner, request), read }.respond();
+        assert!(size_of_val(&future) <= 1_032, "{} bytes", size_of_val(&future));
+    }
 }

@@ -12,6 +12,7 @@ use ::http::HeaderName;
 use bytes::{Buf, Bytes};
 
 use super::policy::Times;
+use super::status::reserve;
 use super::vary::Vary;
 use crate::codec::Codec;
 use crate::error::BoxError;
@@ -43,7 +44,9 @@ pub(super) struct StoredResponse {
 impl StoredResponse {
     /// `None` if `record` is not a recorded response.
     pub(super) fn new(times: Times, selection: Key, record: Bytes) -> Option<Self> {
-        let recorded = Recorded::read(record.clone())?;
+        let mut recorded = Recorded::read(record.clone())?;
+        // The clone of a map has no room for more fields, so those of a hit are in it already.
+        reserve(&mut recorded.headers);
         Some(Self { times, selection, recorded, record })
     }
 }

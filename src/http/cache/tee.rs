@@ -21,8 +21,8 @@ pub(super) const PART_COST: usize = 256;
 
 /// A body that is read for the store, and sent to its client.
 ///
-/// The client gets the end of the body when this is dropped: after the response is stored, since a client may go after the end, and a load
-/// without a client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
+/// The client gets the end of the body when this is dropped, after the response is stored. A client may go after the end, and a load without a
+/// client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
 pub(super) struct Tee<B> {
     body: Option<Pin<Box<B>>>,
     // The part that may be the last one for a client that counts bytes. It is sent together with the end.

@@ -62,7 +62,7 @@ impl Recorder {
         self.fits_with(0)
     }
 
-    /// The same, if `more` bytes count besides those that are recorded.
+    /// The same, with `more` bytes besides the recorded ones.
     pub(in crate::http) const fn fits_with(&self, more: usize) -> bool {
         self.is_representable && self.len.saturating_add(more) <= self.most
     }
