@@ -113,7 +113,7 @@ impl<T: IntoKey> IntoKey for Option<T> {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot find a key in `{Req}`",
     note = "use a closure `|request: &{Req}| ...`, one of the extractors in `tollgate::http`, or a tuple of them",
-    note = "`Unkeyed`: call `.key(..)` on the `LockLayer`; `Unscoped`: call `.scope(..)` on the `IdempotencyLayer`; `Undecided`: call `.public()` or `.per(..)` on the `CacheLayer`; `GlobalKey` is one key for all requests"
+    note = "`Unkeyed`: call `.key(..)` on the `LockLayer`; `Unscoped`: call `.scope(..)` on the `IdempotencyLayer`; `Undecided`: call `.public()` or `.per(..)` on the `CacheLayer` or `SingleFlightLayer`; `GlobalKey` is one key for all requests"
 )]
 pub trait ExtractKey<Req> {
     /// The key of this request, or `None` if it has none.
@@ -226,3 +226,9 @@ impl<Req> ExtractKey<Req> for GlobalKey {
         Some(Key::GLOBAL)
     }
 }
+
+/// Stands for the missing principal of a new [`CacheLayer`](crate::http::CacheLayer) or [`SingleFlightLayer`](crate::SingleFlightLayer), which
+/// is not usable yet.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Undecided;

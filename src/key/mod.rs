@@ -14,7 +14,7 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 use sha2::{Digest, Sha256};
 
 use self::ascii::{OCTETS, plain_words, two_plain_words};
-pub use self::extract::{ExtractKey, GlobalKey, IntoKey, Or, StrKey, first_of, str_key};
+pub use self::extract::{ExtractKey, GlobalKey, IntoKey, Or, StrKey, Undecided, first_of, str_key};
 
 /// The identity that a request counts under, such as a user or an address.
 ///

@@ -1,6 +1,7 @@
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::error::BoxError;
 
@@ -10,6 +11,11 @@ use crate::error::BoxError;
 pub enum SingleFlightError {
     /// The inner service failed. Its error is the [source](Error::source).
     Service(Arc<dyn Error + Send + Sync>),
+    /// The call took longer than [`call_timeout`](super::SingleFlightLayer::call_timeout).
+    TimedOut {
+        /// That time.
+        after: Duration,
+    },
     /// The inner service panicked, or the runtime is shutting down.
     Aborted,
 }
@@ -22,10 +28,11 @@ impl SingleFlightError {
 
 impl fmt::Display for SingleFlightError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Service(_) => "the shared call failed",
-            Self::Aborted => "the shared call panicked, or the runtime is shutting down",
-        })
+        match self {
+            Self::Service(_) => f.write_str("the shared call failed"),
+            Self::TimedOut { after } => write!(f, "the shared call did not respond within {after:?}"),
+            Self::Aborted => f.write_str("the shared call panicked, or the runtime is shutting down"),
+        }
     }
 }
 
@@ -33,7 +40,7 @@ impl Error for SingleFlightError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Service(error) => Some(&**error),
-            Self::Aborted => None,
+            Self::TimedOut { .. } | Self::Aborted => None,
         }
     }
 }

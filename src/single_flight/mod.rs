@@ -60,13 +60,48 @@
 //!
 //! All callers of a call get the same error: see [`SingleFlightError`].
 //!
+//! # Timeouts
+//!
+//! A call that hangs would be joined by all later requests with its key. So a call is dropped after
+//! [`call_timeout`](SingleFlightLayer::call_timeout), 30 seconds by default, and the next request with the key starts another one:
+//!
+//! ```
+//! use std::future::pending;
+//! use std::time::Duration;
+//! use tollgate::single_flight::SingleFlightError;
+//! use tollgate::{BoxError, SingleFlightLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() {
+//! let service = ServiceBuilder::new()
+//!     .layer(SingleFlightLayer::new(|user: &u64| *user).public().call_timeout(Duration::from_millis(10)))
+//!     .service(service_fn(async |_: u64| pending::<Result<String, BoxError>>().await));
+//!
+//! let (one, other) = tokio::join!(service.clone().oneshot(1), service.clone().oneshot(1));
+//! assert!(matches!(one, Err(SingleFlightError::TimedOut { .. })));
+//! assert!(matches!(other, Err(SingleFlightError::TimedOut { .. })));
+//! # }
+//! ```
+//!
+//! The timeout of tower works on both sides of this layer. Outside, it limits the wait of one caller, and the call goes on for the others.
+//! Inside, it ends the call for all callers, whose error is [`SingleFlightError::Service`].
+//!
+//! # Calls that need calls
+//!
+//! If an inner service sends a request with the key of the call that it belongs to, this request calls the inner service itself. It would
+//! otherwise wait for itself. The layer recognizes this only within the task of the call. Two calls that wait for each other are not
+//! recognized. The timeout of one of them ends both.
+//!
 //! # Cancellation
 //!
 //! The call runs in a task of its own, so it does not see the task-locals of its caller. If you drop the response future of the request
 //! that started the call, the other callers still get the response. If the last caller has gone, the call is cancelled.
 //!
-//! If an inner service sends a request with the key of the call that it belongs to, this request calls the inner service itself. It would
-//! otherwise wait for itself. The layer recognizes this only within the task of the call.
+//! # Shutdown
+//!
+//! A server that waits for its open requests also waits for their calls, since a call ends no later than its last caller. A call goes on
+//! while a caller waits, also after the last clone of the service was dropped. If the runtime shuts down, callers get
+//! [`SingleFlightError::Aborted`]. The `shutdown` of a backend has no effect on calls.
 
 mod error;
 mod flights;
@@ -76,8 +111,9 @@ mod service;
 
 pub use self::error::SingleFlightError;
 pub use self::future::ResponseFuture as SingleFlightFuture;
-pub use self::layer::{SingleFlightLayer, Undecided};
+pub use self::layer::SingleFlightLayer;
 pub use self::service::SingleFlight;
+pub use crate::key::Undecided;
 
 #[cfg(test)]
 mod tests;

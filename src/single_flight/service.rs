@@ -2,6 +2,7 @@ use std::fmt;
 use std::mem;
 use std::task::{Context, Poll};
 
+use tokio::time::timeout;
 use tower_service::Service;
 
 use super::error::SingleFlightError;
@@ -54,13 +55,17 @@ where
         let Some(key) = self.layer.key(&request) else {
             return ResponseFuture::passed_through(ready.call(request));
         };
+        let after = self.layer.call_timeout;
         let mut call = Some((ready, request));
         let start = || {
             let taken = call.take();
             // Called in the task, so that a panic of `call` itself is an error of all callers.
             async move {
                 let Some((mut ready, request)) = taken else { return Err(SingleFlightError::Aborted) };
-                ready.call(request).await.map_err(SingleFlightError::service)
+                match timeout(after, ready.call(request)).await {
+                    Ok(response) => response.map_err(SingleFlightError::service),
+                    Err(_) => Err(SingleFlightError::TimedOut { after }),
+                }
             }
         };
         let waiter = self.flights.join_or_start(CallId::new::<Req>(key), start);

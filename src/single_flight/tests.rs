@@ -269,3 +269,47 @@ async fn dropped_callers_leave_no_task() {
     }
     assert_eq!(Arc::strong_count(&alive), 1);
 }
+
+/// Regression: a call without an end was joined by all later requests with its key.
+#[tokio::test(start_paused = true)]
+async fn call_that_hangs_ends_with_its_timeout() {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&calls);
+    let inner = service_fn(move |lookup: Lookup| {
+        let is_first = counted.fetch_add(1, Ordering::Relaxed) == 0;
+        async move { if is_first { pending().await } else { Ok::<_, BoxError>(lookup.id) } }
+    });
+    let service = SingleFlightLayer::new(Lookup::id).public().call_timeout(TIME).layer(inner);
+    let early = tokio::spawn(service.clone().oneshot(lookup(1, 1)));
+    sleep(TIME / 2).await;
+    let late = tokio::spawn(service.clone().oneshot(lookup(2, 1)));
+    let begun = tokio::time::Instant::now();
+    for caller in [early, late] {
+        let error = caller.await.unwrap().unwrap_err();
+        assert!(matches!(error, SingleFlightError::TimedOut { after: TIME }), "{error}");
+    }
+    assert_eq!(begun.elapsed(), TIME / 2, "the time counts from the start of the call");
+    assert_eq!(service.oneshot(lookup(3, 1)).await.unwrap(), 1, "the key is free again");
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
+}
+
+/// Each of two calls sends a request with the key of the other one.
+#[tokio::test(start_paused = true)]
+async fn calls_that_need_each_other_end_with_the_timeout() {
+    type Outer = tower::util::BoxCloneSyncService<u64, u64, SingleFlightError>;
+    let outer: Arc<std::sync::OnceLock<Outer>> = Arc::default();
+    let known = Arc::clone(&outer);
+    let inner = service_fn(move |id: u64| {
+        let outer = known.get().unwrap().clone();
+        async move {
+            sleep(TIME).await;
+            Ok::<_, BoxError>(outer.oneshot(3 - id).await?)
+        }
+    });
+    let service = SingleFlightLayer::new(|id: &u64| *id).public().layer(inner);
+    outer.set(tower::util::BoxCloneSyncService::new(service.clone())).unwrap();
+    let (one, two) = tokio::join!(service.clone().oneshot(1), service.oneshot(2));
+    let errors = [one.unwrap_err(), two.unwrap_err()];
+    // The other call may get this error as that of its inner service.
+    assert!(errors.iter().any(|error| matches!(error, SingleFlightError::TimedOut { .. })), "{errors:?}");
+}

@@ -84,9 +84,9 @@ async fn body_of_wrong_length_is_not_stored() {
 #[tokio::test(start_paused = true)]
 async fn large_body_is_streamed_and_not_stored() {
     let origin = Origin::default();
-    let layer = public().max_body(100);
+    let layer = public().max_response(1_000);
     let app = boxed(layer.layer(origin.service(|_, number| {
-        let chunk = || Ok(Frame::data(Bytes::from(vec![b'x'; 60])));
+        let chunk = || Ok(Frame::data(Bytes::from(vec![b'x'; 600])));
         respond(
             200,
             &[("cache-control", "max-age=60")],
@@ -94,9 +94,25 @@ async fn large_body_is_streamed_and_not_stored() {
         )
     })));
     let (one, two) = tokio::join!(get(&app, "/"), get(&app, "/"));
-    assert_eq!((one.len(), two.len()), (181, 181));
+    assert_eq!((one.len(), two.len()), (1_801, 1_801));
     assert!(one.ends_with('1') && two.ends_with('2'));
     assert_eq!(origin.calls(), 2);
+}
+
+/// Regression: the number of parts was not limited, and each part takes memory besides its bytes.
+#[tokio::test(start_paused = true)]
+async fn body_of_tiny_parts_counts_its_memory() {
+    for (count, calls) in [(30, 1), (50, 2)] {
+        let origin = Origin::default();
+        let app =
+            boxed(public().max_response(10_000).layer(
+                origin.service(move |_, _| respond(200, FRESH, parts((0..count).map(|_| data("x")).collect()))),
+            ));
+        for _ in 0..2 {
+            assert_eq!(get(&app, "/").await.len(), count);
+        }
+        assert_eq!(origin.calls(), calls, "{count}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

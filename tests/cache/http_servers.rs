@@ -23,33 +23,42 @@ use tokio::time::sleep;
 use tollgate::http::header;
 use tollgate::{CacheLayer, GlobalKey, MemoryBackend, RedisBackend};
 use tower::{Layer, service_fn};
+use tower_http::compression::CompressionLayer;
 use tower_http::cors::CorsLayer;
 
+use crate::support::cluster::Cluster;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
 /// Aborts a server when it is dropped.
-struct Server {
-    addr: SocketAddr,
-    task: AbortHandle,
+pub(crate) struct Server {
+    pub(crate) addr: SocketAddr,
+    task: Option<AbortHandle>,
     client: Client<HttpConnector, Empty<Bytes>>,
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.task.abort();
+        if let Some(task) = &self.task {
+            task.abort();
+        }
     }
 }
 
 impl Server {
-    async fn start(app: Router) -> Self {
+    pub(crate) async fn start(app: Router) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
+        Self::new(addr, Some(task))
+    }
+
+    /// `task` is aborted when this is dropped.
+    pub(crate) fn new(addr: SocketAddr, task: Option<AbortHandle>) -> Self {
         Self { addr, task, client: Client::builder(TokioExecutor::new()).build_http() }
     }
 
-    async fn send(&self, method: &str, path: &str, fields: &[(&str, &str)]) -> Response<String> {
+    pub(crate) async fn send(&self, method: &str, path: &str, fields: &[(&str, &str)]) -> Response<String> {
         let mut request = Request::builder().method(method).uri(format!("http://{}{path}", self.addr));
         for (name, value) in fields {
             request = request.header(*name, *value);
@@ -119,6 +128,38 @@ async fn layer_per_principal_works_on_axum() {
     }
 }
 
+/// Inside of compression, one response serves all encodings. Outside, each encoding is a response of its own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cache_works_on_both_sides_of_compression() {
+    for (is_inside, expected) in [(true, 1), (false, 2)] {
+        let calls = Arc::<AtomicUsize>::default();
+        let counter = Arc::clone(&calls);
+        let page = get(move || async move {
+            counter.fetch_add(1, Ordering::Relaxed);
+            ([(CACHE_CONTROL, "max-age=60")], "hello ".repeat(100))
+        });
+        let router = Router::new().route("/", page);
+        let app: Router = if is_inside {
+            router.layer(public()).layer(CompressionLayer::new())
+        } else {
+            router.layer(CompressionLayer::new()).layer(public())
+        };
+        for encoding in ["gzip", "identity", "gzip", "identity"] {
+            let request = Request::get("/").header("accept-encoding", encoding).body(axum::body::Body::empty());
+            let response = tower::ServiceExt::oneshot(app.clone(), request.unwrap()).await.unwrap();
+            let found = response.headers().get("content-encoding").map_or("identity", |found| found.to_str().unwrap());
+            assert_eq!(found, encoding);
+            let body = response.into_body().collect().await.unwrap().to_bytes();
+            if encoding == "gzip" {
+                assert!(body.starts_with(&[0x1f, 0x8b]) && body.len() < 100);
+            } else {
+                assert_eq!(body, "hello ".repeat(100));
+            }
+        }
+        assert_eq!(calls.load(Ordering::Relaxed), expected, "inside: {is_inside}");
+    }
+}
+
 /// A bare hyper server, whose request body is not `Sync`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hyper_service_is_cached_over_sockets() {
@@ -139,21 +180,20 @@ async fn hyper_service_is_cached_over_sockets() {
             tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
         }
     });
-    let server = Server { addr, task: task.abort_handle(), client: Client::builder(TokioExecutor::new()).build_http() };
+    let server = Server::new(addr, Some(task.abort_handle()));
     for _ in 0..3 {
         assert_eq!(server.send("GET", "/", &[]).await.body(), "1");
     }
     assert_eq!(calls.load(Ordering::Relaxed), 1);
 }
 
-/// Two processes, here two backends of one Redis.
-async fn two_servers_are_one_call(layer: impl Fn(RedisBackend) -> CacheLayer<GlobalKey>) {
-    let redis = RedisServer::start();
+/// Two processes, here two backends of one deployment.
+async fn two_servers_are_one_call(url: &str, layer: impl Fn(RedisBackend) -> CacheLayer<GlobalKey>) {
     let calls = Arc::default();
     let mut requests = JoinSet::new();
     let mut routers = Vec::new();
     for _ in 0..2 {
-        let layer = layer(patient(redis.url()).await).deadline(Duration::from_secs(5));
+        let layer = layer(patient(url).await).deadline(Duration::from_secs(5));
         routers.push(Router::new().route("/", counting(&calls)).layer(layer));
     }
     for number in 0..100 {
@@ -170,11 +210,20 @@ async fn two_servers_are_one_call(layer: impl Fn(RedisBackend) -> CacheLayer<Glo
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_processes_on_one_redis_are_one_call() {
-    two_servers_are_one_call(|backend| CacheLayer::new(backend, "pages").public()).await;
+    let redis = RedisServer::start();
+    two_servers_are_one_call(&redis.url(), |backend| CacheLayer::new(backend, "pages").public()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_processes_on_one_cluster_are_one_call() {
+    let cluster = Cluster::start();
+    two_servers_are_one_call(&cluster.url(), |backend| CacheLayer::new(backend, "pages").public()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_processes_with_local_tiers_are_one_call() {
     let minute = Duration::from_secs(60);
-    two_servers_are_one_call(|backend| CacheLayer::new(backend, "pages").public().local_tier(100, minute)).await;
+    let redis = RedisServer::start();
+    let layer = |backend| CacheLayer::new(backend, "pages").public().local_tier(100, minute);
+    two_servers_are_one_call(&redis.url(), layer).await;
 }

@@ -10,7 +10,7 @@ use super::stored::{Stored, StoredCodec};
 use crate::cache::store::{CacheStore, NewEntry};
 use crate::cache::{Cache, CircuitBreaker};
 use crate::error::ConfigError;
-use crate::key::{GlobalKey, Key};
+use crate::key::{GlobalKey, Key, Undecided};
 use crate::reach::Reach;
 use crate::responder::HttpResponder;
 
@@ -77,7 +77,8 @@ use crate::responder::HttpResponder;
 /// | time | `s-maxage`, `max-age` or `Expires`, less the age at arrival; otherwise [`fresh_for`](Self::fresh_for). It must not be zero. |
 /// | for one client | A response with `Set-Cookie`, `private`, `no-store`, `no-cache` or `Vary: *` is neither stored nor shared with a waiter. |
 /// | credentials | With [`public`](Self::public), requests with `Authorization` or `Cookie` bypass the cache. |
-/// | size | at most [`max_body`](Self::max_body) |
+/// | size | at most [`max_response`](Self::max_response) |
+/// | variants | Of one URI, at most 64 responses that differ by header fields in `Vary`. Each has a random slot, so two may displace each other before all are used. |
 /// | body | A body that breaks off, or whose length differs from `Content-Length`, is not stored. |
 /// | stale | `stale-while-revalidate` and `stale-if-error` (RFC 5861), unless there is also `must-revalidate`, `proxy-revalidate` or `s-maxage` |
 ///
@@ -86,6 +87,9 @@ use crate::responder::HttpResponder;
 /// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner service.
 ///
 /// # What clients can do
+///
+/// A client whose request makes the inner service fail causes 503 for others, if there is no stored response: see [responses](#responses). So
+/// reject invalid requests with a status of 4xx, which others do not get, and allow stale responses with `stale-if-error`.
 ///
 /// `If-None-Match` and `If-Modified-Since` get a 304 if the stored response fits. The inner service does not see these two fields if its response
 /// may be stored. `no-store` prevents that the response is stored. All other directives of a request are ignored: RFC 9111, section 5.2.1, calls
@@ -99,9 +103,12 @@ use crate::responder::HttpResponder;
 /// Each response has a `Cache-Status` (RFC 9211): `hit` with its remaining seconds, or `fwd` with the reason for a call of the inner service. A
 /// stored response has an `Age`. It has no header fields of one hop, one moment or one request, such as `Date` and `RateLimit`.
 ///
+/// The inner service fails with an error, with a status of 500, 502, 503 or 504 (RFC 5861, section 4), or with a body that breaks off. Other
+/// statuses, such as 501, are responses to their own client: they are not stored, and displace a stale response.
+///
 /// | case | response |
 /// | --- | --- |
-/// | the inner service fails: an error, a status of 500, 502, 503 or 504, or a body that breaks off | its own client gets that; others, for [`error_for`](Self::error_for), 503 with `Retry-After` |
+/// | the inner service fails | its own client gets that; others, for [`error_for`](Self::error_for), 503 with `Retry-After` |
 /// | the same, within the time of `stale-if-error` | the stale response |
 /// | the inner service takes longer than [`load_timeout`](Self::load_timeout) | 504 |
 /// | the inner service panics | 500, for all |
@@ -126,11 +133,6 @@ pub struct CacheLayer<K = Undecided, A = HttpResponder> {
     answer: A,
 }
 
-/// The missing audience of a new layer, which is not usable yet.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct Undecided;
-
 impl CacheLayer {
     /// Stores responses in `store`, which is a [backend](crate::backend). The name is part of every key: services whose responses differ need
     /// different names. Call [`public`](Self::public) or [`per`](Self::per) before you use the layer.
@@ -140,11 +142,10 @@ impl CacheLayer {
             ignores_cookies: false,
             fresh_for: None,
             load_timeout: Duration::ZERO,
-            max_body: 1 << 20,
-            max_variants: 64,
+            max_response: 1 << 20,
             uncached: Arc::default(),
         };
-        // Each response sets its times itself, and `max_body` limits its size.
+        // Each response sets its times itself, and `max_response` limits its size.
         let cache = Cache::with_codec(store, name, Duration::from_secs(1), StoredCodec).max_len(usize::MAX);
         Self { cache, settings, principal: Arc::new(Undecided), answer: HttpResponder::default() }
             .load_timeout(Duration::from_secs(30))
@@ -154,6 +155,9 @@ impl CacheLayer {
 impl<K, A> CacheLayer<K, A> {
     /// All clients share the responses. A request with `Authorization` or `Cookie` bypasses the cache, since its response may be for one client
     /// only: see [`ignore_cookies`](Self::ignore_cookies).
+    ///
+    /// **The layer knows no other credentials.** If the response depends on `X-Api-Key` or on the address of the client, all clients get the
+    /// response to the first one. Use [`per`](Self::per) then, or let the handler set `Vary` or `private`.
     pub fn public(mut self) -> CacheLayer<GlobalKey, A> {
         self.settings.is_public = true;
         self.with_principal(GlobalKey)
@@ -201,15 +205,13 @@ impl<K, A> CacheLayer<K, A> {
         self.with(|settings| settings.ignores_cookies = true)
     }
 
-    /// The largest stored response in bytes, including its header fields. Defaults to 1 MiB. A larger one is streamed to its own client.
-    pub fn max_body(self, bytes: usize) -> Self {
-        self.with(|settings| settings.max_body = bytes)
-    }
-
-    /// How many responses of one URI may be stored that differ by header fields in `Vary`. Defaults to 64. Each response has a random slot, so
-    /// two may displace each other before all are used.
-    pub fn max_variants(self, variants: u32) -> Self {
-        self.with(|settings| settings.max_variants = variants.into())
+    /// The maximum size of a stored response in bytes. Defaults to 1 MiB. A larger one is streamed to its own client.
+    ///
+    /// The size is that of the status, the header fields, the body and its trailers. Each part in which the body arrives counts 256 bytes
+    /// more, so tiny parts do not need more memory than this either. Until a load ends, its parts are kept, also for a client that reads slowly.
+    /// Then they are copied, which needs the same memory once more.
+    pub fn max_response(self, bytes: usize) -> Self {
+        self.with(|settings| settings.max_response = bytes)
     }
 
     /// By which part, at most, the time for which a response is fresh is shortened at random: see [`Cache::jitter`]. Defaults to 0.1.
@@ -222,8 +224,7 @@ impl<K, A> CacheLayer<K, A> {
         self.with_cache(|cache| cache.early_refresh(factor))
     }
 
-    /// How long the inner service is not called for a key after it has failed: with an error, a status of 500, 502, 503 or 504, or a body that
-    /// breaks off. Meanwhile, requests get a stale response if `stale-if-error` allows it, and otherwise 503. Defaults to one second.
+    /// How long the inner service is not called for a key after it has [failed](#responses). Meanwhile, requests get a stale response if `stale-if-error` allows it, and otherwise 503. Defaults to one second.
     pub fn error_for(self, time: Duration) -> Self {
         self.with_cache(|cache| cache.error_for(time))
     }
@@ -244,7 +245,9 @@ impl<K, A> CacheLayer<K, A> {
 
     /// The largest number of loads at a time in this process while the store fails. Further requests get 503 with `Retry-After`. Defaults to 16.
     ///
-    /// Requests that bypass the cache, or whose response must not be stored, are not limited.
+    /// The limit replaces the protection that the cache gives otherwise. A request that bypasses the cache, forbids storing, or has a response
+    /// that must not be stored reaches the inner service also while the store works. So the limit does not count such requests, nor HEAD
+    /// requests. To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
     pub fn origin_limit(self, loads: usize) -> Self {
         self.with_cache(|cache| cache.origin_limit(loads))
     }

@@ -14,9 +14,11 @@ mod settings;
 mod status;
 mod stored;
 mod tee;
+mod uncached;
 mod vary;
 
 pub use self::body::CachedBody;
 pub use self::future::ResponseFuture as CacheFuture;
-pub use self::layer::{CacheLayer, Undecided};
+pub use self::layer::CacheLayer;
 pub use self::service::CacheService;
+pub use crate::key::Undecided;

@@ -2,7 +2,8 @@
 
 use std::error::Error;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use ::http::header::CONTENT_LENGTH;
@@ -27,14 +28,19 @@ use crate::http::body::ResponseBody;
 use crate::http::idempotency::recorded_response::Recorder;
 use crate::key::Key;
 
-/// A request, and the instance of the inner service that reported ready for it. Its caller and its load share it: one of them takes it.
-pub(super) struct Seat<S, B>(Arc<Mutex<Seated<S, B>>>);
+/// A request with an instance of the inner service. Its caller and its load share it: one of them takes it.
+pub(super) struct Seat<S, B>(Arc<Mutex<Option<Seated<S, B>>>>);
 
-type Seated<S, B> = Option<(S, Request<B>)>;
+pub(super) struct Seated<S, B> {
+    inner: S,
+    // Whether `inner` has reported ready. It may then hold a permit, for example of a concurrency limit.
+    is_ready: bool,
+    pub(super) request: Request<B>,
+}
 
 impl<S, B> Seat<S, B> {
-    pub(super) fn new(inner: S, request: Request<B>) -> Self {
-        Self(Arc::new(Mutex::new(Some((inner, request)))))
+    pub(super) fn new(ready: S, request: Request<B>) -> Self {
+        Self(Arc::new(Mutex::new(Some(Seated { inner: ready, is_ready: true, request }))))
     }
 
     pub(super) fn share(&self) -> Self {
@@ -42,14 +48,38 @@ impl<S, B> Seat<S, B> {
     }
 
     /// `None` if it was taken before.
-    pub(super) fn take(&self) -> Option<(S, Request<B>)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    pub(super) fn take(&self) -> Option<Seated<S, B>> {
+        self.lock().take()
     }
 
     /// The values of the request in the fields that select a response. `None` if the request was taken.
     pub(super) fn selection(&self, vary: &Vary) -> Option<Key> {
-        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seat.as_ref().map(|(_, request)| vary.selection(request.headers()))
+        self.lock().as_ref().map(|seated| vary.selection(seated.request.headers()))
+    }
+
+    /// Replaces the instance that has reported ready by its clone, since a request may wait long for the load of another one.
+    pub(super) fn give_back(&self)
+    where
+        S: Clone,
+    {
+        if let Some(seated) = self.lock().as_mut().filter(|seated| seated.is_ready) {
+            seated.inner = seated.inner.clone();
+            seated.is_ready = false;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Seated<S, B>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<S: Service<Request<B>>, B> Seated<S, B> {
+    /// Calls the inner service when it is ready.
+    pub(super) async fn call(mut self) -> Result<S::Response, S::Error> {
+        if !self.is_ready {
+            poll_fn(|cx| self.inner.poll_ready(cx)).await?;
+        }
+        self.inner.call(self.request).await
     }
 }
 
@@ -103,11 +133,11 @@ where
 {
     /// Calls the inner service. The caller gets its response even if it is not stored.
     pub(super) async fn load(self) -> Result<Loaded<Stored>, OriginFailed> {
-        let Some((mut inner, mut request)) = self.seat.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
-        Conditions::remove(request.headers_mut());
-        let fields = request.headers().clone();
+        let Some(mut seated) = self.seat.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
+        Conditions::remove(seated.request.headers_mut());
+        let fields = seated.request.headers().clone();
         let until = Instant::now() + self.settings.load_timeout;
-        let response = match timeout_at(until, inner.call(request)).await {
+        let response = match timeout_at(until, seated.call()).await {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {
                 self.give(Err(error));
@@ -147,8 +177,8 @@ where
         fields: &HeaderMap,
         until: Instant,
     ) -> Result<Loaded<Stored>, OriginFailed> {
-        let mut recorder = Recorder::new(parts.status, &parts.headers, false, self.settings.max_body);
-        let Some(target) = Target::new(&self.place, &vary, fields, self.settings.max_variants) else {
+        let mut recorder = Recorder::new(parts.status, &parts.headers, false, self.settings.max_response);
+        let Some(target) = Target::new(&self.place, &vary, fields) else {
             // Other fields than before select the responses of this URI: begin anew.
             if let (Place::Variant { uri, .. }, Some(cache)) = (&self.place, self.cache.upgrade()) {
                 forget(&cache, *uri).await;
@@ -156,7 +186,7 @@ where
             return Ok(self.give_uncached(parts, body, REFUSED_FOR));
         };
         let announced = parts.headers.get(CONTENT_LENGTH).and_then(|len| len.to_str().ok()?.parse().ok());
-        if !recorder.fits() || announced.is_some_and(|len: u64| len > self.settings.max_body as u64) {
+        if !recorder.fits() || announced.is_some_and(|len: u64| len > self.settings.max_response as u64) {
             return Ok(self.give_uncached(parts, body, UNCACHED_FOR));
         }
         let (pieces, receiver) = mpsc::unbounded_channel();
@@ -196,7 +226,7 @@ struct Target {
 
 impl Target {
     /// `None` if other fields select the response than `place` knows.
-    fn new(place: &Place, vary: &Vary, fields: &HeaderMap, slots: u64) -> Option<Self> {
+    fn new(place: &Place, vary: &Vary, fields: &HeaderMap) -> Option<Self> {
         match place {
             Place::Variant { vary: known, selection, .. } => {
                 vary.is_within(known).then_some(Self { selection: *selection, new: None })
@@ -205,7 +235,7 @@ impl Target {
             Place::Uri(uri) => {
                 let selection = vary.selection(fields);
                 let varies = Varies { vary: vary.clone(), generation: getrandom::u64().ok()? };
-                let slot = varies.slot(*uri, selection, slots);
+                let slot = varies.slot(*uri, selection);
                 Some(Self { selection, new: Some((slot, varies)) })
             }
         }

@@ -66,9 +66,14 @@ pub(super) const UNCACHED_FOR: Duration = Duration::from_secs(10);
 /// The same, if a property of this one request may be the reason, such as an address that is blocked.
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(1);
 
+/// Whether a status is a failure of the inner service. Others, such as 501, are responses like any other.
+pub(super) fn is_failure(status: StatusCode) -> bool {
+    FAILED.contains(&status)
+}
+
 /// Decides about a response to a GET. `default` is how long a response is fresh that does not say it.
 pub(super) fn judge(status: StatusCode, headers: &HeaderMap, default: Option<Duration>, now: SystemTime) -> Verdict {
-    if FAILED.contains(&status) {
+    if is_failure(status) {
         return Verdict::Failed;
     }
     let is_refused = status.is_client_error() && !STORED.contains(&status);

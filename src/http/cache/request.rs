@@ -1,5 +1,6 @@
 //! What a request means for the cache, from its head alone.
 
+use std::borrow::Cow;
 use std::time::SystemTime;
 
 use ::http::header::{
@@ -71,14 +72,17 @@ fn key<B>(request: &Request<B>, principal: Key, scheme: &str, host: &str) -> Key
 }
 
 /// The host and port. `None` if there is not exactly one, since then it is not clear which one selects the response.
-fn host<B>(request: &Request<B>) -> Option<String> {
+fn host<B>(request: &Request<B>) -> Option<Cow<'_, str>> {
     let mut fields = request.headers().get_all(HOST).iter();
-    let field = fields.next().map(|host| host.to_str().map(str::to_ascii_lowercase)).transpose().ok()?;
-    let authority = request.uri().authority().map(|authority| authority.as_str().to_ascii_lowercase());
-    if fields.next().is_some() || authority.is_some() && field.is_some() && authority != field {
+    let field = fields.next().map(HeaderValue::to_str).transpose().ok()?;
+    let authority = request.uri().authority().map(|authority| authority.as_str());
+    let differ = authority.zip(field).is_some_and(|(authority, field)| !authority.eq_ignore_ascii_case(field));
+    if fields.next().is_some() || differ {
         return None;
     }
-    Some(authority.or(field).unwrap_or_default())
+    let host = authority.or(field).unwrap_or_default();
+    let has_upper = host.bytes().any(|byte| byte.is_ascii_uppercase());
+    Some(if has_upper { host.to_ascii_lowercase().into() } else { host.into() })
 }
 
 /// The conditions of a request that this cache checks (RFC 9110, section 13).
@@ -198,7 +202,7 @@ mod tests {
             for host in hosts {
                 request = request.header(HOST, *host);
             }
-            host(&request.body(()).unwrap())
+            host(&request.body(()).unwrap()).map(Cow::into_owned)
         };
         assert_eq!(request("/", &["A:80"]).as_deref(), Some("a:80"));
         assert_eq!(request("http://a/", &["A"]).as_deref(), Some("a"));

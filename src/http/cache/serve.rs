@@ -13,13 +13,13 @@ use tracing::{Instrument, Span};
 
 use super::body::CachedBody;
 use super::origin::{Handed, Origin, Place, Seat};
+use super::policy::is_failure;
 use super::request::Read;
 use super::settings::Shared;
 use super::status::{CacheStatus, write_age};
-use super::stored::{Stored, StoredResponse};
-use super::vary::Vary;
+use super::stored::{Stored, StoredResponse, Varies};
 use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
-use crate::error::BoxError;
+use crate::error::{BoxError, StoreError};
 use crate::responder::Responder;
 
 /// A request that the cache may answer.
@@ -67,7 +67,7 @@ impl Candidate {
 
 impl<S, B, K, A, R> Reader<S, B, K, A>
 where
-    S: Service<Request<B>, Response = Response<R>> + Send + 'static,
+    S: Service<Request<B>, Response = Response<R>> + Clone + Send + 'static,
     S::Future: Send,
     S::Error: Send + 'static,
     B: Send + 'static,
@@ -75,32 +75,53 @@ where
     R::Error: Into<BoxError>,
     A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
 {
-    pub(super) async fn respond(self) -> Handed<R, S::Error> {
-        let mut place = Place::Uri(self.read.uri);
-        // First for the URI, then for the fields that select the response.
-        for _ in 0..2 {
-            if self.shared.settings.uncached.has(&place.key()) {
-                break;
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
+    pub(super) fn respond(self) -> impl Future<Output = Handed<R, S::Error>> {
+        async move {
+            if self.shared.settings.uncached.has(&self.read.uri) {
+                return Box::pin(self.pass(CacheStatus::Miss)).await;
             }
-            match self.step(&place).await {
+            let looked = self.shared.cache.look(self.read.uri).await;
+            let place = Place::Uri(self.read.uri);
+            if let Ok(Lookup { found: Some(found), .. }) = &looked
+                && let Some((candidate, Use::Fresh)) = self.candidate(&place, found)
+                && candidate.response().is_some()
+            {
+                return Ok(self.hit(&candidate));
+            }
+            // Boxed to keep the future of a hit small.
+            Box::pin(self.respond_after(place, looked)).await
+        }
+    }
+
+    /// First for the URI, then for the fields that select the response.
+    async fn respond_after(
+        self,
+        mut place: Place,
+        mut looked: Result<Lookup<Stored>, StoreError>,
+    ) -> Handed<R, S::Error> {
+        for _ in 0..2 {
+            match self.step(&place, looked).await {
                 Step::Done(response) => return response,
                 Step::Variant(next) => place = next,
                 Step::Pass(status) => return self.pass(status).await,
             }
+            if self.shared.settings.uncached.has(&place.key()) {
+                break;
+            }
+            looked = self.shared.cache.look(place.key()).await;
         }
         self.pass(CacheStatus::Miss).await
     }
 
-    async fn step(&self, place: &Place) -> Step<R, S::Error> {
-        let (before, candidate) = match self.shared.cache.look(place.key()).await {
+    async fn step(&self, place: &Place, looked: Result<Lookup<Stored>, StoreError>) -> Step<R, S::Error> {
+        let (before, candidate) = match looked {
             Err(error) => (Before::Failed(error), None),
-            Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, found)) {
+            Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, &found)) {
                 None => (Before::Seen(id), None),
                 Some((candidate, usable)) => {
                     if let Stored::Varies(varies) = &*candidate.stored {
-                        return self.variant(place, &varies.vary, |selection| {
-                            varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
-                        });
+                        return self.variant(place, varies);
                     }
                     match usable {
                         Use::Fresh => return Step::Done(Ok(self.hit(&candidate))),
@@ -130,11 +151,10 @@ where
     }
 
     /// The entry, if it is for this request.
-    fn candidate(&self, place: &Place, found: Found<Stored>) -> Option<(Candidate, Use)> {
-        let refreshes_early = self.shared.cache.refreshes_early(&found);
-        let (fresh_for, age) = (found.fresh_for(), found.age());
-        let Found { value, is_local, .. } = found;
-        let stored = value?;
+    fn candidate(&self, place: &Place, found: &Found<Stored>) -> Option<(Candidate, Use)> {
+        let refreshes_early = self.shared.cache.refreshes_early(found);
+        let (fresh_for, age, is_local) = (found.fresh_for(), found.age(), found.is_local);
+        let stored = Arc::clone(found.value.as_ref()?);
         let usable = match &*stored {
             Stored::Varies(_) => matches!(place, Place::Uri(_)).then_some(Use::Fresh)?,
             Stored::Response(response) if response.selection != place.selection() => return None,
@@ -153,15 +173,11 @@ where
         Some((Candidate { stored, age, is_local }, usable))
     }
 
-    fn variant(
-        &self,
-        place: &Place,
-        vary: &Vary,
-        slot: impl FnOnce(crate::key::Key) -> crate::key::Key,
-    ) -> Step<R, S::Error> {
+    fn variant(&self, place: &Place, varies: &Varies) -> Step<R, S::Error> {
         let Place::Uri(uri) = *place else { return Step::Pass(CacheStatus::Miss) };
-        let Some(selection) = self.seat.selection(vary) else { return Step::Pass(CacheStatus::Miss) };
-        Step::Variant(Place::Variant { uri, slot: slot(selection), vary: vary.clone(), selection })
+        let Some(selection) = self.seat.selection(&varies.vary) else { return Step::Pass(CacheStatus::Miss) };
+        let (slot, vary) = (varies.slot(uri, selection), varies.vary.clone());
+        Step::Variant(Place::Variant { uri, slot, vary, selection })
     }
 
     /// Joins the load of a place, or starts it with this request.
@@ -172,6 +188,8 @@ where
         before: Before,
         is_background: bool,
     ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<Handed<R, S::Error>>), CacheError> {
+        // From here on the request may wait: for another request, or for another process.
+        self.seat.give_back();
         let (hand, handed) = oneshot::channel();
         let origin = Origin {
             seat: self.seat.share(),
@@ -202,9 +220,7 @@ where
         }
         match load.outcome().await {
             Ok(Some(stored)) => match &*stored {
-                Stored::Varies(varies) => self.variant(place, &varies.vary, |selection| {
-                    varies.slot(self.read.uri, selection, self.shared.settings.max_variants)
-                }),
+                Stored::Varies(varies) => self.variant(place, varies),
                 Stored::Response(response) if response.selection == place.selection() => {
                     self.shared.cache.count(Served::Loaded);
                     Step::Done(Ok(self.stored(response, Duration::ZERO, CacheStatus::Collapsed)))
@@ -226,7 +242,7 @@ where
     ) -> Step<R, S::Error> {
         let mut response = match (handed, candidate) {
             (Ok(response), candidate) => {
-                let has_failed = response.status().is_server_error();
+                let has_failed = is_failure(response.status());
                 match candidate.filter(|_| has_failed) {
                     Some(candidate) => return Step::Done(Ok(self.hit(&candidate))),
                     None => response,
@@ -264,8 +280,8 @@ where
     /// Calls the inner service for this request alone.
     async fn pass(self, status: CacheStatus) -> Handed<R, S::Error> {
         let answer = &self.shared.answer;
-        let Some((mut inner, request)) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
-        let response = inner.call(request).await.map_err(|error| answer.error(error))?;
+        let Some(seated) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
+        let response = seated.call().await.map_err(|error| answer.error(error))?;
         let mut response = answer.response(response);
         status.write(response.headers_mut());
         Ok(response)
@@ -310,4 +326,31 @@ fn not_modified<B>(mut response: Response<()>) -> Response<CachedBody<B>> {
         response.headers_mut().remove(name);
     }
     response.map(|()| CachedBody::whole(Bytes::new(), HeaderMap::new()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use tower::service_fn;
+
+    use super::super::request::Plan;
+    use super::*;
+    use crate::backend::memory::MemoryBackend;
+    use crate::http::cache::CacheLayer;
+    use crate::key::Key;
+
+    /// A larger allocation is not in the thread cache of glibc, and then costs as much as the rest of a hit.
+    #[test]
+    fn future_of_a_hit_is_small() {
+        let layer = CacheLayer::new(MemoryBackend::new(), "pages").public();
+        let shared = Arc::new(layer.into_shared());
+        let request = Request::new(axum::body::Body::empty());
+        let Plan::Read(read) = Plan::of(&request, Some(Key::GLOBAL), &shared.settings) else { panic!("it is a GET") };
+        let inner = service_fn(async |_: Request<axum::body::Body>| {
+            Ok::<_, Infallible>(Response::new(axum::body::Body::empty()))
+        });
+        let future = Reader { shared: Arc::clone(&shared), seat: Seat::new(inner, request), read }.respond();
+        assert!(size_of_val(&future) <= 1_032, "{} bytes", size_of_val(&future));
+    }
 }

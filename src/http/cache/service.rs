@@ -24,8 +24,9 @@ use crate::responder::{HttpResponder, Responder};
 
 /// A service that stores responses and serves them to further requests. See [`CacheLayer`].
 ///
-/// It is ready when the inner service is. The ready inner service is reserved during the store call. A request that is served from the cache
-/// returns it unused.
+/// It is ready when the inner service is. The ready inner service is reserved while the entry is read. After that, a request that is served from
+/// the cache, or that waits for a response, returns it unused. If it holds a permit, for example of a concurrency limit below this layer, the
+/// permit is free again. A load waits until a clone of the inner service is ready.
 #[must_use]
 pub struct CacheService<S, K, A = HttpResponder> {
     inner: S,

@@ -12,6 +12,7 @@ use ::http::HeaderName;
 use bytes::{Buf, Bytes};
 
 use super::policy::Times;
+use super::status::reserve;
 use super::vary::Vary;
 use crate::codec::Codec;
 use crate::error::BoxError;
@@ -43,7 +44,9 @@ pub(super) struct StoredResponse {
 impl StoredResponse {
     /// `None` if `record` is not a recorded response.
     pub(super) fn new(times: Times, selection: Key, record: Bytes) -> Option<Self> {
-        let recorded = Recorded::read(record.clone())?;
+        let mut recorded = Recorded::read(record.clone())?;
+        // The clone of a map has no room for more fields, so those of a hit are in it already.
+        reserve(&mut recorded.headers);
         Some(Self { times, selection, recorded, record })
     }
 }
@@ -56,12 +59,16 @@ pub(super) struct Varies {
 }
 
 impl Varies {
-    /// The key of the responses for a selection, which other selections may share. There are at most `slots` of them.
-    pub(super) fn slot(&self, uri: Key, selection: Key, slots: u64) -> Key {
+    /// How many responses of one URI may be stored that differ by header fields in `Vary`. Otherwise a client that invents values could fill
+    /// the store.
+    pub(super) const SLOTS: u64 = 64;
+
+    /// The key of the responses for a selection, which other selections may share.
+    pub(super) fn slot(&self, uri: Key, selection: Key) -> Key {
         let digest = Key::digest(format!("{:x} {selection}", self.generation));
         let number =
             digest.as_str().bytes().fold(0_u64, |number, byte| number.wrapping_mul(31).wrapping_add(byte.into()));
-        Key::from((uri, format!("{:x}", self.generation), number % slots.max(1)))
+        Key::from((uri, format!("{:x}", self.generation), number % Self::SLOTS))
     }
 }
 
@@ -189,10 +196,10 @@ mod tests {
     fn slots_are_bounded_and_change_with_the_generation() {
         let slots = |generation| {
             let varies = Varies { vary: Vary::default(), generation };
-            let slot = |i: u32| varies.slot(Key::from("/"), Key::digest(i.to_string()), 8).as_str().to_owned();
-            (0..200).map(slot).collect::<std::collections::BTreeSet<_>>()
+            let slot = |i: u32| varies.slot(Key::from("/"), Key::digest(i.to_string())).as_str().to_owned();
+            (0..2_000).map(slot).collect::<std::collections::BTreeSet<_>>()
         };
-        assert_eq!((slots(1).len(), slots(2).len()), (8, 8));
+        assert_eq!((slots(1).len(), slots(2).len()), (64, 64));
         assert!(slots(1).is_disjoint(&slots(2)));
     }
 

@@ -16,10 +16,13 @@ use super::body::Piece;
 use crate::error::BoxError;
 use crate::http::idempotency::recorded_response::Recorder;
 
+/// The memory of a part besides its bytes: its allocation, two handles, and its slot in the channel. About 200 bytes.
+pub(super) const PART_COST: usize = 256;
+
 /// A body that is read for the store, and sent to its client.
 ///
-/// The client gets the end of the body when this is dropped: after the response is stored, since a client may go after the end, and a load
-/// without a client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
+/// The client gets the end of the body when this is dropped, after the response is stored. A client may go after the end, and a load without a
+/// client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
 pub(super) struct Tee<B> {
     body: Option<Pin<Box<B>>>,
     // The part that may be the last one for a client that counts bytes. It is sent together with the end.
@@ -61,7 +64,7 @@ where
         recorder: &mut Recorder,
         announced: Option<u64>,
     ) -> Result<Option<Vec<Bytes>>, BrokenBody> {
-        let (mut chunks, mut received) = (Vec::new(), 0_u64);
+        let (mut chunks, mut received, mut parts) = (Vec::new(), 0_u64, 0);
         while let Some(body) = self.body.as_mut() {
             // A body that is always ready must yield to other tasks and to the timers.
             consume_budget().await;
@@ -89,11 +92,12 @@ where
                     }
                     if !data.is_empty() {
                         recorder.data(&data);
+                        parts += 1;
                         received += data.len() as u64;
                         chunks.push(data.clone());
                         self.pass_on(data, is_over || announced.is_some_and(|len| received >= len));
                     }
-                    if !recorder.fits() {
+                    if !recorder.fits_with(PART_COST.saturating_mul(parts)) {
                         return Ok(None);
                     }
                 }

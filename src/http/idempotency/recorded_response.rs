@@ -59,7 +59,12 @@ impl Recorder {
 
     /// Whether the part that was recorded so far fits into the stored form and the maximum size.
     pub(in crate::http) const fn fits(&self) -> bool {
-        self.is_representable && self.len <= self.most
+        self.fits_with(0)
+    }
+
+    /// The same, with `more` bytes besides the recorded ones.
+    pub(in crate::http) const fn fits_with(&self, more: usize) -> bool {
+        self.is_representable && self.len.saturating_add(more) <= self.most
     }
 
     pub(in crate::http) fn data(&mut self, data: &Bytes) {

@@ -1,0 +1,97 @@
+//! The keys whose responses must not be stored, as far as this process knows.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::key::Key;
+
+/// The marked keys. Their requests neither wait nor call the store.
+#[derive(Default)]
+pub(super) struct Uncached(Mutex<Marks>);
+
+#[derive(Default)]
+struct Marks {
+    until: HashMap<Key, Instant>,
+    // The marked keys, the oldest mark first. A key whose mark was removed and set again is in it twice.
+    order: VecDeque<Key>,
+}
+
+impl Uncached {
+    /// The largest number of keys. The store keeps the marks of further ones.
+    const CAPACITY: usize = 10_000;
+
+    pub(super) fn has(&self, key: &Key) -> bool {
+        self.lock().until.get(key).is_some_and(|until| Instant::now() < *until)
+    }
+
+    /// Marks a key. If there are too many, the oldest mark goes.
+    pub(super) fn insert(&self, key: Key, time: Duration) {
+        let mut marks = self.lock();
+        if marks.until.insert(key, Instant::now() + time).is_some() {
+            return;
+        }
+        marks.order.push_back(key);
+        if marks.order.len() > Self::CAPACITY
+            && let Some(oldest) = marks.order.pop_front()
+        {
+            marks.until.remove(&oldest);
+        }
+    }
+
+    pub(super) fn remove(&self, key: &Key) {
+        self.lock().until.remove(key);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Marks> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIME: Duration = Duration::from_secs(10);
+
+    fn size(uncached: &Uncached) -> (usize, usize) {
+        let marks = uncached.lock();
+        (marks.until.len(), marks.order.len())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn mark_ends_or_is_removed() {
+        let uncached = Uncached::default();
+        uncached.insert(Key::from("a"), TIME);
+        uncached.insert(Key::from("b"), TIME);
+        uncached.remove(&Key::from("b"));
+        assert!(uncached.has(&Key::from("a")) && !uncached.has(&Key::from("b")));
+        tokio::time::advance(TIME).await;
+        assert!(!uncached.has(&Key::from("a")));
+    }
+
+    /// Regression: a full table was searched for marks that have ended, and had no room for new keys.
+    #[tokio::test(start_paused = true)]
+    async fn new_mark_displaces_the_oldest() {
+        let uncached = Uncached::default();
+        for number in 0..2 * Uncached::CAPACITY {
+            uncached.insert(Key::from(number as u64), TIME);
+        }
+        assert_eq!(size(&uncached), (Uncached::CAPACITY, Uncached::CAPACITY));
+        assert!(uncached.has(&Key::from(2 * Uncached::CAPACITY as u64 - 1)));
+        assert!(!uncached.has(&Key::from(Uncached::CAPACITY as u64 - 1)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn removed_marks_do_not_accumulate() {
+        let uncached = Uncached::default();
+        for _ in 0..2 * Uncached::CAPACITY {
+            uncached.insert(Key::from("a"), TIME);
+            uncached.remove(&Key::from("a"));
+        }
+        uncached.insert(Key::from("b"), TIME);
+        assert_eq!(size(&uncached), (1, Uncached::CAPACITY));
+    }
+}
