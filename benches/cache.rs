@@ -1,6 +1,6 @@
-//! The cost of a cache: of a hit on Redis, of a hit in the process, and of a cold key.
+//! The cost of a cache: of a hit on Redis, of a hit in the process, of a cold key, and of a look-up in an exists filter.
 //!
-//! `cargo bench --bench cache` starts its own server, takes less than a minute after the build, and ends with
+//! `cargo bench --bench cache` starts its own server, takes less than two minutes after the build, and ends with
 //!
 //! * `hit_over_get`: hits of 1 KiB per second on Redis, divided by GETs of the same values on one multiplexed connection. 64 calls are in
 //!   flight. The median of several rounds in turns
@@ -8,6 +8,9 @@
 //! * `origin_calls_3x1000`: calls of the origin, if 3 processes with 1,000 callers each ask for one cold key and the origin takes 200 ms.
 //!   `slowest_caller_ms`: the longest wait among them. Both are the worst of several rounds
 //! * `waiter_p99_ms`: the 99th percentile of the time from the return of the load to the return of a caller that waits in another process
+//! * `filter_server_us`: the time of Redis for a look-up in an `ExistsFilter` of a million keys, which is one GETRANGE, from its statistics.
+//!   64 look-ups are in flight
+//! * `filter_false_positive`: the part of absent keys that this filter contains
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -22,11 +25,12 @@ use std::sync::mpsc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use futures_util::stream;
 use support::server::RedisServer;
 use support::worker::Worker;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tollgate::{BoxError, Cache, Codec, Key, MemoryBackend, RedisBackend};
+use tollgate::{BoxError, Cache, Codec, ExistsFilter, Key, MemoryBackend, RedisBackend};
 
 const KEYS: u64 = 10_000;
 const IN_FLIGHT: u64 = 64;
@@ -49,9 +53,11 @@ fn main() {
     let waiter_p99_ms = runtime.block_on(waiter_p99_ms(&server));
     let (origin_calls, slowest_caller_ms) = cold_key(&server);
     let (local_hit_ns, moka_ns) = local_hits();
+    let (filter_server_us, filter_false_positive) = runtime.block_on(exists_filter(&server));
     println!(
         "hit_over_get={hit_over_get:.2} local_hit_ns={local_hit_ns:.0} moka_ns={moka_ns:.0} \
-         origin_calls_3x1000={origin_calls} slowest_caller_ms={slowest_caller_ms} waiter_p99_ms={waiter_p99_ms:.2}"
+         origin_calls_3x1000={origin_calls} slowest_caller_ms={slowest_caller_ms} waiter_p99_ms={waiter_p99_ms:.2} \
+         filter_server_us={filter_server_us:.2} filter_false_positive={filter_false_positive:.4}"
     );
 }
 
@@ -258,4 +264,35 @@ fn now<T>(call: impl Future<Output = T>) -> T {
         Poll::Ready(value) => value,
         Poll::Pending => panic!("the value was not in the process"),
     }
+}
+
+/// The time of Redis in us for a look-up of an absent key, and the part of absent keys that the filter contains.
+async fn exists_filter(server: &RedisServer) -> (f64, f64) {
+    const CAPACITY: u64 = 1_000_000;
+    let filter = ExistsFilter::new(connect(&server.url()).await, "bench", CAPACITY)
+        .visible_within(Duration::ZERO)
+        .deadline(Duration::from_secs(10));
+    let keys = stream::iter((0..CAPACITY).map(Ok::<_, BoxError>));
+    let start = Instant::now();
+    filter.rebuild(keys).await.expect("Redis answers");
+    println!("rebuild of a filter of {CAPACITY} keys: {:.1} s", start.elapsed().as_secs_f64());
+    server.query::<String>("CONFIG RESETSTAT");
+    let (absent, contained) = (Arc::new(AtomicU64::new(CAPACITY)), Arc::new(AtomicU64::new(0)));
+    let (next, found) = (Arc::clone(&absent), Arc::clone(&contained));
+    let look_ups = load(move |_| {
+        let (filter, key, found) = (filter.clone(), next.fetch_add(1, Ordering::Relaxed), Arc::clone(&found));
+        async move {
+            let might_contain = filter.might_contain(key).await.expect("Redis answers");
+            found.fetch_add(u64::from(might_contain), Ordering::Relaxed);
+        }
+    });
+    println!("look-ups: {:.0}/s", look_ups.await);
+    let info = server.text("INFO commandstats");
+    let field = |name: &str| {
+        let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_getrange:")).expect("GETRANGE was called");
+        let value = line.split(',').find_map(|field| field.strip_prefix(name)?.strip_prefix('='));
+        value.and_then(|value| value.parse::<f64>().ok()).expect("it is a number")
+    };
+    let look_ups = absent.load(Ordering::Relaxed) - CAPACITY;
+    (field("usec") / field("calls"), contained.load(Ordering::Relaxed) as f64 / look_ups as f64)
 }

@@ -11,7 +11,8 @@
 -- ARGV[5]  build_ms     how long the version that is built is kept from now on, 0 to leave its expiry
 -- ARGV[6]  keep_ms      how long versions is kept from now on, longer than each version
 --
--- Returns  {state, active, building}. state is 0 if versions has another value, 1 if it has this one or is missing. The others are 1 if the version is intact, else 0
+-- Returns  {1, active, building}: the bits are set in the versions with 1, and those with 0 are not intact | {0, 0, 0}: versions has another value
+--          | {2, since_ms, 0}: there are no versions, and for this long additions have found none
 -- Errors   TOLLGATE for more than 128 keys; WRONGTYPE
 -- Repeat   sets the same bits again
 local versions, active, building, seen, in_active, in_building = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3]
@@ -60,9 +61,16 @@ end
 if #in_active > entry * most or #in_building > entry * most then
   return redis.error_reply('TOLLGATE an exists filter takes at most 128 keys in one call')
 end
-local found = redis.call('GET', versions)
--- If only this key was evicted, others may still use the version that the caller has seen.
-if found and found ~= seen then
+local found, since_ms = read_ids(versions)
+if found == '' then
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  -- Redis may have evicted versions a moment ago, so others may still use them. A later time is that of a clock that was set back.
+  since_ms = math.min(since_ms or now_ms, now_ms)
+  redis.call('SET', versions, '\1' .. struct.pack('<I7', since_ms), 'PX', keep_ms)
+  return {2, now_ms - since_ms, 0}
+end
+if found ~= seen then
   return {0, 0, 0}
 end
 local is_active, is_building = add(active, in_active), add(building, in_building)

@@ -13,7 +13,7 @@
 -- Repeat   harmless
 local versions, bits, old, seen, begun, keep_ms = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3]
 
-local found = redis.call('GET', versions) or ''
+local found = read_ids(versions)
 if found == begun then
   return 1
 end

@@ -16,7 +16,7 @@
 local versions, bits, old, seen, ended, is_complete = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3] == '1'
 local ttl_ms, keep_ms = ARGV[4], ARGV[5]
 
-local found = redis.call('GET', versions) or ''
+local found = read_ids(versions)
 if found == ended then
   return 1
 end

@@ -26,7 +26,7 @@ pub fn describe() {
     }
 }
 
-const COUNTERS: [(&str, &str); 31] = [
+const COUNTERS: [(&str, &str); 33] = [
     ("tollgate_decisions_total", "Decisions of rate limits, one for each policy and key of a request or limiter call"),
     ("tollgate_near_limit_total", "Admitted requests that left less than a fifth of a limit"),
     ("tollgate_store_errors_total", "Store calls of rate limits that failed or were late"),
@@ -55,6 +55,8 @@ const COUNTERS: [(&str, &str); 31] = [
     ("tollgate_cache_loads_total", "Calls of the loaders of caches by outcome"),
     ("tollgate_cache_store_errors_total", "Store calls of caches that failed or were late"),
     ("tollgate_cache_circuit_transitions_total", "Openings and closings of the circuits of caches"),
+    ("tollgate_exists_filter_store_errors_total", "Store calls of exists filters that failed or were late"),
+    ("tollgate_exists_filter_circuit_transitions_total", "Openings and closings of the circuits of exists filters"),
     ("tollgate_jobs_total", "Finished attempts at jobs"),
     ("tollgate_job_leases_expired_total", "Attempts at jobs whose lease expired without a report of the worker"),
     ("tollgate_job_store_errors_total", "Store calls of delay queues that failed or were late"),

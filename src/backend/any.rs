@@ -461,6 +461,16 @@ impl ExistsFilterStore for AnyBackend {
         delegate!(self, store => ExistsFilterStore::read_block(store, filter, version, block).await)
     }
 
+    async fn read_blocks(
+        &self,
+        filter: &Key,
+        version: &Token,
+        first: u32,
+        count: u32,
+    ) -> Result<Option<Vec<Block>>, StoreError> {
+        delegate!(self, store => ExistsFilterStore::read_blocks(store, filter, version, first, count).await)
+    }
+
     async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         delegate!(self, store => ExistsFilterStore::grow(store, filter, version, layout).await)
     }

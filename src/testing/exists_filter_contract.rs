@@ -87,7 +87,7 @@ pub async fn new_filter_has_no_versions<S: ExistsFilterStore>(store: S) {
     assert_eq!(block(&store, Some(unknown), 0).await, None);
     for ids in [VersionIds::new(Some(unknown), None), VersionIds::new(None, Some(unknown))] {
         let bits = NewBits::added(vec![locate(&SMALL, "a")], vec![locate(&SMALL, "a")], LONG);
-        assert_eq!(add(&store, &ids, &bits).await, Added::Done { active: false, building: false });
+        assert!(matches!(add(&store, &ids, &bits).await, Added::Missing { .. }));
         assert!(!end(&store, &VersionIds::new(Some(unknown), Some(unknown)), true).await);
     }
     assert!(!store.begin_build(&filter(), &VersionIds::default(), &unknown, LONG).await.unwrap());
@@ -226,6 +226,52 @@ pub async fn large_version_has_all_blocks<S: ExistsFilterStore>(store: S) {
         assert_eq!(block(&store, ids.active, number).await, Some(expected), "block {number}");
     }
     assert_eq!(block(&store, ids.active, 100_000).await, None);
+}
+
+/// Several blocks are read at once. A part of them is not returned if others are missing.
+pub async fn blocks_are_read_together<S: ExistsFilterStore>(store: S) {
+    let layout = Layout::new(5_000, [2; 16]);
+    let ids = build(&store, &layout, &["a", "b", "c"]).await;
+    let version = ids.active.unwrap();
+    let read = async |first, count| store.read_blocks(&filter(), &version, first, count).await.unwrap();
+    let all = read(0, 5_000).await.unwrap();
+    for key in ["a", "b", "c"] {
+        let bits = locate(&layout, key);
+        assert_eq!(all[bits.block as usize], bits.to_block(), "{key}");
+        assert_eq!(read(bits.block, 1).await, Some(vec![bits.to_block()]), "{key}");
+    }
+    assert_eq!(all.iter().flatten().map(|byte| byte.count_ones()).sum::<u32>(), 24);
+    assert_eq!(read(4_990, 10).await, Some(all[4_990..].to_vec()));
+    assert_eq!(read(17, 0).await, Some(Vec::new()));
+    for (first, count) in [(4_990, 11), (5_000, 1), (0, 5_001)] {
+        assert_eq!(read(first, count).await, None, "{first} {count}");
+    }
+    let unknown = Token::random().unwrap();
+    assert_eq!(store.read_blocks(&filter(), &unknown, 0, 1).await.unwrap(), None);
+}
+
+/// Without versions, an addition changes nothing, and its reply says for how long there have been none. A build may begin all the same.
+pub async fn addition_finds_out_that_versions_are_missing<S: ExistsFilterStore>(store: S) {
+    let unknown = VersionIds::new(Some(Token::random().unwrap()), None);
+    let bits = NewBits::added(Vec::new(), Vec::new(), LONG);
+    let missing = async |seen: &VersionIds| match add(&store, seen, &bits).await {
+        Added::Missing { known_for } => known_for,
+        added => panic!("{added:?}"),
+    };
+    missing(&unknown).await;
+    sleep(SHORT).await;
+    for seen in [VersionIds::default(), unknown] {
+        // Not much less, since a server counts whole milliseconds.
+        assert!(missing(&seen).await >= SHORT - Duration::from_millis(2));
+        assert_eq!(status(&store).await, FilterStatus::default());
+    }
+    let ids = begin(&store, &SMALL).await;
+    assert_eq!(add(&store, &VersionIds::default(), &bits).await, Added::Changed);
+    assert!(end(&store, &ids, false).await);
+    missing(&VersionIds::default()).await;
+    let ids = build(&store, &SMALL, &["a"]).await;
+    assert_eq!(add(&store, &unknown, &bits).await, Added::Changed);
+    assert_eq!(add(&store, &ids, &bits).await, Added::Done { active: true, building: false });
 }
 
 /// Filters with other names have other keys.

@@ -127,7 +127,7 @@ pub enum Verb {
     Push,
     /// `claim` of jobs, which also finishes jobs, or of a load, or `ensure_generation` of a tag.
     Claim,
-    /// `get` of a cache, `generation` of a tag, or `status` or `read_block` of an exists filter.
+    /// `get` of a cache, `generation` of a tag, or `status`, `read_block` or `read_blocks` of an exists filter.
     Get,
     /// `put` of a load, `set` of a cache, or `add_bits` of an exists filter.
     Put,
@@ -400,6 +400,16 @@ impl<S: ExistsFilterStore + Sync> ExistsFilterStore for FaultStore<S> {
 
     async fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Result<Option<Block>, StoreError> {
         self.faults.around(Verb::Get, self.inner.read_block(filter, version, block)).await
+    }
+
+    async fn read_blocks(
+        &self,
+        filter: &Key,
+        version: &Token,
+        first: u32,
+        count: u32,
+    ) -> Result<Option<Vec<Block>>, StoreError> {
+        self.faults.around(Verb::Get, self.inner.read_blocks(filter, version, first, count)).await
     }
 
     async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {

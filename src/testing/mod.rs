@@ -373,6 +373,8 @@ macro_rules! exists_filter_contract {
                 later_build_replaces_an_earlier_one
                 build_steps_can_be_repeated
                 large_version_has_all_blocks
+                blocks_are_read_together
+                addition_finds_out_that_versions_are_missing
                 filters_are_separate
                 version_expires
             ] [] $($told)+

@@ -1,15 +1,18 @@
 //! Random calls of two clients of a filter, on memory and on Redis, compared with the set of the keys that exist.
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use futures_util::stream;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use redis::Commands;
+use tokio::time::{Instant, sleep};
 use tollgate::cache::exists_filter::store::ExistsFilterStore;
 use tollgate::{BoxError, ExistsFilter, MemoryBackend};
 
+use crate::model::run_traces as run_steps;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
@@ -155,9 +158,90 @@ fn redis_agrees_with_the_set_of_keys() {
     let evict = |round: u64, is_version: bool| {
         let part = if is_version { "bits:*" } else { "versions" };
         for key in server.query::<Vec<String>>(&format!("KEYS tollgate:2:{{cache_filter:{round}}}:{part}")) {
-            server.query::<u32>(&format!("DEL {key}"));
+            if is_version {
+                server.query::<u32>(&format!("DEL {key}"));
+            } else {
+                // As an addition leaves it. The time is long ago, so that further ones do not wait.
+                let marker: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 0];
+                let () = server.connection().set_ex(key, marker, 60).unwrap();
+            }
         }
     };
     run_traces(60, |steps, round, counts| runtime.block_on(run(&backend, steps, round, Some(&evict), counts)));
+    server.every_key_expires();
+}
+
+const MAX_AGE: Duration = Duration::from_secs(2);
+
+/// A step of clients with local copies.
+#[derive(Clone, Debug)]
+enum CopyStep {
+    Add { client: usize, key: u32 },
+    Rebuild { client: usize, keys: Vec<u32> },
+    Wait { ms: u64 },
+}
+
+fn copy_steps() -> impl Strategy<Value = Vec<CopyStep>> {
+    let client = || 0..CLIENTS;
+    let step = prop_oneof![
+        4 => (client(), 0..KEYS / 2).prop_map(|(client, key)| CopyStep::Add { client, key }),
+        1 => (client(), prop::collection::vec(0..KEYS / 2, 0..10))
+            .prop_map(|(client, keys)| CopyStep::Rebuild { client, keys }),
+        4 => (0..3_000_u64).prop_map(|ms| CopyStep::Wait { ms }),
+    ];
+    prop::collection::vec(step, 1..30)
+}
+
+/// A client may exclude a key only if it does not exist, or if the other client has added it less than the age of a copy ago.
+async fn run_copies<S: ExistsFilterStore + Clone + Send + Sync + 'static>(store: &S, steps: &[CopyStep], round: u64) {
+    let new = || {
+        let filter = ExistsFilter::new(store.clone(), round, u64::from(KEYS));
+        filter.visible_within(Duration::ZERO).deadline(Duration::from_secs(60)).local_copy(MAX_AGE)
+    };
+    let clients = [(); CLIENTS].map(|()| new());
+    clients[0].rebuild(stream::iter([Ok::<_, BoxError>(0)])).await.unwrap();
+    // When a key was added, and by which client.
+    let mut exists = HashMap::from([(0, (Instant::now(), 0))]);
+    for (number, step) in steps.iter().enumerate() {
+        match step {
+            CopyStep::Add { client, key } => {
+                clients[*client].add(*key).await.unwrap();
+                exists.entry(*key).or_insert((Instant::now(), *client));
+                // It is in the copy of this client too.
+                assert!(clients[*client].might_contain(*key).await.unwrap(), "step {number}: {step:?}");
+            }
+            CopyStep::Rebuild { client, keys } => {
+                let all = keys.clone().into_iter().map(Ok::<_, BoxError>);
+                clients[*client].rebuild(stream::iter(all)).await.unwrap();
+                let added = |key: &u32| *exists.get(key).unwrap_or(&(Instant::now(), *client));
+                exists = keys.iter().map(|key| (*key, added(key))).collect();
+            }
+            CopyStep::Wait { ms } => sleep(Duration::from_millis(*ms)).await,
+        }
+        for (client, filter) in clients.iter().enumerate() {
+            for (key, (added, by)) in &exists {
+                let begun = Instant::now();
+                let is_known = *by == client || begun.duration_since(*added) >= MAX_AGE;
+                let might_contain = filter.might_contain(*key).await.unwrap();
+                assert!(might_contain || !is_known, "step {number}: client {client} excludes {key} after {step:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn local_copies_in_memory_agree_with_the_set_of_keys() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let backend = MemoryBackend::new();
+    run_steps(copy_steps(), 2_000, |steps, round| runtime.block_on(run_copies(&backend, steps, round)));
+}
+
+/// In real time, so with few traces.
+#[test]
+fn local_copies_on_redis_agree_with_the_set_of_keys() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let server = RedisServer::start();
+    let backend = runtime.block_on(patient(server.url()));
+    run_steps(copy_steps(), 2, |steps, round| runtime.block_on(run_copies(&backend, steps, round)));
     server.every_key_expires();
 }

@@ -1,14 +1,15 @@
-//! Faults under load: a killed, paused and replaced Redis, flushed scripts, evicted keys, and entries of a clock that was wrong.
+//! Faults under load: a killed, paused and replaced Redis, flushed scripts, evicted keys and filters, and entries of a clock that was wrong.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use futures_util::{StreamExt as _, stream};
 use redis::Commands;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::cache::CacheError;
-use tollgate::{BoxError, Cache, RedisBackend};
+use tollgate::{BoxError, Cache, ExistsFilter, RedisBackend};
 
 use crate::support::sentinel::SentinelDeployment;
 use crate::support::server::RedisServer;
@@ -181,6 +182,80 @@ async fn evicted_entry_and_lease_are_replaced() {
     assert_eq!(get(&second, 2, &origin).await.unwrap(), 3);
     assert_eq!(slow.await.unwrap(), 77, "its own caller gets it");
     assert_eq!(first.get(2_u64).await.unwrap().as_deref(), Some(&3));
+}
+
+/// Redis evicts parts of a filter again and again, while keys are looked up, added and rebuilt. No key that exists is excluded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evicted_filter_excludes_no_key_under_load() {
+    const ROWS: u64 = 500;
+    let server = RedisServer::start();
+    let (here, there) = (patient(server.url()).await, patient(server.url()).await);
+    let filter = |backend| ExistsFilter::new(backend, "rows", 10_000).visible_within(100 * MS).deadline(MINUTE);
+    let (used, other) = (filter(here.clone()), filter(there));
+    let cache = Cache::<u64>::new(here, "rows", 20 * MS).exists_filter(&used).deadline(MINUTE);
+    // The rows of a table: all keys below this number.
+    let rows = Arc::new(AtomicUsize::new(ROWS as usize));
+    let table = Arc::clone(&rows);
+    // Reads the table when it is first polled.
+    let keys = move || {
+        let table = Arc::clone(&table);
+        let read = async move { stream::iter((0..table.load(Ordering::SeqCst) as u64).map(Ok::<_, BoxError>)) };
+        stream::once(read).flatten()
+    };
+    used.rebuild(keys()).await.unwrap();
+    let mut tasks = JoinSet::new();
+    for task in 0..8 {
+        let (cache, rows) = (cache.clone(), Arc::clone(&rows));
+        tasks.spawn(async move {
+            for round in 0_u64.. {
+                let (count, origin) = (rows.load(Ordering::SeqCst) as u64, Arc::clone(&rows));
+                let key = (round * 31 + task) % count;
+                let load = |key: u64| async move || Ok::<_, BoxError>(Some(key));
+                let value = cache.get_or_fill(key, load(key)).await.unwrap();
+                assert_eq!(value.as_deref(), Some(&key), "it exists");
+                let absent = 1_000_000 + round * 8 + task;
+                let load =
+                    async move || Ok::<_, BoxError>((absent < origin.load(Ordering::SeqCst) as u64).then_some(1));
+                assert_eq!(cache.get_or_fill(absent, load).await.unwrap(), None);
+            }
+        });
+    }
+    // Additions of the other process, each before its row is visible.
+    let (adder, new_rows) = (other.clone(), Arc::clone(&rows));
+    tasks.spawn(async move {
+        loop {
+            adder.add(new_rows.load(Ordering::SeqCst) as u64).await.unwrap();
+            new_rows.fetch_add(1, Ordering::SeqCst);
+            sleep(MS).await;
+        }
+    });
+    tasks.spawn(async move {
+        loop {
+            // A rebuild whose version is evicted fails.
+            let _ = other.rebuild(keys()).await;
+            sleep(200 * MS).await;
+        }
+    });
+    let mut connection = server.connection();
+    let (mut evictions, end) = (0, Instant::now() + Duration::from_secs(6));
+    while Instant::now() < end {
+        assert!(tasks.try_join_next().is_none(), "a task has failed");
+        sleep(150 * MS).await;
+        let all: Vec<String> = connection.keys("tollgate:2:{cache_filter:rows}:*").unwrap();
+        // In turns the ids, a version, and all of it.
+        let gone =
+            all.into_iter().filter(|key| evictions % 3 == 2 || key.ends_with("versions") == (evictions % 3 == 0));
+        for key in gone {
+            let _: u32 = connection.del(key).unwrap();
+        }
+        evictions += 1;
+    }
+    assert!(tasks.try_join_next().is_none(), "a task has failed");
+    let added = rows.load(Ordering::SeqCst) - ROWS as usize;
+    println!("{evictions} evictions, {added} additions");
+    assert!(added > 0);
+    tasks.shutdown().await;
+    server.every_key_expires();
 }
 
 /// An entry of a server whose clock was an hour ahead or behind: it never outlives its time to live, and is loaded again if it seems stale.

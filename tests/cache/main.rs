@@ -5,6 +5,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod avalanche;
+mod bad_data;
 mod batches;
 mod contract;
 mod exists_filter;

@@ -4,6 +4,8 @@
 //! cargo run -p tollgate-examples --bin cache_http
 //! TOLLGATE_STORE=redis://127.0.0.1/ cargo run -p tollgate-examples --bin cache_http
 //! ```
+//!
+//! With `-- --serve` it then listens on `TOLLGATE_ADDR`, or on 127.0.0.1:3000, and says what to try.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -72,5 +74,13 @@ async fn main() -> Result<(), BoxError> {
     servers[0].clone().oneshot(change()?).await?;
     println!("after a POST: {} calls", ask(&servers, &calls, "/page").await?);
     println!("a response with Set-Cookie, 100 requests: {} calls", ask(&servers, &calls, "/login").await?);
+
+    if std::env::args().any(|arg| arg == "--serve") {
+        let addr = std::env::var("TOLLGATE_ADDR").unwrap_or_else(|_| "127.0.0.1:3000".to_owned());
+        let listener = tokio::net::TcpListener::bind(addr).await?;
+        println!("Try it: curl -i http://{}/page", listener.local_addr()?);
+        let [server, _] = servers;
+        axum::serve(listener, server).await?;
+    }
     Ok(())
 }

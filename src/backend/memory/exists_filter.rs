@@ -17,6 +17,16 @@ impl ExistsFilterStore for MemoryBackend {
         Ok(self.inner.filters.read_block(filter, version, block))
     }
 
+    async fn read_blocks(
+        &self,
+        filter: &Key,
+        version: &Token,
+        first: u32,
+        count: u32,
+    ) -> Result<Option<Vec<Block>>, StoreError> {
+        Ok(self.inner.filters.read_blocks(filter, version, first, count))
+    }
+
     async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         self.inner.filters.grow(filter, version, layout)
     }

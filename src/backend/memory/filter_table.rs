@@ -57,12 +57,13 @@ impl FilterTable {
 
     pub(super) fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Option<Block> {
         let filters = self.read();
-        let words = filters.version(filter, version, Instant::now())?.blocks.get(block as usize)?;
-        let mut bytes = [0; Layout::BLOCK_LEN];
-        for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
-            *bytes = word.to_le_bytes();
-        }
-        Some(bytes)
+        filters.version(filter, version, Instant::now())?.blocks.get(block as usize).map(to_bytes)
+    }
+
+    pub(super) fn read_blocks(&self, filter: &Key, version: &Token, first: u32, count: u32) -> Option<Vec<Block>> {
+        let (filters, first) = (self.read(), first as usize);
+        let blocks = filters.version(filter, version, Instant::now())?.blocks.get(first..first + count as usize)?;
+        Some(blocks.iter().map(to_bytes).collect())
     }
 
     /// Allocates a version at once: the pages of zeros cost nothing yet.
@@ -104,7 +105,12 @@ impl FilterTable {
 
     pub(super) fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Added {
         let (mut filters, now) = (self.write(), Instant::now());
-        if filters.ids.get(filter).is_some_and(|ids| ids != seen) {
+        let found = filters.ids.get(filter).copied().unwrap_or_default();
+        if found == VersionIds::default() {
+            // This backend loses no ids of versions in use.
+            return Added::Missing { known_for: Duration::MAX };
+        }
+        if found != *seen {
             return Added::Changed;
         }
         let mut add = |id: Option<Token>, bits: &[KeyBits], expires: Option<Instant>| {
@@ -173,6 +179,15 @@ impl Filters {
             [ids.active, ids.building].into_iter().flatten().any(|id| versions.contains_key(&(*filter, id)))
         });
     }
+}
+
+/// A block with the lowest byte of each word first.
+fn to_bytes(words: &[u32; 8]) -> Block {
+    let mut bytes = [0; Layout::BLOCK_LEN];
+    for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
 }
 
 impl Stored {

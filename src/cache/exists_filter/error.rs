@@ -18,7 +18,7 @@ pub enum ExistsFilterError {
         /// The largest rate.
         max: f64,
     },
-    /// With this capacity and error rate, the filter does not fit into a Redis string.
+    /// With this capacity and error rate, the filter is larger than 32 MiB. Split the keys over several filters.
     TooLarge {
         /// The bytes that the filter needs.
         bytes: u64,

@@ -3,18 +3,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_core::Stream;
+use tokio::time::sleep;
 
 use super::error::ExistsFilterError;
 use super::layout::Layout;
+use super::local_copy::LocalCopy;
 use super::rebuild::Rebuild;
 use super::settings::Settings;
 use super::sizing::blocks;
 use super::stats::ExistsFilterStats;
-use super::store::{Added, ExistsFilterStore, MAX_KEYS, NewBits, VersionIds};
-use super::store_client::StoreClient;
+use super::store::{Added, ExistsFilterStore, MAX_KEYS, NewBits};
+use super::store_client::{MAX_AGE, StoreClient};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::circuit::CircuitBreaker;
 
 /// A Bloom filter of the keys that exist: a key that it excludes does not exist, and of the keys that do not exist, about 1 % pass it.
 ///
@@ -23,8 +26,8 @@ use crate::reach::Reach;
 /// Cheap to clone. All filters with the same name on the same backend share their keys.
 #[derive(Clone)]
 pub struct ExistsFilter {
-    client: Arc<StoreClient>,
-    settings: Settings,
+    client: StoreClient,
+    local: Option<Arc<LocalCopy>>,
 }
 
 impl ExistsFilter {
@@ -33,20 +36,22 @@ impl ExistsFilter {
     const MAX_VISIBLE_WITHIN: Duration = Duration::from_secs(600);
     /// How often an addition is repeated if builds begin or end meanwhile.
     const ATTEMPTS: usize = 8;
+    /// How long additions wait after the first one without versions: other processes may use lost ids for [`MAX_AGE`], and clocks may run at
+    /// slightly different rates.
+    const LOSS_PAUSE: Duration = MAX_AGE.saturating_add(Duration::from_millis(250));
 
     /// The filter `name` of `store`, which is a [backend](crate::backend). [`rebuild`](Self::rebuild) gives it room for `capacity` keys.
     ///
     /// Before the first rebuild it may contain every key.
     pub fn new(store: impl ExistsFilterStore + Send + Sync + 'static, name: impl Into<Key>, capacity: u64) -> Self {
-        let client = StoreClient::new(Box::new(store), name.into());
-        Self { client: Arc::new(client), settings: Settings::new(capacity) }
+        Self { client: StoreClient::new(Arc::new(store), name.into(), capacity), local: None }
     }
 
     /// The part of absent keys that the filter may contain once it has `capacity` keys, from 0.000001 to 0.5. Used by the next rebuild.
     /// Defaults to 0.01.
     #[must_use]
     pub fn error_rate(mut self, error_rate: f64) -> Self {
-        self.settings.error_rate = error_rate;
+        self.client.settings.error_rate = error_rate;
         self
     }
 
@@ -55,7 +60,7 @@ impl ExistsFilter {
     #[must_use]
     pub fn ttl(mut self, ttl: Duration) -> Self {
         let (min, max) = Self::TTLS;
-        self.settings.ttl = ttl.clamp(min, max);
+        self.client.settings.ttl = ttl.clamp(min, max);
         self
     }
 
@@ -63,14 +68,35 @@ impl ExistsFilter {
     /// before it reads the first key, so that its query finds the keys that were added before. Defaults to ten seconds.
     #[must_use]
     pub fn visible_within(mut self, time: Duration) -> Self {
-        self.settings.visible_within = time.min(Self::MAX_VISIBLE_WITHIN);
+        self.client.settings.visible_within = time.min(Self::MAX_VISIBLE_WITHIN);
         self
     }
 
     /// The deadline of a store call. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.settings.deadline = deadline;
+        self.client.settings.deadline = deadline;
+        self
+    }
+
+    /// When to stop calling a failing store. Additions and rebuilds call it all the same. Defaults to [`CircuitBreaker::new`].
+    #[must_use]
+    pub fn circuit_breaker(mut self, settings: CircuitBreaker) -> Self {
+        self.client.set_circuit_breaker(settings);
+        self
+    }
+
+    /// Keeps a copy of the filter in this process too, and tests keys without a call of the store. By default there is none.
+    ///
+    /// No test uses a copy that is older than `max_age`. So for up to `max_age`, this process may exclude a key that another process has
+    /// added. Keys that it adds itself are in its copy at once. Set `max_age` to a time for which a new row may seem absent.
+    ///
+    /// While the filter is tested, a task looks whether it has changed, twice in each `max_age`, or four times per second if that is less.
+    /// If so, it reads the whole filter: 1.3 MB for a million keys. A filter of more than 16 MiB has no copy. During a refresh, the process
+    /// has two. Clones of this filter share the copy, and the last one ends the task.
+    #[must_use]
+    pub fn local_copy(mut self, max_age: Duration) -> Self {
+        self.local = Some(Arc::new(LocalCopy::new(max_age)));
         self
     }
 
@@ -96,13 +122,14 @@ impl ExistsFilter {
     ///
     /// If the capacity is zero or too large, or the error rate is out of range.
     pub fn bytes(&self) -> Result<u64, ExistsFilterError> {
-        let Settings { capacity, error_rate, .. } = self.settings;
+        let Settings { capacity, error_rate, .. } = self.client.settings;
         Ok(Layout::new(blocks(capacity, error_rate)?, [0; 16]).bytes())
     }
 
     /// Whether the key may exist. False means that it was not added since the last rebuild.
     ///
-    /// True for every key if there is no filter: before the first rebuild, after its ttl, and if the store has evicted or damaged it.
+    /// True for every key if there is no filter: before the first rebuild, after its ttl, and if the store has evicted or damaged it. Also true
+    /// if the store takes longer than one second: the filter may have changed meanwhile.
     ///
     /// # Errors
     ///
@@ -127,12 +154,16 @@ impl ExistsFilter {
     }
 
     async fn test(&self, key: &Key) -> Result<bool, StoreError> {
-        let (client, deadline) = (&*self.client, self.settings.deadline);
-        let status = client.status(deadline).await?;
-        let (Some(version), Some(active)) = (status.ids.active, status.active) else { return Ok(true) };
+        let client = &self.client;
+        if let Some(might_contain) = self.local.as_ref().and_then(|local| local.might_contain(client, key)) {
+            return Ok(might_contain);
+        }
+        let known = client.status().await?;
+        let (Some(version), Some(active)) = (known.status.ids.active, known.status.active) else { return Ok(true) };
         let bits = active.layout.locate(key);
-        match client.call(deadline, client.store.read_block(&client.filter, &version, bits.block)).await? {
-            Some(block) => Ok(bits.are_set_in(&block)),
+        match client.call(client.store.read_block(&client.filter, &version, bits.block)).await? {
+            // An addition that finds no ids of versions relies on this age.
+            Some(block) => Ok(bits.are_set_in(&block) || known.read.elapsed() > MAX_AGE),
             None => {
                 // Another version may be active by now.
                 client.forget_status();
@@ -143,7 +174,11 @@ impl ExistsFilter {
 
     /// Adds a key. Call it before the row of the key becomes visible to others, for instance before you commit its transaction.
     ///
-    /// During a rebuild, the key is added to both versions. Without a filter, nothing is added: the next rebuild reads the key.
+    /// During a rebuild, the key is added to both versions. Without a filter, nothing is added: the next rebuild reads the key. The first
+    /// addition without a filter takes 1.25 seconds: if the store has just evicted it, other processes may use it for another second.
+    ///
+    /// If the absence of the key is cached, it stays so: [invalidate](crate::Cache::invalidate) the key after the commit, or
+    /// [store](crate::Cache::set) the new value.
     ///
     /// # Errors
     ///
@@ -174,23 +209,34 @@ impl ExistsFilter {
     }
 
     async fn add_chunk(&self, keys: &[Key]) -> Result<(), StoreError> {
-        let (client, Settings { deadline, ttl, .. }) = (&*self.client, self.settings);
-        let mut status = client.status(deadline).await?;
+        let client = &self.client;
+        let mut known = client.known_status();
         for _ in 0..Self::ATTEMPTS {
-            if status.ids == VersionIds::default() {
-                // A build may have begun since the status was read.
-                status = client.read_status(deadline).await?;
-                if status.ids == VersionIds::default() {
-                    return Ok(());
-                }
-            }
+            let status = match known.take() {
+                Some(known) => known.status,
+                None => client.read_status().await?.status,
+            };
             let located = |layout: Layout| keys.iter().map(|key| layout.locate(key)).collect();
             let [active, building] = [status.active, status.building]
                 .map(|version| version.map_or_else(Vec::new, |version| located(version.layout)));
-            let bits = NewBits::added(active, building, ttl);
-            match client.call(deadline, client.store.add_bits(&client.filter, &status.ids, &bits)).await? {
-                Added::Done { .. } => return Ok(()),
-                Added::Changed => status = client.read_status(deadline).await?,
+            let bits = NewBits::added(active, building, client.settings.ttl);
+            match client.call_always(client.store.add_bits(&client.filter, &status.ids, &bits)).await? {
+                Added::Done { .. } => {
+                    if let Some(local) = &self.local {
+                        local.add(status.ids.active.as_ref(), &bits.active);
+                    }
+                    return Ok(());
+                }
+                Added::Changed => {}
+                Added::Missing { known_for } => match Self::LOSS_PAUSE.checked_sub(known_for) {
+                    None | Some(Duration::ZERO) => {
+                        if let Some(local) = &self.local {
+                            local.clear();
+                        }
+                        return Ok(());
+                    }
+                    Some(pause) => sleep(pause).await,
+                },
             }
         }
         Err(StoreError::other("the versions of the exists filter changed at each attempt to add a key"))
@@ -221,10 +267,13 @@ impl ExistsFilter {
         E: Into<BoxError>,
     {
         async move {
-            let Settings { capacity, error_rate, .. } = self.settings;
+            let Settings { capacity, error_rate, .. } = self.client.settings;
             let blocks = blocks(capacity, error_rate)?;
-            let result = Rebuild { client: &self.client, settings: &self.settings }.run(blocks, keys).await;
+            let result = Rebuild { client: &self.client }.run(blocks, keys).await;
             self.client.forget_status();
+            if let Some(local) = &self.local {
+                local.clear();
+            }
             result
         }
     }
@@ -235,14 +284,14 @@ impl ExistsFilter {
     ///
     /// If the store fails.
     pub async fn stats(&self) -> Result<Option<ExistsFilterStats>, StoreError> {
-        let status = self.client.read_status(self.settings.deadline).await?;
+        let status = self.client.read_status().await?.status;
         Ok(status.active.map(|active| ExistsFilterStats::new(&active, status.ids.building.is_some())))
     }
 }
 
 impl fmt::Debug for ExistsFilter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { client, settings } = self;
-        f.debug_struct("ExistsFilter").field("name", &client.filter).field("settings", settings).finish_non_exhaustive()
+        let StoreClient { filter, settings, .. } = &self.client;
+        f.debug_struct("ExistsFilter").field("name", filter).field("settings", settings).finish_non_exhaustive()
     }
 }

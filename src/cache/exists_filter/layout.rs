@@ -27,8 +27,9 @@ impl Layout {
     pub const BLOCK_LEN: usize = 32;
     /// The bytes before the blocks, which describe them.
     pub const HEADER_LEN: usize = 64;
-    /// The largest number of blocks: with the header they fill a Redis string, which has at most 512 MiB.
-    pub const MAX_BLOCKS: u32 = (((1 << 29) - Self::HEADER_LEN) / Self::BLOCK_LEN) as u32;
+    /// The largest number of blocks: with the header they have 32 MiB. Redis serves no other command while it allocates or frees a string, and
+    /// that takes the longer the larger the string is.
+    pub const MAX_BLOCKS: u32 = (((1 << 25) - Self::HEADER_LEN) / Self::BLOCK_LEN) as u32;
 
     /// A layout.
     #[must_use]
@@ -112,6 +113,6 @@ mod tests {
                 );
             }
         }
-        assert_eq!(Layout::new(Layout::MAX_BLOCKS, [0; 16]).bytes(), 512 << 20);
+        assert_eq!(Layout::new(Layout::MAX_BLOCKS, [0; 16]).bytes(), 32 << 20);
     }
 }

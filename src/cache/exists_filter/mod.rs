@@ -37,6 +37,8 @@
 //! | [`ttl`](ExistsFilter::ttl) | 30 days | how long the filter is kept after the last addition or rebuild |
 //! | [`visible_within`](ExistsFilter::visible_within) | 10 s | the longest time from the addition of a key until a query finds its row |
 //! | [`deadline`](ExistsFilter::deadline) | 100 ms | the deadline of a store call |
+//! | [`circuit_breaker`](ExistsFilter::circuit_breaker) | after 5 failures | when tests stop calling a failing store |
+//! | [`local_copy`](ExistsFilter::local_copy) | none | the age of a copy in this process, which needs no call of the store |
 //!
 //! # Size and cost
 //!
@@ -44,23 +46,24 @@
 //! Apache Impala and Parquet) in a plain Redis string. It needs no Redis module. A test reads 32 bytes with one GETRANGE. Once per second a
 //! process also reads which version of the filter is in use, with two or three more commands. An addition is one script, for up to 128 keys.
 //!
-//! | error rate | bits for each key | a million keys |
-//! | --- | --- | --- |
-//! | 0.05 | 7.2 | 0.9 MB |
-//! | 0.01 | 10.5 | 1.3 MB |
-//! | 0.001 | 16.9 | 2.1 MB |
-//! | 0.0001 | 26.3 | 3.3 MB |
+//! | error rate | bits for each key | a million keys | part of the bits that is set at the capacity |
+//! | --- | --- | --- | --- |
+//! | 0.05 | 7.2 | 0.9 MB | 0.67 |
+//! | 0.01 | 10.5 | 1.3 MB | 0.53 |
+//! | 0.001 | 16.9 | 2.1 MB | 0.38 |
+//! | 0.0001 | 26.3 | 3.3 MB | 0.26 |
 //!
-//! A Redis string has at most 512 MiB, enough for 400 million keys with the default error rate. [`bytes`](ExistsFilter::bytes) computes the
-//! size. During a rebuild, the store has both versions.
+//! A filter has at most 32 MiB, enough for 25 million keys with the default error rate; [`rebuild`](ExistsFilter::rebuild) refuses larger
+//! ones. Split more keys over several filters, for instance by a hash. [`bytes`](ExistsFilter::bytes) computes the size. During a rebuild,
+//! the store has both versions.
 //!
 //! A rebuild allocates the new version in steps of 1 MiB. In some of these steps Redis copies the whole string, and serves no other command
-//! meanwhile: on a busy machine with two cores, the longest step took 13 ms for 1.3 MiB, 81 ms for 16 MiB and 1 s for 256 MiB. So rebuild a
-//! filter of many MiB while there is little traffic, or split the keys over several filters.
+//! meanwhile. With Redis 7.0 on a busy machine with two cores, the longest step took 5 ms for 4 MiB, 25 ms for 16 MiB and 48 ms for 32 MiB.
+//! So rebuild a filter of many MiB while there is little traffic, or split the keys.
 //!
 //! With more keys than its capacity, the filter still contains each of them, but it excludes fewer absent keys. It cannot forget a key: a
-//! deleted row may still be contained until the next rebuild. If more than half of its bits are set, each process logs one warning, which
-//! suggests a rebuild with a larger capacity. With the default error rate, this is so at nine tenths of the capacity.
+//! deleted row may still be contained until the next rebuild. If it has so many keys that its error rate is larger than
+//! [`error_rate`](ExistsFilter::error_rate), each process logs one warning, which suggests a rebuild with a larger capacity.
 //!
 //! # What "absent" means
 //!
@@ -77,14 +80,18 @@
 //! * a failover has lost the addition, or an operator has restored an older copy of the data. Rebuild the filter then;
 //! * a row took longer than [`visible_within`](ExistsFilter::visible_within) after its addition to become visible, and a rebuild read the
 //!   rows meanwhile. Run the query of a rebuild on the primary database: a replica may lag by more than that;
-//! * Redis has evicted only the key with the ids of the versions. For up to one second, other processes still use the version that a process
-//!   without the ids cannot find for its additions. Use a server with `noeviction`;
+//! * this process has a [local copy](ExistsFilter::local_copy), and another process has added the key, or rebuilt the filter, less than
+//!   `max_age` ago;
 //! * another program has changed the bits.
+//!
+//! If Redis evicts only the key with the ids of the versions, other processes may still use a version that additions do not find. A process
+//! uses ids for at most one second, so the first additions without ids wait for 1.25 seconds. The key then holds the time at which they were
+//! first missed, so that later additions do not wait.
 //!
 //! # Cancellation
 //!
-//! If you drop a future of `add`, the key may or may not have been added. A filter has no tasks. An unfinished rebuild leaves the old filter
-//! in use, and its own version expires after an hour.
+//! If you drop a future of `add`, the key may or may not have been added. An unfinished rebuild leaves the old filter in use, and its own
+//! version expires after an hour. A filter with a local copy has at most one task, which ends with the last clone of the filter.
 //!
 //! # Metrics
 //!
@@ -93,10 +100,13 @@
 //! | name | labels | value |
 //! | --- | --- | --- |
 //! | `tollgate_exists_filter_fill_ratio` | `filter` | a gauge: the part of the bits that is set, from 0 to 1, read about twice per second while the filter is used |
+//! | `tollgate_exists_filter_store_errors_total` | `filter` | store calls that failed or were late |
+//! | `tollgate_exists_filter_circuit_transitions_total` | `filter`, `state`: `open`, `closed` | circuits that opened and closed |
 
 mod error;
 mod filter;
 mod layout;
+mod local_copy;
 mod metrics;
 mod rebuild;
 mod settings;

@@ -22,7 +22,6 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// A rebuild of one filter.
 pub(super) struct Rebuild<'a> {
     pub(super) client: &'a StoreClient,
-    pub(super) settings: &'a Settings,
 }
 
 impl Rebuild<'_> {
@@ -37,7 +36,7 @@ impl Rebuild<'_> {
         self.allocate(&version, &layout).await?;
         let ids = self.begin(&version).await?;
         let filled = async {
-            sleep(self.settings.visible_within).await;
+            sleep(self.client.settings.visible_within).await;
             self.fill(&ids, &layout, keys).await
         };
         let count = match filled.await {
@@ -64,9 +63,9 @@ impl Rebuild<'_> {
     }
 
     async fn begin(&self, version: &Token) -> Result<VersionIds, ExistsFilterError> {
-        let (StoreClient { store, filter, .. }, Settings { deadline, ttl, .. }) = (self.client, self.settings);
+        let StoreClient { store, filter, settings: Settings { ttl, .. }, .. } = self.client;
         for _ in 0..ATTEMPTS {
-            let seen = self.client.read_status(*deadline).await?.ids;
+            let seen = self.client.read_status().await?.status.ids;
             if self.persist(|| store.begin_build(filter, &seen, version, *ttl)).await? {
                 return Ok(VersionIds::new(seen.active, Some(*version)));
             }
@@ -97,11 +96,11 @@ impl Rebuild<'_> {
 
     async fn write(&self, ids: &VersionIds, chunk: &mut Vec<KeyBits>) -> Result<(), ExistsFilterError> {
         let StoreClient { store, filter, .. } = self.client;
-        let bits = NewBits::built(std::mem::take(chunk), self.settings.ttl);
+        let bits = NewBits::built(std::mem::take(chunk), self.client.settings.ttl);
         match self.persist(|| store.add_bits(filter, ids, &bits)).await? {
             Added::Done { building: true, .. } => {}
             Added::Done { building: false, .. } => return Err(ExistsFilterError::Lost),
-            Added::Changed => return Err(self.why_refused(ids).await),
+            Added::Changed | Added::Missing { .. } => return Err(self.why_refused(ids).await),
         }
         *chunk = bits.building;
         chunk.clear();
@@ -110,7 +109,7 @@ impl Rebuild<'_> {
 
     async fn end(&self, ids: &VersionIds, is_complete: bool) -> Result<bool, StoreError> {
         let StoreClient { store, filter, .. } = self.client;
-        self.persist(|| store.end_build(filter, ids, is_complete, self.settings.ttl)).await
+        self.persist(|| store.end_build(filter, ids, is_complete, self.client.settings.ttl)).await
     }
 
     /// Removes the unfinished version, so that additions go to one version again.
@@ -123,10 +122,8 @@ impl Rebuild<'_> {
 
     /// Why the store refuses to go on with this build.
     async fn why_refused(&self, ids: &VersionIds) -> ExistsFilterError {
-        match self.client.read_status(self.settings.deadline).await {
-            Ok(status) if status.ids.building == ids.building || status.ids == VersionIds::default() => {
-                ExistsFilterError::Lost
-            }
+        match self.client.read_status().await.map(|known| known.status.ids) {
+            Ok(found) if found.building == ids.building || found == VersionIds::default() => ExistsFilterError::Lost,
             Ok(_) => ExistsFilterError::Superseded,
             Err(error) => error.into(),
         }
@@ -139,7 +136,7 @@ impl Rebuild<'_> {
     ) -> Result<T, StoreError> {
         let mut attempt = 1;
         loop {
-            match self.client.call(self.settings.deadline, call()).await {
+            match self.client.call_always(call()).await {
                 Err(error) if attempt < ATTEMPTS && (error.is_timeout() || error.is_unavailable()) => {
                     attempt += 1;
                     sleep(PAUSE).await;

@@ -40,6 +40,15 @@ pub trait ExistsFilterStore {
         block: u32,
     ) -> impl Future<Output = Result<Option<Block>, StoreError>> + Send;
 
+    /// This number of blocks of a version, from the block `first` on. `None` if the store does not have all of their bytes.
+    fn read_blocks(
+        &self,
+        filter: &Key,
+        version: &Token,
+        first: u32,
+        count: u32,
+    ) -> impl Future<Output = Result<Option<Vec<Block>>, StoreError>> + Send;
+
     /// Creates a hidden version without set bits, or allocates the next part of it. True if all of it is allocated; otherwise call it again.
     ///
     /// A call allocates at most [`GROWTH`] bytes. The version is kept for [`BUILD_TTL`] from then on.
@@ -62,8 +71,8 @@ pub trait ExistsFilterStore {
 
     /// Sets bits in the active version and in the one that is built. May be repeated.
     ///
-    /// If the store has lost only the ids of the versions, it sets the bits in the versions that the caller has seen: others may still use
-    /// them.
+    /// If there are no versions, the store keeps the time of the first such call until a build begins. A store that never loses the ids of
+    /// versions in use need not keep it.
     fn add_bits(
         &self,
         filter: &Key,
@@ -194,6 +203,11 @@ impl NewBits {
 pub enum Added {
     /// The versions are not those that the caller has seen. Nothing has changed.
     Changed,
+    /// There are no versions. Others may still use versions whose ids the store lost shortly before the first such reply.
+    Missing {
+        /// The time since the first such reply.
+        known_for: Duration,
+    },
     /// The bits are set in each version that is intact.
     Done {
         /// Whether the active version is intact.

@@ -1,19 +1,23 @@
-//! The store calls of a filter, each with a deadline, and the status that was read last.
+//! The store calls of a filter: each with a deadline, and through the circuit breaker. And the status that was read last.
 
+use std::error::Error as _;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::metrics::Meters;
+use super::settings::Settings;
+use super::sizing::is_overfull;
 use super::stats::fill_ratio;
 use super::store::{Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBits, Token, VersionIds};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
+use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// How long a status is used.
@@ -29,6 +33,13 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 pub(super) trait DynStore: Send + Sync {
     fn status<'a>(&'a self, filter: &'a Key) -> Call<'a, FilterStatus>;
     fn read_block<'a>(&'a self, filter: &'a Key, version: &'a Token, block: u32) -> Call<'a, Option<Block>>;
+    fn read_blocks<'a>(
+        &'a self,
+        filter: &'a Key,
+        version: &'a Token,
+        first: u32,
+        count: u32,
+    ) -> Call<'a, Option<Vec<Block>>>;
     fn grow<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool>;
     fn begin_build<'a>(
         &'a self,
@@ -55,6 +66,16 @@ impl<S: ExistsFilterStore + Send + Sync> DynStore for S {
 
     fn read_block<'a>(&'a self, filter: &'a Key, version: &'a Token, block: u32) -> Call<'a, Option<Block>> {
         Box::pin(ExistsFilterStore::read_block(self, filter, version, block))
+    }
+
+    fn read_blocks<'a>(
+        &'a self,
+        filter: &'a Key,
+        version: &'a Token,
+        first: u32,
+        count: u32,
+    ) -> Call<'a, Option<Vec<Block>>> {
+        Box::pin(ExistsFilterStore::read_blocks(self, filter, version, first, count))
     }
 
     fn grow<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool> {
@@ -90,43 +111,81 @@ impl<S: ExistsFilterStore + Send + Sync> DynStore for S {
     }
 }
 
-/// A store, and what this process knows of one filter in it.
+/// A store with a circuit breaker, and what this process knows of one filter in it.
+#[derive(Clone)]
 pub(super) struct StoreClient {
-    pub(super) store: Box<dyn DynStore>,
+    pub(super) store: Arc<dyn DynStore>,
     pub(super) filter: Key,
+    pub(super) settings: Settings,
+    circuit: Arc<Circuit>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
     known: Mutex<Option<Known>>,
     meters: OnceLock<Meters>,
     is_warned: AtomicBool,
 }
 
-struct Known {
-    status: FilterStatus,
-    // Before the status was read.
-    read: Instant,
+/// A status that was read.
+#[derive(Clone, Copy)]
+pub(super) struct Known {
+    pub(super) status: FilterStatus,
+    /// A time before it was read.
+    pub(super) read: Instant,
     refresh: Instant,
 }
 
 impl StoreClient {
-    pub(super) fn new(store: Box<dyn DynStore>, filter: Key) -> Self {
-        Self { store, filter, known: Mutex::default(), meters: OnceLock::new(), is_warned: AtomicBool::new(false) }
-    }
-
-    /// Makes a call with a deadline.
-    pub(super) async fn call<T>(&self, deadline: Duration, call: Call<'_, T>) -> Result<T, StoreError> {
-        require_nonzero_deadline(deadline)?;
-        Deadline::new(call, deadline).await
-    }
-
-    /// The status of the filter, as it was at most [`MAX_AGE`] ago.
-    pub(super) async fn status(&self, deadline: Duration) -> Result<FilterStatus, StoreError> {
-        match self.known_status() {
-            Some(status) => Ok(status),
-            None => self.read_status(deadline).await,
+    pub(super) fn new(store: Arc<dyn DynStore>, filter: Key, capacity: u64) -> Self {
+        Self {
+            store,
+            filter,
+            settings: Settings::new(capacity),
+            circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            shared: Arc::default(),
         }
     }
 
+    pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
+        self.circuit = Arc::new(Circuit::new(settings));
+    }
+
+    /// Makes a call, unless the circuit is open.
+    pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
+        self.circuit.admit()?;
+        self.call_always(call).await
+    }
+
+    /// Makes a call, also while the circuit is open: for additions and rebuilds, which are rarer than tests.
+    pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
+        let deadline = self.settings.deadline;
+        require_nonzero_deadline(deadline)?;
+        let reply = Deadline::new(call, deadline).await;
+        match &reply {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error),
+        }
+        reply
+    }
+
+    /// For tests of keys: the status of the filter, as it was at most [`MAX_AGE`] ago.
+    pub(super) async fn status(&self) -> Result<Known, StoreError> {
+        match self.known_status() {
+            Some(known) => Ok(known),
+            None => self.current_status().await,
+        }
+    }
+
+    /// The current status of the filter, unless the circuit is open.
+    pub(super) async fn current_status(&self) -> Result<Known, StoreError> {
+        self.circuit.admit()?;
+        self.read_status().await
+    }
+
     /// The status that was read last, unless it is too old, or this caller should read it again.
-    fn known_status(&self) -> Option<FilterStatus> {
+    pub(super) fn known_status(&self) -> Option<Known> {
         let now = Instant::now();
         let mut known = self.known();
         let known = known.as_mut().filter(|known| now < known.read + MAX_AGE)?;
@@ -134,20 +193,21 @@ impl StoreClient {
             known.refresh = now + REFRESH_PAUSE;
             return None;
         }
-        Some(known.status)
+        Some(*known)
     }
 
     /// The current status of the filter.
-    pub(super) async fn read_status(&self, deadline: Duration) -> Result<FilterStatus, StoreError> {
+    pub(super) async fn read_status(&self) -> Result<Known, StoreError> {
         let read = Instant::now();
-        let status = self.call(deadline, self.store.status(&self.filter)).await?;
+        let status = self.call_always(self.store.status(&self.filter)).await?;
         self.report(&status);
+        let new = Known { status, read, refresh: read + REFRESH_AGE };
         let mut known = self.known();
         // A slower call must not replace a newer status.
         if known.as_ref().is_none_or(|known| known.read <= read) {
-            *known = Some(Known { status, read, refresh: read + REFRESH_AGE });
+            *known = Some(new);
         }
-        Ok(status)
+        Ok(new)
     }
 
     /// Reads the status again at the next call.
@@ -158,15 +218,46 @@ impl StoreClient {
     fn report(&self, status: &FilterStatus) {
         let Some(active) = &status.active else { return };
         let fill_ratio = fill_ratio(active);
-        self.meters.get_or_init(|| Meters::new(&self.filter)).filled(fill_ratio);
-        if fill_ratio > 0.5 && !self.is_warned.swap(true, Ordering::Relaxed) {
-            let (filter, keys) = (&self.filter, active.keys);
-            tracing::warn!(%filter, fill_ratio, keys, "exists filter is more than half full: rebuild it with a larger capacity");
+        self.meters().filled(fill_ratio);
+        let is_overfull = is_overfull(active.layout.blocks, active.keys, self.settings.error_rate);
+        if self.shared.is_warned.swap(is_overfull, Ordering::Relaxed) || !is_overfull {
+            return;
         }
+        let (filter, keys) = (&self.filter, active.keys);
+        tracing::warn!(%filter, keys, fill_ratio, "exists filter has more keys than it was built for: rebuild it with a larger capacity");
+    }
+
+    fn meters(&self) -> &Meters {
+        self.shared.meters.get_or_init(|| Meters::new(&self.filter))
     }
 
     /// No code panics in the middle of a change, so a poisoned status is intact.
     fn known(&self) -> MutexGuard<'_, Option<Known>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl CircuitObserver for StoreClient {
+    fn failed(&self) {
+        self.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.meters().circuit(true);
+        tracing::warn!(filter = %self.filter, "exists filter circuit opens: only probes call the store");
+    }
+
+    fn closed(&self) {
+        self.meters().circuit(false);
+        tracing::info!(filter = %self.filter, "exists filter circuit closes: all calls reach the store");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(filter = %self.filter, %error, cause, "exists filter store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(filter = %self.filter, "exists filter store answers again");
     }
 }

@@ -36,6 +36,22 @@ impl ExistsFilterStore for RedisBackend {
         Ok(self.read(&bits, start, Layout::BLOCK_LEN).await?.try_into().ok())
     }
 
+    async fn read_blocks(
+        &self,
+        filter: &Key,
+        version: &Token,
+        first: u32,
+        count: u32,
+    ) -> Result<Option<Vec<Block>>, StoreError> {
+        let (start, len) =
+            (Layout::HEADER_LEN + Layout::BLOCK_LEN * first as usize, Layout::BLOCK_LEN * count as usize);
+        if len == 0 {
+            return Ok(Some(Vec::new()));
+        }
+        let bytes = self.read(&self.inner.keys.filter_bits(filter, version), start, len).await?;
+        Ok((bytes.len() == len).then(|| bytes.as_chunks().0.to_vec()))
+    }
+
     async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         is_done(&scripts.cache_filter_grow(servers, &keys.filter_bits(filter, version), layout).await?)
@@ -64,8 +80,9 @@ impl ExistsFilterStore for RedisBackend {
         let reply = scripts.cache_filter_add(servers, names, &encode_ids(seen), bits).await?;
         match numbers::<3>(&reply) {
             Some([0, ..]) => Ok(Added::Changed),
-            Some([_, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
-            None => Err(unexpected_reply(&reply)),
+            Some([1, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
+            Some([2, ms, _]) => Ok(Added::Missing { known_for: Duration::from_millis(ms) }),
+            _ => Err(unexpected_reply(&reply)),
         }
     }
 
@@ -178,6 +195,10 @@ fn encode_ids(ids: &VersionIds) -> Vec<u8> {
 
 fn decode_ids(value: &[u8]) -> Option<VersionIds> {
     let [1, ids @ ..] = value else { return None };
+    if ids.len() == 7 {
+        // The time at which an addition found no versions.
+        return Some(VersionIds::default());
+    }
     let [active, building] = ids.as_chunks::<16>().0 else { return None };
     let id = |bytes: &[u8; 16]| Token::from_bytes(bytes).filter(|_| *bytes != [0; 16]);
     (ids.len() == 32).then(|| VersionIds::new(id(active), id(building)))
@@ -208,7 +229,8 @@ mod tests {
             assert_eq!(decode_ids(&encode_ids(&ids)), Some(ids));
         }
         assert!(encode_ids(&VersionIds::default()).is_empty());
-        for damaged in [b"".as_slice(), b"1", &[1; 32], &[1; 34], &[2; 33]] {
+        assert_eq!(decode_ids(&[1; 8]), Some(VersionIds::default()));
+        for damaged in [b"".as_slice(), b"1", &[1; 7], &[2; 8], &[1; 9], &[1; 32], &[1; 34], &[2; 33]] {
             assert_eq!(decode_ids(damaged), None, "{damaged:?}");
         }
     }
