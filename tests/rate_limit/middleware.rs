@@ -15,8 +15,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LayerOptions, LimitStatus, MissingKey, Mode,
-    Outcome, PolicyResolver, RateLimitHandle, RateLimited, Receipt, Subjects, UnitCost,
+    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, Descriptors, FilterAction, LayerOptions, LimitStatus,
+    MissingKey, Mode, Outcome, PolicyResolver, RateLimitHandle, RateLimited, Receipt, UnitCost,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -541,13 +541,13 @@ async fn filter_runs_if_no_list_has_decided() {
     let counted = Arc::clone(&asked);
     let layer = layer(backend.clone(), per_hour(100))
         .allow(|request: &&str| request.starts_with("health"))
-        .filter(move |request: &&str, subjects: &mut Subjects| {
+        .filter(move |request: &&str, descriptors: &mut Descriptors| {
             counted.fetch_add(1, Relaxed);
             match *request {
-                "free" => subjects.push(plan(1), Some("alice".into())),
-                "paid" => subjects.push(plan(3), Some("alice".into())),
+                "free" => descriptors.push(plan(1), Some("alice".into())),
+                "paid" => descriptors.push(plan(3), Some("alice".into())),
                 "open" => return FilterAction::Bypass,
-                "nobody" => subjects.push(plan(3), None),
+                "nobody" => descriptors.push(plan(3), None),
                 _ => return FilterAction::Deny,
             }
             FilterAction::Limit
