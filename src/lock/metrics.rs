@@ -101,7 +101,7 @@ mod imp {
             }
         }
 
-        pub(in crate::lock) fn asked(&self, outcome: Outcome, waited: Duration) {
+        pub(in crate::lock) fn record_request(&self, outcome: Outcome, waited: Duration) {
             self.requests[outcome as usize].increment(1);
             if outcome == Outcome::Granted {
                 self.wait.record(waited.as_secs_f64());
@@ -161,7 +161,7 @@ mod imp {
             Self
         }
 
-        pub(in crate::lock) fn asked(&self, _: Outcome, _: Duration) {}
+        pub(in crate::lock) fn record_request(&self, _: Outcome, _: Duration) {}
 
         pub(in crate::lock) fn held(&self, _: Duration) {}
 

@@ -317,14 +317,14 @@ mod queue {
         let queue = DelayQueue::<u8>::new(store, "test");
         let clone = queue.clone();
         faults.hang();
-        let begun = Instant::now();
+        let start = Instant::now();
         for number in 0..20 {
             let error = if number % 2 == 0 { queue.push(1).await } else { clone.push(1).await }.unwrap_err();
             let QueueError::Store(error) = error else { panic!("{error:?}") };
             assert_eq!((error.is_timeout(), error.is_unavailable()), (number < 5, number >= 5), "{number}: {error}");
         }
         // Five pushes waited for the deadline.
-        assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
+        assert_eq!((start.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
 
         // No other call reaches the store either, except one probe per interval.
         assert!(queue.counts().await.is_err() && queue.purge().await.is_err());
@@ -374,17 +374,17 @@ mod queue {
         let faults = store.faults();
         let queue = DelayQueue::<usize>::new(store.clone(), "test");
         faults.fail(Failure::Unavailable);
-        let begun = Instant::now();
+        let start = Instant::now();
         let answers = queue.push_all((0..100 * MAX_BATCH).map(|i| queue.push(i))).await;
         assert!(answers.iter().all(Result::is_err));
-        assert_eq!((begun.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
+        assert_eq!((start.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
 
         // Nor does it wait for a distant probe.
         let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
         let queue = DelayQueue::<usize>::new(store, "test").circuit_breaker(breaker);
-        let begun = Instant::now();
+        let start = Instant::now();
         let answers = queue.push_all((0..MAX_BATCH + 1).map(|i| queue.push(i))).await;
-        assert!(answers.iter().all(Result::is_err) && begun.elapsed().is_zero());
+        assert!(answers.iter().all(Result::is_err) && start.elapsed().is_zero());
         assert_eq!(faults.calls(Verb::Push), 16);
     }
 
@@ -460,12 +460,12 @@ mod queue {
 
         // Single pushes fail at once, and only those to the failing partition.
         let queue = queue.circuit_breaker(CircuitBreaker::new().failures(1));
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut failed = 0;
         for i in 0..100 {
             failed += usize::from(queue.push(i).await.is_err());
         }
-        assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
+        assert!((20..80).contains(&failed) && start.elapsed().is_zero(), "{failed} after {:?}", start.elapsed());
     }
 
     /// Regression: the partitions after it could be neither paused nor resumed while its node was down.

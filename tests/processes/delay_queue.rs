@@ -249,11 +249,11 @@ fn idle_workers_are_cheap_and_a_push_wakes_one() {
     // Each worker claims once more when it listens.
     thread::sleep(Duration::from_secs(2));
 
-    let (before, begun) = (calls(&server, "evalsha"), Instant::now());
+    let (before, since) = (calls(&server, "evalsha"), Instant::now());
     thread::sleep(Duration::from_secs(10));
-    let idle_per_s = (calls(&server, "evalsha") - before) as f64 / begun.elapsed().as_secs_f64();
+    let idle_per_s = (calls(&server, "evalsha") - before) as f64 / since.elapsed().as_secs_f64();
 
-    let (before, woken, begun) = (calls(&server, "evalsha"), calls(&server, "publish"), Instant::now());
+    let (before, woken, since) = (calls(&server, "evalsha"), calls(&server, "publish"), Instant::now());
     let mut slowest = Duration::ZERO;
     for job in 0..PUSHES {
         let pushed = Instant::now();
@@ -262,7 +262,7 @@ fn idle_workers_are_cheap_and_a_push_wakes_one() {
         assert_eq!(line, format!("run {job} 0"));
         slowest = slowest.max(pushed.elapsed());
     }
-    let of_nothing = idle_per_s * begun.elapsed().as_secs_f64();
+    let of_nothing = idle_per_s * since.elapsed().as_secs_f64();
     let in_all = calls(&server, "evalsha") - before;
     let for_jobs = in_all as f64 - of_nothing;
     let woken = calls(&server, "publish") - woken;
@@ -382,14 +382,14 @@ fn no_job_is_lost_or_finished_twice() {
     let backend = runtime.block_on(connect(&url));
     let queue = queue(backend);
     runtime.block_on(fill(&queue, jobs, time));
-    let begun = Instant::now();
+    let since = Instant::now();
 
     let (sender, lines) = mpsc::channel();
     let mut workers: Vec<Worker> = (0..WORKERS).map(|_| start(&url, None, &sender)).collect();
     let mut faults = Faults::default();
     // Not random, so that the short run has every kind of fault too.
     for turn in 0.. {
-        if begun.elapsed() >= time {
+        if since.elapsed() >= time {
             break;
         }
         thread::sleep(Duration::from_millis(150));
@@ -435,7 +435,7 @@ fn no_job_is_lost_or_finished_twice() {
         thread::sleep(Duration::from_millis(50));
     }
     end_all(workers);
-    let took = begun.elapsed();
+    let took = since.elapsed();
     drop(sender);
 
     let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, Vec<u64>>::new());

@@ -623,16 +623,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn refusals_without_room_do_not_sweep_all_locks_each_time() {
         let table = LockTable::new(20_000);
-        let begun = std::time::Instant::now();
+        let since = std::time::Instant::now();
         for i in 0..20_000_u32 {
             table.acquire(&LockKey::new("test", i), &claim(1_000)).unwrap();
         }
-        let (filled, begun) = (begun.elapsed(), std::time::Instant::now());
+        let (filled, since) = (since.elapsed(), std::time::Instant::now());
         let refused = |lock: &LockKey| table.acquire(lock, &claim(1_000)).is_err_and(|error| error.is_out_of_memory());
         for i in 20_000..21_000_u32 {
             assert!(refused(&LockKey::new("test", i)));
         }
-        assert!(begun.elapsed() < filled, "{:?} for a twentieth of what took {filled:?}", begun.elapsed());
+        assert!(since.elapsed() < filled, "{:?} for a twentieth of what took {filled:?}", since.elapsed());
         tokio::time::advance(Duration::from_millis(1_000)).await;
         assert!(!refused(&LockKey::new("test", "a")));
     }
@@ -648,7 +648,7 @@ mod tests {
             assert!(table.release(lock, &claim.token).was_held);
             fence
         };
-        let (hot, begun) = (LockKey::new("test", "hot"), Instant::now());
+        let (hot, since) = (LockKey::new("test", "hot"), Instant::now());
         let mut last = cycle(&hot);
         let start = table.since_us;
         for turn in 0..50_000_u32 {
@@ -659,7 +659,7 @@ mod tests {
         }
         tokio::time::advance(Duration::from_secs(1)).await;
         for turn in 0..1_000_u32 {
-            let ahead = cycle(&LockKey::new("test", turn)) - (start + begun.elapsed().as_micros() as u64);
+            let ahead = cycle(&LockKey::new("test", turn)) - (start + since.elapsed().as_micros() as u64);
             assert!(ahead <= 16 * 1_000, "{ahead} us");
         }
         tokio::time::advance(Duration::from_secs(9)).await;

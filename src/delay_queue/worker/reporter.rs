@@ -35,7 +35,7 @@ struct StoreOfPart {
 
 impl Reporter {
     pub(crate) fn new(queue: Key, parts: impl Iterator<Item = QueueKey>, events: EventSender, now: Instant) -> Self {
-        let store = |key| StoreOfPart { key, is_failing: false, outage: OutageTracker::of_a_store() };
+        let store = |key| StoreOfPart { key, is_failing: false, outage: OutageTracker::for_store() };
         Self {
             queue,
             metrics: WorkerMetrics::new(queue.as_str()),
@@ -149,7 +149,7 @@ impl Reporter {
         let is_first = self.stores.iter().all(|store| !store.is_failing);
         let store = &mut self.stores[part];
         store.is_failing = true;
-        if store.outage.begins() {
+        if store.outage.record_failure() {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             tracing::warn!(queue = %store.key, %error, cause, "the store fails: the worker retries until it works");
         }
@@ -161,7 +161,7 @@ impl Reporter {
     /// Reports a successful store call for a part of the queue, if its store failed before.
     pub(crate) fn store_works(&mut self, part: usize) {
         let store = &mut self.stores[part];
-        if store.outage.ends() {
+        if store.outage.record_success() {
             tracing::info!(queue = %store.key, "the store works again");
         }
         if mem::take(&mut store.is_failing) && self.stores.iter().all(|store| !store.is_failing) {
