@@ -174,7 +174,7 @@ mod queue {
             assert!(pushed.is_new() && *pushed.id() == JobId::from(name(i)), "in order: {pushed:?}");
         }
         for part in 0..4 {
-            let waiting = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap().waiting;
+            let waiting = backend.counts(&QueueKey::new("test").with_partition(part)).await.unwrap().waiting;
             assert!(waiting > JOBS as u64 / 8, "{waiting} in part {part}");
         }
         assert!(!queue.push(1).id(name(1)).await.unwrap().is_new());
@@ -397,14 +397,14 @@ mod queue {
         delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, purge, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-            match queue.part() {
+            match queue.partition() {
                 0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.push(queue, jobs, max_jobs).await,
             }
         }
 
         async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-            match queue.part() {
+            match queue.partition() {
                 0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.pause(queue, is_paused).await,
             }
@@ -455,7 +455,7 @@ mod queue {
         let jobs = 20 * MAX_BATCH;
         let answers = queue.push_all((0..jobs).map(|i| queue.push(i))).await;
         let new = answers.iter().flatten().filter(|pushed| pushed.is_new()).count();
-        let there = backend.counts(&QueueKey::new("test").with_part(1)).await.unwrap().waiting;
+        let there = backend.counts(&QueueKey::new("test").with_partition(1)).await.unwrap().waiting;
         assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are stored");
 
         // Single pushes fail at once, and only those to the failing partition.
@@ -477,7 +477,7 @@ mod queue {
             let result = if is_paused { queue.pause().await } else { queue.resume().await };
             assert!(matches!(result, Err(QueueError::Store(_))), "{result:?}");
             for part in [1, 2] {
-                let counts = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap();
+                let counts = backend.counts(&QueueKey::new("test").with_partition(part)).await.unwrap();
                 assert_eq!(counts.is_paused, is_paused, "part {part}");
             }
         }
@@ -665,7 +665,7 @@ mod queue {
             queue.push_all((0..JOBS).map(|i| queue.push(i).id(name(i)))).await;
             while queue.counts().await.unwrap().waiting > 0 {
                 for part in 0..parts {
-                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                    kill(&backend, &QueueKey::new(*queue.name()).with_partition(part)).await;
                 }
             }
             queue.push(0).id("waits").await.unwrap();
@@ -847,7 +847,7 @@ mod queue {
             }
             for part in 0..parts {
                 for _ in 0..2 {
-                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                    kill(&backend, &QueueKey::new(*queue.name()).with_partition(part)).await;
                 }
             }
             assert_eq!(queue.counts().await.unwrap().dead, 300);

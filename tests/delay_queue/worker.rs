@@ -1159,7 +1159,7 @@ async fn redis_stopped_worker_hands_over_timekeeping() {
 async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await).split(2);
-    let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.part();
+    let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.partition();
     let ids = [0, 1].map(|wanted| (0..).map(|i: u32| i.to_string()).find(|id| part(id) == wanted).unwrap());
     let (record, release) = (Record::new(), Arc::new(tokio::sync::Notify::new()));
     let service = || {
@@ -1844,8 +1844,8 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
         let is_down = Arc::new(AtomicBool::new(false));
         let down = Arc::clone(&is_down);
         let fate =
-            move |queue: &QueueKey, _: &Claim| (queue.part() == 0 && down.load(Ordering::SeqCst)).then_some(fate);
-        let healthy = QueueKey::new("work").with_part(1);
+            move |queue: &QueueKey, _: &Claim| (queue.partition() == 0 && down.load(Ordering::SeqCst)).then_some(fate);
+        let healthy = QueueKey::new("work").with_partition(1);
         let queue = queue(Fickle { backend: backend.clone(), fate }).split(2);
         let pushed = queue.push_all((0..100).map(|_| queue.push(1))).await;
         assert!(pushed.iter().all(Result::is_ok));
