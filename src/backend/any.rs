@@ -277,12 +277,12 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.name(lock, token, name).await)
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
-        delegate!(self, store => store.ask_holders(lock).await)
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.request_release(lock).await)
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
-        delegate!(self, store => store.watch_asks(lock).await)
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
+        delegate!(self, store => store.watch_release_requests(lock).await)
     }
 
     fn reach(&self) -> Reach {

@@ -15,8 +15,8 @@ use crate::error::ConfigError;
 use crate::key::ExtractKey;
 use crate::rate_limit::store::RateLimitStore;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, FilterAction, LayerOptions, Policy, RateLimit, RateLimitLayer, RequestCost,
-    RequestFilter, SharedState, Subjects,
+    ChargeAlways, CircuitBreaker, Descriptors, FilterAction, LayerOptions, Policy, RateLimit, RateLimitLayer,
+    RequestCost, RequestFilter, SharedState,
 };
 use crate::reach::Reach;
 use crate::responder::HttpResponder;
@@ -226,9 +226,9 @@ impl<Req> RequestCost<Req> for RuleCost {
 pub(super) struct ExtraLimits(Vec<(Policy, RuleKey)>);
 
 impl<B> RequestFilter<Request<B>> for ExtraLimits {
-    fn filter(&self, request: &Request<B>, subjects: &mut Subjects) -> FilterAction {
+    fn filter(&self, request: &Request<B>, descriptors: &mut Descriptors) -> FilterAction {
         for (policy, key) in &self.0 {
-            subjects.push(policy.clone(), key.extract_key(request));
+            descriptors.push(policy.clone(), key.extract_key(request));
         }
         FilterAction::Limit
     }

@@ -52,7 +52,7 @@
 //! | [`keep_dead`](DelayQueue::keep_dead) | 10,000 for 90 days | dead jobs |
 //! | [`deadline`](DelayQueue::deadline) | 100 ms | the longest time of a store call |
 //! | [`circuit_breaker`](DelayQueue::circuit_breaker) | [`CircuitBreaker::new`] | when to stop calling a failing store; workers ignore it |
-//! | [`split`](DelayQueue::split) | 1 | parts of a queue that is too much for one node of a cluster |
+//! | [`split`](DelayQueue::split) | 1 | partitions of a queue that is too much for one node of a cluster |
 //! | [`require`](DelayQueue::require) | none | the [`Reach`](crate::Reach) that a backend must have |
 //!
 //! | setter of [`Push`] | default | meaning |
@@ -185,7 +185,7 @@
 //! An idle worker sleeps until the next job is due. Its timer is set from the store's clock. When a job with an earlier due time is pushed,
 //! the store wakes one worker through a separate connection. A few other workers also check, 200 to 350 ms after the next job is due or
 //! the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
-//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each part
+//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each partition
 //! of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes another one.
 //! In memory no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks periodically: a job that
 //! [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
@@ -208,7 +208,7 @@
 //! # When the store fails
 //!
 //! If a store call fails or exceeds the [deadline](DelayQueue::deadline), it returns [`QueueError::Store`]. After several failures in a row
-//! the [circuit](DelayQueue::circuit_breaker) opens: calls fail at once, and only periodic probes reach the store. Each part of a
+//! the [circuit](DelayQueue::circuit_breaker) opens: calls fail at once, and only periodic probes reach the store. Each partition of a
 //! [split](DelayQueue::split) queue has its own circuit. Workers do not use it: they [retry](DelayQueueWorker#when-the-store-fails) until
 //! the store works. The log has a line for the beginning and the end of each outage.
 //!
@@ -252,7 +252,7 @@
 //!
 //! A queue has at most [`max_jobs`](DelayQueue::max_jobs) jobs, and a job at most [`max_size`](DelayQueue::max_size) bytes of payload and
 //! headers. Dead jobs are limited in [number and age](DelayQueue::keep_dead), and to half of all jobs. In a [split](DelayQueue::split)
-//! queue the limits on jobs and dead jobs apply to each part. A delay is at most [`Due::MAX_DELAY`]. Each script handles about
+//! queue the limits on jobs and dead jobs apply to each partition. A delay is at most [`Due::MAX_DELAY`]. Each script handles about
 //! [`MAX_BATCH`](store::MAX_BATCH) jobs at most, however many are due.
 //!
 //! # Durability

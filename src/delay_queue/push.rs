@@ -106,7 +106,7 @@ impl Push {
     }
 
     /// Makes the push change nothing while another job with the same key waits or runs. In a [split](super::DelayQueue::split) queue that job
-    /// has to be in the same part; jobs without an [id](Self::id) of their own always are.
+    /// has to be in the same partition; jobs without an [id](Self::id) of their own always are.
     pub fn unique(self, key: impl Into<Key>) -> Self {
         self.unique_for(key, UniqueFor::WaitingOrRunning)
     }
@@ -155,7 +155,7 @@ impl Push {
     /// About how many ids are generated for it: see [`QueueHandle::generate_id`].
     pub(crate) fn ids_to_try(&self) -> u32 {
         let has_id = self.id.is_some() || self.generated.get().is_some();
-        if has_id || self.unique.is_none() { 1 } else { self.handle.parts.into() }
+        if has_id || self.unique.is_none() { 1 } else { self.handle.partitions.into() }
     }
 
     /// The job for the store. `unique` makes the id of a job without one.
@@ -246,7 +246,7 @@ impl fmt::Debug for Push {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PreparedPush {
-    /// The queue, and its part.
+    /// The queue, and its partition.
     pub queue: QueueKey,
     /// The job.
     pub job: NewJob,

@@ -57,7 +57,7 @@ impl<T, C> DelayQueue<T, C> {
         let handle = QueueHandle {
             store: Arc::new(store),
             name,
-            parts: 1,
+            partitions: 1,
             max_jobs: 1_000_000,
             max_size: 64 * 1_024,
             max_attempts: NewJob::DEFAULT_ATTEMPTS,
@@ -97,7 +97,7 @@ impl<T, C> DelayQueue<T, C> {
         Ok(self)
     }
 
-    /// The largest number of jobs in the queue, or in each part of a [split](Self::split) queue: waiting, running and dead ones. Defaults
+    /// The largest number of jobs in the queue, or in each partition of a [split](Self::split) queue: waiting, running and dead ones. Defaults
     /// to 1,000,000. A push beyond that is [full](QueueError::Full).
     ///
     /// Dead jobs take up at most half of it, whatever [`keep_dead`](Self::keep_dead) says. Set the same value on the queue of a
@@ -128,7 +128,7 @@ impl<T, C> DelayQueue<T, C> {
         self
     }
 
-    /// How many dead jobs the queue keeps, in each part of a [split](Self::split) queue, and for how long. Defaults to 10,000 for 90 days.
+    /// How many dead jobs the queue keeps, in each partition of a [split](Self::split) queue, and for how long. Defaults to 10,000 for 90 days.
     /// Beyond that the oldest are removed.
     ///
     /// At most half of [`max_jobs`](Self::max_jobs) may be dead, so that dead jobs do not block new ones. The age is at most 90 days
@@ -152,24 +152,24 @@ impl<T, C> DelayQueue<T, C> {
 
     /// When the queue and its clones stop calling a failing store, and how soon they probe it. Defaults to [`CircuitBreaker::new`]. While
     /// the circuit is open, pushes and all other calls fail at once with [`QueueError::Store`]; only [`push_all`](Self::push_all) waits for a
-    /// while. Each part of a [split](Self::split) queue has its own circuit. A [worker](super::DelayQueueWorker) ignores it, and retries until
+    /// while. Each partition of a [split](Self::split) queue has its own circuit. A [worker](super::DelayQueueWorker) ignores it, and retries until
     /// the store works.
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.handle.client = Arc::new(StoreClient::new(self.handle.name, breaker, self.handle.parts));
+        self.handle.client = Arc::new(StoreClient::new(self.handle.name, breaker, self.handle.partitions));
         self
     }
 
-    /// Splits the queue by job id into `parts`, for a queue that is too much for one node of a cluster. Defaults to 1, and at most 1,024.
+    /// Splits the queue by job id into `partitions`, for a queue that is too much for one node of a cluster. Defaults to 1, and at most 1,024.
     /// Use the same value wherever you use this queue. Jobs that are in the queue already stay where they are.
     ///
-    /// A [unique key](super::Push::unique) is unique within the part of its job. A job without an id of its own goes to the part of its
-    /// key, so all such jobs of a key share a part. A job with an id goes to the part of that id. Jobs of one key in different parts do
+    /// A [unique key](super::Push::unique) is unique within the partition of its job. A job without an id of its own goes to the partition of its
+    /// key, so all such jobs of a key share a partition. A job with an id goes to the partition of that id. Jobs of one key in different partitions do
     /// not exclude each other.
     #[must_use]
-    pub fn split(mut self, parts: u16) -> Self {
-        self.handle.parts = parts.clamp(1, 1_024);
-        self.handle.client = Arc::new(self.handle.client.split(self.handle.parts));
+    pub fn split(mut self, partitions: u16) -> Self {
+        self.handle.partitions = partitions.clamp(1, 1_024);
+        self.handle.client = Arc::new(self.handle.client.split(self.handle.partitions));
         self
     }
 
@@ -200,7 +200,7 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
         let mut ids = UniqueIds::default();
-        let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.handle.parts.into()];
+        let mut partitions: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.handle.partitions.into()];
         let mut wait = CircuitWait::bulk();
         // Collected, since the iterator may not be `Send` and must not be held across an await.
         let pushes: Vec<_> = pushes.into_iter().collect();
@@ -221,15 +221,15 @@ impl<T, C> DelayQueue<T, C> {
             }
             match push.into_job(|| ids.next()) {
                 Ok(job) => {
-                    let part = usize::from(self.handle.part_of(&job.id).part());
-                    parts[part].push((results.len(), job));
+                    let partition = usize::from(self.handle.part_of(&job.id).partition());
+                    partitions[partition].push((results.len(), job));
                     results.push(None);
                 }
                 Err(error) => results.push(Some(Err(error))),
             }
         }
-        for (part, jobs) in parts.into_iter().enumerate() {
-            let queue = self.handle.part(part as u16);
+        for (partition, jobs) in partitions.into_iter().enumerate() {
+            let queue = self.handle.partition(partition as u16);
             let mut jobs = jobs.into_iter();
             while jobs.len() > 0 {
                 let len = batch_len(jobs.as_slice().iter().map(|(_, job)| job.size()));
@@ -316,15 +316,15 @@ impl<T, C> DelayQueue<T, C> {
     /// The job that held the key does not change. A job that you push with the key after this may run at the same
     /// time. [`cancel`](Self::cancel) and [`purge`](Self::purge) release the keys of the jobs that they remove.
     ///
-    /// This calls each part of a [split](Self::split) queue in turn, since a job with an id is in the part of that id.
+    /// This calls each partition of a [split](Self::split) queue in turn, since a job with an id is in the partition of that id.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`] of the first part that failed. The key may then be released in some parts.
+    /// [`QueueError::Store`] of the first partition that failed. The key may then be released in some partitions.
     pub async fn release_unique(&self, key: impl Into<Key>) -> Result<bool, QueueError> {
         let key = key.into();
         let mut result: Result<_, StoreError> = Ok(false);
-        for queue in self.parts() {
+        for queue in self.partitions() {
             let reply = self.handle.call(queue, |store, deadline| store.release_unique(queue, key, deadline)).await;
             result = result.and_then(|was_held| Ok(was_held | reply?));
         }
@@ -374,14 +374,14 @@ impl<T, C> DelayQueue<T, C> {
         Ok(self.handle.call(queue, |store, deadline| store.replace(queue, id, payload, deadline)).await?)
     }
 
-    /// The number of jobs, in all parts of the queue.
+    /// The number of jobs, in all partitions of the queue.
     ///
     /// # Errors
     ///
     /// [`QueueError::Store`].
     pub async fn counts(&self) -> Result<Counts, QueueError> {
         let mut total = Counts::default();
-        for queue in self.parts() {
+        for queue in self.partitions() {
             let counts = self.handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?;
             total.waiting += counts.waiting;
             total.due += counts.due;
@@ -394,7 +394,7 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Lists jobs in one state, after skipping the first `skip`: waiting jobs by due time, running jobs by when their lease ends, dead jobs
-    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The parts of a [split](Self::split)
+    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The partitions of a [split](Self::split)
     /// queue follow one another. Jobs that cannot be read are left out.
     ///
     /// Returns at most `limit` jobs, no more than [`MAX_BATCH`], and fewer if they are large. For the next page, add the number of returned
@@ -405,15 +405,15 @@ impl<T, C> DelayQueue<T, C> {
     /// [`QueueError::Store`].
     pub async fn list(&self, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
         let limit = limit.min(MAX_BATCH);
-        if self.handle.parts == 1 {
-            let queue = self.handle.part(0);
+        if self.handle.partitions == 1 {
+            let queue = self.handle.partition(0);
             return Ok(self
                 .handle
                 .call(queue, |store, deadline| store.list(queue, state, skip, limit, deadline))
                 .await?);
         }
         let (mut jobs, mut skip) = (Vec::new(), skip);
-        for queue in self.parts() {
+        for queue in self.partitions() {
             let room = limit.saturating_sub(jobs.len());
             if room == 0 {
                 break;
@@ -425,7 +425,7 @@ impl<T, C> DelayQueue<T, C> {
             }
             let page =
                 self.handle.call(queue, |store, deadline| store.list(queue, state, skip, room, deadline)).await?;
-            // If large jobs cut the page short, the next jobs are not those of the next part.
+            // If large jobs cut the page short, the next jobs are not those of the next partition.
             let is_cut = !page.is_empty() && (page.len() as u64) < all - skip;
             jobs.extend(page);
             if is_cut {
@@ -438,32 +438,32 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Stops all workers from claiming, in all processes. Running jobs go on, and you can still push jobs.
     ///
-    /// This calls each part of a [split](Self::split) queue in turn, and goes on after a failure. A part that does not answer takes up to a
+    /// This calls each partition of a [split](Self::split) queue in turn, and goes on after a failure. A partition that does not answer takes up to a
     /// [deadline](Self::deadline).
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`] of the first part that failed. Other parts may be paused.
+    /// [`QueueError::Store`] of the first partition that failed. Other partitions may be paused.
     ///
     /// # Cancellation
     ///
-    /// If you drop the future, the remaining parts do not change.
+    /// If you drop the future, the remaining partitions do not change.
     pub async fn pause(&self) -> Result<(), QueueError> {
         self.set_paused(true).await
     }
 
-    /// Ends a [pause](Self::pause), in each part of the queue.
+    /// Ends a [pause](Self::pause), in each partition of the queue.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`] of the first part that failed. Some parts may still be paused.
+    /// [`QueueError::Store`] of the first partition that failed. Some partitions may still be paused.
     pub async fn resume(&self) -> Result<(), QueueError> {
         self.set_paused(false).await
     }
 
     async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
         let mut result = Ok(());
-        for queue in self.parts() {
+        for queue in self.partitions() {
             let reply = self.handle.call(queue, |store, deadline| store.pause(queue, is_paused, deadline)).await;
             result = result.and(reply);
         }
@@ -474,7 +474,7 @@ impl<T, C> DelayQueue<T, C> {
     /// [keep](Purge::keep_unique) the keys held for a time. Running jobs go on. To let workers finish their jobs, see
     /// [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
-    /// In each part of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile. New
+    /// In each partition of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile. New
     /// jobs may be among the removed ones, and older jobs may then stay.
     ///
     /// # Errors
@@ -525,7 +525,7 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Lets the dead jobs with these ids wait again, as [`replay`](Self::replay) does. Returns for each, in order, whether it waits again:
     /// `false` if it is not dead, does not exist, or another job holds its unique key. Reads no other dead jobs: it makes one store call for
-    /// each part of the queue and [`MAX_BATCH`] ids, or fewer ids if the jobs exceed about 1 MiB.
+    /// each partition of the queue and [`MAX_BATCH`] ids, or fewer ids if the jobs exceed about 1 MiB.
     ///
     /// ```
     /// # #[cfg(feature = "json")] {
@@ -562,14 +562,14 @@ impl<T, C> DelayQueue<T, C> {
         ids: impl IntoIterator<Item: Into<JobId>>,
         operation: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<Vec<bool>, QueueError> {
-        let mut parts: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.handle.parts.into()];
+        let mut partitions: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.handle.partitions.into()];
         let mut answers = Vec::new();
         for id in ids {
             let id = id.into();
-            parts[usize::from(self.handle.part_of(&id).part())].push((answers.len(), id));
+            partitions[usize::from(self.handle.part_of(&id).partition())].push((answers.len(), id));
             answers.push(false);
         }
-        for (queue, jobs) in self.parts().zip(parts) {
+        for (queue, jobs) in self.partitions().zip(partitions) {
             let (positions, ids): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
             for (position, is_changed) in positions.into_iter().zip(self.change_batches(queue, &ids, &operation).await?)
             {
@@ -606,7 +606,7 @@ impl<T, C> DelayQueue<T, C> {
         operation: impl Fn(Arc<dyn DynStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<usize, QueueError> {
         let mut changed = 0;
-        for queue in self.parts() {
+        for queue in self.partitions() {
             if changed >= limit {
                 break;
             }
@@ -643,10 +643,10 @@ impl<T, C> DelayQueue<T, C> {
         Ok(changed)
     }
 
-    /// The parts of the queue, each of which is a queue to the store.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
+    /// The partitions of the queue, each of which is a queue to the store.
+    pub(crate) fn partitions(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
         let name = self.handle.name;
-        (0..self.handle.parts).map(move |part| QueueKey::new(name).with_part(part))
+        (0..self.handle.partitions).map(move |partition| QueueKey::new(name).with_partition(partition))
     }
 }
 
@@ -723,7 +723,7 @@ mod tests {
         texts.push("not a number".to_owned()).id("a").await.unwrap();
         let worker = WorkerId::random().unwrap();
         let claim = Claim { worker, limit: 1, lease: Duration::from_secs(60), dead: numbers.dead_limits() };
-        let queue = numbers.parts().next().unwrap();
+        let queue = numbers.partitions().next().unwrap();
         let second = Duration::from_secs(1);
         let claimed = numbers.claim(queue, Vec::new(), claim, second).await.unwrap().jobs.remove(0);
         let lease = claimed.lease();

@@ -17,7 +17,7 @@ use crate::store::deadline::require_nonzero_deadline;
 pub(crate) struct QueueHandle {
     pub(super) store: Arc<dyn DynStore>,
     pub(super) name: Key,
-    pub(crate) parts: u16,
+    pub(crate) partitions: u16,
     pub(crate) max_jobs: u64,
     pub(crate) max_size: usize,
     pub(crate) max_attempts: u16,
@@ -49,7 +49,7 @@ impl QueueHandle {
         reply
     }
 
-    /// Pushes jobs to one part of the queue.
+    /// Pushes jobs to one partition of the queue.
     pub(crate) async fn push(
         &self,
         queue: QueueKey,
@@ -63,34 +63,34 @@ impl QueueHandle {
         reply
     }
 
-    /// The part of the queue that holds a job.
+    /// The partition of the queue that holds a job.
     pub(crate) fn part_of(&self, id: &JobId) -> QueueKey {
-        self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
+        self.partition(if self.partitions > 1 { id.as_key().spread(self.partitions) } else { 0 })
     }
 
-    pub(crate) fn part(&self, part: u16) -> QueueKey {
-        QueueKey::new(self.name).with_part(part)
+    pub(crate) fn partition(&self, partition: u16) -> QueueKey {
+        QueueKey::new(self.name).with_partition(partition)
     }
 
-    /// Whether both have the same store, name and parts.
+    /// Whether both have the same store, name and partitions.
     pub(super) fn is_same_queue(&self, other: &Self) -> bool {
         let is_same_store = Arc::ptr_eq(&self.store, &other.store)
             || self.store.identity().is_some_and(|identity| other.store.identity() == Some(identity));
-        is_same_store && self.name == other.name && self.parts == other.parts
+        is_same_store && self.name == other.name && self.partitions == other.partitions
     }
 
-    /// An id made by `make`. For a unique job the id falls into the part of its key, so that all jobs of the key share that part.
+    /// An id made by `make`. For a unique job the id falls into the partition of its key, so that all jobs of the key share that partition.
     pub(crate) fn generate_id(
         &self,
         unique: Option<&Unique>,
         make: impl FnOnce() -> Result<JobId, StoreError>,
     ) -> Result<JobId, StoreError> {
         let mut id = make()?;
-        if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
-            let (part, mut ids) = (key.spread(self.parts), UniqueIds::default());
-            // On average one of `parts` ids falls into the part. The bound guards against a bug, not against bad luck.
-            for _ in 0..100 * u32::from(self.parts) {
-                if id.as_key().spread(self.parts) == part {
+        if let Some(Unique { key, .. }) = unique.filter(|_| self.partitions > 1) {
+            let (partition, mut ids) = (key.spread(self.partitions), UniqueIds::default());
+            // On average one of `partitions` ids falls into the partition. The bound guards against a bug, not against bad luck.
+            for _ in 0..100 * u32::from(self.partitions) {
+                if id.as_key().spread(self.partitions) == partition {
                     break;
                 }
                 id = ids.next()?;

@@ -60,7 +60,7 @@ impl Priority {
 /// A unique key, which excludes other jobs with the same key, whatever their ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unique {
-    /// The key. It is unique within a queue, or within one part of a [split](super::DelayQueue::split) queue.
+    /// The key. It is unique within a queue, or within one partition of a [split](super::DelayQueue::split) queue.
     pub key: Key,
     /// How long it excludes other jobs.
     pub span: UniqueFor,

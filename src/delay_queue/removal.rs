@@ -80,7 +80,7 @@ impl IntoFuture for Purge {
         Box::pin(async move {
             let Self { handle, keeps_unique } = self;
             let mut removed = 0;
-            for queue in (0..handle.parts).map(|part| handle.part(part)) {
+            for queue in (0..handle.partitions).map(|partition| handle.partition(partition)) {
                 let mut left = handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?.waiting;
                 while left > 0 {
                     let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);

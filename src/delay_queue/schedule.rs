@@ -414,7 +414,7 @@ mod tests {
         let queue = DelayQueue::<()>::new(crate::MemoryBackend::new(), "test");
         let schedule = Schedule::cron("a", "* * * * *").unwrap();
         let recurring = Recurring::new(queue.clone(), schedule.clone(), |_| ());
-        let (begun, ahead) = (recurring.clock.now(), Arc::clone(&recurring.clock.ahead));
+        let (start, ahead) = (recurring.clock.now(), Arc::clone(&recurring.clock.ahead));
         let secs = Duration::from_secs;
         let steps = async {
             sleep(secs(30)).await;
@@ -425,10 +425,10 @@ mod tests {
         };
         recurring.run_until(steps).await;
         let is_there = async |time| queue.get(schedule.id(time)).await.unwrap().is_some();
-        assert!(is_there(schedule.next_after(begun + secs(86_400 + 90)).unwrap()).await, "the clock was ahead");
+        assert!(is_there(schedule.next_after(start + secs(86_400 + 90)).unwrap()).await, "the clock was ahead");
         // The scheduler checks once a minute.
         let times: Vec<_> =
-            schedule.after(begun + secs(150 + 62)).take_while(|time| *time < begun + secs(380)).collect();
+            schedule.after(start + secs(150 + 62)).take_while(|time| *time < start + secs(380)).collect();
         assert!(times.len() >= 2, "{times:?}");
         for time in times {
             assert!(is_there(time).await, "{time:?}");

@@ -173,23 +173,23 @@ pub(crate) fn batch_len(sizes: impl IntoIterator<Item = usize>) -> usize {
     sizes.into_iter().take(MAX_BATCH).take_while(fits).count().max(1)
 }
 
-/// The key of a queue: its name, and the part of a split queue.
+/// The key of a queue: its name, and the partition of a split queue.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QueueKey {
     name: Key,
-    part: u16,
+    partition: u16,
 }
 
 impl QueueKey {
     /// The key of the queue `name`.
     pub fn new(name: impl Into<Key>) -> Self {
-        Self { name: name.into(), part: 0 }
+        Self { name: name.into(), partition: 0 }
     }
 
-    /// The key of one part. A queue that is not split has only the part 0.
+    /// The key of one partition. A queue that is not split has only the partition 0.
     #[must_use]
-    pub const fn with_part(self, part: u16) -> Self {
-        Self { part, ..self }
+    pub const fn with_partition(self, partition: u16) -> Self {
+        Self { partition, ..self }
     }
 
     /// The name of the queue.
@@ -198,10 +198,10 @@ impl QueueKey {
         &self.name
     }
 
-    /// The number of the part.
+    /// The number of the partition.
     #[must_use]
-    pub const fn part(&self) -> u16 {
-        self.part
+    pub const fn partition(&self) -> u16 {
+        self.partition
     }
 }
 
@@ -213,9 +213,9 @@ impl fmt::Debug for QueueKey {
 
 impl fmt::Display for QueueKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.part {
+        match self.partition {
             0 => fmt::Display::fmt(&self.name, f),
-            part => write!(f, "{}#{part}", self.name),
+            partition => write!(f, "{}#{partition}", self.name),
         }
     }
 }

@@ -155,33 +155,33 @@ pub(crate) struct AbortMarker(Arc<MarkerState>);
 
 /// The outcome of an aborted handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Cut {
+pub(crate) enum AbortOutcome {
     OutcomeUnknown,
     /// The request body differs from that of the previous attempt, so the operation was released.
-    GivenBack,
+    Released,
     /// The record says that the operation is done.
-    Done,
+    Completed,
 }
 
 #[derive(Debug)]
 struct MarkerState {
-    cut: OnceLock<Cut>,
+    outcome: OnceLock<AbortOutcome>,
     // The marker of an inner layer. A layer between the two has read that one, and must not see the mark of the outer layer.
     inner: Option<AbortMarker>,
 }
 
 impl AbortMarker {
     pub(crate) fn around(inner: Option<Self>) -> Self {
-        Self(Arc::new(MarkerState { cut: OnceLock::new(), inner }))
+        Self(Arc::new(MarkerState { outcome: OnceLock::new(), inner }))
     }
 
     /// Only the first call has an effect.
-    pub(crate) fn make(&self, cut: Cut) {
-        self.0.cut.get_or_init(|| cut);
+    pub(crate) fn set(&self, outcome: AbortOutcome) {
+        self.0.outcome.get_or_init(|| outcome);
     }
 
-    pub(crate) fn is_made(&self, cut: Cut) -> bool {
-        self.0.cut.get() == Some(&cut) || self.0.inner.as_ref().is_some_and(|inner| inner.is_made(cut))
+    pub(crate) fn is_set(&self, outcome: AbortOutcome) -> bool {
+        self.0.outcome.get() == Some(&outcome) || self.0.inner.as_ref().is_some_and(|inner| inner.is_set(outcome))
     }
 }
 
@@ -215,7 +215,7 @@ where
         if let Some(Poll::Ready(lost)) = this.guard.as_mut().map(|guard| guard.poll_lost(cx)) {
             (*this.guard, *this.is_finished) = (None, true);
             if let Some(abort_marker) = this.abort_marker.take() {
-                abort_marker.make(Cut::OutcomeUnknown);
+                abort_marker.set(AbortOutcome::OutcomeUnknown);
             }
             return Poll::Ready(Some(match this.on_loss {
                 None => Err(lost.into()),

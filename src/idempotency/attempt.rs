@@ -1,4 +1,4 @@
-//! An attempt at an operation, which its owner settles or drops.
+//! An attempt at an operation. Its owner settles it, or drops it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -7,22 +7,22 @@ use std::thread;
 
 use tokio::time::Instant;
 
-use super::background::{BackgroundSettle, Settled};
+use super::background::{BackgroundSettle, SettleTarget};
 use super::checkpoint::Checkpoint;
 use super::context::{OperationContext, Settlement};
 use super::has_payload::HasPayload;
-use super::metrics::Ended;
+use super::metrics::AttemptOutcome;
 use super::store::{Begun, Payload};
 use crate::error::StoreError;
 use crate::store::circuit::Circuit;
 
 /// The result of a claim.
-pub(crate) enum Begin<P: HasPayload + 'static> {
+pub(crate) enum ClaimResult<P: HasPayload + 'static> {
     Granted(Granted<P>),
-    Not(Begun),
+    NotGranted(Begun),
 }
 
-/// An attempt, and the known state of earlier attempts.
+/// A granted attempt, and the state that earlier attempts left.
 pub(crate) struct Granted<P: HasPayload + 'static> {
     pub(crate) attempt: Attempt<P>,
     pub(crate) fence: u64,
@@ -34,9 +34,9 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
 /// An operation that this process holds.
 pub(crate) struct Attempt<P: HasPayload + 'static> {
     context: Arc<OperationContext<P>>,
-    end: DropAction,
-    is_at_work: AtomicBool,
-    is_answering: AtomicBool,
+    on_drop: DropAction,
+    is_in_work: AtomicBool,
+    is_responding: AtomicBool,
     // Whether the log already has a line about its unknown outcome.
     is_reported: AtomicBool,
 }
@@ -45,13 +45,13 @@ pub(crate) struct Attempt<P: HasPayload + 'static> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum DropAction {
     /// Release it. The claim may not have been granted.
-    GiveBackClaim,
-    /// Like `Leave`, but release it if its own work panics.
-    GiveBackPanic,
-    /// Release it. It had no effects beyond what the next attempt learns.
-    GiveBack,
-    /// Leave it to the end of its lease, because its effects are not known.
-    Leave,
+    ReleaseClaim,
+    /// Like `LetExpire`, but release it if its own code panics.
+    ReleaseOnPanic,
+    /// Release it. It had no effects that the next attempt does not know.
+    Release,
+    /// Let its lease expire, because its effects are not known.
+    LetExpire,
     /// Do nothing: the store knows the result, or a task is reporting it.
     Settled,
 }
@@ -62,47 +62,47 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// # Cancellation
     ///
     /// If you drop the future, a claim that was granted meanwhile is released in the background.
-    pub(crate) async fn begin(context: &Arc<OperationContext<P>>) -> Result<Begin<P>, StoreError> {
-        context.begins();
-        let mut attempt = Self::new(Arc::clone(context), DropAction::GiveBackClaim);
+    pub(crate) async fn begin(context: &Arc<OperationContext<P>>) -> Result<ClaimResult<P>, StoreError> {
+        context.mark_sent();
+        let mut attempt = Self::new(Arc::clone(context), DropAction::ReleaseClaim);
         let begun = context.claim().await;
         if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
-            attempt.end = DropAction::Settled;
+            attempt.on_drop = DropAction::Settled;
         }
         let begun = begun?;
         if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
             // Another attempt may have started by now, and this one has not.
             return Err(StoreError::timeout());
         }
-        Ok(attempt.begun(begun))
+        Ok(attempt.claim_result(begun))
     }
 
-    /// Like [`begin`](Self::begin), if the reply is available without waiting. `None` if not, and then nothing was done.
+    /// Like [`begin`](Self::begin), if the store replies without waiting. Otherwise returns `None` and has no effect.
     ///
-    /// Call it at once: the lease is assumed to begin when the context was created.
-    pub(crate) fn begin_now(context: &Arc<OperationContext<P>>) -> Option<Result<Begin<P>, StoreError>> {
+    /// Call it right after the context was created, because the lease counts from then.
+    pub(crate) fn begin_now(context: &Arc<OperationContext<P>>) -> Option<Result<ClaimResult<P>, StoreError>> {
         let begun = context.claim_now()?;
-        Some(begun.map(|begun| Self::new(Arc::clone(context), DropAction::Settled).begun(begun)))
+        Some(begun.map(|begun| Self::new(Arc::clone(context), DropAction::Settled).claim_result(begun)))
     }
 
-    const fn new(context: Arc<OperationContext<P>>, end: DropAction) -> Self {
-        let [is_at_work, is_answering, is_reported] = [const { AtomicBool::new(false) }; 3];
-        Self { context, end, is_at_work, is_answering, is_reported }
+    const fn new(context: Arc<OperationContext<P>>, on_drop: DropAction) -> Self {
+        let [is_in_work, is_responding, is_reported] = [const { AtomicBool::new(false) }; 3];
+        Self { context, on_drop, is_in_work, is_responding, is_reported }
     }
 
     /// The result of the claim, from the reply of the store.
-    fn begun(mut self, begun: Begun) -> Begin<P> {
+    fn claim_result(mut self, begun: Begun) -> ClaimResult<P> {
         match begun {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
-                self.end = DropAction::Leave;
+                self.on_drop = DropAction::LetExpire;
                 if let Some(last) = &checkpoint {
-                    self.context.begin_after(last);
+                    self.context.resume_after(last);
                 }
-                Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
+                ClaimResult::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
             }
             begun => {
-                self.end = DropAction::Settled;
-                Begin::Not(begun)
+                self.on_drop = DropAction::Settled;
+                ClaimResult::NotGranted(begun)
             }
         }
     }
@@ -116,28 +116,28 @@ impl<P: HasPayload + 'static> Attempt<P> {
         self.context.sent()
     }
 
-    /// Releases the attempt if a panic of its own work drops it. Such a panic is a failure like any other.
-    pub(crate) fn gives_back_panics(mut self) -> Self {
-        self.end = DropAction::GiveBackPanic;
+    /// Releases the attempt if a panic of its own code drops it. Such a panic is a failure like any other.
+    pub(crate) fn release_on_panic(mut self) -> Self {
+        self.on_drop = DropAction::ReleaseOnPanic;
         self
     }
 
     /// Releases the attempt when it is dropped.
-    pub(crate) fn gives_back(&mut self) {
-        self.end = DropAction::GiveBack;
+    pub(crate) fn release_on_drop(&mut self) {
+        self.on_drop = DropAction::Release;
     }
 
-    /// Runs a part of the work. A panic inside is a panic of the attempt; a panic elsewhere does not release it.
-    pub(crate) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.is_at_work.store(true, Ordering::Relaxed);
+    /// Runs code of the attempt. Only a panic inside of `work` counts as a panic of the attempt.
+    pub(crate) fn run_work<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.is_in_work.store(true, Ordering::Relaxed);
         let done = work();
-        self.is_at_work.store(false, Ordering::Relaxed);
+        self.is_in_work.store(false, Ordering::Relaxed);
         done
     }
 
-    /// Call this when the client gets a part of the response. After that a panic does not release the attempt.
-    pub(crate) fn answering(&self) {
-        self.is_answering.store(true, Ordering::Relaxed);
+    /// Call this when a part of the response is sent. After that, a panic does not release the attempt.
+    pub(crate) fn mark_responding(&self) {
+        self.is_responding.store(true, Ordering::Relaxed);
     }
 
     /// Call this if the log already says why the outcome will be unknown.
@@ -150,46 +150,46 @@ impl<P: HasPayload + 'static> Attempt<P> {
         self.context.is_lost()
     }
 
-    /// Renews the lease while it is polled. Resolves when another attempt may have started, so that all work has to stop.
-    pub(crate) fn keep(&self) -> impl Future<Output = ()> + Send + use<P> {
+    /// Renews the lease while it is polled. Resolves when another attempt may have started, so that all work must stop.
+    pub(crate) fn renew_until_lost(&self) -> impl Future<Output = ()> + Send + use<P> {
         let context = Arc::clone(&self.context);
-        async move { context.keep().await }
+        async move { context.renew_until_lost().await }
     }
 
     /// Stores the result of the operation; `None` if that needs no waiting. If the store fails, a background task retries for the
     /// length of a lease. The client gets its response in any case.
-    pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
-        if let Some(settled) = self.context.settle_now(&end) {
-            self.end = DropAction::Settled;
-            self.settled(settled, end);
+    pub(crate) fn settle(mut self, settlement: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
+        if let Some(settled) = self.context.settle_now(&settlement) {
+            self.on_drop = DropAction::Settled;
+            self.finish_settle(settled, settlement);
             return None;
         }
-        self.end = DropAction::Settled;
-        let mut settling = Settling { context: Arc::clone(&self.context), end: Some(end) };
+        self.on_drop = DropAction::Settled;
+        let mut settling = Settling { context: Arc::clone(&self.context), settlement: Some(settlement) };
         Some(async move {
-            if let Some(end) = &settling.end {
-                let settled = settling.context.settle(end).await;
-                if let Some(end) = settling.end.take() {
-                    self.settled(settled, end);
+            if let Some(settlement) = &settling.settlement {
+                let settled = settling.context.settle(settlement).await;
+                if let Some(settlement) = settling.settlement.take() {
+                    self.finish_settle(settled, settlement);
                 }
             }
         })
     }
 
     /// Handles the reply of the store. If the call failed, a background task retries it.
-    fn settled(&self, settled: Result<bool, StoreError>, mut end: Settlement) {
+    fn finish_settle(&self, settled: Result<bool, StoreError>, mut settlement: Settlement) {
         let context = &self.context;
         match settled {
             Ok(is_ours) => {
-                let ended = context.ended(&end, is_ours);
-                if ended == Ended::Kept && context.coordinator().full.ends() {
+                let outcome = context.outcome(&settlement, is_ours);
+                if outcome == AttemptOutcome::Kept && context.coordinator().full.record_success() {
                     tracing::info!(layer = context.layer(), "the idempotency store has room for responses again");
                 }
-                return context.coordinator().meters().ended(ended);
+                return context.coordinator().meters().record_attempt(outcome);
             }
-            Err(error) => match &mut end {
+            Err(error) => match &mut settlement {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
-                    if context.coordinator().full.begins() {
+                    if context.coordinator().full.record_failure() {
                         tracing::warn!(layer = context.layer(), %error, "the idempotency store is out of memory: responses are not stored, and retries of their requests are rejected");
                     }
                     completion.is_kept = false;
@@ -200,43 +200,44 @@ impl<P: HasPayload + 'static> Attempt<P> {
                 }
             },
         }
-        BackgroundSettle::spawn(context, end, Settled::Attempt);
+        BackgroundSettle::spawn(context, settlement, SettleTarget::Attempt);
     }
 }
 
-/// A settlement in progress. Both kinds may be repeated, so a dropped one continues in the background.
+/// A settlement in progress. The store call may be repeated, so it continues in the background if this is dropped.
 struct Settling<P: HasPayload + 'static> {
     context: Arc<OperationContext<P>>,
-    end: Option<Settlement>,
+    settlement: Option<Settlement>,
 }
 
 impl<P: HasPayload + 'static> Drop for Settling<P> {
     fn drop(&mut self) {
-        if let Some(end) = self.end.take() {
-            BackgroundSettle::spawn(&self.context, end, Settled::Attempt);
+        if let Some(settlement) = self.settlement.take() {
+            BackgroundSettle::spawn(&self.context, settlement, SettleTarget::Attempt);
         }
     }
 }
 
 impl<P: HasPayload + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
-        let gives_back = match self.end {
-            DropAction::GiveBackClaim | DropAction::GiveBack => true,
-            DropAction::GiveBackPanic => {
-                thread::panicking() && *self.is_at_work.get_mut() && !*self.is_answering.get_mut()
+        let is_released = match self.on_drop {
+            DropAction::ReleaseClaim | DropAction::Release => true,
+            DropAction::ReleaseOnPanic => {
+                thread::panicking() && *self.is_in_work.get_mut() && !*self.is_responding.get_mut()
             }
-            DropAction::Leave | DropAction::Settled => false,
+            DropAction::LetExpire | DropAction::Settled => false,
         };
-        if !gives_back && self.end != DropAction::Settled {
+        if !is_released && self.on_drop != DropAction::Settled {
             if !*self.is_reported.get_mut() {
                 let (layer, operation) = (self.context.layer(), self.context.operation());
                 tracing::warn!(layer, %operation, "an execution was dropped: the outcome of its operation is unknown when its lease has ended");
             }
-            self.context.coordinator().meters().ended(Ended::Unknown);
+            self.context.coordinator().meters().record_attempt(AttemptOutcome::Unknown);
         }
-        if gives_back {
-            let what = if self.end == DropAction::GiveBackClaim { Settled::Claim } else { Settled::Attempt };
-            BackgroundSettle::spawn(&self.context, Settlement::Release, what);
+        if is_released {
+            let target =
+                if self.on_drop == DropAction::ReleaseClaim { SettleTarget::Claim } else { SettleTarget::Attempt };
+            BackgroundSettle::spawn(&self.context, Settlement::Release, target);
         }
     }
 }

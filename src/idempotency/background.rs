@@ -9,39 +9,39 @@ use tracing::Instrument as _;
 
 use super::context::{OperationContext, Settlement};
 use super::has_payload::HasPayload;
-use super::metrics::Ended;
+use super::metrics::AttemptOutcome;
 use crate::error::StoreError;
 
-/// How late a claim may reach the store after its release, if its caller did not wait for the reply.
+/// How long after its release a claim may reach the store, if its caller did not wait for the reply.
 const LATE: Duration = Duration::from_secs(1);
 /// The first pause between background calls. It doubles with each call, up to a tenth of the lease.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The upper limit of the pause for any lease, so that results are stored soon after the store recovers.
+/// The maximum of the pause for any lease, so that results are stored soon after the store recovers.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The minimum time of background calls.
-const SHORTEST: Duration = Duration::from_secs(1);
+const MIN_TIME: Duration = Duration::from_secs(1);
 
-/// A background settlement. It may be dropped before its end, if there is no room or no runtime for its task.
+/// A background settlement. It is dropped before its end if there are too many or if there is no runtime.
 pub(super) struct BackgroundSettle<P: HasPayload + 'static> {
     context: Arc<OperationContext<P>>,
-    end: Settlement,
-    what: Settled,
-    is_over: bool,
+    settlement: Settlement,
+    target: SettleTarget,
+    is_done: bool,
 }
 
-/// The subject of a background settlement.
+/// What a background task settles.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Settled {
+pub(super) enum SettleTarget {
     Attempt,
-    /// A claim whose reply was not received, so no handler was started. It is released twice, the second time a moment later. The
-    /// claim may reach the store after the first release, and the store remembers only the token of the last release.
+    /// A claim without a reply, so no handler was started. It is released twice, because it may reach the store after the first release.
+    /// The store remembers only the token of the last release.
     Claim,
 }
 
 impl<P: HasPayload + 'static> BackgroundSettle<P> {
     /// Continues to settle in the background, for the length of a lease, but at least a second.
-    pub(super) fn spawn(context: &Arc<OperationContext<P>>, end: Settlement, what: Settled) {
-        let settling = Self { context: Arc::clone(context), end, what, is_over: false };
+    pub(super) fn spawn(context: &Arc<OperationContext<P>>, settlement: Settlement, target: SettleTarget) {
+        let settling = Self { context: Arc::clone(context), settlement, target, is_done: false };
         let (Some(runtime), Some(running)) = (context.runtime(), context.coordinator().admit_background()) else {
             return;
         };
@@ -53,16 +53,16 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
     }
 
     async fn run(mut self) {
-        let until = Instant::now() + self.context.lease().max(SHORTEST);
-        match self.what {
-            Settled::Attempt => self.settle_attempt(until).await,
-            Settled::Claim => self.release_claim(until).await,
+        let until = Instant::now() + self.context.lease().max(MIN_TIME);
+        match self.target {
+            SettleTarget::Attempt => self.settle_attempt(until).await,
+            SettleTarget::Claim => self.release_claim(until).await,
         }
-        self.is_over = true;
+        self.is_done = true;
     }
 
     async fn settle_attempt(&self, until: Instant) {
-        let Self { context, end, .. } = self;
+        let Self { context, settlement, .. } = self;
         let settled = self.settle_until(until, || Ok(())).await;
         if let Err(error) = &settled {
             let (layer, operation) = (context.layer(), context.operation());
@@ -72,37 +72,38 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
                 "an operation could not be settled in time: its outcome is unknown"
             );
         }
-        context.coordinator().meters().ended(settled.map_or(Ended::Unknown, |is_ours| context.ended(end, is_ours)));
+        let outcome = settled.map_or(AttemptOutcome::Unknown, |is_ours| context.outcome(settlement, is_ours));
+        context.coordinator().meters().record_attempt(outcome);
     }
 
     async fn release_claim(&self, until: Instant) {
-        let Self { context, end, .. } = self;
-        // During a store outage there are as many of these as requests, so none of them is used as a probe.
+        let Self { context, settlement, .. } = self;
+        // During a store outage, each request leaves such a task. They must not be probes.
         let mut settled = self.settle_until(until, || context.coordinator().circuit.admit_no_probe()).await;
         if settled.is_ok() {
             sleep(LATE).await;
-            settled = context.settle(end).await;
+            settled = context.settle(settlement).await;
         }
         if let Err(error) = settled {
             tracing::debug!(operation = %context.operation(), %error, "a claim could not be released, if it was granted");
         }
     }
 
-    /// Repeats the store call until it succeeds or `until` has passed. The last call ignores `may_ask`: without it no call might
-    /// find out that the store has recovered.
+    /// Repeats the store call until it succeeds or `until` has passed. The last call ignores `may_call`, because the store may have
+    /// recovered without a probe.
     async fn settle_until(
         &self,
         until: Instant,
-        may_ask: impl Fn() -> Result<(), StoreError>,
+        may_call: impl Fn() -> Result<(), StoreError>,
     ) -> Result<bool, StoreError> {
-        let Self { context, end, .. } = self;
+        let Self { context, settlement, .. } = self;
         let longest = (context.lease() / 10).clamp(FIRST_PAUSE, LONGEST_PAUSE);
         let mut pause = FIRST_PAUSE;
         loop {
             let is_last = Instant::now() >= until;
-            let settled = match may_ask() {
+            let settled = match may_call() {
                 Err(error) if !is_last => Err(error),
-                _ => context.settle(end).await,
+                _ => context.settle(settlement).await,
             };
             if settled.is_ok() || is_last {
                 return settled;
@@ -115,16 +116,16 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
 
 impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
     fn drop(&mut self) {
-        if self.is_over {
+        if self.is_done {
             return;
         }
         let (layer, operation) = (self.context.layer(), self.context.operation());
-        match self.what {
-            Settled::Attempt => {
+        match self.target {
+            SettleTarget::Attempt => {
                 tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
-                self.context.coordinator().meters().ended(Ended::Unknown);
+                self.context.coordinator().meters().record_attempt(AttemptOutcome::Unknown);
             }
-            Settled::Claim => {
+            SettleTarget::Claim => {
                 tracing::debug!(layer, %operation, "cannot release a claim in the background: it lasts until its lease ends");
             }
         }

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::checkpoint::Checkpoint;
 use super::coordinator::Coordinator;
 use super::has_payload::HasPayload;
-use super::metrics::Ended;
+use super::metrics::AttemptOutcome;
 use super::store::{Begun, Claim, Completion, Operation, Payload};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -23,11 +23,11 @@ pub(crate) struct OperationContext<P: ?Sized> {
     coordinator: Arc<Coordinator>,
     operation: Operation,
     claim: Claim,
-    // When the claim or the last renewal was sent: taken before the call.
+    // When the claim or the last renewal was sent, measured before the call.
     sent: Mutex<Instant>,
     // The number of the last stored checkpoint.
     checkpoint: AtomicU32,
-    // Whether the record says that the operation is completed, so that no attempt takes over.
+    // Whether the operation is completed in the record, so that no other attempt starts.
     is_done: AtomicBool,
     // The runtime of the first store call. The context may be dropped outside of any runtime.
     runtime: OnceLock<Handle>,
@@ -60,10 +60,10 @@ impl<P: ?Sized> OperationContext<P> {
 
     /// When the claim or the last renewal was sent.
     pub(super) fn sent(&self) -> Instant {
-        *self.sent_at()
+        *self.lock_sent()
     }
 
-    fn sent_at(&self) -> MutexGuard<'_, Instant> {
+    fn lock_sent(&self) -> MutexGuard<'_, Instant> {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -74,26 +74,25 @@ impl<P: ?Sized> OperationContext<P> {
 
     /// Whether another attempt may have started, by the local clock.
     pub(crate) fn is_lost(&self) -> bool {
-        self.ends().is_some_and(|ends| Instant::now() >= ends)
+        self.lease_end().is_some_and(|lease_end| Instant::now() >= lease_end)
     }
 
-    /// Resolves when another attempt may have started. Does not renew the lease: for work that continues while the store is told
-    /// that the operation is completed.
+    /// Resolves when another attempt may have started. Does not renew the lease: for work that continues while the result is being stored.
     pub(crate) async fn until_lost(&self) {
-        while let Some(ends) = self.ends() {
-            if Instant::now() >= ends {
+        while let Some(lease_end) = self.lease_end() {
+            if Instant::now() >= lease_end {
                 return;
             }
-            sleep_until(ends).await;
+            sleep_until(lease_end).await;
         }
         pending::<()>().await;
     }
 
-    /// When another attempt may start, unless the lease is renewed; `None` if no attempt will take over.
-    fn ends(&self) -> Option<Instant> {
+    /// When another attempt may start, unless the lease is renewed; `None` if no other attempt starts.
+    fn lease_end(&self) -> Option<Instant> {
         let Claim { takes_over, lease, .. } = self.claim;
-        let may_end = takes_over && !self.is_done();
-        may_end.then(|| *self.sent_at() + safe_ttl(lease))
+        let can_be_lost = takes_over && !self.is_done();
+        can_be_lost.then(|| *self.lock_sent() + safe_ttl(lease))
     }
 
     /// The runtime for background tasks, if there is one.
@@ -106,8 +105,8 @@ impl<P: ?Sized> OperationContext<P> {
         self.claim.lease
     }
 
-    /// Remembers the last checkpoint of the attempt before.
-    pub(super) fn begin_after(&self, last: &Checkpoint) {
+    /// Continues the numbers of checkpoints after the last one of the previous attempt.
+    pub(super) fn resume_after(&self, last: &Checkpoint) {
         self.checkpoint.store(last.number(), Ordering::Relaxed);
     }
 
@@ -119,7 +118,7 @@ impl<P: ?Sized> OperationContext<P> {
     /// Stores the progress of the attempt.
     pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
-        coordinator.noted(
+        coordinator.record_result(
             coordinator.store.checkpoint(operation, claim, payload, checkpoint, coordinator.options().limit).await,
         )
     }
@@ -132,30 +131,30 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         Arc::new(Self { coordinator, operation, claim, sent, checkpoint, is_done, runtime, body })
     }
 
-    /// The same request with a new token, for use when the outcome of this claim is not known.
-    pub(super) fn anew(&self) -> Result<Arc<Self>, StoreError> {
+    /// The same request with a new token, after a claim whose outcome is unknown.
+    pub(super) fn with_new_token(&self) -> Result<Arc<Self>, StoreError> {
         let claim = Claim { token: Token::random()?, ..self.claim };
-        Ok(Self::new(&self.coordinator, self.operation, claim, self.body.anew()))
+        Ok(Self::new(&self.coordinator, self.operation, claim, self.body.restarted()))
     }
 
     /// Claims the operation, or returns its state.
     pub(super) async fn claim(&self) -> Result<Begun, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
         coordinator.circuit.admit()?;
-        coordinator.noted(coordinator.store.begin(operation, claim, coordinator.options().limit).await)
+        coordinator.record_result(coordinator.store.begin(operation, claim, coordinator.options().limit).await)
     }
 
-    /// Like [`claim`](Self::claim), if the reply is available without waiting. `None` if not, and then nothing was done.
+    /// Like [`claim`](Self::claim), if the store replies without waiting. Otherwise returns `None` and has no effect.
     pub(super) fn claim_now(&self) -> Option<Result<Begun, StoreError>> {
         let Self { coordinator, operation, claim, .. } = self;
         // A call that may not reach the store cannot be a probe.
         coordinator.circuit.admit_no_probe().ok()?;
-        Some(coordinator.noted(coordinator.store.begin_now(operation, claim)?))
+        Some(coordinator.record_result(coordinator.store.begin_now(operation, claim)?))
     }
 
-    /// Notes that the claim is sent now, and the runtime that it is sent in.
-    pub(super) fn begins(&self) {
-        *self.sent_at() = Instant::now();
+    /// Records that the claim is sent now, and in which runtime.
+    pub(super) fn mark_sent(&self) {
+        *self.lock_sent() = Instant::now();
         if let Ok(runtime) = Handle::try_current() {
             self.runtime.get_or_init(|| runtime);
         }
@@ -166,38 +165,37 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         self.coordinator.store.watch(&self.operation).await
     }
 
-    /// See [`Attempt::keep`].
-    pub(super) async fn keep(&self) {
+    /// See [`Attempt::renew_until_lost`](super::attempt::Attempt::renew_until_lost).
+    pub(super) async fn renew_until_lost(&self) {
         let Claim { takes_over, lease, .. } = self.claim;
         loop {
-            let sent = *self.sent_at();
-            let renewed = self.renewed(sent);
+            let sent = *self.lock_sent();
+            let renewed = self.next_renewal(sent);
             let renewed = if takes_over {
-                // Stop at the deadline of the lease, because the reply may never arrive.
+                // Stop at the end of the lease, because the reply may never arrive.
                 timeout_at(sent + safe_ttl(lease), renewed).await.unwrap_or_default()
             } else {
                 renewed.await
             };
             match renewed {
-                Some(at) => *self.sent_at() = at,
+                Some(at) => *self.lock_sent() = at,
                 None if takes_over => return,
-                // No attempt takes over this operation, so the handler continues. But the record is lost, and retries are no
-                // longer recognized.
+                // No other attempt starts, so the handler continues. But the record is lost, and retries are not recognized any more.
                 None => pending().await,
             }
         }
     }
 
-    /// When the successful renewal was sent; `None` if another attempt holds the operation or the record is gone.
-    async fn renewed(&self, sent: Instant) -> Option<Instant> {
+    /// Renews the lease, and returns when the renewal was sent; `None` if another attempt holds the operation or the record is gone.
+    async fn next_renewal(&self, sent: Instant) -> Option<Instant> {
         let Self { coordinator, operation, claim, body, .. } = self;
         let mut due = sent + claim.lease / 3;
         loop {
             sleep_until(due).await;
             let sent = Instant::now();
-            match coordinator
-                .noted(coordinator.store.renew(operation, claim, &body.payload(), coordinator.options().limit).await)
-            {
+            match coordinator.record_result(
+                coordinator.store.renew(operation, claim, &body.payload(), coordinator.options().limit).await,
+            ) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     let layer = self.layer();
@@ -213,40 +211,40 @@ impl<P: HasPayload + 'static> OperationContext<P> {
     }
 
     /// Stores the result of the operation. False if the attempt no longer holds the operation.
-    pub(super) async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
+    pub(super) async fn settle(&self, settlement: &Settlement) -> Result<bool, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
-        let settled = coordinator.noted(match end {
+        let settled = coordinator.record_result(match settlement {
             Settlement::Complete { completion, .. } => {
                 coordinator.store.complete(operation, &claim.token, completion, coordinator.options().limit).await
             }
             Settlement::Release => coordinator.store.release(operation, claim, coordinator.options().limit).await,
         });
-        self.heard(end, settled)
+        self.record_completion(settlement, settled)
     }
 
-    /// Like [`settle`](Self::settle), if the reply is available without waiting.
-    pub(super) fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
+    /// Like [`settle`](Self::settle), if the store replies without waiting.
+    pub(super) fn settle_now(&self, settlement: &Settlement) -> Option<Result<bool, StoreError>> {
         let Self { coordinator, operation, claim: Claim { token, .. }, .. } = self;
-        let Settlement::Complete { completion, .. } = end else { return None };
+        let Settlement::Complete { completion, .. } = settlement else { return None };
         let settled = coordinator.store.complete_now(operation, token, completion)?;
-        Some(self.heard(end, coordinator.noted(settled)))
+        Some(self.record_completion(settlement, coordinator.record_result(settled)))
     }
 
-    /// The result of an attempt after it was settled.
-    pub(super) fn ended(&self, end: &Settlement, is_ours: bool) -> Ended {
-        match end {
+    /// The outcome of an attempt after the reply to its settlement.
+    pub(super) fn outcome(&self, settlement: &Settlement, is_ours: bool) -> AttemptOutcome {
+        match settlement {
             Settlement::Complete { completion, .. } if is_ours => {
                 if completion.is_kept {
-                    Ended::Kept
+                    AttemptOutcome::Kept
                 } else {
-                    Ended::Tombstone
+                    AttemptOutcome::Tombstone
                 }
             }
-            // No other attempt can have started, unless an earlier release succeeded without a reply.
-            Settlement::Release if is_ours || !self.is_lost() => Ended::GivenBack,
+            // Within the lease, no other attempt can have started, unless an earlier release succeeded without a reply.
+            Settlement::Release if is_ours || !self.is_lost() => AttemptOutcome::GivenBack,
             _ => {
                 let (layer, operation) = (self.layer(), &self.operation);
-                match end {
+                match settlement {
                     Settlement::Complete { .. } => {
                         tracing::warn!(layer, %operation, "a response is not stored: its attempt no longer holds the operation");
                     }
@@ -254,14 +252,18 @@ impl<P: HasPayload + 'static> OperationContext<P> {
                         tracing::warn!(layer, %operation, "an operation is not released: its attempt no longer holds it");
                     }
                 }
-                Ended::Unknown
+                AttemptOutcome::Unknown
             }
         }
     }
 
-    /// Remembers a successful completion.
-    fn heard(&self, end: &Settlement, settled: Result<bool, StoreError>) -> Result<bool, StoreError> {
-        if matches!((end, &settled), (Settlement::Complete { .. }, Ok(true))) {
+    /// Records a successful completion.
+    fn record_completion(
+        &self,
+        settlement: &Settlement,
+        settled: Result<bool, StoreError>,
+    ) -> Result<bool, StoreError> {
+        if matches!((settlement, &settled), (Settlement::Complete { .. }, Ok(true))) {
             self.is_done.store(true, Ordering::Relaxed);
         }
         settled

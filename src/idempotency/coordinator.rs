@@ -21,7 +21,7 @@ use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
 /// The maximum number of background tasks that settle attempts. During a store outage all attempts are settled in the background.
-/// Attempts above this number are left to the end of their lease.
+/// The leases of further attempts expire.
 const MAX_BACKGROUND: usize = 4_096;
 /// The `retry_after` of a caller with too many running handlers: any of them may end soon.
 const RETRY_FULL: Duration = Duration::from_secs(1);
@@ -93,7 +93,7 @@ impl Coordinator {
 
     fn over(store: Arc<dyn DynStore>, options: CoordinatorOptions) -> Arc<Self> {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::of_a_store());
+        let (circuit, meters, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::for_store());
         let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
         let coordinator = Arc::new(Self {
             store,
@@ -120,8 +120,7 @@ impl Coordinator {
         Self::over(Arc::clone(&self.store), options)
     }
 
-    /// Rejects a deadline or a maximum runtime of zero. The memory backend replies at once, so a test on it would not find this
-    /// error.
+    /// Rejects a deadline or a maximum runtime of zero. The memory backend replies immediately, so tests on it would not reveal this error.
     pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
         let times = [("deadline", Some(self.options.limit)), ("max_runtime", max_runtime)];
         let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
@@ -136,8 +135,8 @@ impl Coordinator {
         self.meters.get_or_init(|| Meters::new(&self.options.name))
     }
 
-    /// Reports the result of a store call to the circuit.
-    pub(super) fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
+    /// Records the result of a store call in the circuit.
+    pub(super) fn record_result<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
         match &answer {
             Ok(_) => self.circuit.answered(self),
             Err(error) => self.circuit.failed(self, error),
@@ -150,8 +149,8 @@ impl Coordinator {
     }
 
     /// Counts a new attempt, unless the backend is shut down, or the maximum in total or for its scope is reached.
-    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MostRunning) -> Result<Running, Rejection> {
-        // First, so that a caller with too many requests gets 429 even if the process is full.
+    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MaxRunning) -> Result<Running, Rejection> {
+        // Before the total, so that a caller with too many requests gets 429 even if the process is full.
         let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
             let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
             return Err(Rejection::ScopeFull { bound, retry_after });
@@ -159,7 +158,7 @@ impl Coordinator {
         match Running::new(self, |coordinator| &coordinator.running, most.in_total) {
             Some(mut running) => {
                 running.scope = Some((|coordinator| &coordinator.running_per_scope, entered));
-                // Checked after the attempt is counted: a shutdown that begins meanwhile sees the attempt, or is seen here.
+                // Checked after the attempt is counted, so that either a concurrent shutdown sees the attempt, or this sees the shutdown.
                 if self.is_closed.load(Ordering::SeqCst) {
                     return Err(StoreError::unavailable("the backend is shut down").into());
                 }
@@ -234,7 +233,7 @@ impl Work for Coordinator {
 
 /// The maximum numbers of running attempts.
 #[derive(Clone, Copy)]
-pub(crate) struct MostRunning {
+pub(crate) struct MaxRunning {
     pub(crate) in_total: usize,
     pub(crate) per_scope: usize,
 }
@@ -295,7 +294,7 @@ mod tests {
     #[test]
     fn rejected_or_ended_work_is_not_counted_for_its_scope() {
         let coordinator = Coordinator::new(MemoryBackend::new());
-        let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
+        let (most, [alice, bob]) = (MaxRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
         let running =
             [&alice, &bob].map(|scope| coordinator.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
         assert!(matches!(

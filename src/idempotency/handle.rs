@@ -128,7 +128,7 @@ impl IdempotencyHandle {
     /// If you drop the future, the checkpoint may or may not have been stored.
     pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
         let context = &self.context;
-        if !context.body().is_known() {
+        if !context.body().is_confirmed() {
             return Err(CheckpointError::Unread);
         }
         let checkpoint =

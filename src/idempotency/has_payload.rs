@@ -1,16 +1,16 @@
-//! What an operation needs of the reader of its request body.
+//! The fingerprint of a request body, as its operation stores it.
 
 use super::store::Payload;
 
-/// The reader of a request body, which knows the fingerprint of the part that was read.
+/// The fingerprint of the part of a request body that was read.
 pub(crate) trait HasPayload: Send + Sync {
     fn payload(&self) -> Payload;
 
-    /// Whether the body is known to match that of the previous attempt, as far as that attempt has read it.
-    fn is_known(&self) -> bool;
+    /// Whether the body matches that of the previous attempt, as far as that attempt has read it.
+    fn is_confirmed(&self) -> bool;
 
-    /// The same reader, before any part was read.
-    fn anew(&self) -> Self
+    /// The fingerprint before any part was read.
+    fn restarted(&self) -> Self
     where
         Self: Sized;
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use sha2::{Digest as _, Sha256};
 use tokio::time::{Instant, timeout_at};
 
-use super::attempt::{Attempt, Begin, Granted};
+use super::attempt::{Attempt, ClaimResult, Granted};
 use super::context::{OperationContext, Settlement};
 use super::coordinator::Coordinator;
 use super::handle::IdempotencyHandle;
@@ -67,7 +67,7 @@ use crate::store::token::Token;
 ///     .max_waiters_in_total(100)
 ///     .max_runtime(Duration::from_secs(3_600))
 ///     .max_response(16 * 1_024)
-///     .keep(ResponsePolicy::All)
+///     .response_policy(ResponsePolicy::All)
 ///     .on_unknown(OnUnknown::Retry)
 ///     .deadline(Duration::from_millis(200))
 ///     .circuit_breaker(CircuitBreaker::new().failures(10));
@@ -92,7 +92,7 @@ pub struct Idempotent {
     max_waiting: usize,
     max_runtime: Option<Duration>,
     max_response: usize,
-    keep: ResponsePolicy,
+    policy: ResponsePolicy,
     on_unknown: OnUnknown,
 }
 
@@ -117,7 +117,7 @@ impl Idempotent {
             max_waiting: 1_000,
             max_runtime: None,
             max_response: 64 * 1_024,
-            keep: ResponsePolicy::default(),
+            policy: ResponsePolicy::default(),
             on_unknown: OnUnknown::default(),
         }
     }
@@ -185,8 +185,8 @@ impl Idempotent {
     /// [operator](super::IdempotencyAdmin), unless [`OnUnknown::Retry`] lets the next call execute it. An error that knows more
     /// can say so, for instance that of a lost lock: see [`Failed`]. A panic cannot.
     #[must_use]
-    pub const fn keep(mut self, keep: ResponsePolicy) -> Self {
-        self.keep = keep;
+    pub const fn response_policy(mut self, policy: ResponsePolicy) -> Self {
+        self.policy = policy;
         self
     }
 
@@ -223,7 +223,7 @@ impl Idempotent {
 
     /// Executes an operation, or returns the response of its earlier execution. The lease is renewed while `work` runs. Errors
     /// are not stored: the operation is released, and the next call executes it again. The same goes for a panic.
-    /// [`keep`](Self::keep) or the [error](Failed) can declare the outcome unknown instead.
+    /// [`response_policy`](Self::response_policy) or the [error](Failed) can declare the outcome unknown instead.
     ///
     /// If the response cannot be stored, the caller gets it anyway. Storing is retried in the background for the length of a
     /// lease; after that the outcome is unknown.
@@ -252,22 +252,22 @@ impl Idempotent {
         let head = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);
         let granted = match self.begin(operation, head).await {
-            Ok(Begin::Granted(granted)) => granted,
-            Ok(Begin::Not(begun)) => return self.declined(begun),
+            Ok(ClaimResult::Granted(granted)) => granted,
+            Ok(ClaimResult::NotGranted(begun)) => return self.not_executed(begun),
             Err(error) => {
                 self.coordinator.meters().decided(Verdict::FailedClosed);
                 return Err(OperationError::Store(error));
             }
         };
         let Granted { attempt, fence, number, checkpoint, .. } = granted;
-        let attempt = if self.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
+        let attempt = if self.policy.releases_failures() { attempt.release_on_panic() } else { attempt };
         let handle = IdempotencyHandle::new(Arc::clone(attempt.context()) as _, number, fence, checkpoint);
         self.coordinator.meters().decided(Verdict::Executed);
-        let begun = attempt.sent();
-        let until = self.max_runtime.map(|max_runtime| begun + max_runtime.min(FOREVER));
-        let done = under_lease(&attempt, until, || work(handle)).await;
-        self.coordinator.meters().handled(begun);
-        let Some(done) = done else {
+        let start = attempt.sent();
+        let until = self.max_runtime.map(|max_runtime| start + max_runtime.min(FOREVER));
+        let result = run_under_lease(&attempt, until, || work(handle)).await;
+        self.coordinator.meters().handled(start);
+        let Some(result) = result else {
             let context = attempt.context();
             let (layer, operation) = (context.layer(), context.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
@@ -275,14 +275,14 @@ impl Idempotent {
             self.coordinator.meters().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
-        let (end, done) = match done {
-            Ok(answer) => {
-                let stored = written(&answer.into());
+        let (settlement, done) = match result {
+            Ok(response) => {
+                let stored = written(&response.into());
                 (self.completed(&stored), Ok(Done { stored, is_replay: false }))
             }
             Err(error) => {
                 let error = error.into();
-                if Failed::is_unknown(&*error).unwrap_or(!self.keep.gives_failures_back()) {
+                if Failed::is_unknown(&*error).unwrap_or(!self.policy.releases_failures()) {
                     let context = attempt.context();
                     let (layer, operation) = (context.layer(), context.operation());
                     let cause = cause_of(&*error).map(tracing::field::display);
@@ -293,7 +293,7 @@ impl Idempotent {
                 (Settlement::Release, Err(OperationError::Failed(error)))
             }
         };
-        if let Some(settling) = attempt.settle(end) {
+        if let Some(settling) = attempt.settle(settlement) {
             settling.await;
         }
         done
@@ -304,17 +304,17 @@ impl Idempotent {
         self.coordinator.wait_idle().await;
     }
 
-    async fn begin(&self, operation: Operation, head: Digest) -> Result<Begin<Nothing>, StoreError> {
+    async fn begin(&self, operation: Operation, head: Digest) -> Result<ClaimResult<NoBody>, StoreError> {
         let Self { lease, retention, .. } = *self;
         let takes_over = self.on_unknown == OnUnknown::Retry;
         let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
-        let context = OperationContext::new(&self.coordinator, operation, claim, Nothing);
+        let context = OperationContext::new(&self.coordinator, operation, claim, NoBody);
         context.begin_or_wait(Attempt::begin_now(&context), self.wait, self.max_waiting).await
     }
 
-    /// The result without an execution.
-    fn declined(&self, begun: Begun) -> Result<Done, OperationError> {
-        let (verdict, declined) = match begun {
+    /// The result of a call that is not executed.
+    fn not_executed(&self, begun: Begun) -> Result<Done, OperationError> {
+        let (verdict, result) = match begun {
             Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
                 Some(_) => (Verdict::Replayed, Ok(Done { stored, is_replay: true })),
                 None => {
@@ -334,7 +334,7 @@ impl Idempotent {
             }
         };
         self.coordinator.meters().decided(verdict);
-        declined
+        result
     }
 
     fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
@@ -351,47 +351,47 @@ impl fmt::Debug for Idempotent {
     }
 }
 
-/// The whole input is known before the start.
-struct Nothing;
+/// A function has no request body: its input is known before the start.
+struct NoBody;
 
-impl HasPayload for Nothing {
+impl HasPayload for NoBody {
     fn payload(&self) -> Payload {
         Payload::default()
     }
 
-    fn is_known(&self) -> bool {
+    fn is_confirmed(&self) -> bool {
         true
     }
 
-    fn anew(&self) -> Self {
+    fn restarted(&self) -> Self {
         Self
     }
 }
 
-/// Runs `work` while no other attempt may start; `None` if it has to stop.
-async fn under_lease<W: Future>(
-    attempt: &Attempt<Nothing>,
+/// Runs `work` while no other attempt may start; `None` if it must stop.
+async fn run_under_lease<W: Future>(
+    attempt: &Attempt<NoBody>,
     until: Option<Instant>,
     work: impl FnOnce() -> W,
 ) -> Option<W::Output> {
     if attempt.is_lost() {
         return None;
     }
-    let mut limits = pin!(async {
+    let mut stop = pin!(async {
         match until {
-            Some(until) => drop(timeout_at(until, attempt.keep()).await),
-            None => attempt.keep().await,
+            Some(until) => drop(timeout_at(until, attempt.renew_until_lost()).await),
+            None => attempt.renew_until_lost().await,
         }
     });
-    let mut work = pin!(attempt.at_work(work));
-    let under_lease = poll_fn(|cx| {
+    let mut work = pin!(attempt.run_work(work));
+    let result = poll_fn(|cx| {
         // After a stall, check this before the work runs.
-        if attempt.is_lost() || limits.as_mut().poll(cx).is_ready() {
+        if attempt.is_lost() || stop.as_mut().poll(cx).is_ready() {
             return Poll::Ready(None);
         }
-        attempt.at_work(|| work.as_mut().poll(cx)).map(Some)
+        attempt.run_work(|| work.as_mut().poll(cx)).map(Some)
     });
-    under_lease.await
+    result.await
 }
 
 /// The fingerprint of the input of an operation.

@@ -30,7 +30,7 @@ pub(crate) enum Verdict {
 
 /// The result of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
+pub(crate) enum AttemptOutcome {
     Kept,
     /// Only the status was stored.
     Tombstone,
@@ -70,7 +70,7 @@ mod imp {
     use metrics::{Label, SharedString};
     use tokio::time::Instant;
 
-    use super::{Ended, Verdict};
+    use super::{AttemptOutcome, Verdict};
     use crate::meter::{Counter, Histogram, counter, histogram};
 
     const VERDICTS: [(Verdict, &str); 17] = [
@@ -92,17 +92,17 @@ mod imp {
         (Verdict::Full, "full"),
         (Verdict::ScopeFull, "scope_full"),
     ];
-    const ENDS: [(Ended, &str); 4] = [
-        (Ended::Kept, "kept"),
-        (Ended::Tombstone, "tombstone"),
-        (Ended::GivenBack, "given_back"),
-        (Ended::Unknown, "unknown"),
+    const OUTCOMES: [(AttemptOutcome, &str); 4] = [
+        (AttemptOutcome::Kept, "kept"),
+        (AttemptOutcome::Tombstone, "tombstone"),
+        (AttemptOutcome::GivenBack, "given_back"),
+        (AttemptOutcome::Unknown, "unknown"),
     ];
 
     /// The metrics of one layer, registered when the layer is first used.
     pub(crate) struct Meters {
         requests: [Counter; VERDICTS.len()],
-        attempts: [Counter; ENDS.len()],
+        attempts: [Counter; OUTCOMES.len()],
         store_errors: Counter,
         circuit: [Counter; 2],
         wait_seconds: Histogram,
@@ -120,7 +120,7 @@ mod imp {
             };
             Self {
                 requests: VERDICTS.map(|(_, name)| counter!("tollgate_idempotency_requests_total", outcome(name))),
-                attempts: ENDS.map(|(_, name)| counter!("tollgate_idempotency_attempts_total", outcome(name))),
+                attempts: OUTCOMES.map(|(_, name)| counter!("tollgate_idempotency_attempts_total", outcome(name))),
                 store_errors: counter!("tollgate_idempotency_store_errors_total", vec![layer()]),
                 circuit: [circuit("open"), circuit("closed")],
                 wait_seconds: histogram!("tollgate_idempotency_wait_seconds", vec![layer()]),
@@ -132,8 +132,8 @@ mod imp {
             self.requests[verdict as usize].increment(1);
         }
 
-        pub(crate) fn ended(&self, ended: Ended) {
-            self.attempts[ended as usize].increment(1);
+        pub(crate) fn record_attempt(&self, outcome: AttemptOutcome) {
+            self.attempts[outcome as usize].increment(1);
         }
 
         pub(crate) fn store_failed(&self) {
@@ -148,8 +148,8 @@ mod imp {
             self.wait_seconds.record(time.as_secs_f64());
         }
 
-        pub(crate) fn handled(&self, begun: Instant) {
-            self.handler_seconds.record(begun.elapsed().as_secs_f64());
+        pub(crate) fn handled(&self, start: Instant) {
+            self.handler_seconds.record(start.elapsed().as_secs_f64());
         }
     }
 
@@ -159,8 +159,8 @@ mod imp {
 
         #[test]
         fn names_are_in_order_of_enum_values() {
-            assert!(VERDICTS.iter().enumerate().all(|(at, (verdict, _))| *verdict as usize == at));
-            assert!(ENDS.iter().enumerate().all(|(at, (ended, _))| *ended as usize == at));
+            assert!(VERDICTS.iter().enumerate().all(|(i, (verdict, _))| *verdict as usize == i));
+            assert!(OUTCOMES.iter().enumerate().all(|(i, (outcome, _))| *outcome as usize == i));
         }
     }
 }
@@ -171,7 +171,7 @@ mod imp {
 
     use tokio::time::Instant;
 
-    use super::{Ended, Verdict};
+    use super::{AttemptOutcome, Verdict};
 
     pub(crate) struct Meters;
 
@@ -182,7 +182,7 @@ mod imp {
 
         pub(crate) fn decided(&self, _: Verdict) {}
 
-        pub(crate) fn ended(&self, _: Ended) {}
+        pub(crate) fn record_attempt(&self, _: AttemptOutcome) {}
 
         pub(crate) fn store_failed(&self) {}
 

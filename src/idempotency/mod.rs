@@ -78,7 +78,7 @@
 //! | [`max_response`](crate::http::IdempotencyLayer::max_response) | 64 KiB | the size of a stored response |
 //! | [`max_body`](crate::http::IdempotencyLayer::max_body) | 64 MiB | the size of a request body |
 //! | [`body_timeout`](crate::http::IdempotencyLayer::body_timeout) | 10 s | how long the body of a retry may stall |
-//! | [`keep`](crate::http::IdempotencyLayer::keep) | [`ResponsePolicy::SafeRetry`] | which responses are stored |
+//! | [`response_policy`](crate::http::IdempotencyLayer::response_policy) | [`ResponsePolicy::SafeRetry`] | which responses are stored |
 //! | [`keep_cookies`](crate::http::IdempotencyLayer::keep_cookies) | `false` | whether `Set-Cookie` is stored |
 //! | [`on_missing_key`](crate::http::IdempotencyLayer::on_missing_key) | [`OnMissingKey::Reject`](crate::OnMissingKey::Reject) | what happens without a key |
 //! | [`on_unknown`](crate::http::IdempotencyLayer::on_unknown) | [`OnUnknown::Reject`] | what happens to a request whose outcome is unknown |
@@ -124,7 +124,7 @@
 //!     .max_body(1_024 * 1_024)
 //!     .body_timeout(Duration::from_secs(5))
 //!     .keep_cookies(false)
-//!     .keep(ResponsePolicy::All)
+//!     .response_policy(ResponsePolicy::All)
 //!     .on_missing_key(OnMissingKey::Pass)
 //!     .on_unknown(OnUnknown::Retry)
 //!     .on_store_error(OnStoreError::Deny)
@@ -403,11 +403,11 @@ mod operation_error;
 mod waiters;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{Attempt, Begin, Granted};
+pub(crate) use self::attempt::{Attempt, ClaimResult, Granted};
 #[cfg(feature = "http")]
 pub(crate) use self::context::{OperationContext, Settlement};
 #[cfg(feature = "http")]
-pub(crate) use self::coordinator::{Coordinator, MostRunning, Running};
+pub(crate) use self::coordinator::{Coordinator, MaxRunning, Running};
 pub use crate::store::circuit::CircuitBreaker;
 pub use crate::store::cursor::Cursor;
 

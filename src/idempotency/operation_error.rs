@@ -10,7 +10,7 @@ use crate::lock::PartialEffects;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperationError {
-    /// The work failed with this error. [`Idempotent::keep`](super::Idempotent::keep) and [`Failed`](struct@Failed) set what
+    /// The work failed with this error. [`Idempotent::response_policy`](super::Idempotent::response_policy) and [`Failed`](struct@Failed) set what
     /// happens to the operation.
     Failed(BoxError),
     /// Other work used the same operation name: the fingerprint differs.
@@ -84,7 +84,7 @@ impl Error for OperationError {
 }
 
 /// An error of the work that says whether the work may have had effects. It overrides
-/// [`Idempotent::keep`](super::Idempotent::keep).
+/// [`Idempotent::response_policy`](super::Idempotent::response_policy).
 ///
 /// It works as the error of the work, as a [source](Error::source) of that error at any depth, or behind a transparent wrapper as
 /// in `anyhow` and `#[error(transparent)]`. If there are several, the outermost one counts.

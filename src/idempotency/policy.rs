@@ -30,7 +30,7 @@ pub enum ResponsePolicy {
 
 impl ResponsePolicy {
     /// Whether a failed operation is released.
-    pub(crate) fn gives_failures_back(self) -> bool {
+    pub(crate) fn releases_failures(self) -> bool {
         self != Self::All
     }
 }

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::attempt::{Attempt, Begin};
+use super::attempt::{Attempt, ClaimResult};
 use super::context::OperationContext;
 use super::has_payload::HasPayload;
 use super::store::Begun;
@@ -12,62 +12,62 @@ use crate::store::notifications::Notifications;
 
 /// How often a waiter polls, with or without notifications.
 const POLL: Duration = Duration::from_secs(1);
-/// A lease near its end is probably about to be renewed.
+/// The shortest pause between polls: a lease near its end is probably renewed.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
 
 impl<P: HasPayload + 'static> OperationContext<P> {
-    /// Begins the operation, or waits for its attempt in flight unless too many requests wait. `begun` is the store's first
-    /// reply.
+    /// Begins the operation, or waits for its attempt in flight unless too many requests wait. `first` is the first reply of the store,
+    /// if there is one already.
     pub(crate) async fn begin_or_wait(
         self: &Arc<Self>,
-        begun: Option<Result<Begin<P>, StoreError>>,
+        first: Option<Result<ClaimResult<P>, StoreError>>,
         max_wait: Duration,
         max_waiting: usize,
-    ) -> Result<Begin<P>, StoreError> {
-        let begun = match begun {
-            Some(begun) => begun?,
+    ) -> Result<ClaimResult<P>, StoreError> {
+        let result = match first {
+            Some(first) => first?,
             None => Attempt::begin(self).await?,
         };
-        if max_wait.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
-            return Ok(begun);
+        if max_wait.is_zero() || !matches!(result, ClaimResult::NotGranted(Begun::InFlight { .. })) {
+            return Ok(result);
         }
         let coordinator = self.coordinator();
-        let Some(_place) = coordinator.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(begun) };
+        let Some(_waiter) = coordinator.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(result) };
         let start = Instant::now();
-        let begun = Box::pin(wait(Arc::clone(self), begun, start + max_wait)).await;
+        let result = Box::pin(wait(Arc::clone(self), result, start + max_wait)).await;
         coordinator.meters().waited(start.elapsed());
-        Ok(begun)
+        Ok(result)
     }
 }
 
-/// Begins the operation once the attempt in flight ends. `known` is the last reply: it stays valid if the store fails, so no
-/// request passes for that.
+/// Begins the operation once the attempt in flight ends. If the store fails, returns the last reply, so that no request passes due to the
+/// failure.
 async fn wait<P: HasPayload + 'static>(
     mut context: Arc<OperationContext<P>>,
-    mut known: Begin<P>,
+    mut last: ClaimResult<P>,
     until: Instant,
-) -> Begin<P> {
-    // An end before the subscription is found by another call.
+) -> ClaimResult<P> {
+    // The attempt may have ended before the subscription, so the loop calls the store first.
     let watch = timeout_at(until.min(Instant::now() + POLL), context.watch());
-    let mut wakeups = watch.await.unwrap_or_else(|_| Notifications::none());
+    let mut notifications = watch.await.unwrap_or_else(|_| Notifications::none());
     loop {
-        let begun = Attempt::begin(&context).await;
-        let has_failed = begun.is_err();
-        known = begun.unwrap_or(known);
-        let Begin::Not(Begun::InFlight { remaining, .. }) = &known else { return known };
+        let result = Attempt::begin(&context).await;
+        let has_failed = result.is_err();
+        last = result.unwrap_or(last);
+        let ClaimResult::NotGranted(Begun::InFlight { remaining, .. }) = &last else { return last };
         let now = Instant::now();
         if now >= until {
-            return known;
+            return last;
         }
         // The end of an abandoned lease sends no notification.
         let mut pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
         if has_failed {
-            // A claim that may have been granted is released: use a new one.
-            let Ok(again) = context.anew() else { return known };
+            // The failed claim may have been granted and is being released, so use a new token.
+            let Ok(again) = context.with_new_token() else { return last };
             (context, pause) = (again, POLL);
         }
         tokio::select! {
-            () = wakeups.next() => {}
+            () = notifications.next() => {}
             () = sleep_until(until.min(now + pause)) => {}
         }
     }

@@ -1,4 +1,4 @@
-//! Acquisitions: from the local queue to the store, until the lease is granted or the caller gives up.
+//! Acquisition of leases: first the local queue, then calls to the store until the lease is granted or the wait ends.
 
 use std::future::{Future, pending, ready};
 use std::mem;
@@ -13,11 +13,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::context;
 use super::erased::{Answers, Call};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, OtherKind, QueueFull};
-use super::gate::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, QueuePosition};
 use super::grant::{FENCES, Grant, after, safe_ttl};
 use super::jitter::jittered;
 use super::kind::LockKind;
 use super::lease::Lease;
+use super::local_queues::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, QueuePosition};
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
 use super::metrics::{HandoffKind, Outcome};
@@ -29,10 +29,10 @@ use crate::error::{ConfigError, StoreError};
 use crate::reach::Reach;
 use crate::store::circuit::Circuit;
 
-/// How long a waiter goes without a call to the store: a notification may be lost.
+/// The interval of polls of the store, in case a notification is lost.
 const POLL: Duration = Duration::from_secs(1);
 /// The shortest timeout of a subscription, even if the lease ends sooner.
-const SOON: Duration = Duration::from_millis(10);
+const MIN_SUBSCRIBE_TIMEOUT: Duration = Duration::from_millis(10);
 /// Head start of other processes that got the same notification.
 const HEAD_START: Duration = Duration::from_millis(1);
 /// The pause after a failed call. Doubles with each further failure, up to `LONGEST_PAUSE`.
@@ -40,7 +40,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// One requested lock.
-struct Lone {
+struct OneLock {
     shared: Arc<LocksState>,
     lock: LockKey,
     options: AcquireOptions,
@@ -52,11 +52,11 @@ pub(super) fn acquire(
     lock: LockKey,
     options: AcquireOptions,
 ) -> Call<Result<Lease, LockError>> {
-    let position = shared.gate.new_position();
-    Box::pin(Acquire::new(Lone { shared, lock, options, position }))
+    let position = shared.queues.new_position();
+    Box::pin(Acquire::new(OneLock { shared, lock, options, position }))
 }
 
-impl Request for Lone {
+impl Request for OneLock {
     type Grant = Lease;
 
     fn shared(&self) -> &Arc<LocksState> {
@@ -67,13 +67,13 @@ impl Request for Lone {
         (self.options.wait, self.options.ttl)
     }
 
-    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Lease, LockError>> {
+    fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<Lease, LockError>> {
         let Self { lock, options, .. } = *self;
-        let (shared, position) = (Arc::clone(&self.shared), QueuePosition { is_back, ..self.position });
+        let (shared, position) = (Arc::clone(&self.shared), QueuePosition { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
         shared.meters();
         // Not an `async fn`: its future would hold the arguments twice.
-        Box::pin(async move { take(&shared, &lock, &options, begun, position).await })
+        Box::pin(async move { acquire_one(&shared, &lock, &options, start, position).await })
     }
 
     fn since(lease: &Lease) -> Instant {
@@ -81,89 +81,95 @@ impl Request for Lone {
     }
 
     fn busy(&self) -> LockError {
-        self.shared.gate.busy(&self.lock).into()
+        self.shared.queues.busy(&self.lock).into()
     }
 
-    fn count(&self, outcome: &Result<Lease, LockError>, begun: Instant) {
-        let ended = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
-        self.shared.meters().asked(Outcome::of(outcome), ended - begun);
+    fn count(&self, outcome: &Result<Lease, LockError>, start: Instant) {
+        let end = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
+        self.shared.meters().record_request(Outcome::of(outcome), end - start);
     }
 }
 
-/// Takes the leases of several locks of one shard, or none. No other caller of this process asks for one of them meanwhile. All
-/// callers must name locks in the same order.
+/// Acquires the leases of several locks of one shard, or none. Other callers of this process queue behind it for each of them. All
+/// callers must list locks in the same order, or they would deadlock.
 pub(super) async fn acquire_all(
     shared: &Arc<LocksState>,
     locks: &[LockKey],
     options: AcquireOptions,
     position: QueuePosition,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
-    take_all(shared, locks, &options, Instant::now(), position).await.map(Leases::into_iter)
+    acquire_shard(shared, locks, &options, Instant::now(), position).await.map(Leases::into_iter)
 }
 
-async fn take_all(
+async fn acquire_shard(
     shared: &Arc<LocksState>,
     locks: &[LockKey],
     options: &AcquireOptions,
-    begun: Instant,
+    start: Instant,
     position: QueuePosition,
 ) -> Result<Leases, LockError> {
-    let give_up = after(begun, options.wait);
-    let mut asked = Asked::new();
+    let wait_end = after(start, options.wait);
+    let mut acquisitions = Acquisitions::new();
     let mut has_waited = false;
     let first = locks.first().filter(|_| !options.wait.is_zero());
-    let _asking = first.map(|lock| shared.ask(lock, options.max_asking, position.is_back)).transpose()?;
+    let _waiter =
+        first.map(|lock| shared.register_waiter(lock, options.max_total_waiters, position.is_requeued)).transpose()?;
     for lock in locks {
-        may_ask(shared, lock, options)?;
+        check_request(shared, lock, options)?;
         loop {
-            // No handoff: that would grant one lock without the others.
-            let mut coming = pin!(wait_for_turn(shared, lock, options, begun, position, false));
-            let offer = tokio::select! {
+            // Accepts no lease by handoff: that would grant one lock without the others.
+            let mut handoff = pin!(wait_for_handoff(shared, lock, options, start, position, false));
+            let handoff = tokio::select! {
                 biased;
-                offer = &mut coming => offer?,
+                handoff = &mut handoff => handoff?,
                 // While waiting for this lock, the store is not called for the locks before it.
                 () = ready(()) => {
                     has_waited = true;
-                    tell(&asked, Some(Failure::Busy(give_up)));
-                    coming.await?
+                    publish(&acquisitions, Some(Failure::Busy(wait_end)));
+                    handoff.await?
                 }
             };
-            match offer {
-                Handoff::LeaderPermit(turn) => break asked.push((Acquisition::new(shared, lock, options)?, turn)),
+            match handoff {
+                Handoff::LeaderPermit(permit) => {
+                    break acquisitions.push((Acquisition::new(shared, lock, options)?, permit));
+                }
                 Handoff::Lease(lease) => drop(lease),
             }
         }
     }
     if has_waited {
-        tell(&asked, None);
+        publish(&acquisitions, None);
     }
-    acquire_once(shared, &mut asked, options, give_up).await
+    acquire_leases(shared, &mut acquisitions, options, wait_end).await
 }
 
-/// Takes the lease of one lock. The caller counts the outcome.
-pub(super) async fn take(
+/// Acquires the lease of one lock. The caller counts the outcome.
+pub(super) async fn acquire_one(
     shared: &Arc<LocksState>,
     lock: &LockKey,
     options: &AcquireOptions,
-    begun: Instant,
+    start: Instant,
     position: QueuePosition,
 ) -> Result<Lease, LockError> {
-    may_ask(shared, lock, options)?;
-    let _asking =
-        if options.wait.is_zero() { None } else { Some(shared.ask(lock, options.max_asking, position.is_back)?) };
-    let mut asked: Asked = match wait_for_turn(shared, lock, options, begun, position, true).await? {
+    check_request(shared, lock, options)?;
+    let _waiter = if options.wait.is_zero() {
+        None
+    } else {
+        Some(shared.register_waiter(lock, options.max_total_waiters, position.is_requeued)?)
+    };
+    let mut acquisitions: Acquisitions = match wait_for_handoff(shared, lock, options, start, position, true).await? {
         Handoff::Lease(lease) => {
             shared.meters().handed_over(HandoffKind::Hand, lease.since().elapsed());
             return Ok(lease);
         }
-        Handoff::LeaderPermit(turn) => smallvec![(Acquisition::new(shared, lock, options)?, turn)],
+        Handoff::LeaderPermit(permit) => smallvec![(Acquisition::new(shared, lock, options)?, permit)],
     };
-    let mut leases = acquire_once(shared, &mut asked, options, after(begun, options.wait)).await?;
+    let mut leases = acquire_leases(shared, &mut acquisitions, options, after(start, options.wait)).await?;
     leases.pop().ok_or_else(|| too_late().into())
 }
 
-fn may_ask(shared: &Arc<LocksState>, lock: &LockKey, options: &AcquireOptions) -> Result<(), LockError> {
-    check(options)?;
+fn check_request(shared: &Arc<LocksState>, lock: &LockKey, options: &AcquireOptions) -> Result<(), LockError> {
+    check_options(options)?;
     if shared.store.reach() == Reach::Quorum
         && (options.is_fair || options.kind == LockKind::ReadWrite || options.permits > 1)
     {
@@ -172,101 +178,101 @@ fn may_ask(shared: &Arc<LocksState>, lock: &LockKey, options: &AcquireOptions) -
     if shared.is_closed() {
         return Err(Closed.into());
     }
-    if !shared.is_semaphore && context::holds(shared, lock) {
+    if !shared.is_semaphore && context::is_held(shared, lock) {
         return Err(Nested::new(*lock).into());
     }
     Ok(())
 }
 
-/// Waits until this caller may call the store, or gets the lease by handoff if that suffices.
-async fn wait_for_turn(
+/// Waits until this caller may call the store. If it `accepts_lease`, it may get the lease of the previous holder instead.
+async fn wait_for_handoff(
     shared: &Arc<LocksState>,
     lock: &LockKey,
     options: &AcquireOptions,
-    begun: Instant,
+    start: Instant,
     position: QueuePosition,
-    by_hand: bool,
+    accepts_lease: bool,
 ) -> Result<Handoff, LockError> {
-    // Locks in release by this process count as free, so wait for these releases before calling the store.
-    if let Some(releases) = shared.gate.releases(lock, options.deadline) {
+    // A lock that this process is releasing counts as free, so wait for the release before calling the store.
+    if let Some(releases) = shared.queues.releases(lock, options.deadline) {
         Box::pin(releases).await;
     }
     let entered = if options.is_fair {
-        shared.join(*lock, options, position.is_back)?
+        shared.enter_fair(*lock, options, position.is_requeued)?
     } else {
-        shared.enter(*lock, options, position, by_hand)?
+        shared.enter(*lock, options, position, accepts_lease)?
     };
     match entered {
         // A shutdown that began since the last check may have missed this caller.
         Entered::LeaderPermit(_) if shared.is_closed() => Err(Closed.into()),
-        Entered::LeaderPermit(turn) => Ok(Handoff::LeaderPermit(turn)),
+        Entered::LeaderPermit(permit) => Ok(Handoff::LeaderPermit(permit)),
         // Boxed to keep the fast path's future small.
-        entered => Box::pin(wait_in_queue(shared, *lock, *options, entered, begun, position, by_hand)).await,
+        entered => Box::pin(wait_in_queue(shared, *lock, *options, entered, start, position, accepts_lease)).await,
     }
 }
 
-/// Waits behind the leader: in the queue for as long as the caller wants, then for the leader's next answer. That answer is the
-/// reason why the caller does not get the lock, so it also reports store errors.
+/// Waits behind the leader. After the caller's wait, it waits for the next failure of the leader, which is also the reason why this caller
+/// gets no lease.
 async fn wait_in_queue(
     shared: &Arc<LocksState>,
     lock: LockKey,
     mut options: AcquireOptions,
     mut entered: Entered,
-    begun: Instant,
+    start: Instant,
     position: QueuePosition,
-    by_hand: bool,
+    accepts_lease: bool,
 ) -> Result<Handoff, LockError> {
-    let give_up = after(begun, options.wait);
+    let wait_end = after(start, options.wait);
     // The wait may be over already, for instance after a slow release of this process.
-    let mut answer_by = after(give_up.max(Instant::now()), options.limit());
+    let mut answer_deadline = after(wait_end.max(Instant::now()), options.call_timeout());
     loop {
         match entered {
             Entered::LeaderPermit(_) if shared.is_closed() => return Err(Closed.into()),
-            Entered::LeaderPermit(turn) => return Ok(Handoff::LeaderPermit(turn)),
-            Entered::Queue { mut waiting, is_free_soon, news } => {
+            Entered::LeaderPermit(permit) => return Ok(Handoff::LeaderPermit(permit)),
+            Entered::Queue { mut waiter, is_free_soon, watchers: failures } => {
                 // Callers that do not wait still wait for a release in progress.
-                let until = if is_free_soon { answer_by } else { give_up };
+                let until = if is_free_soon { answer_deadline } else { wait_end };
                 tokio::select! {
                     biased;
-                    offer = waiting.offer() => return offer.ok_or_else(|| Closed.into()),
+                    handoff = waiter.handoff() => return handoff.ok_or_else(|| Closed.into()),
                     () = shared.closed() => return Err(Closed.into()),
-                    error = circuit_opens(shared, news) => return Err(error.into()),
+                    error = circuit_opens(shared, failures) => return Err(error.into()),
                     () = sleep_until(until) => {}
                 }
             }
-            Entered::Behind(mut news) => tokio::select! {
+            Entered::Watching(mut failures) => tokio::select! {
                 biased;
-                heard = news.changed() => {
-                    let refusal = heard.ok().and_then(|()| news.borrow().clone());
-                    if let Some(refusal) = refusal {
-                        return Err(refusal.error(lock, &options));
+                changed = failures.changed() => {
+                    let failure = changed.ok().and_then(|()| failures.borrow().clone());
+                    if let Some(failure) = failure {
+                        return Err(failure.error(lock, &options));
                     }
                 }
                 () = shared.closed() => return Err(Closed.into()),
-                () = sleep_until(answer_by) => {}
+                () = sleep_until(answer_deadline) => {}
             },
         }
         // Replication takes time, which is no store error.
-        answer_by = answer_by.max(after(give_up, shared.gate.limit(&lock)));
-        if Instant::now() >= answer_by {
-            return Err(shared.gate.busy(&lock).into());
+        answer_deadline = answer_deadline.max(after(wait_end, shared.queues.replication_timeout(&lock)));
+        if Instant::now() >= answer_deadline {
+            return Err(shared.queues.busy(&lock).into());
         }
         options.wait = Duration::ZERO;
-        entered = match shared.gate.overhear(&lock) {
-            Some(Ok(news)) => Entered::Behind(news),
-            Some(Err(refusal)) => return Err(refusal.error(lock, &options)),
-            // The leader has gone without an answer.
-            None => shared.enter(lock, &options, position, by_hand)?,
+        entered = match shared.queues.watch_failure(&lock) {
+            Some(Ok(failures)) => Entered::Watching(failures),
+            Some(Err(failure)) => return Err(failure.error(lock, &options)),
+            // The leader has left without a failure.
+            None => shared.enter(lock, &options, position, accepts_lease)?,
         };
     }
 }
 
-/// Resolves with the last failure once the circuit opens, for callers that heed it.
-async fn circuit_opens(shared: &LocksState, news: Option<FailureWatch>) -> StoreError {
-    if let Some(mut news) = news {
-        while news.changed().await.is_ok() {
-            let heard = news.borrow_and_update().clone();
-            if let (Some(Failure::Failed(error)), Err(_)) = (heard, shared.circuit().admit_no_probe()) {
+/// Resolves with the last store error once the circuit opens. Never resolves without `failures`.
+async fn circuit_opens(shared: &LocksState, failures: Option<FailureWatch>) -> StoreError {
+    if let Some(mut failures) = failures {
+        while failures.changed().await.is_ok() {
+            let failure = failures.borrow_and_update().clone();
+            if let (Some(Failure::Failed(error)), Err(_)) = (failure, shared.circuit().admit_no_probe()) {
                 return error;
             }
         }
@@ -274,7 +280,7 @@ async fn circuit_opens(shared: &LocksState, news: Option<FailureWatch>) -> Store
     pending().await
 }
 
-fn check(options: &AcquireOptions) -> Result<(), ConfigError> {
+fn check_options(options: &AcquireOptions) -> Result<(), ConfigError> {
     let (min, max) = (Claim::MIN_TTL, Claim::MAX_TTL);
     if options.ttl < min || options.ttl > max {
         return Err(ConfigError::TtlOutOfRange { ttl: options.ttl, min, max });
@@ -291,31 +297,31 @@ fn check(options: &AcquireOptions) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The locks of one call: nearly always one.
-type Asked = SmallVec<[(Acquisition, LeaderPermit); 1]>;
+/// The acquisitions of one call, nearly always one, each with the permit to call the store for its lock.
+type Acquisitions = SmallVec<[(Acquisition, LeaderPermit); 1]>;
 type Leases = SmallVec<[Lease; 1]>;
 
-/// Tells other callers of this process what the store answered; `None` before a call.
-fn tell(asked: &Asked, refusal: Option<Failure>) {
-    asked.iter().for_each(|(_, turn)| turn.hears(refusal.clone()));
+/// Reports to other callers of this process why the store granted no lease; `None` before a call.
+fn publish(acquisitions: &Acquisitions, failure: Option<Failure>) {
+    acquisitions.iter().for_each(|(_, permit)| permit.publish(failure.clone()));
 }
 
 /// Calls the store until it grants all leases, on behalf of all waiters of this process.
-async fn acquire_once(
+async fn acquire_leases(
     shared: &Arc<LocksState>,
-    asked: &mut Asked,
+    acquisitions: &mut Acquisitions,
     options: &AcquireOptions,
-    give_up: Instant,
+    wait_end: Instant,
 ) -> Result<Leases, LockError> {
-    if asked.iter_mut().fold(false, |is_shared, (_, turn)| mem::take(&mut turn.is_shared) || is_shared) {
+    if acquisitions.iter_mut().fold(false, |is_shared, (_, permit)| mem::take(&mut permit.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
-    match Attempt::new(shared, asked, options.limit()).await {
+    match Attempt::new(shared, acquisitions, options.call_timeout()).await {
         Ok((answers, now)) if answers.iter().all(|answer| fence(answer).is_some()) => {
-            granted(asked, &answers, now).ok_or_else(|| too_late().into())
+            make_leases(acquisitions, &answers, now).ok_or_else(|| too_late().into())
         }
         // Boxed to keep the fast path's future small.
-        heard => Box::pin(Retries::new(shared, options, give_up).run(heard, asked)).await,
+        answers => Box::pin(Retries::new(shared, options, wait_end).run(answers, acquisitions)).await,
     }
 }
 
@@ -323,135 +329,148 @@ async fn acquire_once(
 struct Retries<'a> {
     shared: &'a Arc<LocksState>,
     options: &'a AcquireOptions,
-    give_up: Instant,
+    wait_end: Instant,
     // The pause after the next failure.
     pause: Duration,
-    // Whether a call was repeated at once, over another connection.
+    // Whether a call was repeated immediately, over another connection.
     was_repeated: bool,
-    // When the last notification of a release arrived, if nothing happened since.
-    notified: Option<Instant>,
-    // When the holders may be asked for a release again.
-    ask_at: Instant,
+    // When the notification arrived that ended the last wait, if one did.
+    notified_at: Option<Instant>,
+    // When to send the next release request to the holders.
+    request_release_at: Instant,
 }
 
 impl<'a> Retries<'a> {
-    fn new(shared: &'a Arc<LocksState>, options: &'a AcquireOptions, give_up: Instant) -> Self {
-        let ask_at = Instant::now();
-        Self { shared, options, give_up, pause: FIRST_PAUSE, was_repeated: false, notified: None, ask_at }
+    fn new(shared: &'a Arc<LocksState>, options: &'a AcquireOptions, wait_end: Instant) -> Self {
+        let request_release_at = Instant::now();
+        Self {
+            shared,
+            options,
+            wait_end,
+            pause: FIRST_PAUSE,
+            was_repeated: false,
+            notified_at: None,
+            request_release_at,
+        }
     }
 
     /// Calls the store until it grants all leases, or the caller gives up.
     async fn run(
         mut self,
-        mut heard: Result<(Answers, Instant), StoreError>,
-        asked: &mut Asked,
+        mut answers: Result<(Answers, Instant), StoreError>,
+        acquisitions: &mut Acquisitions,
     ) -> Result<Leases, LockError> {
         loop {
-            match heard {
-                Ok((answers, now)) => match obstacle(&answers) {
+            match answers {
+                Ok((answers, now)) => match blocking_answer(&answers) {
                     None => {
-                        if let Some(notified) = self.notified {
-                            self.shared.meters().handed_over(HandoffKind::Message, now - notified);
+                        if let Some(notified_at) = self.notified_at {
+                            self.shared.meters().handed_over(HandoffKind::Message, now - notified_at);
                         }
-                        return granted(asked, &answers, now).ok_or_else(|| too_late().into());
+                        return make_leases(acquisitions, &answers, now).ok_or_else(|| too_late().into());
                     }
-                    Some((at, answer)) => self.wait_after(answer, at, asked).await?,
+                    Some((at, answer)) => self.wait_after(answer, at, acquisitions).await?,
                 },
-                Err(error) => self.pause_after(error, asked).await?,
+                Err(error) => self.pause_after(error, acquisitions).await?,
             }
             // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
             // needs a new token.
             if self.shared.store.reach() == Reach::Quorum {
-                asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
+                acquisitions.iter_mut().try_for_each(|(acquisition, _)| acquisition.restart())?;
             }
-            heard = Attempt::new(self.shared, asked, self.options.limit()).await;
+            answers = Attempt::new(self.shared, acquisitions, self.options.call_timeout()).await;
         }
     }
 
-    /// Waits after the answer that the lock at index `at` is not granted.
-    async fn wait_after(&mut self, answer: Acquired, at: usize, asked: &mut Asked) -> Result<(), LockError> {
-        let Acquisition { lock, claim, .. } = asked[at].0;
+    /// Waits after the store refused the lock at index `at`.
+    async fn wait_after(
+        &mut self,
+        answer: Acquired,
+        at: usize,
+        acquisitions: &mut Acquisitions,
+    ) -> Result<(), LockError> {
+        let Acquisition { lock, claim, .. } = acquisitions[at].0;
         match answer {
             Acquired::OtherKind { held } => return Err(OtherKind::new(lock, claim.kind, held).into()),
             Acquired::NotReplicated { replicas } => {
-                let until = self.give_up.min(after(Instant::now(), claim.ttl));
-                tell(asked, Some(Failure::NotReplicated { replicas, until }));
+                let until = self.wait_end.min(after(Instant::now(), claim.ttl));
+                publish(acquisitions, Some(Failure::NotReplicated { replicas, until }));
                 return self.sleep_or(NotReplicated::new(lock, replicas, claim.replicas.count).into()).await;
             }
             _ => {}
         }
         let remaining = remaining(&answer);
-        tell(asked, Some(Failure::Busy(after(Instant::now(), remaining))));
+        publish(acquisitions, Some(Failure::Busy(after(Instant::now(), remaining))));
         if matches!(answer, Acquired::QueueFull { .. }) {
             return Err(QueueFull::new(lock).into());
         }
         let busy = Busy::new(lock, remaining);
-        if Instant::now() >= self.give_up {
+        if Instant::now() >= self.wait_end {
             return Err(busy.into());
         }
-        if self.options.asks && Instant::now() >= self.ask_at {
-            self.ask_at = Instant::now() + POLL / 2;
-            self.shared.ask_holders(lock, self.options.deadline);
+        if self.options.requests_release && Instant::now() >= self.request_release_at {
+            self.request_release_at = Instant::now() + POLL / 2;
+            self.shared.request_release(lock, self.options.deadline);
         }
-        // Waiters further back get no grant when the lease ends.
+        // Later waiters of the store's queue get no grant when the lease ends.
         let is_first = !matches!(answer, Acquired::Queued { is_first: false, .. });
-        let (attempts, turn) = &mut asked[at];
-        self.wait_for_release(attempts, turn, remaining, is_first).await?;
-        if Instant::now() >= self.give_up { Err(busy.into()) } else { Ok(()) }
+        let (acquisition, permit) = &mut acquisitions[at];
+        self.wait_for_release(acquisition, permit, remaining, is_first).await?;
+        if Instant::now() >= self.wait_end { Err(busy.into()) } else { Ok(()) }
     }
 
     /// Waits for the notification of a release, or until the lease should have ended. Subscribes first if there is no subscription.
     async fn wait_for_release(
         &mut self,
-        attempts: &Acquisition,
-        turn: &mut LeaderPermit,
+        acquisition: &Acquisition,
+        permit: &mut LeaderPermit,
         remaining: Duration,
         is_first: bool,
     ) -> Result<(), LockError> {
-        let Some(wakeups) = &mut turn.wakeups else {
-            let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
-            let until = self.give_up.min(after(Instant::now(), listen));
+        let Some(notifications) = &mut permit.notifications else {
+            let timeout = if is_first { remaining.clamp(MIN_SUBSCRIBE_TIMEOUT, POLL) } else { POLL };
+            let until = self.wait_end.min(after(Instant::now(), timeout));
             tokio::select! {
-                wakeups = timeout_at(until, Arc::clone(&self.shared.store).watch(attempts.lock, attempts.queued_token())) => turn.wakeups = wakeups.ok(),
+                notifications = timeout_at(until, Arc::clone(&self.shared.store).watch(acquisition.lock, acquisition.queued_token())) => permit.notifications = notifications.ok(),
                 () = self.shared.closed() => return Err(Closed.into()),
             }
-            // A release before the subscription is found by another call.
+            // A release may have preceded the subscription, so call again.
             return Ok(());
         };
         let mut poll = jittered(POLL);
         if is_first {
             poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
         }
-        self.notified = tokio::select! {
-            () = wakeups.next() => Some(Instant::now()),
-            () = sleep_until(self.give_up.min(after(Instant::now(), poll))) => None,
+        self.notified_at = tokio::select! {
+            () = notifications.next() => Some(Instant::now()),
+            () = sleep_until(self.wait_end.min(after(Instant::now(), poll))) => None,
             () = self.shared.closed() => return Err(Closed.into()),
         };
-        // Without time left, there is no further call.
-        if self.notified.is_none() && Instant::now() < self.give_up {
+        // After the wait, there is no further call.
+        if self.notified_at.is_none() && Instant::now() < self.wait_end {
             self.shared.meters().polled();
         }
         Ok(())
     }
 
-    /// Waits after an error, unless another call would fail as well.
-    async fn pause_after(&mut self, error: StoreError, asked: &Asked) -> Result<(), LockError> {
-        // A connection may just have broken, and another may work. Repeating the call with the same token is harmless.
+    /// Waits after an error, if a retry may succeed.
+    async fn pause_after(&mut self, error: StoreError, acquisitions: &Acquisitions) -> Result<(), LockError> {
+        // If the connection broke, another one may work. Repeating the call with the same token is harmless.
         let may_repeat = error.is_unavailable() && !Circuit::is_cause_of(&error);
         if may_repeat && !mem::replace(&mut self.was_repeated, true) {
             return Ok(());
         }
-        tell(asked, Some(Failure::Failed(error.clone())));
-        // A refused call would be refused again.
-        let is_passing = error.is_timeout() || error.is_unavailable();
-        let is_cut_off = self.options.heeds_circuit && self.shared.circuit().admit_no_probe().is_err();
-        if is_passing && !is_cut_off { self.sleep_or(error.into()).await } else { Err(error.into()) }
+        publish(acquisitions, Some(Failure::Failed(error.clone())));
+        // The store would refuse a refused call again.
+        let is_transient = error.is_timeout() || error.is_unavailable();
+        let is_blocked = self.options.heeds_circuit && self.shared.circuit().admit_no_probe().is_err();
+        if is_transient && !is_blocked { self.sleep_or(error.into()).await } else { Err(error.into()) }
     }
 
     /// Sleeps for the pause, or fails with `failure` if the caller gives up before its end.
     async fn sleep_or(&mut self, failure: LockError) -> Result<(), LockError> {
         let next = Instant::now() + jittered(self.pause);
-        if next >= self.give_up {
+        if next >= self.wait_end {
             return Err(failure);
         }
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
@@ -462,27 +481,27 @@ impl<'a> Retries<'a> {
     }
 }
 
-/// The answer with the longest remaining time, of those that grant no lease, with its index.
-fn obstacle(answers: &[Acquired]) -> Option<(usize, Acquired)> {
-    let obstacles = answers.iter().copied().enumerate().filter(|(_, answer)| fence(answer).is_none());
-    obstacles.max_by_key(|(_, answer)| (matches!(answer, Acquired::OtherKind { .. }), remaining(answer)))
+/// Of the answers that grant no lease, the one with the longest remaining time, with its index.
+fn blocking_answer(answers: &[Acquired]) -> Option<(usize, Acquired)> {
+    let refusals = answers.iter().copied().enumerate().filter(|(_, answer)| fence(answer).is_none());
+    refusals.max_by_key(|(_, answer)| (matches!(answer, Acquired::OtherKind { .. }), remaining(answer)))
 }
 
-/// The attempts to take a lease with one token. Dropping it undoes an attempt that may have succeeded, and leaves the store's
-/// queue.
+/// The acquisition of one lease with one token. If it is dropped, it undoes an attempt that may have succeeded, and leaves the queue in
+/// the store.
 struct Acquisition {
     shared: Arc<LocksState>,
     lock: LockKey,
     claim: Claim,
     // The longest duration of one call, and of the lease.
-    limit: Duration,
+    call_timeout: Duration,
     max_hold: Option<Duration>,
     // When the last attempt was sent, if the token may hold the lease or a position in the queue.
     sent: Option<Instant>,
-    // The same for earlier attempts. Kept if the last attempt was not even executed.
+    // The same for the attempts before. Applies again if the last attempt was not executed.
     sent_before: Option<Instant>,
-    // Until when an attempt without a reply may still be executed, if there is one.
-    settles: Option<Instant>,
+    // Until when an attempt without a reply may still be executed.
+    in_flight_until: Option<Instant>,
 }
 
 impl Acquisition {
@@ -492,14 +511,23 @@ impl Acquisition {
             (true, true) => Queueing::Yield,
             (true, false) => Queueing::Enqueue,
         };
-        // Handoff is allowed only if no queue in the store would be bypassed.
+        // More fences are for local handoffs, which must not bypass a queue in the store.
         let fences = if shared.is_semaphore || options.is_fair { 1 } else { FENCES };
         let permits = if options.is_shared { Claim::MAX_PERMITS } else { options.permits };
         let AcquireOptions { ttl, kind, is_shared, deadline, max_hold, .. } = *options;
         let replicas = options.replicas();
         let claim = Claim { fences, kind, permits, is_shared, queueing, replicas, ..Claim::new(Token::random()?, ttl) };
         let (shared, lock) = (Arc::clone(shared), *lock);
-        Ok(Self { shared, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
+        Ok(Self {
+            shared,
+            lock,
+            claim,
+            call_timeout: deadline,
+            max_hold,
+            sent: None,
+            sent_before: None,
+            in_flight_until: None,
+        })
     }
 
     /// The token of a caller in the store's queue.
@@ -507,40 +535,40 @@ impl Acquisition {
         (self.claim.queueing == Queueing::Enqueue).then_some(self.claim.token)
     }
 
-    fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
+    fn record_answer(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
             Ok(Acquired::Granted { .. } | Acquired::Queued { .. } | Acquired::NotReplicated { .. }) => {}
-            // The claim may still have its position in the store's queue, and has to leave it.
+            // The claim may still have its position in the store's queue, and must leave it.
             Ok(Acquired::OtherKind { .. }) if self.claim.queueing == Queueing::Enqueue => {}
             // An earlier attempt may still be in flight.
             Ok(Acquired::Busy { .. } | Acquired::QueueFull { .. } | Acquired::OtherKind { .. })
-                if self.settles.is_some() => {}
+                if self.in_flight_until.is_some() => {}
             Ok(Acquired::Busy { .. } | Acquired::QueueFull { .. } | Acquired::OtherKind { .. }) => self.sent = None,
             // The store refused for another reason, or was not called.
             Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
-                if self.settles.is_none() {
+                if self.in_flight_until.is_none() {
                     self.sent = self.sent_before;
                 }
             }
-            Err(_) => self.settles = Some(Instant::now() + IN_FLIGHT_GRACE),
+            Err(_) => self.in_flight_until = Some(Instant::now() + IN_FLIGHT_GRACE),
         }
     }
 
-    /// When the last attempt was sent, if a lease granted by it is still usable at `now`.
-    fn good_since(&self, now: Instant) -> Option<Instant> {
+    /// When the last attempt was sent, if its lease would still be valid at `now`.
+    fn usable_since(&self, now: Instant) -> Option<Instant> {
         self.sent.filter(|sent| now < *sent + safe_ttl(self.claim.ttl))
     }
 
-    /// Makes a lease from a grant, unless it is over at `now`. Drop the permit after that.
-    fn granted(&mut self, turn: &mut LeaderPermit, fence: u64, now: Instant) -> Option<Lease> {
-        let sent = self.good_since(now)?;
+    /// Makes a lease from a grant, unless it has expired at `now`. Drop the permit after that.
+    fn make_lease(&mut self, permit: &mut LeaderPermit, fence: u64, now: Instant) -> Option<Lease> {
+        let sent = self.usable_since(now)?;
         self.sent = None;
-        let hold = Arc::new(Grant::new(self.lock, &self.claim, self.limit, self.settles, sent, fence));
-        let fence = hold.hand_to(self.max_hold, now).unwrap_or(fence);
-        turn.holds(&hold);
-        self.shared.keep(&hold);
-        self.shared.name(&hold, now);
-        Some(Lease::new(&self.shared, &hold, fence, now))
+        let grant = Arc::new(Grant::new(self.lock, &self.claim, self.call_timeout, self.in_flight_until, sent, fence));
+        let fence = grant.hand_off(self.max_hold, now).unwrap_or(fence);
+        permit.granted(&grant);
+        self.shared.start_renewal(&grant);
+        self.shared.store_holder_name(&grant, now);
+        Some(Lease::new(&self.shared, &grant, fence, now))
     }
 }
 
@@ -551,21 +579,22 @@ impl Drop for Acquisition {
 }
 
 impl Acquisition {
-    /// Starts over with a new token.
-    fn begin_again(&mut self) -> Result<(), StoreError> {
+    /// Undoes the attempts, and goes on with a new token.
+    fn restart(&mut self) -> Result<(), StoreError> {
         self.undo();
         self.claim.token = Token::random()?;
-        self.settles = None;
+        self.in_flight_until = None;
         Ok(())
     }
 
     fn undo(&mut self) {
         if let Some(sent) = self.sent.take() {
-            let granted_by = self.settles.map_or(sent, |settles| settles.max(sent));
+            let granted_by = self.in_flight_until.map_or(sent, |in_flight_until| in_flight_until.max(sent));
             let until = after(granted_by, self.claim.ttl.max(Claim::POSITION_TTL));
-            let errand = ReleaseTask::undo(&self.shared, self.lock, &self.claim, until, self.limit, self.settles);
-            if let Some(errand) = errand {
-                errand.in_background();
+            let task =
+                ReleaseTask::undo(&self.shared, self.lock, &self.claim, until, self.call_timeout, self.in_flight_until);
+            if let Some(task) = task {
+                task.in_background();
             }
         }
     }
@@ -589,61 +618,64 @@ const fn remaining(answer: &Acquired) -> Duration {
     }
 }
 
-/// Makes leases from the grants, or none if one of them is over.
-fn granted(asked: &mut Asked, answers: &[Acquired], now: Instant) -> Option<Leases> {
-    let asked = asked.iter_mut().zip(answers);
-    asked.map(|((attempts, turn), answer)| attempts.granted(turn, fence(answer)?, now)).collect()
+/// Makes leases from the grants, or none if one of them has expired.
+fn make_leases(acquisitions: &mut Acquisitions, answers: &[Acquired], now: Instant) -> Option<Leases> {
+    let acquisitions = acquisitions.iter_mut().zip(answers);
+    acquisitions.map(|((acquisition, permit), answer)| acquisition.make_lease(permit, fence(answer)?, now)).collect()
 }
 
-/// One call to the store, with the time of its reply. If it is dropped before the reply, it continues in the background, and
-/// releases what it is granted.
+/// One call to the store, with the time of its reply. If it is dropped before the reply, the call continues in the background, and its
+/// leases are released.
 struct Attempt<'a> {
     shared: &'a Arc<LocksState>,
-    asked: &'a mut Asked,
+    acquisitions: &'a mut Acquisitions,
     // `None` after the reply.
     call: Option<Call<Result<Answers, StoreError>>>,
 }
 
 impl<'a> Attempt<'a> {
-    fn new(shared: &'a Arc<LocksState>, asked: &'a mut Asked, limit: Duration) -> Self {
-        let wanted = asked.iter().map(|(attempts, _)| (attempts.lock, attempts.claim)).collect();
+    fn new(shared: &'a Arc<LocksState>, acquisitions: &'a mut Acquisitions, call_timeout: Duration) -> Self {
+        let claims = acquisitions.iter().map(|(acquisition, _)| (acquisition.lock, acquisition.claim)).collect();
         let call = match shared.circuit().admit() {
-            Ok(()) => Arc::clone(&shared.store).acquire(wanted, limit),
+            Ok(()) => Arc::clone(&shared.store).acquire(claims, call_timeout),
             Err(error) => Box::pin(ready(Err(error))),
         };
         let sent = Instant::now();
-        for (attempts, _) in asked.iter_mut() {
-            attempts.sent_before = attempts.sent.replace(sent);
+        for (acquisition, _) in acquisitions.iter_mut() {
+            acquisition.sent_before = acquisition.sent.replace(sent);
         }
-        Self { shared, asked, call: Some(call) }
+        Self { shared, acquisitions, call: Some(call) }
     }
 }
 
 /// Records the answers of the store.
-fn answered(
+fn record_answers(
     shared: &LocksState,
-    asked: &mut Asked,
+    acquisitions: &mut Acquisitions,
     answers: Result<Answers, StoreError>,
 ) -> Result<(Answers, Instant), StoreError> {
     // The store must answer for each lock.
     let answers = answers.and_then(|answers| {
-        let is_whole = answers.len() == asked.len();
-        if is_whole { Ok(answers) } else { Err(StoreError::other("the store did not answer for each lock")) }
+        let is_complete = answers.len() == acquisitions.len();
+        if is_complete { Ok(answers) } else { Err(StoreError::other("the store did not answer for each lock")) }
     });
     match &answers {
         Ok(_) => shared.circuit().answered(shared),
         Err(error) => shared.circuit().failed(shared, error),
     }
-    for (at, (attempts, _)) in asked.iter_mut().enumerate() {
-        attempts.answered(answers.as_ref().map(|answers| answers[at]));
+    for (i, (acquisition, _)) in acquisitions.iter_mut().enumerate() {
+        acquisition.record_answer(answers.as_ref().map(|answers| answers[i]));
     }
     answers.map(|answers| (answers, Instant::now()))
 }
 
-/// Retry if the lease expired before its reply arrived.
-fn in_time(asked: &Asked, (answers, now): (Answers, Instant)) -> Result<(Answers, Instant), StoreError> {
+/// Replaces grants by an error if a lease expired before its reply arrived.
+fn check_in_time(
+    acquisitions: &Acquisitions,
+    (answers, now): (Answers, Instant),
+) -> Result<(Answers, Instant), StoreError> {
     let is_granted = answers.iter().all(|answer| fence(answer).is_some());
-    let is_late = asked.iter().any(|(attempts, _)| attempts.good_since(now).is_none());
+    let is_late = acquisitions.iter().any(|(acquisition, _)| acquisition.usable_since(now).is_none());
     if is_granted && is_late { Err(too_late()) } else { Ok((answers, now)) }
 }
 
@@ -655,29 +687,32 @@ impl Future for Attempt<'_> {
     type Output = Result<(Answers, Instant), StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Self { shared, asked, call } = &mut *self;
-        let under_way = call.as_mut().expect("Attempt polled after completion");
-        let Poll::Ready(answers) = under_way.as_mut().poll(cx) else { return Poll::Pending };
+        let Self { shared, acquisitions, call } = &mut *self;
+        let pending = call.as_mut().expect("Attempt polled after completion");
+        let Poll::Ready(answers) = pending.as_mut().poll(cx) else { return Poll::Pending };
         *call = None;
-        Poll::Ready(answered(shared, asked, answers).and_then(|heard| in_time(asked, heard)))
+        let answers = record_answers(shared, acquisitions, answers);
+        Poll::Ready(answers.and_then(|answers| check_in_time(acquisitions, answers)))
     }
 }
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
-        let (shared, mut asked) = (Arc::clone(self.shared), mem::take(self.asked));
+        let (shared, mut acquisitions) = (Arc::clone(self.shared), mem::take(self.acquisitions));
         // The outcome is also unknown if the task is dropped with its runtime.
-        let settles = Some(Instant::now() + IN_FLIGHT_GRACE);
-        let before: SmallVec<[_; 1]> =
-            asked.iter_mut().map(|(attempts, _)| mem::replace(&mut attempts.settles, settles)).collect();
+        let in_flight_until = Some(Instant::now() + IN_FLIGHT_GRACE);
+        let before: SmallVec<[_; 1]> = acquisitions
+            .iter_mut()
+            .map(|(acquisition, _)| mem::replace(&mut acquisition.in_flight_until, in_flight_until))
+            .collect();
         self.shared.spawn(async move {
             let answers = call.await;
-            for ((attempts, _), before) in asked.iter_mut().zip(before) {
-                attempts.settles = before;
+            for ((acquisition, _), before) in acquisitions.iter_mut().zip(before) {
+                acquisition.in_flight_until = before;
             }
-            if let Ok((answers, now)) = answered(&shared, &mut asked, answers) {
-                drop(granted(&mut asked, &answers, now));
+            if let Ok((answers, now)) = record_answers(&shared, &mut acquisitions, answers) {
+                drop(make_leases(&mut acquisitions, &answers, now));
             }
         });
     }
@@ -691,7 +726,7 @@ mod tests {
 
     /// A shutdown could begin and end between the check and the permit, and the lock was granted after it.
     #[tokio::test(start_paused = true)]
-    async fn who_comes_while_a_shutdown_begins_is_told_so() {
+    async fn caller_during_the_start_of_a_shutdown_gets_closed() {
         let semaphore = Semaphore::new(MemoryBackend::new(), "semaphores", 1);
         let all = [
             Locks::new(MemoryBackend::new(), "default"),
@@ -702,11 +737,12 @@ mod tests {
             let (shared, mut options) = locks.parts();
             options.wait = wait;
             let lock = LockKey::new("test", "a");
-            may_ask(shared, &lock, &options).unwrap();
+            check_request(shared, &lock, &options).unwrap();
             locks.shutdown().await;
-            let came = wait_for_turn(shared, &lock, &options, Instant::now(), shared.gate.new_position(), true).await;
-            assert!(matches!(came, Err(LockError::Closed(_))));
-            // Nothing is left behind.
+            let handoff =
+                wait_for_handoff(shared, &lock, &options, Instant::now(), shared.queues.new_position(), true).await;
+            assert!(matches!(handoff, Err(LockError::Closed(_))));
+            // Nothing is left that delays a shutdown.
             locks.shutdown().await;
         }
     }

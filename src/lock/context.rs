@@ -29,7 +29,7 @@ struct Frame {
 
 impl Held {
     /// The locks of the current task.
-    pub(crate) fn present() -> Self {
+    pub(crate) fn current() -> Self {
         HELD.try_with(Self::clone).unwrap_or_default()
     }
 
@@ -41,7 +41,7 @@ impl Held {
     /// The locks of the current task, and these.
     pub(super) fn with_all(leases: &[Lease]) -> Self {
         let inside = |outer: Self, lease| outer.and(lease, OnLoss::default(), ReleaseAt::default());
-        leases.iter().fold(Self::present(), inside)
+        leases.iter().fold(Self::current(), inside)
     }
 
     /// These locks, and that of a request with the settings of its layer.
@@ -98,7 +98,7 @@ fn address(shared: &Arc<LocksState>) -> usize {
 }
 
 /// Whether the current task holds this lock, by a body or handler around it. A lost lock can be taken again.
-pub(super) fn holds(shared: &Arc<LocksState>, lock: &LockKey) -> bool {
+pub(super) fn is_held(shared: &Arc<LocksState>, lock: &LockKey) -> bool {
     let is_it = |inside: &Frame| {
         inside.shared == address(shared) && inside.lease.lock() == lock && inside.lease.check().is_ok()
     };

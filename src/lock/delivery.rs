@@ -4,27 +4,28 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long a role waits for an unpolled caller, or a third of the lease if that is shorter.
+/// How long a leader permit or a lease waits for an unpolled caller, or a third of the lease if that is shorter.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// A call that its caller drives, or a task if the caller stops. A granted lease waits for the caller for a moment.
+/// Delivers the outcome of a call. The caller polls the call, or a task if the caller stops polling. A granted lease waits for the caller
+/// for a limited time.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Delivery<O> {
     // When the caller's wait for the lock ends.
-    give_up: Instant,
+    wait_end: Instant,
     grace: Duration,
     state: State<O>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum State<O> {
-    /// Polls of the caller drive the call.
+    /// The caller polls the call.
     Attached { since: Instant },
-    /// A task drives the call. `since`: when the caller last drove it, until the task has found it unfinished.
+    /// A task polls the call. `since`: when the caller last polled it, unless the task has found it pending.
     Detached { since: Option<Instant> },
-    /// The outcome waits for the caller: without limit if it is no lease.
-    Ready { outcome: O, made: Instant, until: Option<Instant> },
-    /// The caller missed a lease. It waits again once it is polled.
+    /// The outcome waits for the caller. `until` is `None` if it is no lease.
+    Ready { outcome: O, completed: Instant, until: Option<Instant> },
+    /// The caller missed a lease. It acquires again once it is polled.
     Stalled,
     /// The caller has the outcome, or is gone.
     Over,
@@ -33,13 +34,13 @@ enum State<O> {
 /// What a polled caller does.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Polled<O> {
-    /// Drives the call, and [completes](Delivery::complete) it.
-    Drive,
+    /// Polls the call, and [completes](Delivery::complete) the delivery.
+    PollCall,
     /// Begins the call again.
     Begin,
     Pending,
     Ready(O),
-    /// Its wait is over. A lease that arrived meanwhile passes on.
+    /// Its wait has ended. A lease that arrived meanwhile goes to the next waiter.
     Late(Option<O>),
 }
 
@@ -47,34 +48,36 @@ pub(super) enum Polled<O> {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Expired<O> {
     Nothing,
-    /// A task drives its call from now on.
+    /// A task polls its call from now on.
     Detach,
-    /// Its lease passes on.
+    /// Its lease goes to the next waiter.
     Withdraw(O),
 }
 
 impl<O> Delivery<O> {
-    /// A call that was not over at its first poll. `ttl` is that of the lease that it may bring.
-    pub(super) fn new(now: Instant, give_up: Instant, ttl: Duration) -> Self {
-        Self { give_up, grace: GRACE.min(ttl / 3), state: State::Attached { since: now } }
+    /// A call that was pending after its first poll. `ttl` is the one of the requested lease.
+    pub(super) fn new(now: Instant, wait_end: Instant, ttl: Duration) -> Self {
+        Self { wait_end, grace: GRACE.min(ttl / 3), state: State::Attached { since: now } }
     }
 
     pub(super) fn poll(&mut self, now: Instant) -> Polled<O> {
         match std::mem::replace(&mut self.state, State::Over) {
             state @ State::Attached { .. } => {
                 self.state = state;
-                Polled::Drive
+                Polled::PollCall
             }
             state @ State::Detached { .. } => {
                 self.state = state;
                 Polled::Pending
             }
             // The store may answer after the wait. Before that, the wait bounds how late a lease is picked up.
-            State::Ready { outcome, made, until: Some(_) } if made < self.give_up && self.give_up <= now => {
+            State::Ready { outcome, completed, until: Some(_) }
+                if completed < self.wait_end && self.wait_end <= now =>
+            {
                 Polled::Late(Some(outcome))
             }
             State::Ready { outcome, .. } => Polled::Ready(outcome),
-            State::Stalled if now < self.give_up => {
+            State::Stalled if now < self.wait_end => {
                 self.state = State::Attached { since: now };
                 Polled::Begin
             }
@@ -83,7 +86,7 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// When the caller loses its role or lease, unless it is polled.
+    /// When the caller loses its leader permit or lease, unless it is polled.
     pub(super) fn due(&self) -> Option<Instant> {
         match &self.state {
             State::Attached { since } => Some(*since + self.grace / 5),
@@ -109,29 +112,29 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// The call is over. `granted`: since when the caller has a lease, if the outcome is one.
+    /// The call is complete. `granted`: since when the caller has the lease, if the outcome is one.
     pub(super) fn complete(&mut self, outcome: O, granted: Option<Instant>, now: Instant) {
-        // A call that was over at the first poll of the task may have been over since the caller left it.
+        // If the call was complete at the first poll of the task, it may have been complete since the last poll of the caller.
         let since = match self.state {
             State::Detached { since: Some(since) } => since,
             _ => now,
         };
-        let (made, until) = (granted.unwrap_or(now), granted.map(|_| since + self.grace));
-        self.state = State::Ready { outcome, made, until };
+        let (completed, until) = (granted.unwrap_or(now), granted.map(|_| since + self.grace));
+        self.state = State::Ready { outcome, completed, until };
     }
 
     pub(super) const fn is_detached(&self) -> bool {
         matches!(self.state, State::Detached { .. })
     }
 
-    /// The task has polled the call, which is not over.
-    pub(super) fn goes_on(&mut self) {
+    /// The task has polled the call, which is pending.
+    pub(super) fn record_pending(&mut self) {
         if let State::Detached { since } = &mut self.state {
             *since = None;
         }
     }
 
-    /// The task is gone, for instance with its runtime. The caller drives the call again.
+    /// The task is gone, for instance with its runtime. The caller polls the call again.
     pub(super) fn attach(&mut self, now: Instant) {
         if self.is_detached() {
             self.state = State::Attached { since: now };

@@ -121,7 +121,7 @@ where
                 Ok(lease) => {
                     settings.answered();
                     answer.attach(lease.view(), &mut request);
-                    let held = Held::present().and(&lease, settings.on_loss, settings.release_at);
+                    let held = Held::current().and(&lease, settings.on_loss, settings.release_at);
                     let future = held.scope(|| Passage::Locked(permit).scope(|| ready.call(request)));
                     let stay = LeaseGuard::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });

@@ -13,11 +13,11 @@ use super::store::{Claim, Renewal, Replicas, Token};
 
 /// Number of fences that each lease reserves, one for each successive holder of this process.
 pub(super) const FENCES: u32 = 16;
-/// How long local handoffs may go on while other processes wait.
+/// How long a lease may be handed off within this process while other processes may wait.
 const MAX_LOCAL_HANDOFF: Duration = Duration::from_millis(100);
 
-/// How long the store keeps the name of a holder at least. It keeps names as long as fences, which is twice as long.
-const NAMED_FOR: Duration = Duration::from_secs(300);
+/// The interval at which a holder's name is stored again. The store keeps it for twice as long.
+const NAME_INTERVAL: Duration = Duration::from_secs(300);
 
 /// A lease as the store knows it: one token, one expiry. Successive holders of this process may share it by handoff, each with
 /// its own fence.
@@ -26,27 +26,27 @@ pub(super) struct Grant {
     token: Token,
     ttl: Duration,
     // The longest duration of a store call, except of calls that wait for replicas.
-    limit: Duration,
+    call_timeout: Duration,
     replicas: Replicas,
-    // Until when an earlier attempt with this token may still be executed.
-    settles: Option<Instant>,
-    standing: Mutex<LimitInfo>,
+    // Until when an earlier attempt of this token may still be executed.
+    in_flight_until: Option<Instant>,
+    state: Mutex<GrantState>,
     changed: Notify,
 }
 
-struct LimitInfo {
+struct GrantState {
     since: Instant,
     // The lease is good until then. Counted from before the command that granted it was sent.
     deadline: Instant,
     // When the lease ends in the store at the latest, renewals without a reply included; and when the pending renewal was sent.
     expires: Instant,
-    renewing: Option<Instant>,
+    renewal_sent: Option<Instant>,
     renew_at: Instant,
     // End of the holder's `max_hold`.
     ends: Option<Instant>,
     lost: Option<LossReason>,
-    // Whether watchers were notified of the loss.
-    is_noted: bool,
+    // Whether the loss was logged and counted.
+    is_loss_recorded: bool,
     // Failed renewals since the last success.
     failures: u32,
     fence: u64,
@@ -55,10 +55,10 @@ struct LimitInfo {
     is_first: bool,
     // When the holder's name was last stored.
     named: Option<Instant>,
-    // Whether the holder was asked to release it.
-    is_asked: bool,
+    // Whether a waiter has sent the holder a release request.
+    is_release_requested: bool,
     // Whether the store has released it.
-    is_returned: bool,
+    is_released: bool,
 }
 
 impl Grant {
@@ -66,30 +66,39 @@ impl Grant {
     pub(super) fn new(
         lock: LockKey,
         claim: &Claim,
-        limit: Duration,
-        settles: Option<Instant>,
+        call_timeout: Duration,
+        in_flight_until: Option<Instant>,
         sent: Instant,
         fence: u64,
     ) -> Self {
         let Claim { token, ttl, fences, replicas, .. } = *claim;
-        let standing = LimitInfo {
+        let state = GrantState {
             since: sent,
             deadline: sent + safe_ttl(ttl),
             expires: sent + ttl,
-            renewing: None,
+            renewal_sent: None,
             renew_at: sent + ttl / 3,
             ends: None,
             lost: None,
-            is_noted: false,
+            is_loss_recorded: false,
             failures: 0,
             fence,
             fences_left: fences,
             is_first: true,
             named: None,
-            is_asked: false,
-            is_returned: false,
+            is_release_requested: false,
+            is_released: false,
         };
-        Self { lock, token, ttl, limit, replicas, settles, standing: Mutex::new(standing), changed: Notify::new() }
+        Self {
+            lock,
+            token,
+            ttl,
+            call_timeout,
+            replicas,
+            in_flight_until,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+        }
     }
 
     pub(super) const fn lock(&self) -> &LockKey {
@@ -112,197 +121,197 @@ impl Grant {
         Renewal { replicas: self.replicas, ..Renewal::new(self.lock, self.token, self.ttl) }
     }
 
-    pub(super) const fn limit(&self) -> Duration {
-        self.limit
+    pub(super) const fn call_timeout(&self) -> Duration {
+        self.call_timeout
     }
 
     /// The longest duration of a renewal sent at `now`.
     pub(super) fn renewal_timeout(&self, now: Instant) -> Duration {
-        let limit = self.replicas.limit(self.limit);
-        self.look(now).map_or(Duration::ZERO, |until| until - now).min(limit)
+        let call_timeout = self.replicas.call_timeout(self.call_timeout);
+        self.valid_until(now).map_or(Duration::ZERO, |until| until - now).min(call_timeout)
     }
 
     /// Until when an earlier attempt with this token may still be executed, if one may at `now`.
-    pub(super) fn settles(&self, now: Instant) -> Option<Instant> {
-        self.settles.filter(|settles| now < *settles)
+    pub(super) fn in_flight_until(&self, now: Instant) -> Option<Instant> {
+        self.in_flight_until.filter(|in_flight_until| now < *in_flight_until)
     }
 
-    /// Hands the lease off to a new holder and returns its fence, if the lease is nearly as good as a new one. The previous
-    /// holder must be done with it.
-    pub(super) fn hand_to(&self, max_hold: Option<Duration>, now: Instant) -> Option<u64> {
-        let mut standing = self.standing();
-        let is_fresh = standing.failures == 0 && standing.look(now).is_ok_and(|until| until - now >= self.ttl / 2);
-        let may_pass = is_fresh && standing.fences_left > 0 && now - standing.since < MAX_LOCAL_HANDOFF;
-        // The first holder gets the new grant, however short it is by now.
-        if !std::mem::take(&mut standing.is_first) && !may_pass {
+    /// Hands the lease off to a new holder and returns its fence, if enough time and fences are left. The previous holder must have
+    /// released it.
+    pub(super) fn hand_off(&self, max_hold: Option<Duration>, now: Instant) -> Option<u64> {
+        let mut state = self.state();
+        let is_fresh = state.failures == 0 && state.valid_until(now).is_ok_and(|until| until - now >= self.ttl / 2);
+        let can_hand_off = is_fresh && state.fences_left > 0 && now - state.since < MAX_LOCAL_HANDOFF;
+        // The first holder gets the grant even if little time is left.
+        if !std::mem::take(&mut state.is_first) && !can_hand_off {
             return None;
         }
-        standing.ends = max_hold.map(|max_hold| after(now, max_hold));
-        standing.is_asked = false;
-        let fence = standing.fence;
-        standing.fence += 1;
-        standing.fences_left -= 1;
+        state.ends = max_hold.map(|max_hold| after(now, max_hold));
+        state.is_release_requested = false;
+        let fence = state.fence;
+        state.fence += 1;
+        state.fences_left -= 1;
         Some(fence)
     }
 
-    /// Until when the lease is good, or how it was lost. A loss is final.
-    pub(super) fn look(&self, now: Instant) -> Result<Instant, LossReason> {
-        self.standing().look(now)
+    /// Until when the lease is valid, or how it was lost. A loss is final.
+    pub(super) fn valid_until(&self, now: Instant) -> Result<Instant, LossReason> {
+        self.state().valid_until(now)
     }
 
-    /// How the lease was lost, for the first caller only.
-    pub(super) fn note_loss(&self, now: Instant) -> Option<LossReason> {
-        let mut standing = self.standing();
-        let reason = standing.look(now).err()?;
-        (!std::mem::replace(&mut standing.is_noted, true)).then_some(reason)
+    /// How the lease was lost, if no caller has recorded that before.
+    pub(super) fn record_loss(&self, now: Instant) -> Option<LossReason> {
+        let mut state = self.state();
+        let reason = state.valid_until(now).err()?;
+        (!std::mem::replace(&mut state.is_loss_recorded, true)).then_some(reason)
     }
 
-    /// How the lease was lost, once that was [recorded](Self::note_loss).
-    pub(super) fn noted_loss(&self) -> Option<LossReason> {
-        let standing = self.standing();
-        standing.lost.filter(|_| standing.is_noted)
+    /// How the lease was lost, once that was [recorded](Self::record_loss).
+    pub(super) fn recorded_loss(&self) -> Option<LossReason> {
+        let state = self.state();
+        state.lost.filter(|_| state.is_loss_recorded)
     }
 
-    /// Records that the store did not know the lease at its release, and returns whether that is a loss. A lease that has
-    /// reached its end may have expired.
-    pub(super) fn was_gone(&self, now: Instant) -> bool {
-        let mut standing = self.standing();
-        let is_loss = !standing.is_noted && now < standing.deadline;
+    /// Records that the store did not have the lease at its release. Returns whether that is a loss: after the deadline, it may have
+    /// expired.
+    pub(super) fn record_unknown(&self, now: Instant) -> bool {
+        let mut state = self.state();
+        let is_loss = !state.is_loss_recorded && now < state.deadline;
         if is_loss {
-            standing.lost = Some(LossReason::Taken);
+            state.lost = Some(LossReason::Taken);
         }
         is_loss
     }
 
     /// Whether the last renewal failed.
     pub(super) fn is_suspended(&self) -> bool {
-        self.standing().failures > 0
+        self.state().failures > 0
     }
 
     /// When the lease ends in the store, unless it is renewed.
     pub(super) fn expires(&self) -> Instant {
-        let standing = self.standing();
-        standing.renewing.map_or(standing.expires, |sent| standing.expires.max(sent + self.ttl))
+        let state = self.state();
+        state.renewal_sent.map_or(state.expires, |sent| state.expires.max(sent + self.ttl))
     }
 
-    /// How much longer a lease lasts in the store than here.
+    /// How much earlier a lease ends for its holder than in the store.
     pub(super) fn margin(&self) -> Duration {
         self.ttl - safe_ttl(self.ttl)
     }
 
     /// When to renew the lease, and when to check it, which may be earlier.
     pub(super) fn due(&self) -> (Instant, Instant) {
-        let standing = self.standing();
-        let ends = standing.ends.unwrap_or(standing.deadline);
-        (standing.renew_at, standing.renew_at.min(standing.deadline).min(ends))
+        let state = self.state();
+        let ends = state.ends.unwrap_or(state.deadline);
+        (state.renew_at, state.renew_at.min(state.deadline).min(ends))
     }
 
     /// Records that a renewal was sent.
-    pub(super) fn renewing(&self, sent: Instant) {
-        self.standing().renewing = Some(sent);
+    pub(super) fn record_renewal_sent(&self, sent: Instant) {
+        self.state().renewal_sent = Some(sent);
     }
 
-    /// Records a renewal that was sent at `sent`. A late reply counts as none.
-    pub(super) fn renewed(&self, sent: Instant, now: Instant) {
-        let mut standing = self.standing();
-        standing.renewing = None;
-        standing.expires = standing.expires.max(sent + self.ttl);
-        if standing.look(now).is_ok() {
-            standing.failures = 0;
-            standing.deadline = standing.deadline.max(sent + safe_ttl(self.ttl));
-            standing.renew_at = sent + self.ttl / 3;
+    /// Records a renewal that was sent at `sent`. A lost lease stays lost.
+    pub(super) fn record_renewal(&self, sent: Instant, now: Instant) {
+        let mut state = self.state();
+        state.renewal_sent = None;
+        state.expires = state.expires.max(sent + self.ttl);
+        if state.valid_until(now).is_ok() {
+            state.failures = 0;
+            state.deadline = state.deadline.max(sent + safe_ttl(self.ttl));
+            state.renew_at = sent + self.ttl / 3;
         }
     }
 
-    /// Records a renewal without a result, unless it was refused. `pause` gives the wait after a number of failures.
-    pub(super) fn suspended(&self, now: Instant, is_refused: bool, pause: impl FnOnce(u32) -> Duration) {
-        let mut standing = self.standing();
-        standing.renewing = None;
+    /// Records a renewal without a reply, or one that the store refused. `pause` returns the pause after a number of failures.
+    pub(super) fn record_failed_renewal(&self, now: Instant, is_refused: bool, pause: impl FnOnce(u32) -> Duration) {
+        let mut state = self.state();
+        state.renewal_sent = None;
         if !is_refused {
-            standing.expires = standing.expires.max(now + self.ttl);
+            state.expires = state.expires.max(now + self.ttl);
         }
-        standing.failures = standing.failures.saturating_add(1);
-        standing.renew_at = now + pause(standing.failures);
+        state.failures = state.failures.saturating_add(1);
+        state.renew_at = now + pause(state.failures);
     }
 
     /// Whether to store the holder's name at `now`, for the first time or again.
     pub(super) fn is_name_due(&self, now: Instant) -> bool {
-        let mut standing = self.standing();
-        let is_due = standing.named.is_none_or(|named| now - named >= NAMED_FOR);
+        let mut state = self.state();
+        let is_due = state.named.is_none_or(|named| now - named >= NAME_INTERVAL);
         if is_due {
-            standing.named = Some(now);
+            state.named = Some(now);
         }
         is_due
     }
 
-    /// Records that the name may not be stored: store it again.
-    pub(super) fn unnamed(&self) {
-        self.standing().named = None;
+    /// Records that storing the name failed, so that it is stored again.
+    pub(super) fn record_name_failure(&self) {
+        self.state().named = None;
     }
 
-    /// Asks the holder to release it.
-    pub(super) fn ask(&self) {
-        self.standing().is_asked = true;
+    /// Notifies the holder of a release request.
+    pub(super) fn request_release(&self) {
+        self.state().is_release_requested = true;
         self.changed.notify_waiters();
     }
 
-    /// Waits until the holder is asked to release, by this process or through the store.
-    pub(super) async fn asked(&self, store: Arc<dyn DynStore>) {
+    /// Waits for a release request from this process or through the store.
+    pub(super) async fn release_requested(&self, store: Arc<dyn DynStore>) {
         let by_others = async {
-            let mut wakeups = store.watch_asks(self.lock).await;
-            wakeups.next().await;
+            let mut notifications = store.watch_release_requests(self.lock).await;
+            notifications.next().await;
         };
         let mut by_others = pin!(by_others);
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if self.standing().is_asked {
+            if self.state().is_release_requested {
                 return;
             }
             tokio::select! {
                 () = changed => {}
-                () = &mut by_others => return self.ask(),
+                () = &mut by_others => return self.request_release(),
             }
         }
     }
 
     /// Records that the store refused the renewal.
-    pub(super) fn taken(&self) {
-        self.standing().lost.get_or_insert(LossReason::Taken);
+    pub(super) fn record_taken(&self) {
+        self.state().lost.get_or_insert(LossReason::Taken);
         self.changed.notify_waiters();
     }
 
     /// Records that the store has released it.
-    pub(super) fn returned(&self) {
-        self.standing().is_returned = true;
+    pub(super) fn record_released(&self) {
+        self.state().is_released = true;
         self.changed.notify_waiters();
     }
 
-    /// Waits until the store has released it, or until `at`. Returns whether it has.
-    pub(super) async fn returned_by(&self, at: Instant) -> bool {
-        let look = || match self.standing().is_returned {
+    /// Waits until the store has released the lease, or until `at`. Returns whether it was released.
+    pub(super) async fn released_before(&self, at: Instant) -> bool {
+        let valid_until = || match self.state().is_released {
             false if Instant::now() < at => Ok(at),
-            is_returned => Err(is_returned),
+            is_released => Err(is_released),
         };
-        self.over(look).await
+        self.until_err(valid_until).await
     }
 
-    /// Wakes callers that wait for its end: [`look`](Self::look) found a loss, or the holder is done.
-    pub(super) fn tell(&self) {
+    /// Wakes callers that wait for the end of the lease.
+    pub(super) fn notify_waiters(&self) {
         self.changed.notify_waiters();
     }
 
-    /// Waits until the lease is lost. Uses the clock only, so no reply is needed.
+    /// Waits until the lease is lost. Reads only the local clock, so it needs no reply.
     pub(super) async fn lost(&self) -> LossReason {
-        self.over(|| self.look(Instant::now())).await
+        self.until_err(|| self.valid_until(Instant::now())).await
     }
 
-    /// Waits until `look` fails. Calls it after each change, and at the instant it returned last.
-    pub(super) async fn over<E>(&self, look: impl Fn() -> Result<Instant, E>) -> E {
+    /// Waits until `valid_until` returns an error. Calls it after each change, and at the last returned instant.
+    pub(super) async fn until_err<E>(&self, valid_until: impl Fn() -> Result<Instant, E>) -> E {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            let until = match look() {
+            let until = match valid_until() {
                 Ok(until) => until,
                 Err(reason) => return reason,
             };
@@ -313,13 +322,13 @@ impl Grant {
         }
     }
 
-    fn standing(&self) -> MutexGuard<'_, LimitInfo> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, GrantState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl LimitInfo {
-    fn look(&mut self, now: Instant) -> Result<Instant, LossReason> {
+impl GrantState {
+    fn valid_until(&mut self, now: Instant) -> Result<Instant, LossReason> {
         if self.lost.is_none() {
             if now >= self.deadline {
                 self.lost = Some(LossReason::Expired);
@@ -331,7 +340,7 @@ impl LimitInfo {
     }
 }
 
-/// Tokens belong to one acquisition.
+// Each acquisition has its own token.
 impl PartialEq for Grant {
     fn eq(&self, other: &Self) -> bool {
         self.token == other.token
@@ -344,12 +353,12 @@ impl fmt::Debug for Grant {
     }
 }
 
-/// How long to rely on a lease. Shorter than in the store, whose clock may run faster.
+/// How long a holder may rely on a lease. Shorter than the TTL in the store, because the clock of the store may run faster.
 pub(super) fn safe_ttl(ttl: Duration) -> Duration {
     ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
 }
 
-/// The far future, for times too long to be added.
+/// A bound that keeps additions to an instant from overflowing.
 const FAR: Duration = Duration::from_secs(86_400 * 365 * 30);
 
 pub(super) fn after(now: Instant, time: Duration) -> Instant {
@@ -360,66 +369,66 @@ pub(super) fn after(now: Instant, time: Duration) -> Instant {
 mod tests {
     use super::*;
 
-    fn hold(ttl_ms: u64) -> Grant {
+    fn grant(ttl_ms: u64) -> Grant {
         let ttl = Duration::from_millis(ttl_ms);
         let claim = Claim { fences: FENCES, ..Claim::new(Token::random().unwrap(), ttl) };
         Grant::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), None, Instant::now(), 100)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lease_ends_for_its_holder_before_it_ends_in_the_store() {
+    async fn lease_ends_for_its_holder_before_it_ends_in_the_store() {
         for ttl_ms in [10, 100, 30_000, 86_400_000] {
-            let hold = hold(ttl_ms);
-            let until = hold.look(Instant::now()).unwrap();
-            assert!(until + Duration::from_millis(2) <= hold.expires());
+            let grant = grant(ttl_ms);
+            let until = grant.valid_until(Instant::now()).unwrap();
+            assert!(until + Duration::from_millis(2) <= grant.expires());
             assert!(until > Instant::now());
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_loss_is_for_good() {
-        let hold = hold(1_000);
-        tokio::time::advance(safe_ttl(hold.ttl())).await;
+    async fn loss_is_final() {
+        let grant = grant(1_000);
+        tokio::time::advance(safe_ttl(grant.ttl())).await;
         let now = Instant::now();
-        assert_eq!(hold.look(now), Err(LossReason::Expired));
-        hold.renewed(now, now);
-        assert_eq!(hold.look(now), Err(LossReason::Expired));
-        assert_eq!(hold.hand_to(None, now).and(hold.hand_to(None, now)), None);
+        assert_eq!(grant.valid_until(now), Err(LossReason::Expired));
+        grant.record_renewal(now, now);
+        assert_eq!(grant.valid_until(now), Err(LossReason::Expired));
+        assert_eq!(grant.hand_off(None, now).and(grant.hand_off(None, now)), None);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_renewal_counts_from_when_it_was_sent() {
-        let hold = hold(1_000);
+    async fn renewal_counts_from_when_it_was_sent() {
+        let grant = grant(1_000);
         let sent = Instant::now() + Duration::from_millis(100);
-        hold.renewed(sent, sent + Duration::from_millis(500));
-        assert_eq!(hold.look(sent), Ok(sent + safe_ttl(hold.ttl())));
+        grant.record_renewal(sent, sent + Duration::from_millis(500));
+        assert_eq!(grant.valid_until(sent), Ok(sent + safe_ttl(grant.ttl())));
         // A late reply does not revoke a newer one.
-        hold.renewed(sent - Duration::from_millis(50), sent + Duration::from_millis(500));
-        assert_eq!(hold.look(sent), Ok(sent + safe_ttl(hold.ttl())));
+        grant.record_renewal(sent - Duration::from_millis(50), sent + Duration::from_millis(500));
+        assert_eq!(grant.valid_until(sent), Ok(sent + safe_ttl(grant.ttl())));
     }
 
     #[tokio::test(start_paused = true)]
     async fn handoffs_have_rising_fences_and_end_in_time() {
-        let hold = hold(30_000);
+        let grant = grant(30_000);
         let now = Instant::now();
-        let fences: Vec<_> = std::iter::from_fn(|| hold.hand_to(None, now)).collect();
+        let fences: Vec<_> = std::iter::from_fn(|| grant.hand_off(None, now)).collect();
         assert_eq!(fences, (100..100 + u64::from(FENCES)).collect::<Vec<_>>());
 
-        let hold = self::hold(30_000);
-        assert_eq!(hold.hand_to(None, now), Some(100));
-        assert_eq!(hold.hand_to(None, now + MAX_LOCAL_HANDOFF), None);
+        let grant = self::grant(30_000);
+        assert_eq!(grant.hand_off(None, now), Some(100));
+        assert_eq!(grant.hand_off(None, now + MAX_LOCAL_HANDOFF), None);
 
-        let hold = self::hold(100);
-        assert_eq!(hold.hand_to(None, now), Some(100));
-        assert_eq!(hold.hand_to(None, now + Duration::from_millis(60)), None, "not enough of it is left");
+        let grant = self::grant(100);
+        assert_eq!(grant.hand_off(None, now), Some(100));
+        assert_eq!(grant.hand_off(None, now + Duration::from_millis(60)), None, "not enough of it is left");
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_may_be_held_for_a_moment_is_lost_after_it() {
-        let hold = hold(30_000);
+        let grant = grant(30_000);
         let now = Instant::now();
-        hold.hand_to(Some(Duration::from_secs(2)), now);
-        let lost = hold.lost().await;
+        grant.hand_off(Some(Duration::from_secs(2)), now);
+        let lost = grant.lost().await;
         assert_eq!((lost, now.elapsed()), (LossReason::MaxHold, Duration::from_secs(2)));
     }
 }

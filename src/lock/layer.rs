@@ -113,7 +113,7 @@ impl LockLayer {
             safe: Safe::Nothing,
             is_rw: false,
             permits: None,
-            unprotected: Arc::new(OutageTracker::of_a_store()),
+            unprotected: Arc::new(OutageTracker::for_store()),
         };
         Self { settings, key: Arc::new(Unkeyed), answer: HttpResponder::default(), handlers: PhantomData }
     }
@@ -388,7 +388,7 @@ impl<K, A> LockLayer<K, A, Detached> {
     /// ```
     pub fn max_running(mut self, requests: usize) -> Self {
         if let Some(permits) = &mut self.settings.permits {
-            permits.most = requests;
+            permits.max = requests;
         }
         self
     }
@@ -404,7 +404,7 @@ impl Settings {
         let shared = self.locks.shared();
         let permit = permits.admit(shared);
         if permit.is_none() {
-            shared.meters().asked(Outcome::Full, Duration::ZERO);
+            shared.meters().record_request(Outcome::Full, Duration::ZERO);
         }
         permit.map(Some).ok_or(Full)
     }
@@ -415,7 +415,7 @@ impl Settings {
             return false;
         }
         self.locks.shared().meters().passed_unprotected();
-        if self.unprotected.begins() {
+        if self.unprotected.record_failure() {
             let cause = error.source().map(tracing::field::display);
             tracing::warn!(locks = self.locks.name(), %error, cause, "lock store fails: requests pass without a lock");
         }
@@ -423,7 +423,7 @@ impl Settings {
     }
 
     pub(super) fn answered(&self) {
-        if self.unprotected.ends() {
+        if self.unprotected.record_success() {
             tracing::info!(locks = self.locks.name(), "lock store answers again: requests need their lock");
         }
     }

@@ -8,10 +8,10 @@ use tokio::time::Instant;
 
 use super::error::{LossReason, Lost};
 use super::grant::Grant;
+use super::lifo_slot::free_lifo_slot;
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
-use super::make_way::make_way;
-use super::pickup::Attended;
+use super::pickup::DetachableCall;
 use super::release_outcome::ReleaseOutcome;
 use super::release_task::ReleaseTask;
 use crate::error::StoreError;
@@ -39,16 +39,16 @@ use crate::error::StoreError;
 /// lock until [`max_hold`](super::Locks::max_hold) ends, or the process.
 #[must_use = "the lock is given back when the lease is dropped"]
 pub struct Lease {
-    grant: Arc<LeaseInner>,
+    inner: Arc<LeaseInner>,
 }
 
 /// The state that all handles of one lease share.
 struct LeaseInner {
     shared: Arc<LocksState>,
-    hold: Arc<Grant>,
+    grant: Arc<Grant>,
     fence: u64,
     since: Instant,
-    is_returned: bool,
+    is_released: bool,
 }
 
 /// The state of a lease.
@@ -64,15 +64,15 @@ pub enum LeaseState {
 }
 
 impl Lease {
-    pub(super) fn new(shared: &Arc<LocksState>, hold: &Arc<Grant>, fence: u64, since: Instant) -> Self {
-        let (shared, hold) = (Arc::clone(shared), Arc::clone(hold));
-        Self { grant: Arc::new(LeaseInner { shared, hold, fence, since, is_returned: false }) }
+    pub(super) fn new(shared: &Arc<LocksState>, grant: &Arc<Grant>, fence: u64, since: Instant) -> Self {
+        let (shared, grant) = (Arc::clone(shared), Arc::clone(grant));
+        Self { inner: Arc::new(LeaseInner { shared, grant, fence, since, is_released: false }) }
     }
 
     /// The lock.
     #[must_use]
     pub fn lock(&self) -> &LockKey {
-        self.grant.hold.lock()
+        self.inner.grant.lock()
     }
 
     /// The number of this grant: larger than that of every earlier grant of this lock by one backend value and its clones.
@@ -87,16 +87,16 @@ impl Lease {
     /// [`Redlock`](super::Redlock) has guarantees of its own.
     #[must_use]
     pub fn fence(&self) -> u64 {
-        self.grant.fence
+        self.inner.fence
     }
 
     /// The current state of the lease.
     #[must_use]
     pub fn state(&self) -> LeaseState {
-        let hold = &self.grant.hold;
-        match hold.look(Instant::now()) {
+        let grant = &self.inner.grant;
+        match grant.valid_until(Instant::now()) {
             Err(_) => LeaseState::Lost,
-            Ok(_) if hold.is_suspended() => LeaseState::Suspended,
+            Ok(_) if grant.is_suspended() => LeaseState::Suspended,
             Ok(_) => LeaseState::Held,
         }
     }
@@ -110,21 +110,21 @@ impl Lease {
     ///
     /// How the lease was lost.
     pub fn check(&self) -> Result<(), Lost> {
-        let hold = &self.grant.hold;
-        hold.look(Instant::now()).map(drop).map_err(|reason| Lost::new(*hold.lock(), reason))
+        let grant = &self.inner.grant;
+        grant.valid_until(Instant::now()).map(drop).map_err(|reason| Lost::new(*grant.lock(), reason))
     }
 
     /// How long the lock is held if no further renewal succeeds. Zero once it is lost.
     #[must_use]
     pub fn remaining(&self) -> Duration {
         let now = Instant::now();
-        self.grant.hold.look(now).map_or(Duration::ZERO, |until| until - now)
+        self.inner.grant.valid_until(now).map_or(Duration::ZERO, |until| until - now)
     }
 
     /// Waits until the lease is lost; a healthy one never is. Use it in `select!`, beside the work.
     pub fn lost(&self) -> impl Future<Output = Lost> + Send + use<'_> {
-        let hold = &self.grant.hold;
-        async move { Lost::new(*hold.lock(), hold.lost().await) }
+        let grant = &self.inner.grant;
+        async move { Lost::new(*grant.lock(), grant.lost().await) }
     }
 
     /// Waits until a waiter [asks](super::Locks::request_release) for the lock, or returns at once if one did. Use it in
@@ -135,7 +135,7 @@ impl Lease {
     /// May be dropped and called again. Requests of other processes arrive only while this is awaited; a waiter repeats them
     /// once a second.
     pub fn release_requested(&self) -> impl Future<Output = ()> + Send + use<'_> {
-        self.grant.hold.asked(Arc::clone(&self.grant.shared.store))
+        self.inner.grant.release_requested(Arc::clone(&self.inner.shared.store))
     }
 
     /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The last handle
@@ -156,13 +156,17 @@ impl Lease {
     /// # }
     /// ```
     pub fn reenter(&self) -> Self {
-        Self { grant: Arc::clone(&self.grant) }
+        Self { inner: Arc::clone(&self.inner) }
     }
 
     /// A handle that observes this lease without keeping it.
     #[must_use]
     pub fn view(&self) -> LeaseHandle {
-        LeaseHandle { grant: Arc::downgrade(&self.grant), hold: Arc::clone(&self.grant.hold), fence: self.grant.fence }
+        LeaseHandle {
+            inner: Arc::downgrade(&self.inner),
+            grant: Arc::clone(&self.inner.grant),
+            fence: self.inner.fence,
+        }
     }
 
     /// Releases the lock.
@@ -181,16 +185,16 @@ impl Lease {
     /// Nothing happens before the future is polled. From then on, or if it is dropped, the lock is released in the background,
     /// whether or not you poll the future to its end.
     pub async fn release(self) -> Result<ReleaseOutcome, StoreError> {
-        let Some(mut grant) = Arc::into_inner(self.grant) else { return Ok(ReleaseOutcome::Shared) };
+        let Some(mut inner) = Arc::into_inner(self.inner) else { return Ok(ReleaseOutcome::Shared) };
         let now = Instant::now();
-        let is_lost = grant.hold.look(now).is_err();
+        let is_lost = inner.grant.valid_until(now).is_err();
         let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
         // Without a task the lease was handed off to a local waiter, or nothing is left of it.
-        let Some(mut task) = grant.give_back(now) else { return Ok(outcome) };
-        let (shared, ttl) = (Arc::clone(&grant.shared), grant.hold.ttl());
-        drop(grant);
-        let call = Box::pin(async move { task.carry_out(outcome).await });
-        Attended::new(shared, ttl, call).await
+        let Some(mut task) = inner.release_or_hand_off(now) else { return Ok(outcome) };
+        let (shared, ttl) = (Arc::clone(&inner.shared), inner.grant.ttl());
+        drop(inner);
+        let call = Box::pin(async move { task.run(outcome).await });
+        DetachableCall::new(shared, ttl, call).await
     }
 
     /// Waits until one of several leases is lost.
@@ -205,52 +209,52 @@ impl Lease {
 
     /// [`lost`](Self::lost) with a lifetime of its own. Meaningless after the release.
     pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
-        let hold = Arc::clone(&self.grant.hold);
-        async move { Lost::new(*hold.lock(), hold.lost().await) }
+        let grant = Arc::clone(&self.inner.grant);
+        async move { Lost::new(*grant.lock(), grant.lost().await) }
     }
 
-    pub(super) fn hold(&self) -> &Arc<Grant> {
-        &self.grant.hold
+    pub(super) fn grant(&self) -> &Arc<Grant> {
+        &self.inner.grant
     }
 
     /// When this holder got it.
     pub(super) fn since(&self) -> Instant {
-        self.grant.since
+        self.inner.since
     }
 
     pub(super) fn shared(&self) -> &Arc<LocksState> {
-        &self.grant.shared
+        &self.inner.shared
     }
 
     /// Drops a handle that no caller received, without releasing its lease.
     pub(super) fn forget(mut self) {
-        if let Some(grant) = Arc::get_mut(&mut self.grant) {
-            grant.is_returned = true;
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.is_released = true;
         }
     }
 }
 
 impl LeaseInner {
-    fn give_back(&mut self, now: Instant) -> Option<ReleaseTask> {
-        self.is_returned = true;
+    fn release_or_hand_off(&mut self, now: Instant) -> Option<ReleaseTask> {
+        self.is_released = true;
         self.shared.meters().held(now - self.since);
-        self.shared.note_loss(&self.hold, now);
+        self.shared.record_loss(&self.grant, now);
         // Observers of this grant must see its end before the next holder gets the lease.
-        self.hold.tell();
-        self.shared.give_back(&self.hold, now)
+        self.grant.notify_waiters();
+        self.shared.release_or_hand_off(&self.grant, now)
     }
 }
 
 impl Drop for LeaseInner {
     fn drop(&mut self) {
-        if self.is_returned {
+        if self.is_released {
             return;
         }
-        if let Some(errand) = self.give_back(Instant::now()) {
-            errand.in_background();
+        if let Some(task) = self.release_or_hand_off(Instant::now()) {
+            task.in_background();
         }
         // For the release task, or the next holder.
-        make_way();
+        free_lifo_slot();
     }
 }
 
@@ -262,8 +266,8 @@ impl Drop for LeaseInner {
 /// feature `axum`, a handler can take it as an argument: `LeaseHandle`, or an `Option` of it where there may be none.
 #[derive(Clone)]
 pub struct LeaseHandle {
-    grant: Weak<LeaseInner>,
-    hold: Arc<Grant>,
+    inner: Weak<LeaseInner>,
+    grant: Arc<Grant>,
     fence: u64,
 }
 
@@ -271,7 +275,7 @@ impl LeaseHandle {
     /// The lock.
     #[must_use]
     pub fn lock(&self) -> &LockKey {
-        self.hold.lock()
+        self.grant.lock()
     }
 
     /// The number of this grant: see [`Lease::fence`].
@@ -285,7 +289,7 @@ impl LeaseHandle {
     pub fn state(&self) -> LeaseState {
         match self.until() {
             Err(_) => LeaseState::Lost,
-            Ok(_) if self.hold.is_suspended() => LeaseState::Suspended,
+            Ok(_) if self.grant.is_suspended() => LeaseState::Suspended,
             Ok(_) => LeaseState::Held,
         }
     }
@@ -307,16 +311,16 @@ impl LeaseHandle {
 
     /// Waits until the lease is lost or released.
     pub async fn lost(&self) -> Lost {
-        self.hold.over(|| self.until()).await
+        self.grant.until_err(|| self.until()).await
     }
 
     /// Waits until a waiter asks for the lock: see [`Lease::release_requested`]. Never returns if it was released before.
     pub async fn release_requested(&self) {
-        if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.shared.store)) {
-            self.hold.asked(store).await;
+        if let Some(store) = self.inner.upgrade().map(|inner| Arc::clone(&inner.shared.store)) {
+            self.grant.release_requested(store).await;
         }
         // After a handoff, the request went to the next holder.
-        if self.grant.strong_count() == 0 {
+        if self.inner.strong_count() == 0 {
             pending::<()>().await;
         }
     }
@@ -324,16 +328,16 @@ impl LeaseHandle {
     /// A handle that keeps the lock, unless it was released: see [`Lease::reenter`].
     #[must_use]
     pub fn reenter(&self) -> Option<Lease> {
-        Some(Lease { grant: self.grant.upgrade()? })
+        Some(Lease { inner: self.inner.upgrade()? })
     }
 
     fn until(&self) -> Result<Instant, Lost> {
         let lost = |reason| Lost::new(*self.lock(), reason);
         // After a handoff, the lease belongs to another holder.
-        if self.grant.strong_count() == 0 {
+        if self.inner.strong_count() == 0 {
             return Err(lost(LossReason::GivenBack));
         }
-        self.hold.look(Instant::now()).map_err(lost)
+        self.grant.valid_until(Instant::now()).map_err(lost)
     }
 }
 

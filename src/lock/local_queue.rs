@@ -19,13 +19,13 @@ pub(super) enum Front<L> {
     Acquiring,
     /// It holds the lease.
     Held(L),
-    /// It gives the lease back.
+    /// It releases the lease.
     Releasing,
 }
 
 /// Where a released lease goes.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum GivenBack<W, F> {
+pub(super) enum ReleaseTarget<W, F> {
     /// To the first waiter.
     Handoff(W, F),
     /// To the store. Call [`LocalQueue::advance`] after the release.
@@ -58,13 +58,13 @@ impl<L, W> LocalQueue<L, W> {
         matches!(self.front, Front::Releasing) && self.waiters.is_empty()
     }
 
-    /// Adds a waiter at its position, which it may have had before.
+    /// Adds a waiter at its position. A requeued waiter has the position from before.
     pub(super) fn enter(&mut self, position: Position, waiter: W) {
         let at = self.waiters.partition_point(|(other, _)| *other <= position);
         self.waiters.insert(at, (position, waiter));
     }
 
-    /// Removes a waiter that gives up, and returns whether it was the first. A waiter with an offered role has left already.
+    /// Removes a waiter that gives up, and returns whether it was the first. After a handoff, it has left already.
     pub(super) fn leave(&mut self, position: Position) -> bool {
         let Ok(at) = self.waiters.binary_search_by_key(&position, |(position, _)| *position) else { return false };
         self.waiters.remove(at);
@@ -76,7 +76,7 @@ impl<L, W> LocalQueue<L, W> {
         self.front = Front::Held(lease);
     }
 
-    /// The leader is done and the first waiter becomes the leader. `None` if no caller is left: remove the queue then.
+    /// The leader leaves, and the first waiter becomes the leader. `None` if no caller is left: remove the queue then.
     pub(super) fn advance(&mut self) -> Option<W> {
         self.front = Front::Acquiring;
         self.waiters.pop_front().map(|(_, waiter)| waiter)
@@ -88,17 +88,21 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         matches!(&self.front, Front::Held(held) if held == lease)
     }
 
-    /// The holder releases its lease. `hand_over`: whether the lease is good enough for the first waiter.
-    pub(super) fn give_back<F>(&mut self, lease: &L, hand_over: impl FnOnce(&W) -> Option<F>) -> GivenBack<W, F> {
+    /// The holder releases its lease. `hand_off`: whether the lease is good enough for the first waiter.
+    pub(super) fn release_or_hand_off<F>(
+        &mut self,
+        lease: &L,
+        hand_off: impl FnOnce(&W) -> Option<F>,
+    ) -> ReleaseTarget<W, F> {
         if !self.is_held_by(lease) {
-            return GivenBack::Unknown;
+            return ReleaseTarget::Unknown;
         }
-        let handed_over = self.first().and_then(hand_over);
+        let handed_over = self.first().and_then(hand_off);
         match handed_over.and_then(|grant| Some((self.waiters.pop_front()?.1, grant))) {
-            Some((waiter, grant)) => GivenBack::Handoff(waiter, grant),
+            Some((waiter, grant)) => ReleaseTarget::Handoff(waiter, grant),
             None => {
                 self.front = Front::Releasing;
-                GivenBack::Release
+                ReleaseTarget::Release
             }
         }
     }

@@ -12,7 +12,7 @@ use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
 use super::options::{AcquireOptions, Replication};
-use super::run_error::{RunError, ended};
+use super::run_error::{RunError, run_result};
 use super::store::LockStore;
 use crate::error::ConfigError;
 use crate::key::Key;
@@ -73,13 +73,13 @@ impl Locks {
             wait: Duration::from_secs(10),
             max_hold: None,
             max_waiters: 1_000,
-            max_asking: 100_000,
+            max_total_waiters: 100_000,
             deadline: DEFAULT_DEADLINE,
             kind,
             permits,
             is_fair: false,
             is_shared: false,
-            asks: false,
+            requests_release: false,
             heeds_circuit: false,
             replication: Replication::Primary,
         };
@@ -178,14 +178,14 @@ impl Locks {
     /// ```
     #[must_use]
     pub fn request_release(mut self) -> Self {
-        self.options.asks = true;
+        self.options.requests_release = true;
         self
     }
 
     /// How many callers may wait for locks in this process, over all keys and clones, including current callers of the store. Defaults to 100,000. One more is a [`LockError::QueueFull`].
     #[must_use]
     pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
-        self.options.max_asking = waiters;
+        self.options.max_total_waiters = waiters;
         self
     }
 
@@ -435,8 +435,8 @@ impl LockRequest {
             unless_lost(body, lease.lost()).await
         };
         let output = outcome?;
-        let hold = Arc::clone(lease.hold());
-        ended(output, lease.release().await, [&*hold])
+        let grant = Arc::clone(lease.grant());
+        run_result(output, lease.release().await, [&*grant])
     }
 }
 

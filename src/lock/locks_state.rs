@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use super::erased::DynStore;
 use super::error::QueueFull;
-use super::gate::LocalQueues;
+use super::local_queues::LocalQueues;
 use super::lock_key::LockKey;
 use super::metrics::Meters;
 use super::renewal_schedule::RenewalScheduler;
@@ -23,8 +23,8 @@ pub(super) struct LocksState {
     pub(super) store: Arc<dyn DynStore>,
     /// The name of the locks: part of their keys, and their name in the log and the metrics.
     pub(super) name: Key,
-    pub(super) gate: LocalQueues,
-    pub(super) keeper: RenewalScheduler,
+    pub(super) queues: LocalQueues,
+    pub(super) renewals: RenewalScheduler,
     /// Whether a key can have several holders. Then callers queue locally only to call the store.
     pub(super) is_semaphore: bool,
     // Both are created at first use: the circuit when its settings are known, the metrics when a recorder may be installed.
@@ -34,8 +34,8 @@ pub(super) struct LocksState {
     breaker: Mutex<CircuitBreaker>,
     // The name of holders, if set.
     holder: RwLock<Option<Arc<str>>>,
-    // Number of callers that wait for a lock.
-    asking: AtomicUsize,
+    // The number of callers that wait for a lock.
+    waiters: AtomicUsize,
     is_closed: AtomicBool,
     closing: Notify,
     // Releases in progress, and detached requests without a lease.
@@ -43,10 +43,10 @@ pub(super) struct LocksState {
     // Tasks in the background, also those of releases.
     tasks: AtomicUsize,
     /// Acquisitions with an unknown outcome that are being undone.
-    pub(super) undone: AtomicUsize,
+    pub(super) undoing: AtomicUsize,
     idle: Notify,
-    // A runtime for leases that are dropped outside of one.
-    runtime: Mutex<Option<Handle>>,
+    // For leases that are dropped outside of a runtime.
+    fallback_runtime: Mutex<Option<Handle>>,
 }
 
 impl LocksState {
@@ -54,21 +54,21 @@ impl LocksState {
         Self {
             store,
             name,
-            gate: LocalQueues::new(),
-            keeper: RenewalScheduler::new(),
+            queues: LocalQueues::new(),
+            renewals: RenewalScheduler::new(),
             is_semaphore,
             circuit: OnceLock::new(),
             meters: OnceLock::new(),
             breaker: Mutex::default(),
             holder: RwLock::default(),
-            asking: AtomicUsize::new(0),
+            waiters: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),
             releases: AtomicUsize::new(0),
             tasks: AtomicUsize::new(0),
-            undone: AtomicUsize::new(0),
+            undoing: AtomicUsize::new(0),
             idle: Notify::new(),
-            runtime: Mutex::new(None),
+            fallback_runtime: Mutex::new(None),
         }
     }
 
@@ -102,11 +102,16 @@ impl LocksState {
         self.meters.get_or_init(|| Meters::new(self.name.as_str()))
     }
 
-    /// Counts a waiter, unless `most` wait already. A waiter that is back from a missed grant was admitted before.
-    pub(super) fn ask(&self, lock: &LockKey, most: usize, is_back: bool) -> Result<WaiterGuard<'_>, QueueFull> {
-        let asking = WaiterGuard(self);
-        let is_admitted = self.asking.fetch_add(1, Ordering::Relaxed) < most || is_back;
-        if is_admitted { Ok(asking) } else { Err(QueueFull::new(*lock)) }
+    /// Counts a waiter, unless `max` wait already. A waiter that missed a grant was admitted before.
+    pub(super) fn register_waiter(
+        &self,
+        lock: &LockKey,
+        max: usize,
+        is_requeued: bool,
+    ) -> Result<WaiterGuard<'_>, QueueFull> {
+        let waiters = WaiterGuard(self);
+        let is_admitted = self.waiters.fetch_add(1, Ordering::Relaxed) < max || is_requeued;
+        if is_admitted { Ok(waiters) } else { Err(QueueFull::new(*lock)) }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -142,34 +147,33 @@ impl LocksState {
     /// The number of leases that are held, acquired or released.
     fn leases(&self) -> usize {
         // In this order: an item that moves to the next collection is in both for a moment, and is seen in one of them.
-        let (locks, leases, releases) = (self.gate.len(), self.keeper.len(), self.releases.load(Ordering::SeqCst));
+        let (locks, leases, releases) = (self.queues.len(), self.renewals.len(), self.releases.load(Ordering::SeqCst));
         // The queue of a lock stays while its lease is held or released.
         locks.max(leases + releases)
     }
 
-    /// Call this when an item has ended.
-    pub(super) fn ended(&self) {
+    /// Call this after a lease, waiter or task has ended.
+    pub(super) fn notify_idle(&self) {
         self.idle.notify_waiters();
     }
 
-    /// Remembers a runtime.
-    pub(super) fn remember(&self, runtime: Handle) {
-        *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(runtime);
+    pub(super) fn set_fallback_runtime(&self, runtime: Handle) {
+        *self.fallback_runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(runtime);
     }
 
     /// Runs `task` in the background: in the caller's runtime, or in that of the renewal task. If both are gone, the lease
     /// expires.
     pub(super) fn spawn(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
-        self.spawn_in(Handle::try_current().ok().or_else(|| self.remembered()), task);
+        self.spawn_in(Handle::try_current().ok().or_else(|| self.fallback_runtime()), task);
     }
 
     /// The same in the runtime of the renewal task: the caller's is ending.
-    pub(super) fn spawn_elsewhere(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
-        self.spawn_in(self.remembered(), task);
+    pub(super) fn spawn_on_fallback(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
+        self.spawn_in(self.fallback_runtime(), task);
     }
 
-    fn remembered(&self) -> Option<Handle> {
-        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn fallback_runtime(&self) -> Option<Handle> {
+        self.fallback_runtime.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn spawn_in(self: &Arc<Self>, runtime: Option<Handle>, task: impl Future<Output = ()> + Send + 'static) {
@@ -177,7 +181,7 @@ impl LocksState {
             tracing::debug!("cannot release a lease without a tokio runtime: the lease expires on its own");
             return;
         };
-        let running = Running::task(self);
+        let running = InFlightGuard::task(self);
         drop(runtime.spawn(async move {
             task.await;
             drop(running);
@@ -228,22 +232,22 @@ impl CircuitObserver for LocksState {
     }
 }
 
-/// Counts a caller that asks for a lock.
+/// Counts a waiter until it is dropped.
 pub(super) struct WaiterGuard<'a>(&'a LocksState);
 
 impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
-        self.0.asking.fetch_sub(1, Ordering::Relaxed);
+        self.0.waiters.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Counts an item until it ends in any way.
-pub(super) struct Running {
+/// Counts a release, a request or a task until it is dropped.
+pub(super) struct InFlightGuard {
     shared: Arc<LocksState>,
     count: fn(&LocksState) -> &AtomicUsize,
 }
 
-impl Running {
+impl InFlightGuard {
     /// A release, or a detached request without a lease.
     pub(super) fn new(shared: &Arc<LocksState>) -> Self {
         Self::counted(shared, |shared| &shared.releases)
@@ -264,10 +268,10 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         if (self.count)(&self.shared).fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.shared.ended();
+            self.shared.notify_idle();
         }
     }
 }

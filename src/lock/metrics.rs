@@ -67,7 +67,7 @@ mod imp {
     pub(in crate::lock) struct Meters {
         requests: [Counter; Outcome::ALL.len()],
         wait: Histogram,
-        hold: Histogram,
+        hold_time: Histogram,
         handover: [Histogram; 2],
         lost: [Counter; REASONS.len()],
         fallback_polls: Counter,
@@ -89,7 +89,7 @@ mod imp {
                 requests: Outcome::ALL
                     .map(|(_, outcome)| counter!("tollgate_lock_requests_total", labels("outcome", outcome))),
                 wait: histogram!("tollgate_lock_wait_seconds", vec![locks()]),
-                hold: histogram!("tollgate_lock_hold_seconds", vec![locks()]),
+                hold_time: histogram!("tollgate_lock_hold_seconds", vec![locks()]),
                 handover: [handover("hand"), handover("message")],
                 lost: REASONS.map(|(_, reason)| counter!("tollgate_lock_lost_total", labels("reason", reason))),
                 fallback_polls: counter!("tollgate_lock_fallback_polls_total", vec![locks()]),
@@ -101,7 +101,7 @@ mod imp {
             }
         }
 
-        pub(in crate::lock) fn asked(&self, outcome: Outcome, waited: Duration) {
+        pub(in crate::lock) fn record_request(&self, outcome: Outcome, waited: Duration) {
             self.requests[outcome as usize].increment(1);
             if outcome == Outcome::Granted {
                 self.wait.record(waited.as_secs_f64());
@@ -109,7 +109,7 @@ mod imp {
         }
 
         pub(in crate::lock) fn held(&self, time: Duration) {
-            self.hold.record(time.as_secs_f64());
+            self.hold_time.record(time.as_secs_f64());
         }
 
         pub(in crate::lock) fn handed_over(&self, way: HandoffKind, time: Duration) {
@@ -161,7 +161,7 @@ mod imp {
             Self
         }
 
-        pub(in crate::lock) fn asked(&self, _: Outcome, _: Duration) {}
+        pub(in crate::lock) fn record_request(&self, _: Outcome, _: Duration) {}
 
         pub(in crate::lock) fn held(&self, _: Duration) {}
 

@@ -11,9 +11,9 @@ use super::acquire::acquire_all;
 use super::context::Held;
 use super::erased::Call;
 use super::error::{Busy, Closed, LockError, Lost};
-use super::gate::QueuePosition;
 use super::grant::after;
 use super::lease::Lease;
+use super::local_queues::QueuePosition;
 use super::lock_key::LockKey;
 use super::locks::{Locks, unless_lost};
 use super::locks_state::LocksState;
@@ -21,7 +21,7 @@ use super::metrics::Outcome;
 use super::options::AcquireOptions;
 use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
-use super::run_error::{RunError, ended};
+use super::run_error::{RunError, run_result};
 use super::store::Claim;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -125,13 +125,13 @@ impl MultiRequest {
             unless_lost(body, leases.lost()).await
         };
         let output = outcome?;
-        let holds: Vec<_> = leases.leases.iter().map(|lease| Arc::clone(lease.hold())).collect();
-        ended(output, leases.release().await, holds.iter().map(|hold| &**hold))
+        let grants: Vec<_> = leases.leases.iter().map(|lease| Arc::clone(lease.grant())).collect();
+        run_result(output, leases.release().await, grants.iter().map(|grant| &**grant))
     }
 }
 
 /// The locks of one request.
-struct Several {
+struct AllLocks {
     shared: Arc<LocksState>,
     locks: Vec<LockKey>,
     options: AcquireOptions,
@@ -139,16 +139,16 @@ struct Several {
     position: QueuePosition,
 }
 
-impl Several {
+impl AllLocks {
     fn new(MultiRequest { locks, keys, wait }: MultiRequest) -> Self {
         let (shared, options) = locks.parts();
-        let mut wanted: Vec<_> = keys.into_iter().map(|key| locks.lock_key(key)).collect();
-        wanted.sort_by_cached_key(|lock| shared.store.shard(lock));
-        Self { shared: Arc::clone(shared), locks: wanted, options, wait, position: shared.gate.new_position() }
+        let mut lock_keys: Vec<_> = keys.into_iter().map(|key| locks.lock_key(key)).collect();
+        lock_keys.sort_by_cached_key(|lock| shared.store.shard(lock));
+        Self { shared: Arc::clone(shared), locks: lock_keys, options, wait, position: shared.queues.new_position() }
     }
 }
 
-impl Request for Several {
+impl Request for AllLocks {
     type Grant = MultiLease;
 
     fn shared(&self) -> &Arc<LocksState> {
@@ -159,12 +159,12 @@ impl Request for Several {
         (self.wait, self.options.ttl)
     }
 
-    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<MultiLease, LockError>> {
+    fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<MultiLease, LockError>> {
         let (shared, locks, options) = (Arc::clone(&self.shared), self.locks.clone(), self.options);
-        let (give_up, position) = (after(begun, self.wait), QueuePosition { is_back, ..self.position });
+        let (wait_end, position) = (after(start, self.wait), QueuePosition { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
         shared.meters();
-        Box::pin(async move { MultiLease::take(&shared, &locks, options, give_up, position).await })
+        Box::pin(async move { MultiLease::take(&shared, &locks, options, wait_end, position).await })
     }
 
     fn since(leases: &MultiLease) -> Instant {
@@ -172,15 +172,15 @@ impl Request for Several {
     }
 
     fn busy(&self) -> LockError {
-        let busy = self.locks.iter().map(|lock| self.shared.gate.busy(lock));
+        let busy = self.locks.iter().map(|lock| self.shared.queues.busy(lock));
         let longest = busy.max_by_key(Busy::retry_after);
         // Without locks there is nothing to wait for.
         longest.map_or_else(|| Closed.into(), LockError::from)
     }
 
-    fn count(&self, outcome: &Result<MultiLease, LockError>, begun: Instant) {
+    fn count(&self, outcome: &Result<MultiLease, LockError>, start: Instant) {
         if !self.locks.is_empty() {
-            self.shared.meters().asked(Outcome::of(outcome), begun.elapsed());
+            self.shared.meters().record_request(Outcome::of(outcome), start.elapsed());
         }
     }
 }
@@ -190,22 +190,22 @@ impl MultiLease {
         shared: &Arc<LocksState>,
         locks: &[LockKey],
         mut options: AcquireOptions,
-        give_up: Instant,
+        wait_end: Instant,
         position: QueuePosition,
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // With a queue in the store, wait for each lock by itself.
-        let most = if options.is_fair { 1 } else { Claim::MAX_BATCH };
+        let max_batch = if options.is_fair { 1 } else { Claim::MAX_BATCH };
         let shards = locks.chunk_by(|one, other| shared.store.shard(one) == shared.store.shard(other));
-        for locks in shards.flat_map(|shard| shard.chunks(most)) {
-            options.wait = give_up.saturating_duration_since(Instant::now());
-            let taken = tokio::select! {
+        for locks in shards.flat_map(|shard| shard.chunks(max_batch)) {
+            options.wait = wait_end.saturating_duration_since(Instant::now());
+            let acquired = tokio::select! {
                 biased;
-                taken = acquire_all(shared, locks, options, position) => taken,
+                acquired = acquire_all(shared, locks, options, position) => acquired,
                 lost = leases.lost() => Err(lost_before(&lost)),
             };
-            match taken {
-                Ok(taken) => leases.leases.extend(taken),
+            match acquired {
+                Ok(acquired) => leases.leases.extend(acquired),
                 Err(error) => {
                     // A failed release is retried in the background.
                     let _ = leases.release().await;
@@ -230,7 +230,7 @@ impl IntoFuture for MultiRequest {
     type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
 
     fn into_future(self) -> Self::IntoFuture {
-        Box::pin(Acquire::new(Several::new(self)))
+        Box::pin(Acquire::new(AllLocks::new(self)))
     }
 }
 

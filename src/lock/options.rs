@@ -12,13 +12,13 @@ pub(super) struct AcquireOptions {
     pub(super) wait: Duration,
     pub(super) max_hold: Option<Duration>,
     pub(super) max_waiters: usize,
-    pub(super) max_asking: usize,
+    pub(super) max_total_waiters: usize,
     pub(super) deadline: Duration,
     pub(super) kind: LockKind,
     pub(super) permits: u32,
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
-    pub(super) asks: bool,
+    pub(super) requests_release: bool,
     /// Whether waiters give up while the circuit is open.
     pub(super) heeds_circuit: bool,
     pub(super) replication: Replication,
@@ -34,13 +34,13 @@ impl AcquireOptions {
     }
 
     /// The longest duration of a store call.
-    pub(super) fn limit(&self) -> Duration {
-        self.replicas().limit(self.deadline)
+    pub(super) fn call_timeout(&self) -> Duration {
+        self.replicas().call_timeout(self.deadline)
     }
 
     /// The same if it waits for replicas, otherwise zero.
-    pub(super) fn replicas_limit(&self) -> Duration {
-        if self.replication.count() == 0 { Duration::ZERO } else { self.limit() }
+    pub(super) fn replication_timeout(&self) -> Duration {
+        if self.replication.count() == 0 { Duration::ZERO } else { self.call_timeout() }
     }
 }
 

@@ -25,7 +25,7 @@ impl Passage {
     }
 
     /// The pass of the current call.
-    pub(super) fn present() -> Self {
+    pub(super) fn current() -> Self {
         PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
     }
 }

@@ -1,4 +1,4 @@
-//! Calls that continue while their caller is not polled, and leases that pass on if their caller does not pick them up.
+//! Calls that continue if their caller stops polling. A lease that the caller does not pick up goes to the next waiter.
 
 use std::future::{Future, pending};
 use std::pin::Pin;
@@ -13,9 +13,9 @@ use super::delivery::{Delivery, Expired, Polled};
 use super::erased::Call;
 use super::error::LockError;
 use super::grant::after;
+use super::lifo_slot::free_lifo_slot;
 use super::locks_state::LocksState;
-use super::make_way::make_way;
-use super::renewal_schedule::{Role, Watched};
+use super::renewal_schedule::{Watchdog, WatchdogKey};
 
 /// An acquisition that can begin again after its caller missed a grant.
 pub(super) trait Request: Unpin + Send + 'static {
@@ -24,46 +24,47 @@ pub(super) trait Request: Unpin + Send + 'static {
     fn shared(&self) -> &Arc<LocksState>;
     /// The caller's wait, and the `ttl` of its lease.
     fn times(&self) -> (Duration, Duration);
-    /// Begins an attempt, the first one or another. The wait counts from `begun`.
-    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Self::Grant, LockError>>;
-    /// Since when the caller has the lease; of several, the last one.
+    /// Begins the acquisition, for the first time or again. The wait counts from `start`.
+    fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<Self::Grant, LockError>>;
+    /// When the lease was granted to the caller; of several leases, the last one.
     fn since(grant: &Self::Grant) -> Instant;
-    /// The error of a caller whose wait is over.
+    /// The error of a caller whose wait has ended.
     fn busy(&self) -> LockError;
     /// Counts the outcome.
-    fn count(&self, outcome: &Result<Self::Grant, LockError>, begun: Instant);
+    fn count(&self, outcome: &Result<Self::Grant, LockError>, start: Instant);
 }
 
-/// Waits for the outcome of an acquisition. The store call, the leader role and the lease do not depend on polls of this future.
+/// Waits for the outcome of an acquisition. If this future is not polled, the store call continues in a task, and other callers get the
+/// leader permit and the lease.
 pub(super) struct Acquire<R: Request> {
     request: R,
-    begun: Option<Instant>,
+    start: Option<Instant>,
     // Set once the call had to wait.
     pickup: Option<Arc<Pickup<Outcome<R>>>>,
-    is_over: bool,
+    is_done: bool,
 }
 
 type Outcome<R> = Result<<R as Request>::Grant, LockError>;
 
 impl<R: Request> Acquire<R> {
     pub(super) const fn new(request: R) -> Self {
-        Self { request, begun: None, pickup: None, is_over: false }
+        Self { request, start: None, pickup: None, is_done: false }
     }
 
-    fn poll_outcome(&mut self, begun: Instant, cx: &mut Context<'_>) -> Poll<Outcome<R>> {
+    fn poll_outcome(&mut self, start: Instant, cx: &mut Context<'_>) -> Poll<Outcome<R>> {
         if self.pickup.is_none() {
-            let mut call = self.request.begin(begun, false);
+            let mut call = self.request.begin(start, false);
             if let Poll::Ready(outcome) = call.as_mut().poll(cx) {
                 return Poll::Ready(outcome);
             }
             let (wait, ttl) = self.request.times();
             let granted = |outcome: &Outcome<R>| outcome.as_ref().ok().map(R::since);
-            let delivery = Delivery::new(Instant::now(), after(begun, wait), ttl);
+            let delivery = Delivery::new(Instant::now(), after(start, wait), ttl);
             self.pickup = Some(Pickup::new(self.request.shared(), delivery, call, granted, cx.waker()));
             return Poll::Pending;
         }
         let Self { request, pickup: Some(pickup), .. } = self else { return Poll::Pending };
-        let outcome = ready!(pickup.poll(cx, || request.begin(begun, true)));
+        let outcome = ready!(pickup.poll(cx, || request.begin(start, true)));
         Poll::Ready(outcome.unwrap_or_else(|| Err(request.busy())))
     }
 }
@@ -72,12 +73,12 @@ impl<R: Request> Future for Acquire<R> {
     type Output = Result<R::Grant, LockError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        assert!(!self.is_over, "the future of a lock was polled after completion");
-        let begun = *self.begun.get_or_insert_with(Instant::now);
-        let outcome = ready!(self.poll_outcome(begun, cx));
-        self.is_over = true;
+        assert!(!self.is_done, "the future of a lock was polled after completion");
+        let start = *self.start.get_or_insert_with(Instant::now);
+        let outcome = ready!(self.poll_outcome(start, cx));
+        self.is_done = true;
         self.close();
-        self.request.count(&outcome, begun);
+        self.request.count(&outcome, start);
         Poll::Ready(outcome)
     }
 }
@@ -95,13 +96,13 @@ impl<R: Request> Drop for Acquire<R> {
         if self.pickup.is_some() {
             self.close();
             // For the next waiter, and for the call that continues.
-            make_way();
+            free_lifo_slot();
         }
     }
 }
 
-/// Waits for a call without a lease as outcome. The call continues without polls of this future.
-pub(super) struct Attended<O: Send + 'static> {
+/// Waits for a call whose outcome is no lease. If this future is not polled, the call continues in a task.
+pub(super) struct DetachableCall<O: Send + 'static> {
     shared: Arc<LocksState>,
     ttl: Duration,
     call: Option<Call<O>>,
@@ -109,14 +110,14 @@ pub(super) struct Attended<O: Send + 'static> {
     pickup: Option<Arc<Pickup<O>>>,
 }
 
-impl<O: Send + 'static> Attended<O> {
+impl<O: Send + 'static> DetachableCall<O> {
     /// A call that concerns a lease with this `ttl`.
     pub(super) fn new(shared: Arc<LocksState>, ttl: Duration, call: Call<O>) -> Self {
         Self { shared, ttl, call: Some(call), pickup: None }
     }
 }
 
-impl<O: Send + 'static> Future for Attended<O> {
+impl<O: Send + 'static> Future for DetachableCall<O> {
     type Output = O;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<O> {
@@ -135,7 +136,7 @@ impl<O: Send + 'static> Future for Attended<O> {
     }
 }
 
-impl<O: Send + 'static> Drop for Attended<O> {
+impl<O: Send + 'static> Drop for DetachableCall<O> {
     fn drop(&mut self) {
         if let Some(pickup) = self.pickup.take() {
             pickup.close();
@@ -152,17 +153,17 @@ pub(super) struct Pickup<O> {
 
 struct State<O> {
     delivery: Delivery<O>,
-    // `None` once it is over.
+    // `None` once it is complete.
     call: Option<Call<O>>,
     caller: Waker,
     driver: Option<Waker>,
     // The locks around the caller, for the task.
     held: Held,
-    watched: Option<Watched>,
+    watchdog: Option<WatchdogKey>,
 }
 
 impl<O: Send + 'static> Pickup<O> {
-    /// Takes over a call that its caller has polled and that is not over.
+    /// Takes over a pending call from its caller, which has polled it.
     pub(super) fn new(
         shared: &Arc<LocksState>,
         delivery: Delivery<O>,
@@ -171,9 +172,9 @@ impl<O: Send + 'static> Pickup<O> {
         caller: &Waker,
     ) -> Arc<Self> {
         let (call, caller) = (Some(call), caller.clone());
-        let state = State { delivery, call, caller, driver: None, held: Held::present(), watched: None };
+        let state = State { delivery, call, caller, driver: None, held: Held::current(), watchdog: None };
         let pickup = Arc::new(Self { shared: Arc::clone(shared), granted, state: Mutex::new(state) });
-        pickup.watch(&mut pickup.state());
+        pickup.set_watchdog(&mut pickup.state());
         pickup
     }
 
@@ -182,13 +183,13 @@ impl<O: Send + 'static> Pickup<O> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The outcome for the caller. `None` if its wait is over. Calls `begin` if it has to start again.
+    /// The outcome for the caller. `None` if its wait has ended. Calls `begin` to acquire again after a missed grant.
     pub(super) fn poll(self: &Arc<Self>, cx: &mut Context<'_>, mut begin: impl FnMut() -> Call<O>) -> Poll<Option<O>> {
         let mut state = self.state();
         loop {
             let now = Instant::now();
             match state.delivery.poll(now) {
-                Polled::Drive => {
+                Polled::PollCall => {
                     let call = state.call.as_mut().map(|call| call.as_mut().poll(cx));
                     if let Some(Poll::Ready(outcome)) = call {
                         self.complete(&mut state, outcome);
@@ -197,7 +198,7 @@ impl<O: Send + 'static> Pickup<O> {
                 }
                 Polled::Begin => {
                     state.call = Some(begin());
-                    self.watch(&mut state);
+                    self.set_watchdog(&mut state);
                     continue;
                 }
                 Polled::Pending => {}
@@ -220,23 +221,24 @@ impl<O: Send + 'static> Pickup<O> {
         state.delivery.complete(outcome, granted, Instant::now());
     }
 
-    /// Watches the caller while it can lose its role or lease.
-    fn watch(self: &Arc<Self>, state: &mut State<O>) {
-        self.unwatch(state);
-        let role = Arc::downgrade(self);
-        state.watched = state.delivery.due().and_then(|due| self.shared.watch(due, role as Weak<dyn Role>));
+    /// Sets the watchdog while the caller can lose its leader permit or lease.
+    fn set_watchdog(self: &Arc<Self>, state: &mut State<O>) {
+        self.remove_watchdog(state);
+        let watchdog = Arc::downgrade(self);
+        state.watchdog =
+            state.delivery.due().and_then(|due| self.shared.add_watchdog(due, watchdog as Weak<dyn Watchdog>));
     }
 
-    fn unwatch(&self, state: &mut State<O>) {
-        if let Some(watched) = state.watched.take() {
-            self.shared.unwatch(&watched);
+    fn remove_watchdog(&self, state: &mut State<O>) {
+        if let Some(watchdog) = state.watchdog.take() {
+            self.shared.remove_watchdog(&watchdog);
         }
     }
 
     /// The caller is gone, or has the outcome.
     pub(super) fn close(&self) {
         let mut state = self.state();
-        self.unwatch(&mut state);
+        self.remove_watchdog(&mut state);
         let left = (state.delivery.close(), state.call.take());
         let driver = state.driver.take();
         drop(state);
@@ -255,13 +257,13 @@ impl<O: Send + 'static> Pickup<O> {
         }
         match held.scope(|| call.as_mut().poll(cx)) {
             Poll::Pending => {
-                delivery.goes_on();
+                delivery.record_pending();
                 *driver = Some(cx.waker().clone());
                 Poll::Pending
             }
             Poll::Ready(outcome) => {
                 self.complete(&mut state, outcome);
-                self.watch(&mut state);
+                self.set_watchdog(&mut state);
                 let caller = state.caller.clone();
                 drop(state);
                 caller.wake();
@@ -271,13 +273,13 @@ impl<O: Send + 'static> Pickup<O> {
     }
 }
 
-impl<O: Send + 'static> Role for Pickup<O> {
+impl<O: Send + 'static> Watchdog for Pickup<O> {
     fn expire(self: Arc<Self>, now: Instant) {
         let mut state = self.state();
-        state.watched = None;
+        state.watchdog = None;
         let expired = state.delivery.timeout(now);
         if matches!(expired, Expired::Nothing) {
-            self.watch(&mut state);
+            self.set_watchdog(&mut state);
         }
         drop(state);
         match expired {
@@ -294,7 +296,7 @@ impl<O: Send + 'static> Role for Pickup<O> {
     }
 }
 
-/// Polls a call in the place of its caller.
+/// Polls a call instead of its caller.
 struct Driver<O: Send + 'static>(Arc<Pickup<O>>);
 
 impl<O: Send + 'static> Future for Driver<O> {
@@ -311,7 +313,7 @@ impl<O: Send + 'static> Drop for Driver<O> {
         if state.delivery.is_detached() {
             // Its runtime has ended.
             state.delivery.attach(Instant::now());
-            self.0.watch(&mut state);
+            self.0.set_watchdog(&mut state);
             let caller = state.caller.clone();
             drop(state);
             caller.wake();

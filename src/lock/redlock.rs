@@ -86,7 +86,7 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 type Answers<T> = Vec<Option<Result<T, StoreError>>>;
 
 /// The reply of a store to a release.
-struct GivenBack {
+struct StoreRelease {
     released: Released,
     // Whether it was called again after a connection broke.
     is_again: bool,
@@ -113,21 +113,22 @@ impl<S> Redlock<S> {
 
     /// Calls all stores at the same time, and again after a broken connection. Waits until all have replied, or for some time
     /// after a majority has decided.
-    async fn ask<'a, T>(
+    async fn call_all<'a, T>(
         &'a self,
         call: impl Fn(&'a S) -> Call<'a, T>,
         is_enough: impl Fn(&Answers<T>) -> bool,
     ) -> Answers<T> {
         // All calls may be repeated with the same token.
-        let ask = async |store| match call(store).await {
+        let call_all = async |store| match call(store).await {
             Err(error) if error.is_unavailable() => call(store).await,
             answer => answer,
         };
-        hear(&mut self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect::<Vec<_>>(), is_enough).await
+        collect(&mut self.stores.iter().map(|store| Some(Box::pin(call_all(store)))).collect::<Vec<_>>(), is_enough)
+            .await
     }
 
     /// The same for a release, where `call` releases in one store. Stores without a timely reply finish in the background.
-    async fn give_back<T, F>(
+    async fn release_on_all<T, F>(
         &self,
         call: impl Fn(Arc<[S]>, usize) -> F,
         is_enough: impl Fn(&Answers<T>) -> bool,
@@ -137,10 +138,10 @@ impl<S> Redlock<S> {
     {
         let mut calls: Vec<_> =
             (0..self.stores.len()).map(|i| Some(Box::pin(call(Arc::clone(&self.stores), i)))).collect();
-        let answers = hear(&mut calls, is_enough).await;
+        let answers = collect(&mut calls, is_enough).await;
         let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(ended) = rest.try_join_next() {
-            discard_joined(ended);
+        while let Some(joined) = rest.try_join_next() {
+            discard_joined(joined);
         }
         for call in calls.into_iter().flatten() {
             if rest.len() < MAX_REST {
@@ -152,11 +153,11 @@ impl<S> Redlock<S> {
 }
 
 /// Waits until all stores have replied, or for some time after a majority has decided. Leaves the others pending.
-async fn hear<T, F: Future<Output = Result<T, StoreError>>>(
+async fn collect<T, F: Future<Output = Result<T, StoreError>>>(
     calls: &mut [Option<Pin<Box<F>>>],
     is_enough: impl Fn(&Answers<T>) -> bool,
 ) -> Answers<T> {
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut answers: Answers<T> = calls.iter().map(|_| None).collect();
     let mut rest: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|cx| {
@@ -169,7 +170,7 @@ async fn hear<T, F: Future<Output = Result<T, StoreError>>>(
             return Poll::Ready(());
         }
         if rest.is_none() && is_enough(&answers) {
-            rest = Some(Box::pin(sleep(begun.elapsed().max(GRACE))));
+            rest = Some(Box::pin(sleep(start.elapsed().max(GRACE))));
         }
         rest.as_mut().map_or(Poll::Pending, |rest| rest.as_mut().poll(cx))
     })
@@ -181,18 +182,18 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
     /// Takes leases everywhere. `call` takes all of them, or none, in one store.
     async fn take<'a>(
         &'a self,
-        wanted: &[(LockKey, Claim)],
+        claims: &[(LockKey, Claim)],
         call: impl Fn(&'a S) -> Call<'a, Vec<Acquired>>,
     ) -> Result<Vec<Acquired>, StoreError> {
         let plain = |claim: &Claim| {
             claim.kind != LockKind::ReadWrite && claim.permits == 1 && claim.queueing == Queueing::Bypass
         };
-        if !wanted.iter().all(|(_, claim)| plain(claim)) {
+        if !claims.iter().all(|(_, claim)| plain(claim)) {
             return Err(StoreError::other(ConfigError::NotByQuorum));
         }
         let (all, quorum) = (self.stores.len(), self.quorum());
         let answers = self
-            .ask(call, |answers| {
+            .call_all(call, |answers| {
                 let failed = answers.iter().flatten().filter(|answer| answer.is_err()).count();
                 // A failure says nothing about the holder: wait for all other stores.
                 answers.iter().flatten().count() - failed >= quorum || failed > all - quorum
@@ -207,20 +208,20 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
                 self.floor.note(fence, claim.fences);
                 Acquired::Granted { fence }
             };
-            return Ok(wanted.iter().enumerate().map(grant).collect());
+            return Ok(claims.iter().enumerate().map(grant).collect());
         }
         let granted = granted.len();
-        self.undo(wanted, &answers).await;
-        self.refuse(wanted.len(), answers, granted)
+        self.undo(claims, &answers).await;
+        self.refuse(claims.len(), answers, granted)
     }
 
     /// Releases grants of a failed claim, also late ones.
-    async fn undo(&self, wanted: &[(LockKey, Claim)], answers: &Answers<Vec<Acquired>>) {
-        let is_over = |given_back: &Answers<()>| {
-            let mut both = given_back.iter().zip(answers);
-            both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
+    async fn undo(&self, claims: &[(LockKey, Claim)], answers: &Answers<Vec<Acquired>>) {
+        let is_done = |released: &Answers<()>| {
+            let mut both = released.iter().zip(answers);
+            both.all(|(released, answer)| released.is_some() || !answer.as_ref().is_some_and(is_granted))
         };
-        let tokens: Arc<[_]> = wanted.iter().map(|(lock, claim)| (*lock, claim.token)).collect();
+        let tokens: Arc<[_]> = claims.iter().map(|(lock, claim)| (*lock, claim.token)).collect();
         // At the same time, so that a silent store is waited for once.
         let call = |stores: Arc<[S]>, i: usize| {
             let tokens = Arc::clone(&tokens);
@@ -235,7 +236,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
                 }
             }
         };
-        drop(self.give_back(call, is_over).await);
+        drop(self.release_on_all(call, is_done).await);
     }
 
     /// Why too few stores granted it.
@@ -275,10 +276,10 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             remaining.get(held.len() - quorum).copied().unwrap_or_default()
         };
         let foreign = |i: usize| held.iter().find_map(|answers| other_kind(answers.get(i)?));
-        let refusal = |i: usize| {
+        let failure = |i: usize| {
             foreign(i).map_or_else(|| Acquired::Busy { remaining: busy(i) }, |held| Acquired::OtherKind { held })
         };
-        Ok((0..count).map(refusal).collect())
+        Ok((0..count).map(failure).collect())
     }
 
     /// The same claim, with the largest fence seen as its floor.
@@ -321,13 +322,13 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         answers.first().copied().ok_or_else(StoreError::timeout)
     }
 
-    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        let all: Arc<[_]> = wanted.iter().map(|(lock, claim)| (*lock, self.raised(claim))).collect();
+    async fn acquire_all(&self, claims: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let all: Arc<[_]> = claims.iter().map(|(lock, claim)| (*lock, self.raised(claim))).collect();
         let call = |store| -> Call<'_, _> {
             let all = Arc::clone(&all);
             Box::pin(async move { S::acquire_all(store, &all).await })
         };
-        self.take(wanted, call).await
+        self.take(claims, call).await
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
@@ -344,7 +345,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
             let mut leases = 0..renewals.len();
             leases.all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
         };
-        let answers = self.ask(call, is_decided).await;
+        let answers = self.call_all(call, is_decided).await;
         // A call that depends on failed stores is repeated.
         if !is_decided(&answers) {
             return Err(first_error(answers));
@@ -360,20 +361,20 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
         let all = self.stores.len();
-        let count = |answers: &Answers<GivenBack>| answers.iter().flatten().flatten().count();
+        let count = |answers: &Answers<StoreRelease>| answers.iter().flatten().flatten().count();
         // If one store has forgotten it and another is slow, the slow one decides.
-        let is_decided = move |answers: &Answers<GivenBack>| {
+        let is_decided = move |answers: &Answers<StoreRelease>| {
             let held = answers.iter().flatten().flatten().filter(|answer| answer.released.was_held).count();
             held >= quorum || count(answers) - held > all - quorum
         };
         let answers = self
-            .give_back(
+            .release_on_all(
                 move |stores, i| async move {
                     let (released, is_again) = match stores[i].release(&lock, &token).await {
                         Err(error) if error.is_unavailable() => (stores[i].release(&lock, &token).await?, true),
                         answer => (answer?, false),
                     };
-                    Ok(GivenBack { released, is_again })
+                    Ok(StoreRelease { released, is_again })
                 },
                 is_decided,
             )
@@ -398,7 +399,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         let (lock, waiter, quorum) = (*lock, waiter.copied(), self.quorum());
         let answers = self
-            .ask(
+            .call_all(
                 |store| Box::pin(async move { Ok(store.watch(&lock, waiter.as_ref()).await) }),
                 |answers| answers.iter().flatten().count() >= quorum,
             )
@@ -413,21 +414,22 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
             let name = Arc::clone(&name);
             Box::pin(async move { S::name(store, &lock, &token, &name).await })
         };
-        let answers = self.ask(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
+        let answers = self.call_all(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
         if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
         let (lock, quorum) = (*lock, self.quorum());
-        let call = |store| -> Call<'_, _> { Box::pin(async move { S::ask_holders(store, &lock).await }) };
-        let answers = self.ask(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
+        let call = |store| -> Call<'_, _> { Box::pin(async move { S::request_release(store, &lock).await }) };
+        let answers = self.call_all(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
         if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
         let (lock, quorum) = (*lock, self.quorum());
-        let call = |store| -> Call<'_, _> { Box::pin(async move { Ok(S::watch_asks(store, &lock).await) }) };
-        let answers = self.ask(call, |answers| answers.iter().flatten().count() >= quorum).await;
+        let call =
+            |store| -> Call<'_, _> { Box::pin(async move { Ok(S::watch_release_requests(store, &lock).await) }) };
+        let answers = self.call_all(call, |answers| answers.iter().flatten().count() >= quorum).await;
         Notifications::any(answers.into_iter().flatten().flatten())
     }
 

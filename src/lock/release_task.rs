@@ -5,11 +5,11 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 use super::error::LossReason;
-use super::gate::{LeaderPermit, PendingRelease};
 use super::grant::Grant;
 use super::jitter::jittered;
+use super::local_queues::{LeaderPermit, PendingRelease};
 use super::lock_key::LockKey;
-use super::locks_state::{LocksState, Running};
+use super::locks_state::{InFlightGuard, LocksState};
 use super::release_outcome::ReleaseOutcome;
 use super::store::{Claim, Released, Token};
 use crate::error::StoreError;
@@ -18,13 +18,11 @@ use crate::store::deadline::Deadline;
 /// The pause before a release is retried. Doubles each time, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How long a call without a reply is taken to be in flight. Until then a release is repeated, since a grant may still arrive
-/// after it.
+/// How long a call without a reply may still be in flight. Until then a release is repeated, since the server may execute a grant after it.
 ///
-/// No bound always holds. TCP resends a lost packet after a fifth of a second and then after twice as long each time, four times
-/// within this. A stopped server executes earlier commands first when it resumes, and answers none before, so no release counts
-/// as done until then. A grant that arrives later, over a connection that was cut while others were not, has no holder and
-/// expires like any lease.
+/// This is not a strict bound. TCP retransmits a lost packet after 200 ms, then with doubled pauses, four times within this time. A stopped
+/// server executes earlier commands first when it resumes, so no release is answered before that. A later grant, over a connection that was
+/// cut while others were not, has no holder and expires.
 pub(super) const IN_FLIGHT_GRACE: Duration = Duration::from_secs(5);
 /// Maximum number of acquisitions with an unknown outcome that are undone at the same time. Further ones expire.
 const MAX_UNDONE: usize = 1_024;
@@ -32,115 +30,116 @@ const MAX_UNDONE: usize = 1_024;
 /// A token to release: by a caller that waits for it, or in the background.
 pub(super) struct ReleaseTask {
     // For a shutdown, which waits until no task is left.
-    running: Running,
+    running: InFlightGuard,
     lock: LockKey,
     token: Token,
     // The lease, if there is one.
-    hold: Option<Arc<Grant>>,
+    grant: Option<Arc<Grant>>,
     // The longest duration of one call.
-    limit: Duration,
-    turn: Option<LeaderPermit>,
-    // Callers of this process that want the key wait for it, unless they wait for the permit.
+    call_timeout: Duration,
+    permit: Option<LeaderPermit>,
+    // Makes callers of this process wait for the release if the lease has no local queue.
     pending: Option<PendingRelease>,
     // The lease has expired by then, even a late grant.
     until: Instant,
     // Until when an attempt with this token may still be executed. A release before that is not enough.
-    settles: Option<Instant>,
-    // Whether the store was called, and answered the last time.
-    is_asked: bool,
-    is_answered: bool,
-    // Whether the lease was certainly lost before its release.
+    in_flight_until: Option<Instant>,
+    // Whether the store was called, and whether it answered the last call.
+    was_called: bool,
+    was_answered: bool,
+    // Whether the lease was lost before its release, and not just expired.
     is_lost: bool,
     is_done: bool,
-    place: Place,
-    undone: Option<UndoPermit>,
+    stage: Stage,
+    undo_permit: Option<UndoPermit>,
 }
 
-/// Where the task runs. A task that ends early continues in the next of these.
+/// Where the task runs. A task that is dropped early continues in the next stage.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum Stage {
     Caller,
     Background,
     /// In a second runtime, after the first one ended.
-    Elsewhere,
+    FallbackRuntime,
 }
 
 impl ReleaseTask {
     /// Releases a held lease, and makes the next caller the leader.
-    pub(super) fn release(shared: &Arc<LocksState>, hold: &Arc<Grant>, turn: LeaderPermit, now: Instant) -> Self {
-        let mut errand = Self::after_loss(shared, hold, now);
-        errand.turn = Some(turn);
-        errand
+    pub(super) fn release(shared: &Arc<LocksState>, grant: &Arc<Grant>, permit: LeaderPermit, now: Instant) -> Self {
+        let mut task = Self::after_loss(shared, grant, now);
+        task.permit = Some(permit);
+        task
     }
 
-    /// Releases one of several leases of a key, or the remains of a lost one.
-    pub(super) fn given_back(shared: &Arc<LocksState>, hold: &Arc<Grant>, now: Instant) -> Self {
-        let mut errand = Self::after_loss(shared, hold, now);
-        errand.pending = (!errand.is_done).then(|| PendingRelease::new(shared, errand.lock));
-        errand
+    /// Releases a lease that the local queue does not hold: one of several of the key, or a lost one.
+    pub(super) fn release_unqueued(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
+        let mut task = Self::after_loss(shared, grant, now);
+        task.pending = (!task.is_done).then(|| PendingRelease::new(shared, task.lock));
+        task
     }
 
-    /// Releases the remains of a lost lease.
-    pub(super) fn after_loss(shared: &Arc<LocksState>, hold: &Arc<Grant>, now: Instant) -> Self {
-        let settles = hold.settles(now);
-        let is_lost = hold.look(now) == Err(LossReason::Taken);
+    /// Releases a lost lease, which may still exist in the store.
+    pub(super) fn after_loss(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
+        let in_flight_until = grant.in_flight_until(now);
+        let is_lost = grant.valid_until(now) == Err(LossReason::Taken);
         if is_lost {
-            shared.note_loss(hold, now);
+            shared.record_loss(grant, now);
         }
         Self {
-            lock: *hold.lock(),
-            token: *hold.token(),
-            hold: Some(Arc::clone(hold)),
-            limit: hold.limit(),
-            turn: None,
+            lock: *grant.lock(),
+            token: *grant.token(),
+            grant: Some(Arc::clone(grant)),
+            call_timeout: grant.call_timeout(),
+            permit: None,
             pending: None,
-            until: settles.map_or(hold.expires(), |settles| hold.expires().max(settles + hold.ttl())),
-            settles,
-            is_asked: false,
-            is_answered: false,
+            until: in_flight_until
+                .map_or(grant.expires(), |in_flight_until| grant.expires().max(in_flight_until + grant.ttl())),
+            in_flight_until,
+            was_called: false,
+            was_answered: false,
             is_lost,
-            is_done: is_lost && settles.is_none(),
-            place: Place::Caller,
-            undone: None,
-            running: Running::new(shared),
+            is_done: is_lost && in_flight_until.is_none(),
+            stage: Stage::Caller,
+            undo_permit: None,
+            running: InFlightGuard::new(shared),
         }
     }
 
-    /// Undoes an abandoned acquisition, even if it may still be executed before it settles. Its grant expires at `until`.
-    /// `None` if there are too many.
+    /// Undoes an abandoned acquisition, which may be executed until `in_flight_until`. Its grant expires at `until`. `None` if too many
+    /// are being undone.
     pub(super) fn undo(
         shared: &Arc<LocksState>,
         lock: LockKey,
         claim: &Claim,
         until: Instant,
-        limit: Duration,
-        settles: Option<Instant>,
+        call_timeout: Duration,
+        in_flight_until: Option<Instant>,
     ) -> Option<Self> {
-        let undone = Some(UndoPermit::new(shared)?);
+        let undo_permit = Some(UndoPermit::new(shared)?);
         Some(Self {
             lock,
             token: claim.token,
-            hold: None,
-            limit,
-            turn: None,
+            grant: None,
+            call_timeout,
+            permit: None,
             pending: None,
             until,
-            settles,
-            is_asked: false,
-            is_answered: false,
+            in_flight_until,
+            was_called: false,
+            was_answered: false,
             is_lost: false,
             is_done: false,
-            place: Place::Caller,
-            undone,
-            running: Running::new(shared),
+            stage: Stage::Caller,
+            undo_permit,
+            running: InFlightGuard::new(shared),
         })
     }
 
-    /// Calls the store, and again over another connection if one just broke. After any reply the next caller may try. Returns
-    /// `release` for a lease that was still held.
-    pub(super) async fn carry_out(&mut self, release: ReleaseOutcome) -> Result<ReleaseOutcome, StoreError> {
+    /// Calls the store, and once more over another connection if the first one broke. After any reply the next caller may acquire the
+    /// lock. Returns `release` for a lease that was still held.
+    pub(super) async fn run(&mut self, release: ReleaseOutcome) -> Result<ReleaseOutcome, StoreError> {
         let released = match self.attempt().await {
-            // It may have been released before the connection broke, or lost.
+            // Whether the first call has released it is unknown.
             Err(error) if error.is_unavailable() => self.attempt().await?,
             answer => answer?,
         };
@@ -156,79 +155,80 @@ impl ReleaseTask {
         if self.is_done {
             return;
         }
-        let is_elsewhere = self.place == Place::Background;
-        self.place = if is_elsewhere { Place::Elsewhere } else { Place::Background };
+        let is_fallback = self.stage == Stage::Background;
+        self.stage = if is_fallback { Stage::FallbackRuntime } else { Stage::Background };
         let shared = Arc::clone(self.running.shared());
         let task = async move {
-            // A release that may be followed by a late grant is not repeated at once.
-            if !self.is_answered {
+            // If the store has answered, only a late grant can follow, so do not repeat the release immediately.
+            if !self.was_answered {
                 let _ = self.attempt().await;
             }
             let mut pause = FIRST_PAUSE;
             while !self.is_done {
-                let next = self.next(pause);
+                let next = self.next_attempt(pause);
                 if next >= self.until {
-                    return self.leave();
+                    return self.let_expire();
                 }
                 sleep_until(next).await;
                 let _ = self.attempt().await;
-                pause = if self.is_answered { pause * 2 } else { (pause * 2).min(LONGEST_PAUSE) };
+                pause = if self.was_answered { pause * 2 } else { (pause * 2).min(LONGEST_PAUSE) };
             }
         };
-        if is_elsewhere { shared.spawn_elsewhere(task) } else { shared.spawn(task) }
+        if is_fallback { shared.spawn_on_fallback(task) } else { shared.spawn(task) }
     }
 
-    /// The same, but not before `at`, and not if the holder of `hold` has released it by then.
-    pub(super) fn in_background_at(mut self, hold: Arc<Grant>, at: Instant) {
+    /// The same, but not before `at`, and not if the holder of `grant` has released it by then.
+    pub(super) fn in_background_at(mut self, grant: Arc<Grant>, at: Instant) {
         let shared = Arc::clone(self.running.shared());
         shared.spawn(async move {
-            if hold.returned_by(at).await {
-                return self.leave();
+            if grant.released_before(at).await {
+                return self.let_expire();
             }
             self.in_background();
         });
     }
 
-    /// Leaves the lease to expire.
-    fn leave(&mut self) {
+    /// Gives up: the lease expires.
+    fn let_expire(&mut self) {
         self.is_done = true;
     }
 
-    /// When to retry after this pause: once more as soon as no call is in flight, if the store answers.
-    fn next(&self, pause: Duration) -> Instant {
+    /// When to retry: after the pause, or earlier when no call can be in flight any more.
+    fn next_attempt(&self, pause: Duration) -> Instant {
         let now = Instant::now();
         let next = now + jittered(pause);
-        let settles = self.settles.filter(|settles| self.is_answered && now < *settles);
-        settles.map_or(next, |settles| next.min(settles))
+        let in_flight_until =
+            self.in_flight_until.filter(|in_flight_until| self.was_answered && now < *in_flight_until);
+        in_flight_until.map_or(next, |in_flight_until| next.min(in_flight_until))
     }
 
     async fn attempt(&mut self) -> Result<Released, StoreError> {
         if self.is_done {
             return Ok(Released::default());
         }
-        // An earlier call may have released it, with or without a reply.
-        let is_first = !std::mem::replace(&mut self.is_asked, true);
-        let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
+        // Only the first call can detect a loss: an earlier call may have released the lease without a reply.
+        let is_first = !std::mem::replace(&mut self.was_called, true);
+        let is_settled = self.in_flight_until.is_none_or(|in_flight_until| Instant::now() >= in_flight_until);
         let call = Arc::clone(&self.running.shared().store).release(self.lock, self.token);
-        let answer = Deadline::new(call, self.limit).await;
-        if let Some(mut turn) = self.turn.take() {
-            turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
+        let answer = Deadline::new(call, self.call_timeout).await;
+        if let Some(mut permit) = self.permit.take() {
+            permit.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
         if is_first && answer.as_ref().is_err_and(StoreError::is_refusal) {
-            // The store refused the call, so the next reply is the first that can report a loss.
-            self.is_asked = false;
+            // A refused call released nothing, so the next call counts as the first.
+            self.was_called = false;
         }
         self.pending = None;
-        self.is_answered = answer.is_ok();
+        self.was_answered = answer.is_ok();
         match &answer {
             Ok(released) => {
-                if let Some(hold) = self.hold.as_ref().filter(|_| is_first && !released.was_held) {
+                if let Some(grant) = self.grant.as_ref().filter(|_| is_first && !released.was_held) {
                     let now = Instant::now();
-                    self.is_lost = hold.was_gone(now);
-                    self.running.shared().note_loss(hold, now);
+                    self.is_lost = grant.record_unknown(now);
+                    self.running.shared().record_loss(grant, now);
                 }
                 self.is_done = is_settled;
-                self.hold.iter().for_each(|hold| hold.returned());
+                self.grant.iter().for_each(|grant| grant.record_released());
             }
             Err(error) => tracing::debug!(lock = %self.lock, %error, "the release of a lock failed: trying again"),
         }
@@ -238,13 +238,13 @@ impl ReleaseTask {
 
 impl Drop for ReleaseTask {
     fn drop(&mut self) {
-        if !self.is_done && self.place != Place::Elsewhere {
+        if !self.is_done && self.stage != Stage::FallbackRuntime {
             let rest = Self {
-                running: Running::new(self.running.shared()),
-                turn: self.turn.take(),
+                running: InFlightGuard::new(self.running.shared()),
+                permit: self.permit.take(),
                 pending: self.pending.take(),
-                hold: self.hold.take(),
-                undone: self.undone.take(),
+                grant: self.grant.take(),
+                undo_permit: self.undo_permit.take(),
                 ..*self
             };
             rest.in_background();
@@ -258,12 +258,12 @@ struct UndoPermit(Arc<LocksState>);
 impl UndoPermit {
     fn new(shared: &Arc<LocksState>) -> Option<Self> {
         let counted = Self(Arc::clone(shared));
-        (shared.undone.fetch_add(1, Ordering::Relaxed) < MAX_UNDONE).then_some(counted)
+        (shared.undoing.fetch_add(1, Ordering::Relaxed) < MAX_UNDONE).then_some(counted)
     }
 }
 
 impl Drop for UndoPermit {
     fn drop(&mut self) {
-        self.0.undone.fetch_sub(1, Ordering::Relaxed);
+        self.0.undoing.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -11,12 +11,12 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::error::LossReason;
 use super::grant::{Grant, after};
 use super::jitter::jittered;
+use super::lifo_slot::free_lifo_slot;
 use super::local_queue::Position;
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
-use super::make_way::make_way;
 use super::release_task::ReleaseTask;
-use super::renewal_schedule::{Kept, Role, State, Watched};
+use super::renewal_schedule::{ScheduledLease, State, Watchdog, WatchdogKey};
 use crate::error::StoreError;
 use crate::panics::discard_joined;
 use crate::reach::Reach;
@@ -25,277 +25,278 @@ use crate::store::deadline::Deadline;
 /// Maximum number of leases in one renewal call.
 const BATCH: usize = 128;
 /// Leases that are due within this time of each other are renewed together.
-const TOGETHER: Duration = Duration::from_millis(50);
+const BATCH_INTERVAL: Duration = Duration::from_millis(50);
 /// The pause after a failed renewal. Doubles with each further failure, up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 impl LocksState {
     /// Renews a lease from now on, until it is removed or lost.
-    pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Grant>) {
-        let (_, due) = hold.due();
+    pub(super) fn start_renewal(self: &Arc<Self>, grant: &Arc<Grant>) {
+        let (_, due) = grant.due();
         let runtime = Handle::current();
-        let mut state = self.keeper.state();
+        let mut state = self.renewals.state();
         let first = (!state.has_task).then(|| runtime.clone());
-        let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime) };
-        state.holds.insert(*hold.token(), kept);
-        state.due.insert((due, *hold.token()));
+        let lease = ScheduledLease { grant: Arc::clone(grant), due: Some(due), runtime: Some(runtime) };
+        state.leases.insert(*grant.token(), lease);
+        state.due.insert((due, *grant.token()));
         match first {
             Some(runtime) => self.start_task(state, runtime),
-            None => self.keeper.wake_for(&mut state, due),
+            None => self.renewals.wake_for(&mut state, due),
         }
     }
 
-    /// Watches a role until `due`. `None` without a runtime.
-    pub(super) fn watch(self: &Arc<Self>, due: Instant, role: Weak<dyn Role>) -> Option<Watched> {
-        let watched = (due, self.gate.new_position().position);
-        let mut state = self.keeper.state();
+    /// Expires the watchdog at `due`, unless it is removed before. `None` without a runtime.
+    pub(super) fn add_watchdog(self: &Arc<Self>, due: Instant, watchdog: Weak<dyn Watchdog>) -> Option<WatchdogKey> {
+        let key = (due, self.queues.new_position().position);
+        let mut state = self.renewals.state();
         if state.has_task {
-            state.roles.insert(watched, role);
-            self.keeper.wake_for(&mut state, due);
+            state.watchdogs.insert(key, watchdog);
+            self.renewals.wake_for(&mut state, due);
         } else {
             let runtime = Handle::try_current().ok()?;
-            state.roles.insert(watched, role);
+            state.watchdogs.insert(key, watchdog);
             self.start_task(state, runtime);
         }
-        Some(watched)
+        Some(key)
     }
 
-    pub(super) fn unwatch(&self, watched: &Watched) {
-        self.keeper.state().roles.remove(watched);
+    pub(super) fn remove_watchdog(&self, key: &WatchdogKey) {
+        self.renewals.state().watchdogs.remove(key);
     }
 
-    /// Starts the task, outside of the lock: in an ended runtime it ends at once.
+    /// Starts the task after unlocking the state: in an ended runtime the task ends immediately, and locks it too.
     fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
         state.has_task = true;
         state.sleeps_until = None;
         drop(state);
-        drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
-        make_way();
-        self.remember(runtime);
+        drop(runtime.spawn(run_renewals(Task(Arc::downgrade(self)), Arc::clone(&self.renewals.wake))));
+        free_lifo_slot();
+        self.set_fallback_runtime(runtime);
     }
 
-    /// Starts another task if one ended with its runtime and leases of other runtimes are left.
-    fn start_elsewhere(self: &Arc<Self>) {
-        let mut state = self.keeper.state();
+    /// Restarts the task in the runtime of another lease, after it ended with its runtime.
+    fn restart_task(self: &Arc<Self>) {
+        let mut state = self.renewals.state();
         state.has_task = false;
-        // That task may not have started either.
-        if std::mem::replace(&mut state.is_moving, true) {
+        // Another call is already looking for a runtime, and its task did not start either.
+        if std::mem::replace(&mut state.is_restarting, true) {
             return;
         }
         // Replies of pending renewals are lost.
         let now = Instant::now();
-        let unheard: Vec<_> =
-            state.holds.iter().filter(|(_, kept)| kept.due.is_none()).map(|(token, _)| *token).collect();
-        unheard.iter().for_each(|token| state.schedule(token, Some(now)));
+        let unanswered: Vec<_> =
+            state.leases.iter().filter(|(_, lease)| lease.due.is_none()).map(|(token, _)| *token).collect();
+        unanswered.iter().for_each(|token| state.schedule(token, Some(now)));
         // Each runtime is tried at most once for each of its leases.
         while !state.has_task {
-            let there = state.holds.iter().filter(|(_, kept)| kept.runtime.is_some());
-            let there: Vec<_> = there.map(|(token, _)| *token).collect();
-            if there.is_empty() {
+            let candidates = state.leases.iter().filter(|(_, lease)| lease.runtime.is_some());
+            let candidates: Vec<_> = candidates.map(|(token, _)| *token).collect();
+            if candidates.is_empty() {
                 break;
             }
-            for token in there {
+            for token in candidates {
                 if state.has_task {
                     break;
                 }
-                if let Some(runtime) = state.holds.get_mut(&token).and_then(|kept| kept.runtime.take()) {
+                if let Some(runtime) = state.leases.get_mut(&token).and_then(|lease| lease.runtime.take()) {
                     self.start_task(state, runtime);
-                    state = self.keeper.state();
+                    state = self.renewals.state();
                 }
             }
         }
-        state.is_moving = false;
+        state.is_restarting = false;
     }
 
-    /// Stores the holder's name in the background, unless it has no name or the store knows it. A failure is repaired by the next
-    /// renewal.
-    pub(super) fn name(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
-        let Some(name) = self.holder().filter(|_| hold.is_name_due(now)) else { return };
-        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), name);
-        let hold = Arc::clone(hold);
+    /// Stores the holder's name in the background, if it has one that is not stored yet. After a failure, the next renewal retries it.
+    pub(super) fn store_holder_name(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) {
+        let Some(name) = self.holder().filter(|_| grant.is_name_due(now)) else { return };
+        let call = Arc::clone(&self.store).name(*grant.lock(), *grant.token(), name);
+        let grant = Arc::clone(grant);
         self.spawn(async move {
-            if !matches!(timeout(hold.limit(), call).await, Ok(Ok(()))) {
-                hold.unnamed();
-                tracing::debug!(lock = %hold.lock(), "cannot store the name of a lock holder");
+            if !matches!(timeout(grant.call_timeout(), call).await, Ok(Ok(()))) {
+                grant.record_name_failure();
+                tracing::debug!(lock = %grant.lock(), "cannot store the name of a lock holder");
             }
         });
     }
 
-    /// Asks the holders of a lock in the background to release it.
-    pub(super) fn ask_holders(self: &Arc<Self>, lock: LockKey, limit: Duration) {
-        let call = Arc::clone(&self.store).ask_holders(lock);
+    /// Sends the holders of a lock a release request in the background.
+    pub(super) fn request_release(self: &Arc<Self>, lock: LockKey, call_timeout: Duration) {
+        let call = Arc::clone(&self.store).request_release(lock);
         self.spawn(async move {
-            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+            if !matches!(timeout(call_timeout, call).await, Ok(Ok(()))) {
                 tracing::debug!(%lock, "cannot send a release request to the holders of a lock");
             }
         });
     }
 
-    /// Takes the leases that are due for renewal, drops lost ones, and returns when to look again.
-    fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Grant>>, Instant) {
+    /// Returns the leases to renew, and when the next lease or watchdog is due. Ends leases that are lost and watchdogs that have expired.
+    fn take_due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Grant>>, Instant) {
         let mut renew = Vec::new();
         let mut lost = Vec::new();
-        let mut state = self.keeper.state();
+        let mut state = self.renewals.state();
         while let Some(&(due, token)) = state.due.first() {
-            if due > now + TOGETHER || (due > now && renew.is_empty() && lost.is_empty()) {
+            if due > now + BATCH_INTERVAL || (due > now && renew.is_empty() && lost.is_empty()) {
                 break;
             }
-            let Some(kept) = state.holds.get(&token) else {
+            let Some(lease) = state.leases.get(&token) else {
                 state.due.pop_first();
                 continue;
             };
-            let hold = Arc::clone(&kept.hold);
-            let (renew_at, next) = hold.due();
-            match hold.look(now) {
+            let grant = Arc::clone(&lease.grant);
+            let (renew_at, next) = grant.due();
+            match grant.valid_until(now) {
                 Err(_) => {
                     state.schedule(&token, None);
-                    state.holds.remove(&token);
-                    lost.push(hold);
+                    state.leases.remove(&token);
+                    lost.push(grant);
                 }
-                Ok(_) if renew_at <= now + TOGETHER => {
+                Ok(_) if renew_at <= now + BATCH_INTERVAL => {
                     state.schedule(&token, None);
-                    renew.push(hold);
+                    renew.push(grant);
                 }
-                // It ends within the batching interval, and has not ended yet.
+                // The lease ends within the batching interval, and has not ended yet.
                 Ok(_) if next == due => break,
                 Ok(_) => state.schedule(&token, Some(next)),
             }
         }
-        // An alarm stays set after its lease was released. Otherwise each of many short leases would wake the task.
-        let alarm = state.sleeps_until.filter(|until| *until > now);
-        let later = state.roles.split_off(&(now, Position::MAX));
-        let expired = std::mem::replace(&mut state.roles, later);
-        let role = state.roles.first_key_value().map(|((due, _), _)| *due);
-        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(role).chain(alarm).min();
+        // The timer stays set after its lease was released. Otherwise each of many short leases would wake the task.
+        let timer = state.sleeps_until.filter(|until| *until > now);
+        let later = state.watchdogs.split_off(&(now, Position::MAX));
+        let expired = std::mem::replace(&mut state.watchdogs, later);
+        let watchdog = state.watchdogs.first_key_value().map(|((due, _), _)| *due);
+        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(watchdog).chain(timer).min();
         let next = next.unwrap_or_else(|| after(now, Duration::MAX));
         state.sleeps_until = Some(next);
         drop(state);
-        for hold in lost {
-            self.lose(&hold, now);
+        for grant in lost {
+            self.end_lost(&grant, now);
         }
-        for role in expired.into_values().filter_map(|role| role.upgrade()) {
-            role.expire(now);
+        for watchdog in expired.into_values().filter_map(|watchdog| watchdog.upgrade()) {
+            watchdog.expire(now);
         }
         (renew, next)
     }
 
-    /// Notifies watchers of a lost lease. The holder or the renewal task may notice it first.
-    pub(super) fn note_loss(&self, hold: &Grant, now: Instant) {
-        if let Some(reason) = hold.note_loss(now) {
-            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
+    /// Logs and counts the loss of a lease once: the holder or the renewal task may detect it first.
+    pub(super) fn record_loss(&self, grant: &Grant, now: Instant) {
+        if let Some(reason) = grant.record_loss(now) {
+            tracing::warn!(lock = %grant.lock(), ?reason, "lock lost");
             self.meters().lost(reason);
         }
     }
 
-    /// Notifies the holder, and lets other callers try.
-    fn lose(self: &Arc<Self>, hold: &Arc<Grant>, now: Instant) {
-        self.note_loss(hold, now);
-        hold.tell();
-        if hold.look(now) == Err(LossReason::MaxHold) {
-            // The holder may not look, and a renewal may just have succeeded. It gets as much time as with an expired lease.
-            ReleaseTask::after_loss(self, hold, now).in_background_at(Arc::clone(hold), now + hold.margin());
+    /// Ends a lost lease: notifies the holder, and lets other callers acquire the lock.
+    fn end_lost(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) {
+        self.record_loss(grant, now);
+        grant.notify_waiters();
+        if grant.valid_until(now) == Err(LossReason::MaxHold) {
+            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease has.
+            ReleaseTask::after_loss(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
         }
-        self.abandon(hold);
-        self.ended();
+        self.abandon(grant);
+        self.notify_idle();
     }
 
     /// Records the result of a renewal that was sent at `sent`.
-    fn renewed(self: &Arc<Self>, holds: &[Arc<Grant>], sent: Instant, answers: Result<&[bool], &StoreError>) {
+    fn record_renewals(self: &Arc<Self>, grants: &[Arc<Grant>], sent: Instant, answers: Result<&[bool], &StoreError>) {
         let now = Instant::now();
-        for (i, hold) in holds.iter().enumerate() {
+        for (i, grant) in grants.iter().enumerate() {
             match answers.map(|answers| answers.get(i).copied()) {
                 Ok(Some(true)) => {
-                    hold.renewed(sent, now);
-                    self.name(hold, now);
+                    grant.record_renewal(sent, now);
+                    self.store_holder_name(grant, now);
                 }
-                Ok(Some(false)) => hold.taken(),
+                Ok(Some(false)) => grant.record_taken(),
                 Ok(None) | Err(_) => {
                     let pause = |failures: u32| {
-                        let longest = LONGEST_PAUSE.min(hold.ttl() / 10);
+                        let longest = LONGEST_PAUSE.min(grant.ttl() / 10);
                         let pause = (FIRST_PAUSE * (1 << (failures - 1).min(4))).min(longest);
                         jittered(pause)
                     };
-                    hold.suspended(now, answers.is_err_and(StoreError::is_refusal), pause);
+                    grant.record_failed_renewal(now, answers.is_err_and(StoreError::is_refusal), pause);
                     self.meters().renewal_failed();
-                    tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
+                    tracing::debug!(lock = %grant.lock(), "a renewal failed: trying again while the lease lasts");
                 }
             }
-            let is_lost = hold.look(now).is_err();
-            let mut state = self.keeper.state();
-            // A lease that was released meanwhile is not renewed further.
-            if !state.holds.contains_key(hold.token()) {
+            let is_lost = grant.valid_until(now).is_err();
+            let mut state = self.renewals.state();
+            // The lease was released during the call.
+            if !state.leases.contains_key(grant.token()) {
                 continue;
             }
             if is_lost {
-                state.holds.remove(hold.token());
+                state.leases.remove(grant.token());
                 drop(state);
-                self.lose(hold, now);
+                self.end_lost(grant, now);
             } else {
-                let (_, due) = hold.due();
-                state.schedule(hold.token(), Some(due));
-                self.keeper.wake_for(&mut state, due);
+                let (_, due) = grant.due();
+                state.schedule(grant.token(), Some(due));
+                self.renewals.wake_for(&mut state, due);
             }
         }
     }
 }
 
-/// The leases and calls of the renewal task. Dropping it means that the task has ended.
+/// Restarts the renewal task in another runtime when it is dropped, which means that the task has ended.
 struct Task(Weak<LocksState>);
 
 impl Drop for Task {
     fn drop(&mut self) {
         if let Some(shared) = self.0.upgrade() {
-            shared.start_elsewhere();
+            shared.restart_task();
         }
     }
 }
 
-async fn keep_alive(task: Task, wake: Arc<Notify>) {
+async fn run_renewals(task: Task, wake: Arc<Notify>) {
     // Pending calls. They end with this task.
     let mut calls = JoinSet::new();
     loop {
         let Some(shared) = task.0.upgrade() else { return };
-        let (mut renew, next) = shared.due(Instant::now());
-        // Leases with fewer replicas do not wait for those with more. Short leases do not delay long ones: within one call, no
-        // lease waits twice as long as another.
+        let (mut renew, next) = shared.take_due(Instant::now());
+        // Leases with fewer replicas do not wait for leases with more replicas. The timeout of one lease in a call is at most twice that
+        // of another, so short leases do not fail long ones.
         let now = Instant::now();
-        let shard = |hold: &Arc<Grant>| {
-            let timeout = hold.renewal_timeout(now).as_millis().max(1).ilog2();
-            (shared.store.shard(hold.lock()), hold.replicas().count, timeout, is_apart(&shared, hold))
+        let shard = |grant: &Arc<Grant>| {
+            let timeout = grant.renewal_timeout(now).as_millis().max(1).ilog2();
+            (shared.store.shard(grant.lock()), grant.replicas().count, timeout, needs_own_call(&shared, grant))
         };
         renew.sort_by_cached_key(shard);
         let shards = renew.chunk_by(|one, other| shard(one) == shard(other));
-        for holds in shards.flat_map(|holds| holds.chunks(if is_apart(&shared, &holds[0]) { 1 } else { BATCH })) {
-            calls.spawn(renew_batch(Weak::clone(&task.0), holds.to_vec()));
+        for grants in
+            shards.flat_map(|grants| grants.chunks(if needs_own_call(&shared, &grants[0]) { 1 } else { BATCH }))
+        {
+            calls.spawn(renew_batch(Weak::clone(&task.0), grants.to_vec()));
         }
         drop(shared);
         tokio::select! {
             () = wake.notified() => {}
             () = sleep_until(next) => {}
-            Some(ended) = calls.join_next(), if !calls.is_empty() => discard_joined(ended),
+            Some(joined) = calls.join_next(), if !calls.is_empty() => discard_joined(joined),
         }
     }
 }
 
-/// Whether a lease needs a renewal call of its own. By a quorum, a call fails if one of its leases is undecided, which must not
-/// cost others theirs. A replicated call fails if too few replicas have one lease, and then does not report a lost one.
-fn is_apart(shared: &LocksState, hold: &Grant) -> bool {
-    let may_fail_for_others = shared.store.reach() == Reach::Quorum || hold.replicas().count > 0;
-    may_fail_for_others && hold.is_suspended()
+/// Whether a lease needs a renewal call of its own, so that it cannot fail others. A quorum call fails if it has no majority for one of its
+/// leases. A replicated call fails if too few replicas have one of them, and does not report lost leases then.
+fn needs_own_call(shared: &LocksState, grant: &Grant) -> bool {
+    let may_fail_for_others = shared.store.reach() == Reach::Quorum || grant.replicas().count > 0;
+    may_fail_for_others && grant.is_suspended()
 }
 
-async fn renew_batch(weak: Weak<LocksState>, holds: Vec<Arc<Grant>>) {
+async fn renew_batch(weak: Weak<LocksState>, grants: Vec<Arc<Grant>>) {
     let Some(shared) = weak.upgrade() else { return };
-    let renewals = holds.iter().map(|hold| hold.renewal());
+    let renewals = grants.iter().map(|grant| grant.renewal());
     let call = Arc::clone(&shared.store).renew(renewals.collect());
     drop(shared);
     let sent = Instant::now();
-    holds.iter().for_each(|hold| hold.renewing(sent));
-    // A lost lease is lost at its old deadline, so do not wait beyond the first deadline.
-    let timeout = holds.iter().map(|hold| hold.renewal_timeout(sent)).min().unwrap_or_default();
+    grants.iter().for_each(|grant| grant.record_renewal_sent(sent));
+    // A renewal after the deadline of its lease is useless, so wait until the first deadline at most.
+    let timeout = grants.iter().map(|grant| grant.renewal_timeout(sent)).min().unwrap_or_default();
     let answers = Deadline::new(call, timeout).await;
     if let Some(shared) = weak.upgrade() {
-        shared.renewed(&holds, sent, answers.as_deref());
+        shared.record_renewals(&grants, sent, answers.as_deref());
     }
 }

@@ -8,9 +8,9 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::grant::Grant;
+use super::lifo_slot::free_lifo_slot;
 use super::local_queue::Position;
 use super::lock_key::KnownHash;
-use super::make_way::make_way;
 use super::store::Token;
 
 /// The leases of this process, and when each is due.
@@ -21,41 +21,41 @@ pub(super) struct RenewalScheduler {
 
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) holds: HashMap<Token, Kept, KnownHash>,
+    pub(super) leases: HashMap<Token, ScheduledLease, KnownHash>,
     pub(super) due: BTreeSet<(Instant, Token)>,
-    // Roles of callers that may have stopped polling.
-    pub(super) roles: BTreeMap<Watched, Weak<dyn Role>>,
+    // Watchdogs of callers that may have stopped polling.
+    pub(super) watchdogs: BTreeMap<WatchdogKey, Weak<dyn Watchdog>>,
     // Until when the task sleeps. Later work does not wake it.
     pub(super) sleeps_until: Option<Instant>,
     pub(super) has_task: bool,
-    // Whether the task has ended and another runtime is being looked for.
-    pub(super) is_moving: bool,
+    // Whether the task has ended and is about to restart in another runtime.
+    pub(super) is_restarting: bool,
 }
 
-pub(super) struct Kept {
-    pub(super) hold: Arc<Grant>,
+pub(super) struct ScheduledLease {
+    pub(super) grant: Arc<Grant>,
     // `None` while it is being renewed.
     pub(super) due: Option<Instant>,
     // The runtime of the grant, unless the task runs there or could not be started there.
     pub(super) runtime: Option<Handle>,
 }
 
-/// A role that other callers need as well. It passes on if its caller is not polled in time.
-pub(super) trait Role: Send + Sync {
+/// Takes the leader permit or the lease from a caller that is not polled in time, because other callers wait for it.
+pub(super) trait Watchdog: Send + Sync {
     fn expire(self: Arc<Self>, now: Instant);
 }
 
-/// A watched role: its expiry and its number.
-pub(super) type Watched = (Instant, Position);
+/// When a watchdog expires, and its number.
+pub(super) type WatchdogKey = (Instant, Position);
 
 impl State {
     pub(super) fn schedule(&mut self, token: &Token, due: Option<Instant>) {
-        let Some(kept) = self.holds.get_mut(token) else { return };
-        if let Some(was_due) = kept.due.take() {
+        let Some(lease) = self.leases.get_mut(token) else { return };
+        if let Some(was_due) = lease.due.take() {
             self.due.remove(&(was_due, *token));
         }
         if let Some(due) = due {
-            kept.due = Some(due);
+            lease.due = Some(due);
             self.due.insert((due, *token));
         }
     }
@@ -73,20 +73,20 @@ impl RenewalScheduler {
 
     /// The number of leases.
     pub(super) fn len(&self) -> usize {
-        self.state().holds.len()
+        self.state().leases.len()
     }
 
-    pub(super) fn look_again(&self, hold: &Grant) {
-        let (_, due) = hold.due();
+    pub(super) fn reschedule(&self, grant: &Grant) {
+        let (_, due) = grant.due();
         let mut state = self.state();
-        state.schedule(hold.token(), Some(due));
+        state.schedule(grant.token(), Some(due));
         self.wake_for(&mut state, due);
     }
 
-    pub(super) fn remove(&self, hold: &Grant) {
+    pub(super) fn remove(&self, grant: &Grant) {
         let mut state = self.state();
-        if let Some(due) = state.holds.remove(hold.token()).and_then(|kept| kept.due) {
-            state.due.remove(&(due, *hold.token()));
+        if let Some(due) = state.leases.remove(grant.token()).and_then(|lease| lease.due) {
+            state.due.remove(&(due, *grant.token()));
         }
     }
 
@@ -94,14 +94,14 @@ impl RenewalScheduler {
         if state.sleeps_until.is_some_and(|until| due < until) {
             state.sleeps_until = Some(due);
             self.wake.notify_one();
-            make_way();
+            free_lifo_slot();
         }
     }
 }
 
 impl Drop for RenewalScheduler {
     fn drop(&mut self) {
-        // The task then sees that no lease is left.
+        // The task sees then that no lease is left.
         self.wake.notify_one();
     }
 }

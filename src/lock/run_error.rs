@@ -50,16 +50,16 @@ impl<T> RunError<T> {
 }
 
 /// The result of a body after its release.
-pub(super) fn ended<'a, T>(
+pub(super) fn run_result<'a, T>(
     output: T,
     release: Result<ReleaseOutcome, StoreError>,
-    holds: impl IntoIterator<Item = &'a Grant>,
+    grants: impl IntoIterator<Item = &'a Grant>,
 ) -> Result<T, RunError<T>> {
     if !matches!(release, Ok(ReleaseOutcome::Lost)) {
         return Ok(output);
     }
-    let lost = |hold: &Grant| Some(Lost::new(*hold.lock(), hold.noted_loss()?));
-    match holds.into_iter().find_map(lost) {
+    let lost = |grant: &Grant| Some(Lost::new(*grant.lock(), grant.recorded_loss()?));
+    match grants.into_iter().find_map(lost) {
         Some(lost) => Err(RunError::Unprotected { lost, output }),
         None => Ok(output),
     }

@@ -8,36 +8,36 @@ use super::locks_state::LocksState;
 /// The permits of a layer and its clones, one for each running request.
 #[derive(Clone)]
 pub(super) struct RunningPermits {
-    taken: Arc<AtomicUsize>,
-    pub(super) most: usize,
+    in_use: Arc<AtomicUsize>,
+    pub(super) max: usize,
 }
 
 impl RunningPermits {
-    pub(super) fn new(most: usize) -> Self {
-        Self { taken: Arc::default(), most }
+    pub(super) fn new(max: usize) -> Self {
+        Self { in_use: Arc::default(), max }
     }
 
     /// Takes a permit for one more request, if one is left.
     pub(super) fn admit(&self, shared: &Arc<LocksState>) -> Option<RunningPermit> {
-        let add = |taken| (taken < self.most).then_some(taken + 1);
-        self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        let add = |in_use| (in_use < self.max).then_some(in_use + 1);
+        self.in_use.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
         shared.meters().handlers(1.0);
-        Some(RunningPermit(Arc::new(Taken { taken: Arc::clone(&self.taken), shared: Arc::clone(shared) })))
+        Some(RunningPermit(Arc::new(InUse { in_use: Arc::clone(&self.in_use), shared: Arc::clone(shared) })))
     }
 }
 
 /// The permit of a request, shared with the task of its handler. Returned once both have dropped it.
 #[derive(Clone)]
-pub(super) struct RunningPermit(#[expect(dead_code, reason = "is dropped")] Arc<Taken>);
+pub(super) struct RunningPermit(#[expect(dead_code, reason = "is dropped")] Arc<InUse>);
 
-struct Taken {
-    taken: Arc<AtomicUsize>,
+struct InUse {
+    in_use: Arc<AtomicUsize>,
     shared: Arc<LocksState>,
 }
 
-impl Drop for Taken {
+impl Drop for InUse {
     fn drop(&mut self) {
-        self.taken.fetch_sub(1, Ordering::Relaxed);
+        self.in_use.fetch_sub(1, Ordering::Relaxed);
         self.shared.meters().handlers(-1.0);
     }
 }

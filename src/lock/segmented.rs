@@ -20,7 +20,7 @@ use super::metrics::{Meters, Outcome};
 use super::options::AcquireOptions;
 use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
-use super::run_error::{RunError, ended};
+use super::run_error::{RunError, run_result};
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -98,7 +98,7 @@ pub struct SegmentRequest<F> {
 }
 
 /// How long to wait for one segment before all are tried again.
-const PATIENCE: Duration = Duration::from_millis(100);
+const SEGMENT_WAIT: Duration = Duration::from_millis(100);
 /// The pause after the store failed for all segments.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -154,8 +154,8 @@ impl<F: Fn(u16) -> bool> SegmentRequest<F> {
                 unless_lost(body, lease.lost()).await
             };
             let output = outcome?;
-            let hold = Arc::clone(lease.hold());
-            ended(output, lease.release().await, [&*hold])
+            let grant = Arc::clone(lease.grant());
+            run_result(output, lease.release().await, [&*grant])
         }
     }
 }
@@ -196,11 +196,11 @@ impl Request for AnySegment {
         (self.wait, options.ttl)
     }
 
-    fn begin(&mut self, begun: Instant, _: bool) -> Call<Result<Segment, LockError>> {
+    fn begin(&mut self, start: Instant, _: bool) -> Call<Result<Segment, LockError>> {
         // Create the metrics before anything can fail that they count. Single tries do not count.
         self.meters();
         let (segmented, wait, candidates) = (self.segmented.clone(), self.wait, self.candidates.clone());
-        Box::pin(async move { take_any(&segmented, begun, wait, candidates).await })
+        Box::pin(async move { take_any(&segmented, start, wait, candidates).await })
     }
 
     fn since(segment: &Segment) -> Instant {
@@ -211,32 +211,32 @@ impl Request for AnySegment {
         Busy::new(self.segmented.lock_key(0), Duration::ZERO).into()
     }
 
-    fn count(&self, outcome: &Result<Segment, LockError>, begun: Instant) {
-        let ended = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
-        self.meters().asked(Outcome::of(outcome), ended - begun);
+    fn count(&self, outcome: &Result<Segment, LockError>, start: Instant) {
+        let end = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
+        self.meters().record_request(Outcome::of(outcome), end - start);
     }
 }
 
 async fn take_any(
     segmented: &Segmented,
-    begun: Instant,
+    start: Instant,
     wait: Duration,
     candidates: Vec<u16>,
 ) -> Result<Segment, LockError> {
     let (shared, options) = segmented.locks.parts();
-    let give_up = after(begun, wait);
+    let wait_end = after(start, wait);
     // After the wait, if the store failed for one segment, each try may use half of the remaining time: a hanging segment leaves
     // some to the others.
-    let limit = options.limit();
-    let answer_by = after(give_up, limit.saturating_mul(2));
-    let left = || give_up.saturating_duration_since(Instant::now());
-    let take = async |index: u16, wait, has_failed| {
+    let call_timeout = options.call_timeout();
+    let answer_deadline = after(wait_end, call_timeout.saturating_mul(2));
+    let left = || wait_end.saturating_duration_since(Instant::now());
+    let acquire = async |index: u16, wait, has_failed| {
         let lock = segmented.lock_key(index);
         let options = AcquireOptions { wait, ..options };
-        let request = acquire::take(shared, &lock, &options, Instant::now(), shared.gate.new_position());
-        let share = answer_by.saturating_duration_since(Instant::now()) / 2;
+        let request = acquire::acquire_one(shared, &lock, &options, Instant::now(), shared.queues.new_position());
+        let share = answer_deadline.saturating_duration_since(Instant::now()) / 2;
         let late = |_| StoreError::late("the store did not answer for a segment in its share of the remaining time");
-        let is_short = has_failed && share < limit;
+        let is_short = has_failed && share < call_timeout;
         let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })
     };
@@ -244,7 +244,7 @@ async fn take_any(
     // due to lack of time.
     let pass_over = |failed: Option<LockError>, error| {
         let first = failed.unwrap_or(error);
-        if Instant::now() < answer_by { Ok(Some(first)) } else { Err(first) }
+        if Instant::now() < answer_deadline { Ok(Some(first)) } else { Err(first) }
     };
     loop {
         // A random start, so that concurrent callers do not all try the same segment.
@@ -254,7 +254,7 @@ async fn take_any(
         let mut refused = LockError::Busy(Busy::new(segmented.lock_key(0), Duration::ZERO));
         let mut failed = None;
         for index in candidates() {
-            match take(*index, Duration::ZERO, failed.is_some()).await {
+            match acquire(*index, Duration::ZERO, failed.is_some()).await {
                 Err(error) if is_taken(&error) => refused = error,
                 Err(error) if is_passing(&error) => failed = pass_over(failed, error)?,
                 answer => return answer,
@@ -265,7 +265,7 @@ async fn take_any(
         }
         let mut has_waited = false;
         for index in candidates() {
-            match take(*index, left().min(PATIENCE), failed.is_some()).await {
+            match acquire(*index, left().min(SEGMENT_WAIT), failed.is_some()).await {
                 Err(error @ (LockError::QueueFull(_) | LockError::Nested(_))) => refused = error,
                 // Another segment may have become free.
                 Err(LockError::Busy(_)) => {
@@ -352,10 +352,10 @@ mod tests {
         for index in (0..50).filter(|index| *index != 17) {
             held.push(theirs.one(index).await.unwrap());
         }
-        let begun = Instant::now();
+        let start = Instant::now();
         for _ in 0..20 {
             let segment = ours.any().wait(LONG).await.unwrap();
-            assert_eq!((segment.index(), begun.elapsed()), (17, Duration::ZERO));
+            assert_eq!((segment.index(), start.elapsed()), (17, Duration::ZERO));
             segment.release().await.unwrap();
         }
         // The release of any segment is noticed soon.
@@ -365,7 +365,7 @@ mod tests {
             drop(held.swap_remove(30));
         });
         drop(segment.unwrap());
-        assert!(begun.elapsed() <= Duration::from_secs(1) + PATIENCE, "{:?}", begun.elapsed());
+        assert!(start.elapsed() <= Duration::from_secs(1) + SEGMENT_WAIT, "{:?}", start.elapsed());
         assert!(ours.any().among(|_| false).wait(LONG).await.is_err_and(|error| error.is_busy()));
     }
 

@@ -10,7 +10,7 @@ use tracing::Instrument;
 use super::context::Held;
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, Safe, Settings, Unkeyed};
-use super::locks_state::{LocksState, Running};
+use super::locks_state::{InFlightGuard, LocksState};
 use super::passage::Passage;
 use super::rejection::{BindLease, MissingKey, Rejection};
 use crate::key::ExtractKey;
@@ -159,8 +159,8 @@ where
 
     fn call(&mut self, request: Req) -> Self::Future {
         let future = self.inner.call(request);
-        let held = Held::present();
-        DetachedFuture::detached(match Passage::present() {
+        let held = Held::current();
+        DetachedFuture::detached(match Passage::current() {
             Passage::Free => return DetachedFuture::attached(future),
             Passage::Locked(permit) => {
                 let handler = held.detached(future);
@@ -172,7 +172,7 @@ where
                 tokio::spawn(handler.in_current_span())
             }
             Passage::Unprotected(permit) => {
-                let running = Running::new(&self.shared);
+                let running = InFlightGuard::new(&self.shared);
                 let handler = async move {
                     let outcome = held.within(future).await;
                     drop((running, permit));

@@ -39,7 +39,7 @@ pub trait LockStore {
     /// queue.
     fn acquire_all(
         &self,
-        wanted: &[(LockKey, Claim)],
+        claims: &[(LockKey, Claim)],
     ) -> impl Future<Output = Result<Vec<Acquired>, StoreError>> + Send;
 
     /// Renews leases for their whole time, each if its token still holds it. Returns whether, in order. An ended lease does not
@@ -68,14 +68,14 @@ pub trait LockStore {
         std::future::ready(Ok(()))
     }
 
-    /// Asks the holders to release the lease, if they [listen](Self::watch_asks). They may ignore it. Does nothing by default.
-    fn ask_holders(&self, lock: &LockKey) -> impl Future<Output = Result<(), StoreError>> + Send {
+    /// Asks the holders to release the lease, if they [listen](Self::watch_release_requests). They may ignore it. Does nothing by default.
+    fn request_release(&self, lock: &LockKey) -> impl Future<Output = Result<(), StoreError>> + Send {
         let _ = lock;
         std::future::ready(Ok(()))
     }
 
-    /// Notifications for a holder, whenever the lease is [asked for](Self::ask_holders). Ready once none can be missed.
-    fn watch_asks(&self, lock: &LockKey) -> impl Future<Output = Notifications> + Send {
+    /// Notifications for a holder, whenever the lease is [asked for](Self::request_release). Ready once none can be missed.
+    fn watch_release_requests(&self, lock: &LockKey) -> impl Future<Output = Notifications> + Send {
         let _ = lock;
         std::future::ready(Notifications::none())
     }
@@ -142,7 +142,7 @@ pub struct Replicas {
 impl Replicas {
     /// The longest duration of a call that waits for replicas, where other calls take `deadline`. Redis checks WAIT timeouts ten
     /// times a second, and its reply must still arrive.
-    pub(super) const fn limit(self, deadline: Duration) -> Duration {
+    pub(super) const fn call_timeout(self, deadline: Duration) -> Duration {
         if self.count == 0 { deadline } else { deadline.saturating_add(Duration::from_millis(100)) }
     }
 }

@@ -60,19 +60,19 @@ impl Descriptor {
 
 /// The descriptors of a request. Usually one, which needs no allocation.
 #[derive(Debug)]
-pub(super) enum Descriptors {
+pub(super) enum DescriptorList {
     One(Descriptor),
     Several(Vec<Descriptor>),
 }
 
-impl Default for Descriptors {
+impl Default for DescriptorList {
     /// No descriptors.
     fn default() -> Self {
         Self::Several(Vec::new())
     }
 }
 
-impl Deref for Descriptors {
+impl Deref for DescriptorList {
     type Target = [Descriptor];
 
     #[inline]
@@ -84,7 +84,7 @@ impl Deref for Descriptors {
     }
 }
 
-impl DerefMut for Descriptors {
+impl DerefMut for DescriptorList {
     fn deref_mut(&mut self) -> &mut [Descriptor] {
         match self {
             Self::One(descriptor) => slice::from_mut(descriptor),
@@ -93,7 +93,7 @@ impl DerefMut for Descriptors {
     }
 }
 
-impl Descriptors {
+impl DescriptorList {
     /// The same descriptors without decisions.
     pub(super) fn undecided(&self) -> Self {
         let undecided = |descriptor: &Descriptor| Descriptor { decision: None, local: false, ..descriptor.clone() };
@@ -130,7 +130,7 @@ impl Descriptors {
     }
 }
 
-impl IntoIterator for Descriptors {
+impl IntoIterator for DescriptorList {
     type Item = Descriptor;
     type IntoIter = Chain<option::IntoIter<Descriptor>, vec::IntoIter<Descriptor>>;
 

@@ -8,11 +8,11 @@ use crate::key::{ExtractKey, Key};
 /// Decides before the store call whether a request is counted, and under which keys besides the key of the layer.
 ///
 /// Created by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
-/// [`and`](super::RateLimitLayer::and). To add your own, pass a closure `Fn(&Req, &mut Subjects) -> FilterAction` to
+/// [`and`](super::RateLimitLayer::and). To add your own, pass a closure `Fn(&Req, &mut Descriptors) -> FilterAction` to
 /// [`filter`](super::RateLimitLayer::filter).
 pub trait RequestFilter<Req> {
-    /// Adds further policies and keys of the request to `subjects`, and returns what happens to the request.
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction;
+    /// Adds further policies and keys of the request to `descriptors`, and returns what happens to the request.
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction;
 
     /// Returns the resolver call for the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has one.
     #[doc(hidden)]
@@ -34,29 +34,29 @@ pub enum FilterAction {
     Deny,
 }
 
-/// The further policies and keys under which a request is counted.
+/// The further descriptors of a request. Each is a policy and a key under which the request is counted.
 #[derive(Clone, Debug, Default)]
-pub struct Subjects {
-    pub(super) found: Vec<(Policy, Option<Key>)>,
+pub struct Descriptors {
+    pub(super) added: Vec<(Policy, Option<Key>)>,
 }
 
-impl Subjects {
+impl Descriptors {
     /// Counts the request under `key` by `policy` as well. If `key` is `None` or empty, the request is one without a key, to which
     /// [`OnMissingKey`](crate::OnMissingKey) applies.
     pub fn push(&mut self, policy: Policy, key: Option<Key>) {
-        self.found.push((policy, key));
+        self.added.push((policy, key));
     }
 }
 
-impl<Req, F: Fn(&Req, &mut Subjects) -> FilterAction> RequestFilter<Req> for F {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        self(request, subjects)
+impl<Req, F: Fn(&Req, &mut Descriptors) -> FilterAction> RequestFilter<Req> for F {
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        self(request, descriptors)
     }
 }
 
 /// No filter: requests are counted only under the [key](super::RateLimitLayer::key) of the layer.
 impl<Req> RequestFilter<Req> for () {
-    fn filter(&self, _: &Req, _: &mut Subjects) -> FilterAction {
+    fn filter(&self, _: &Req, _: &mut Descriptors) -> FilterAction {
         FilterAction::Limit
     }
 }
@@ -69,8 +69,8 @@ pub struct AllowList<X, F> {
 }
 
 impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for AllowList<X, F> {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        if (self.listed)(request) { FilterAction::Bypass } else { self.inner.filter(request, subjects) }
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        if (self.listed)(request) { FilterAction::Bypass } else { self.inner.filter(request, descriptors) }
     }
 
     fn question(&self, request: &Req) -> Option<Question> {
@@ -86,8 +86,8 @@ pub struct DenyList<X, F> {
 }
 
 impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for DenyList<X, F> {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        if (self.listed)(request) { FilterAction::Deny } else { self.inner.filter(request, subjects) }
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        if (self.listed)(request) { FilterAction::Deny } else { self.inner.filter(request, descriptors) }
     }
 
     fn question(&self, request: &Req) -> Option<Question> {
@@ -107,15 +107,15 @@ pub struct WithLimit<X, K> {
 }
 
 impl<Req, X: RequestFilter<Req>, K: ExtractKey<Req>> RequestFilter<Req> for WithLimit<X, K> {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        let screening = self.inner.filter(request, subjects);
-        if screening == FilterAction::Limit {
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        let action = self.inner.filter(request, descriptors);
+        if action == FilterAction::Limit {
             let key = self.key.extract_key(request);
             if !self.if_present || key.as_ref().is_some_and(|key| !key.is_empty()) {
-                subjects.push(self.policy.clone(), key);
+                descriptors.push(self.policy.clone(), key);
             }
         }
-        screening
+        action
     }
 
     fn question(&self, request: &Req) -> Option<Question> {
@@ -131,9 +131,9 @@ pub struct WithFilter<X, S> {
 }
 
 impl<Req, X: RequestFilter<Req>, S: RequestFilter<Req>> RequestFilter<Req> for WithFilter<X, S> {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        match self.inner.filter(request, subjects) {
-            FilterAction::Limit => self.filter.filter(request, subjects),
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        match self.inner.filter(request, descriptors) {
+            FilterAction::Limit => self.filter.filter(request, descriptors),
             decided => decided,
         }
     }
@@ -156,8 +156,8 @@ where
     F: Fn(&Req) -> Option<V>,
     V: Clone + Send + Sync + 'static,
 {
-    fn filter(&self, request: &Req, subjects: &mut Subjects) -> FilterAction {
-        self.inner.filter(request, subjects)
+    fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction {
+        self.inner.filter(request, descriptors)
     }
 
     fn question(&self, request: &Req) -> Option<Question> {

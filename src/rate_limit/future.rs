@@ -10,7 +10,7 @@ use tower_service::Service;
 
 use super::annotate::AnnotateResponse;
 use super::charge_on::ChargeOn;
-use super::descriptor::{Descriptor, Descriptors};
+use super::descriptor::{Descriptor, DescriptorList};
 use super::evaluate::Evaluation;
 use super::handle::RateLimitHandle;
 use super::limit_info::LimitInfo;
@@ -61,7 +61,7 @@ pin_project! {
 /// The charge of a request, as far as it is tracked. Behind a pointer, since futures are moved often.
 pub(super) enum ChargeRef {
     Untracked,
-    Descriptors(Box<Descriptors>),
+    Descriptors(Box<DescriptorList>),
     Handle(RateLimitHandle),
 }
 
@@ -94,7 +94,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
     }
 
     pub(super) fn rejected(
-        descriptors: Descriptors,
+        descriptors: DescriptorList,
         rejection: Rejection,
         settings: Arc<Settings<B, K, LayerOptions<C, A, R, X>>>,
     ) -> Self {
@@ -104,7 +104,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
     }
 
     pub(super) fn evaluating(
-        descriptors: Descriptors,
+        descriptors: DescriptorList,
         cost: u64,
         ready: S,
         request: Req,
@@ -143,7 +143,7 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
     #[inline]
     pub(super) fn track<S, Req>(
         &self,
-        descriptors: impl FnOnce() -> Descriptors,
+        descriptors: impl FnOnce() -> DescriptorList,
         cost: u64,
         request: &mut Req,
     ) -> ChargeRef

@@ -11,7 +11,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::decision::{Decision, Receipt};
-use super::descriptor::{Descriptor, Descriptors};
+use super::descriptor::{Descriptor, DescriptorList};
 use super::policy::Policy;
 use super::store::{RateLimitStore, as_change};
 use super::wait_queue::{QueueKey, WaitQueues};
@@ -65,7 +65,7 @@ pub struct RateLimitHandle {
 }
 
 struct ChargeState {
-    descriptors: Descriptors,
+    descriptors: DescriptorList,
     cost: u64,
     change: AtomicI64,
     settler: Arc<dyn Settle>,
@@ -76,13 +76,13 @@ impl RateLimitHandle {
     pub const MAX_PENDING: usize = 1_024;
 
     #[inline]
-    pub(super) fn new(descriptors: Descriptors, cost: u64, settler: Arc<dyn Settle>) -> Self {
+    pub(super) fn new(descriptors: DescriptorList, cost: u64, settler: Arc<dyn Settle>) -> Self {
         Self { state: Arc::new(ChargeState { descriptors, cost, change: AtomicI64::new(0), settler }) }
     }
 
     /// The descriptors that were charged.
     #[inline]
-    pub(super) fn descriptors(&self) -> &Descriptors {
+    pub(super) fn descriptors(&self) -> &DescriptorList {
         &self.state.descriptors
     }
 
@@ -113,8 +113,8 @@ impl RateLimitHandle {
     #[must_use]
     pub fn decision(&self) -> Option<&Decision> {
         match &self.state.descriptors {
-            Descriptors::One(descriptor) => descriptor.decision.as_ref(),
-            Descriptors::Several(descriptors) => {
+            DescriptorList::One(descriptor) => descriptor.decision.as_ref(),
+            DescriptorList::Several(descriptors) => {
                 let decided = descriptors
                     .iter()
                     .filter_map(|descriptor| Some((descriptor.enforced, descriptor.decision.as_ref()?)));

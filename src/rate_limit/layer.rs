@@ -123,7 +123,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// use axum::body::Body;
     /// use axum::extract::Request;
     /// use axum::response::Response;
-    /// use tollgate::rate_limit::{FilterAction, Subjects};
+    /// use tollgate::rate_limit::{FilterAction, Descriptors};
     /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
@@ -138,10 +138,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// let total = Policy::new("total", Quota::per_second(5_000).fixed_window());
     /// // One name and algorithm, so that what was counted stays when an account changes from one to the other.
     /// let [free, paid] = [1, 100].map(|quota| Policy::new("account", Quota::per_minute(quota).fixed_window()));
-    /// let by_account = move |request: &Request, subjects: &mut Subjects| {
+    /// let by_account = move |request: &Request, descriptors: &mut Descriptors| {
     ///     let Some(account) = request.extensions().get::<Account>() else { return FilterAction::Deny };
     ///     let policy = if account.has_paid { &paid } else { &free };
-    ///     subjects.push(policy.clone(), Some(account.id.into()));
+    ///     descriptors.push(policy.clone(), Some(account.id.into()));
     ///     FilterAction::Limit
     /// };
     /// let service = ServiceBuilder::new()

@@ -244,11 +244,11 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Charges `cost` units, all of them at once, as [`acquire`](Self::acquire) charges one.
     pub async fn acquire_cost(&self, key: impl Into<Key>, cost: u64, wait: Duration) -> Result<Decision, StoreError> {
-        let (key, begun) = (key.into(), Instant::now());
+        let (key, start) = (key.into(), Instant::now());
         loop {
             let decision = self.check_cost(key, cost).await?;
             match decision.retry_after() {
-                Some(pause) if begun.elapsed().saturating_add(pause) <= wait => sleep(pause).await,
+                Some(pause) if start.elapsed().saturating_add(pause) <= wait => sleep(pause).await,
                 _ => return Ok(decision),
             }
         }
@@ -328,17 +328,17 @@ impl<B: RateLimitStore> Limiter<B> {
         self.circuit.admit()?;
         let mut call = pin!(Deadline::new(call, self.deadline));
         // A call that returns at once does not read the clock.
-        let mut begun = None;
+        let mut start = None;
         let result = poll_fn(|cx| {
             let result = call.as_mut().poll(cx);
             if Meters::COUNT && result.is_pending() {
-                begun.get_or_insert_with(Instant::now);
+                start.get_or_insert_with(Instant::now);
             }
             result
         })
         .await;
-        if let Some(begun) = begun {
-            self.policy.meters().store_answered(begun.elapsed());
+        if let Some(start) = start {
+            self.policy.meters().store_answered(start.elapsed());
         }
         match &result {
             Ok(_) => self.circuit.answered(&self.policy),

@@ -231,7 +231,7 @@ pub use self::cost::{RequestCost, UnitCost};
 pub use self::decision::{Decision, LimitStatus, Outcome, Receipt};
 pub use self::deny_cache::{DenyCache, DenyCacheStats};
 pub use self::filter::{
-    AllowList, DenyList, FilterAction, RequestFilter, ResolveFrom, Subjects, WithFilter, WithLimit,
+    AllowList, DenyList, Descriptors, FilterAction, RequestFilter, ResolveFrom, WithFilter, WithLimit,
 };
 pub use self::future::ResponseFuture;
 pub use self::handle::RateLimitHandle;

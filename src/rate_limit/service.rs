@@ -8,8 +8,8 @@ use tower_service::Service;
 use super::annotate::AnnotateResponse;
 use super::charge_on::ChargeOn;
 use super::cost::RequestCost;
-use super::descriptor::{Descriptor, Descriptors};
-use super::filter::{FilterAction, RequestFilter, Subjects};
+use super::descriptor::{Descriptor, DescriptorList};
+use super::filter::{Descriptors, FilterAction, RequestFilter};
 use super::future::{ChargeRef, ResponseFuture};
 use super::layer::RateLimitLayer;
 use super::metrics::Verdict;
@@ -87,14 +87,14 @@ where
 
     fn call(&mut self, mut request: Req) -> Self::Future {
         let settings = &*self.settings;
-        let mut added = Subjects::default();
+        let mut added = Descriptors::default();
         lack::forget();
         match settings.options.filter.filter(&request, &mut added) {
             FilterAction::Limit => {}
             FilterAction::Bypass => return self.pass(request),
             FilterAction::Deny => {
                 settings.core.policy.meters().decided(Verdict::Denied);
-                return self.reject(Descriptors::default(), Rejection::Denied(Denied));
+                return self.reject(DescriptorList::default(), Rejection::Denied(Denied));
             }
         }
         let (policy, key) = match settings.counted(settings.key.extract_key(&request), added) {
@@ -102,9 +102,9 @@ where
             Ok(Counted::Nothing) => return self.pass(request),
             Ok(Counted::Several(descriptors)) => {
                 let cost = settings.options.cost.cost(&request);
-                return self.evaluate(Descriptors::Several(descriptors), cost, request);
+                return self.evaluate(DescriptorList::Several(descriptors), cost, request);
             }
-            Err(rejection) => return self.reject(Descriptors::default(), rejection),
+            Err(rejection) => return self.reject(DescriptorList::default(), rejection),
         };
         let (cost, core, primary) = (settings.options.cost.cost(&request), &settings.core, policy.is_none());
         let (mut resolved, is_known) = match &core.resolver {
@@ -140,13 +140,13 @@ where
         };
         if admitted == Some(true) {
             let settings = Arc::clone(self.settings.for_this_thread());
-            let charge = settings.track::<S, _>(|| Descriptors::One(make_descriptor()), cost, &mut request);
+            let charge = settings.track::<S, _>(|| DescriptorList::One(make_descriptor()), cost, &mut request);
             return ResponseFuture::calling(self.inner.call(request), charge, settings);
         }
         let descriptor = make_descriptor();
         match admitted.and_then(|_| core.limited(&descriptor, cost)) {
-            Some(limited) => self.reject(Descriptors::One(descriptor), Rejection::Limited(limited)),
-            None => self.evaluate(Descriptors::One(descriptor), cost, request),
+            Some(limited) => self.reject(DescriptorList::One(descriptor), Rejection::Limited(limited)),
+            None => self.evaluate(DescriptorList::One(descriptor), cost, request),
         }
     }
 }
@@ -169,7 +169,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
 
     fn reject<Req>(
         &mut self,
-        descriptors: Descriptors,
+        descriptors: DescriptorList,
         rejection: Rejection,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
@@ -181,7 +181,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
 
     fn evaluate<Req>(
         &mut self,
-        mut descriptors: Descriptors,
+        mut descriptors: DescriptorList,
         cost: u64,
         request: Req,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
@@ -233,20 +233,20 @@ enum Counted {
 impl<B, K, O> Settings<B, K, O> {
     /// How a request with this key counts. `added` are the policies and keys of the filters.
     #[inline]
-    fn counted(&self, key: Option<Key>, added: Subjects) -> Result<Counted, Rejection> {
+    fn counted(&self, key: Option<Key>, added: Descriptors) -> Result<Counted, Rejection> {
         match key {
-            Some(key) if added.found.is_empty() && !key.is_empty() => Ok(Counted::One(None, key)),
+            Some(key) if added.added.is_empty() && !key.is_empty() => Ok(Counted::One(None, key)),
             key => self.counted_with(key, added),
         }
     }
 
-    fn counted_with(&self, key: Option<Key>, added: Subjects) -> Result<Counted, Rejection> {
+    fn counted_with(&self, key: Option<Key>, added: Descriptors) -> Result<Counted, Rejection> {
         let layer = &self.core.policy;
         let mut descriptors = Vec::new();
         if let Some(key) = self.effective_key(layer, key)? {
             descriptors.push(Descriptor::new(layer, None, key));
         }
-        for (policy, key) in added.found {
+        for (policy, key) in added.added {
             if let Some(key) = self.effective_key(&policy, key)? {
                 descriptors.push(Descriptor::new(layer, Some(policy), key));
             }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use tokio::time::{Instant, timeout_at};
 
 use super::decision::Decision;
-use super::descriptor::{Descriptor, Descriptors};
+use super::descriptor::{Descriptor, DescriptorList};
 use super::evaluate::Evaluation;
 use super::layer_config::{LayerConfig, WaitConfig};
 use super::policy::Policy;
@@ -48,7 +48,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// request `arrived`, if any, is used instead of a first call.
     pub(super) async fn evaluate_with_wait(
         &self,
-        mut descriptors: Descriptors,
+        mut descriptors: DescriptorList,
         cost: u64,
         arrived: Instant,
     ) -> Evaluation {
@@ -85,7 +85,7 @@ struct WaitingRequest<'a, B> {
     queues: &'a Arc<WaitQueues>,
     cost: u64,
     until: Instant,
-    descriptors: Descriptors,
+    descriptors: DescriptorList,
     // Its position in a queue, at the front.
     waiter: Option<Waiter>,
     // The queues in which its turn has come. It joins them again only after a new denial, so that it does not alternate between two
@@ -106,7 +106,7 @@ enum Next {
 
 impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
     /// Calls the store until it admits the request, or the denial lasts too long. Waits in queues between the calls.
-    async fn evaluate(mut self, mut denied: Option<Descriptors>) -> Evaluation {
+    async fn evaluate(mut self, mut denied: Option<DescriptorList>) -> Evaluation {
         loop {
             let denied = denied.take();
             if let Some(denial) = self.waiter.as_ref().and_then(|waiter| waiter.rejection(self.cost))
@@ -128,7 +128,7 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
     }
 
     /// Calls the store, unless the first decision is known.
-    async fn call(&mut self, denied: Option<Descriptors>) -> Next {
+    async fn call(&mut self, denied: Option<DescriptorList>) -> Next {
         // The next call is due one wait after this instant, so that the round trip does not add to the wait.
         let called_at = Instant::now();
         let mut evaluation = match denied {
@@ -253,7 +253,7 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
 
     /// Rejects the request without a call, with the denial of another request for the same policy and key.
     fn reject_with(&self, denial: Descriptor) -> Evaluation {
-        let descriptors = Descriptors::One(denial);
+        let descriptors = DescriptorList::One(denial);
         let result = self.layer.combine(&descriptors, self.cost);
         Evaluation { descriptors, result }
     }

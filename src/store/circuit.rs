@@ -86,18 +86,18 @@ impl OutageTracker {
     }
 
     /// Creates a tracker for a store.
-    pub(crate) const fn of_a_store() -> Self {
+    pub(crate) const fn for_store() -> Self {
         Self::until_quiet_for(STORE_QUIET)
     }
 
     /// Records a failure. Returns true if it begins an outage.
-    pub(crate) fn begins(&self) -> bool {
+    pub(crate) fn record_failure(&self) -> bool {
         *self.last_failure() = Some(Instant::now());
         !self.is_active.swap(true, Ordering::Relaxed)
     }
 
     /// Records a success. Returns true if it ends an outage.
-    pub(crate) fn ends(&self) -> bool {
+    pub(crate) fn record_success(&self) -> bool {
         self.is_active.load(Ordering::Relaxed)
             && self.last_failure().is_none_or(|failure| failure.elapsed() >= self.quiet)
             && self.is_active.swap(false, Ordering::Relaxed)
@@ -130,7 +130,7 @@ impl Circuit {
             epoch: Instant::now(),
             failures: AtomicU32::new(0),
             next_probe: AtomicU64::new(0),
-            outage: OutageTracker::of_a_store(),
+            outage: OutageTracker::for_store(),
         }
     }
 
@@ -181,7 +181,7 @@ impl Circuit {
         }
         // Log the failure before the opening that it causes.
         observer.failed();
-        if self.outage.begins() {
+        if self.outage.record_failure() {
             observer.outage_begins(error);
         }
         if error.is_foreign_data() || error.is_out_of_memory() {
@@ -204,7 +204,7 @@ impl Circuit {
     /// Records a reply of the store.
     pub(crate) fn answered(&self, observer: &impl CircuitObserver) {
         self.close(observer);
-        if self.outage.ends() {
+        if self.outage.record_success() {
             observer.outage_ends();
         }
     }

@@ -114,7 +114,7 @@ pub async fn retry_after_is_exact<B: RateLimitStore + Clone>(store: B) {
 
 /// Whether the request had to wait, and half of the wait was not enough. Panics if `retry_after` is too short or too long.
 async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -> bool {
-    let begun = Instant::now();
+    let since = Instant::now();
     for _ in 0..3 {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
         sleep(Duration::from_millis(20)).await;
@@ -124,7 +124,7 @@ async fn is_retry_after_exact<B: RateLimitStore + Clone>(limiter: &Limiter<B>) -
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     let decided = Instant::now();
     let Some(wait) = decision.retry_after() else {
-        assert!(begun.elapsed() >= SHORT / 2, "the request fitted too early: {decision:?}");
+        assert!(since.elapsed() >= SHORT / 2, "the request fitted too early: {decision:?}");
         return false;
     };
 

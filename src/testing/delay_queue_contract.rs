@@ -742,7 +742,7 @@ pub async fn any_bytes_are_a_name_id_and_payload<S: DelayQueueStore>(store: S) {
                 seen += 1;
             }
         }
-        assert!(store.claim(&queue.with_part(1), &[], &claim(100, LONG)).await.unwrap().jobs.is_empty());
+        assert!(store.claim(&queue.with_partition(1), &[], &claim(100, LONG)).await.unwrap().jobs.is_empty());
     }
 }
 

@@ -113,9 +113,9 @@ pub enum Verb {
     Release,
     /// `name` of a holder.
     Name,
-    /// `ask_holders`.
+    /// `request_release`.
     Ask,
-    /// `watch` of a lock, an operation, a queue or a cache entry, or `watch_asks`. If it fails, there are no notifications.
+    /// `watch` of a lock, an operation, a queue or a cache entry, or `watch_release_requests`. If it fails, there are no notifications.
     Watch,
     /// `begin` of an operation.
     Begin,
@@ -524,12 +524,12 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Name, self.inner.name(lock, token, name)).await
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
-        self.faults.around(Verb::Ask, self.inner.ask_holders(lock)).await
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
+        self.faults.around(Verb::Ask, self.inner.request_release(lock)).await
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
-        self.faults.watch(self.inner.watch_asks(lock)).await
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
+        self.faults.watch(self.inner.watch_release_requests(lock)).await
     }
 
     fn reach(&self) -> Reach {

@@ -121,7 +121,7 @@ pub async fn fences_rise_with_every_grant<S: LockStore>(store: S) {
 
 /// Without renewals, a lease expires after its time, and not before.
 pub async fn lease_expires<S: LockStore>(store: S) {
-    let begun = Instant::now();
+    let start = Instant::now();
     let dead = claim(SHORT);
     take(&store, &lock("a"), &dead).await;
     loop {
@@ -134,7 +134,7 @@ pub async fn lease_expires<S: LockStore>(store: S) {
             answer => panic!("the queue should be empty: {answer:?}"),
         }
     }
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
     // The previous holder can neither renew nor release the lease.
     let renewal = Renewal::new(lock("a"), dead.token, LONG);
@@ -337,10 +337,10 @@ pub async fn wait_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(sto
     let _lease = here.lock("a").await.unwrap();
     for there in [here.clone(), locks(&store)] {
         for wait in [Duration::ZERO, Duration::from_millis(1), SHORT] {
-            let begun = Instant::now();
+            let start = Instant::now();
             let error = there.lock("a").wait(wait).await.unwrap_err();
             assert!(error.is_busy(), "{error:?}");
-            let took = begun.elapsed();
+            let took = start.elapsed();
             assert!(took >= wait && took < wait + SLACK, "{took:?} for {wait:?}");
         }
     }
@@ -348,10 +348,10 @@ pub async fn wait_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(sto
 
 /// A waiter gets the lock of a dead holder when the lease has expired.
 pub async fn waiter_gets_the_lock_of_a_dead_holder<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
-    let begun = Instant::now();
+    let start = Instant::now();
     let fence = take(&store, &LockKey::new("default", "a"), &claim(SHORT * 2)).await;
     let lease = locks(&store).lock("a").await.unwrap();
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert!(took >= SHORT * 2 && took < SHORT * 2 + SLACK, "{took:?}");
     assert!(lease.fence() > fence);
 }
@@ -433,10 +433,10 @@ pub async fn second_handle_keeps_the_lock<S: LockStore + Clone + Send + Sync + '
 /// A lease is lost after its maximum hold time. The lock is free after the holder has released the lost lease.
 pub async fn max_hold_ends_a_lease<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_hold(SHORT);
-    let begun = Instant::now();
+    let start = Instant::now();
     let lease = locks.lock("a").await.unwrap();
     let lost = timeout(LONG, lease.lost()).await.unwrap();
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert_eq!(lost.reason(), LossReason::MaxHold);
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
     assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
@@ -793,13 +793,13 @@ pub async fn fair_locks_are_granted_in_order<S: LockStore + Clone + Send + Sync 
 pub async fn dead_waiter_loses_its_position<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).fair().wait(LONG);
     let lease = locks.lock("a").await.unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert!(is_first_in_queue(&store, lease.lock(), &queued_claim(false, LONG)).await);
     let waiter = tokio::spawn(locks.lock("a").into_future());
     sleep(Duration::from_millis(100)).await;
     lease.release().await.unwrap();
     drop(waiter.await.unwrap().unwrap());
-    let took = begun.elapsed();
+    let took = start.elapsed();
     assert!(took >= Claim::POSITION_TTL && took < Claim::POSITION_TTL + Duration::from_secs(1) + SLACK, "{took:?}");
     timeout(LONG, locks.shutdown()).await.expect("the shutdown ends");
 }
@@ -880,9 +880,9 @@ pub async fn readers_wait_behind_a_waiting_writer<S: LockStore + Clone + Send + 
 pub async fn dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let lock = LockKey::new("rw_locks", "a");
     let (dead, alive) = (queued_claim(true, SHORT), queued_claim(true, LONG));
-    let begun = Instant::now();
+    let start = Instant::now();
     take(&store, &lock, &dead).await;
-    while begun.elapsed() < SHORT * 3 / 2 {
+    while start.elapsed() < SHORT * 3 / 2 {
         let passing = queued_claim(true, LONG);
         take(&store, &lock, &alive).await;
         take(&store, &lock, &passing).await;
@@ -917,11 +917,11 @@ pub async fn polling_keeps_a_queue_position<S: LockStore>(store: S) {
         assert!(!is_first_in_queue(&store, &lock("a"), behind).await);
     }
     assert!(!store.release(&lock("a"), &leaving.token).await.unwrap().was_held);
-    let begun = Instant::now();
-    while begun.elapsed() < Claim::POSITION_TTL + Duration::from_millis(500) {
-        assert!(!is_first_in_queue(&store, &lock("a"), &last).await || begun.elapsed() > Claim::POSITION_TTL / 2);
+    let start = Instant::now();
+    while start.elapsed() < Claim::POSITION_TTL + Duration::from_millis(500) {
+        assert!(!is_first_in_queue(&store, &lock("a"), &last).await || start.elapsed() > Claim::POSITION_TTL / 2);
         let answer = store.acquire(&lock("a"), &first).await.unwrap();
-        if begun.elapsed() < Claim::POSITION_TTL / 2 {
+        if start.elapsed() < Claim::POSITION_TTL / 2 {
             // The first waiter gets the lock. A repeated call changes nothing.
             assert!(matches!(answer, Acquired::Granted { .. }), "{answer:?}");
         }
@@ -1032,7 +1032,7 @@ pub async fn abandoned_wait_leaves_the_queue<S: LockStore + Clone + Send + Sync 
     // The first gives up after its wait, the second when it is dropped.
     let error = there.write("a").wait(Duration::from_millis(300)).await.unwrap_err();
     assert!(error.is_busy(), "{error:?}");
-    let begun = Instant::now();
+    let start = Instant::now();
     drop(there.read("a").await.unwrap());
     let writer = tokio::spawn(there.write("a").into_future());
     store.has_line_of(1).await;
@@ -1041,7 +1041,7 @@ pub async fn abandoned_wait_leaves_the_queue<S: LockStore + Clone + Send + Sync 
     assert!(!next.is_finished());
     writer.abort();
     drop(next.await.unwrap().unwrap());
-    assert!(begun.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", start.elapsed());
     // The number of waiters in a process is limited.
     let few = RwLocks::new(store.clone(), "rw_locks").max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
     let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));

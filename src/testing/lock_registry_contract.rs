@@ -139,7 +139,7 @@ pub async fn first_waiter_gets_a_force_released_lock<S: LockRegistry + Clone + S
         assert!(took.len() < 5, "the notifications took {took:?}");
         let lease = here.lock("a").await.unwrap();
         let mut waiters = Vec::new();
-        let begun = Instant::now();
+        let start = Instant::now();
         for count in 1..=2 {
             waiters.push(tokio::spawn(there.lock("a").into_future()));
             store.has_line_of(count).await;
@@ -147,8 +147,8 @@ pub async fn first_waiter_gets_a_force_released_lock<S: LockRegistry + Clone + S
         let second = waiters.pop().unwrap();
         admin.force_release("a").await.unwrap();
         let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
-        // A waiter without a notification polls half a second after its last poll, which was not before `begun`.
-        took.push(begun.elapsed());
+        // A waiter without a notification polls half a second after its last poll, which was not before `start`.
+        took.push(start.elapsed());
         assert!(next.fence() > lease.fence());
         assert!(!second.is_finished(), "the second waiter comes after the first");
         next.release().await.unwrap();

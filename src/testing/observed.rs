@@ -71,12 +71,12 @@ impl<S: LockStore + Sync> LockStore for Observed<S> {
         self.inner.name(lock, token, name).await
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
-        self.inner.ask_holders(lock).await
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
+        self.inner.request_release(lock).await
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
-        self.inner.watch_asks(lock).await
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
+        self.inner.watch_release_requests(lock).await
     }
 
     fn reach(&self) -> Reach {

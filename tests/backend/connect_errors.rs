@@ -108,9 +108,9 @@ async fn silent_server_is_named_with_the_timeout() {
     let headline = format!("cannot connect to redis at 127.0.0.1:{port}");
     let remedy = "make sure that Redis answers there and no firewall drops the packets, or raise `connect_timeout`";
     let options = options.connect_timeout(Duration::from_millis(200));
-    let begun = Instant::now();
+    let start = Instant::now();
     fails(options, STORE, &headline, "no connection within 200ms", remedy).await;
-    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
 }
 
 #[tokio::test]

@@ -426,10 +426,10 @@ fn calls_survive_the_end_of_a_calling_runtime() {
     let visitor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     visitor.block_on(async {
         // Wait until the connections are open again.
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut worked = 0;
         while worked < 20 {
-            assert!(begun.elapsed() < Duration::from_secs(10), "no connection is opened");
+            assert!(start.elapsed() < Duration::from_secs(10), "no connection is opened");
             let works = queue.push(0).await.is_ok() && locks.lock("a").await.is_ok();
             worked = if works { worked + 1 } else { 0 };
         }
@@ -480,9 +480,9 @@ fn calls_survive_the_end_of_the_first_runtime() {
     assert!(error.is_unavailable() || error.is_timeout(), "{error:?}");
     proxy.door(Door::Open);
     visitor.block_on(async {
-        let begun = Instant::now();
+        let start = Instant::now();
         while let Err(error) = limiter.check("alice").await {
-            assert!(begun.elapsed() < Duration::from_secs(3), "{}", causes(&error));
+            assert!(start.elapsed() < Duration::from_secs(3), "{}", causes(&error));
         }
     });
     // The same holds when the second runtime ends.
@@ -575,9 +575,9 @@ async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'
     let admin = LockAdmin::new(backend.clone(), "default");
     assert!(admin.list(Cursor::default(), 10).await.is_err(), "{url}");
     servers.into_iter().for_each(RedisServer::resume);
-    let begun = Instant::now();
+    let start = Instant::now();
     while let Err(error) = limiter.check("alice").await {
-        assert!(begun.elapsed() < Duration::from_secs(30), "{url}: {}", causes(&error));
+        assert!(start.elapsed() < Duration::from_secs(30), "{url}: {}", causes(&error));
         sleep(Duration::from_millis(20)).await;
     }
     works(backend).await.unwrap();
@@ -637,13 +637,13 @@ async fn tolerate_outage_reports_permanent_errors() {
     server.kill();
     let backend = late.connect().await.unwrap();
     server.restart();
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let error = works(backend.clone()).await.unwrap_err().downcast::<StoreError>().unwrap();
         if error.is_unauthorized() {
             return;
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "{}", causes(&error));
+        assert!(start.elapsed() < Duration::from_secs(30), "{}", causes(&error));
     }
 }
 

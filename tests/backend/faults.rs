@@ -63,7 +63,7 @@ fn start_load(callers: u32, backend: &RedisBackend, deadline: Duration) -> Load<
 /// Asserts that no call took longer than its deadline, apart from its wait for a processor. With so many callers, most calls wait for one.
 fn all_in_time<T>(calls: &[load::Call<T>], waits: &Waits, deadline: Duration) {
     let limit = deadline + SLACK;
-    let waited = |call: &load::Call<T>| waits.between(call.begun, call.ended());
+    let waited = |call: &load::Call<T>| waits.between(call.since, call.ended());
     let is_late = |call: &&load::Call<T>| call.took > limit && call.took.saturating_sub(waited(call)) > limit;
     let slowest = calls.iter().filter(is_late).max_by_key(|call| call.took);
     let worst = slowest.map(|call| (call.took, waited(call)));
@@ -72,7 +72,7 @@ fn all_in_time<T>(calls: &[load::Call<T>], waits: &Waits, deadline: Duration) {
 
 /// Asserts that no call failed, apart from calls that had no processor.
 fn none_failed<'a>(calls: impl IntoIterator<Item = &'a Call>, waits: &Waits) {
-    let fed = calls.into_iter().filter(|call| waits.between(call.begun, call.ended()) <= STARVED);
+    let fed = calls.into_iter().filter(|call| waits.between(call.since, call.ended()) <= STARVED);
     let failures: Vec<_> = fed.filter_map(|call| call.outcome.as_ref()).collect();
     assert!(failures.is_empty(), "{} failures, first {:?}", failures.len(), failures[0]);
 }
@@ -82,7 +82,7 @@ const ENOUGH: usize = 1_000;
 
 /// Asserts that no call failed from `RECOVERY` after `back` on, and that there were enough calls.
 fn recovered_since(back: Instant, calls: &[Call], waits: &Waits) {
-    let late: Vec<_> = calls.iter().filter(|call| call.begun >= back + RECOVERY).collect();
+    let late: Vec<_> = calls.iter().filter(|call| call.since >= back + RECOVERY).collect();
     assert!(late.len() >= ENOUGH, "only {} calls after the recovery", late.len());
     none_failed(late, waits);
 }
@@ -127,7 +127,7 @@ async fn restart_fails_calls_in_time_and_recovers_in_a_second() {
     all_in_time(&calls, &waits, DEADLINE);
     recovered_since(back, &calls, &waits);
     none_failed(calls.iter().filter(|call| call.ended() < killed), &waits);
-    let down: Vec<_> = calls.iter().filter(|call| call.begun > killed + SLACK && call.ended() < restarted).collect();
+    let down: Vec<_> = calls.iter().filter(|call| call.since > killed + SLACK && call.ended() < restarted).collect();
     assert!(down.len() > 100, "only {} calls while it was down", down.len());
     for call in &down {
         let failure = call.outcome.as_ref().expect("no call succeeds while the server is down");
@@ -464,9 +464,9 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     let closed = layer.on_store_error(RateLimitFallback::Deny).layer(inner);
     // On a busy machine a call may miss the deadline, but not every call does.
     let is_served = async || {
-        let begun = Instant::now();
+        let since = Instant::now();
         while let Err(error) = closed.clone().oneshot(1).await {
-            assert!(begun.elapsed() < LONG, "{error:?}");
+            assert!(since.elapsed() < LONG, "{error:?}");
             sleep(Duration::from_millis(5)).await;
         }
     };
@@ -477,12 +477,12 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     let meter = ProcessorMeter::start();
     let mut calls = Vec::new();
     for request in 0..20 {
-        let begun = Instant::now();
+        let since = Instant::now();
         assert_eq!(open.clone().oneshot(request).await.unwrap(), request);
-        calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
-        let begun = Instant::now();
+        calls.push(load::Call { since, took: since.elapsed(), outcome: () });
+        let since = Instant::now();
         let error = closed.clone().oneshot(request).await.unwrap_err();
-        calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
+        calls.push(load::Call { since, took: since.elapsed(), outcome: () });
         assert!(error.downcast_ref::<StoreError>().is_some(), "{error:?}");
     }
     all_in_time(&calls, &meter.stop(), DEADLINE);
@@ -512,9 +512,9 @@ async fn process_counts_alone_in_an_outage_and_recovers() {
     let mut admitted = async |client: u32, requests: u32| {
         let mut admitted = 0;
         for _ in 0..requests {
-            let begun = Instant::now();
+            let since = Instant::now();
             admitted += u32::from(service.clone().oneshot(client).await.is_ok());
-            calls.push(load::Call { begun, took: begun.elapsed(), outcome: () });
+            calls.push(load::Call { since, took: since.elapsed(), outcome: () });
         }
         admitted
     };
@@ -527,9 +527,9 @@ async fn process_counts_alone_in_an_outage_and_recovers() {
     assert_eq!(admitted(3, 15).await, 10);
 
     server.kill();
-    let begun = Instant::now();
+    let since = Instant::now();
     assert_eq!(admitted(4, 15).await, 5);
-    assert!(begun.elapsed() < deadline * 2, "calls to a dead server fail fast");
+    assert!(since.elapsed() < deadline * 2, "calls to a dead server fail fast");
     server.restart();
     sleep(RECOVERY).await;
     assert_eq!(admitted(5, 15).await, 10);

@@ -164,9 +164,9 @@ async fn connection_without_channels_is_closed() {
         assert!(is_open());
         cluster.migrate(slot, new);
         wait_until("the new node is listened to", || listeners(new).lines().count() == 1);
-        let begun = Instant::now();
+        let start = Instant::now();
         wait_until("the old connection is closed", || !is_open());
-        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     });
     drop(wakeups);
 }

@@ -735,7 +735,7 @@ async fn no_task_outlives_its_backend() {
     let tasks = || Handle::current().metrics().num_alive_tasks();
     let before = tasks();
     let backend = connect(&server).await;
-    let (begins, mut begun) = mpsc::unbounded_channel();
+    let (begins, mut start) = mpsc::unbounded_channel();
     let mut dropped = JoinSet::new();
 
     // One operation executes, and the other one waits for it.
@@ -801,7 +801,7 @@ async fn no_task_outlives_its_backend() {
     }
     let all = async {
         for _ in 0..4 {
-            begun.recv().await.unwrap();
+            start.recv().await.unwrap();
         }
     };
     timeout(LONG, all).await.expect("two executions and two jobs start");

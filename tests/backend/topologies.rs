@@ -161,16 +161,16 @@ async fn unmonitored_primary_is_left() {
             sentinel.query::<()>(&format!("SENTINEL {command}"));
         }
     }
-    let begun = Instant::now();
+    let since = Instant::now();
     while new.query::<Vec<String>>("KEYS *:after}:*").is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is not left");
+        assert!(since.elapsed() < Duration::from_secs(10), "the old primary is not left");
         let _ = limiter.check("after").await.unwrap();
         sleep(Duration::from_millis(20)).await;
     }
     // Waiters for locks subscribe on the new primary.
-    let begun = Instant::now();
+    let since = Instant::now();
     while new.query::<Vec<String>>("PUBSUB CHANNELS *:free").is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is still listened to");
+        assert!(since.elapsed() < Duration::from_secs(10), "the old primary is still listened to");
         sleep(Duration::from_millis(20)).await;
     }
     drop(listens);
@@ -191,9 +191,9 @@ async fn primary_of_a_partitioned_sentinel_is_left() {
     let limiter = limiter.circuit_breaker(CircuitBreaker::off());
     let keys = |server: &RedisServer| server.query::<u64>("DBSIZE");
     let goes_to = async |server: &RedisServer, name: &'static str| {
-        let (begun, before) = (Instant::now(), keys(server));
+        let (since, before) = (Instant::now(), keys(server));
         for number in 0.. {
-            assert!(begun.elapsed() < Duration::from_secs(10), "{name}");
+            assert!(since.elapsed() < Duration::from_secs(10), "{name}");
             // The connection may just have been closed.
             let _ = limiter.check((name, number)).await;
             if keys(server) > before {
@@ -460,16 +460,16 @@ mod on_a_cluster {
             Ok(_) => String::new(),
             Err(error) => std::error::Error::source(&error).unwrap().to_string(),
         };
-        let begun = Instant::now();
+        let since = Instant::now();
         while !cause().await.contains("loading") {
-            assert!(begun.elapsed() < Duration::from_secs(20), "{}", cause().await);
+            assert!(since.elapsed() < Duration::from_secs(20), "{}", cause().await);
         }
         // Wait until reloads of the slot map for other reasons are over.
         sleep(Duration::from_secs(1)).await;
         cluster.nodes[replica].query::<()>("CLUSTER FAILOVER TAKEOVER");
-        let begun = Instant::now();
+        let since = Instant::now();
         while let Err(error) = limiter.check("alice").await {
-            assert!(begun.elapsed() < Duration::from_secs(10), "{error}");
+            assert!(since.elapsed() < Duration::from_secs(10), "{error}");
             sleep(Duration::from_millis(5)).await;
         }
         assert!(!cluster.nodes[owner].is_answering(), "it is still loading");
@@ -662,8 +662,8 @@ mod on_a_cluster {
         let failures = async |queue: DelayQueue<usize>, i: usize| {
             // Staggers the callers, so that each batch has pushes for both nodes.
             sleep(Duration::from_millis(i as u64 * 10)).await;
-            let (begun, mut failures, mut pushes) = (Instant::now(), 0, 0);
-            while begun.elapsed() < Duration::from_secs(2) {
+            let (since, mut failures, mut pushes) = (Instant::now(), 0, 0);
+            while since.elapsed() < Duration::from_secs(2) {
                 failures += usize::from(queue.push(i).await.is_err());
                 pushes += 1;
             }
@@ -694,10 +694,10 @@ mod on_a_cluster {
         assert!(owners.len() > 1, "all parts are on {owners:?}");
         // Each job wakes the worker by a notification of the node that stores it.
         for job in work.pushed..work.pushed + 20 {
-            let begun = Instant::now();
+            let since = Instant::now();
             work.queue.push(job).id(job.to_string()).await.unwrap();
             while !work.done.lock().unwrap().contains(&job) {
-                assert!(begun.elapsed() < Duration::from_secs(3), "job {job} has not started");
+                assert!(since.elapsed() < Duration::from_secs(3), "job {job} has not started");
                 sleep(Duration::from_millis(1)).await;
             }
         }
@@ -836,9 +836,9 @@ fn from_a_runtime_that_has_ended(url: &str) -> Limiter<RedisBackend> {
 
 /// Waits until a check succeeds.
 async fn works(limiter: &Limiter<RedisBackend>, subject: &'static str) {
-    let begun = Instant::now();
+    let since = Instant::now();
     while let Err(error) = limiter.check(subject).await {
-        assert!(begun.elapsed() < Duration::from_secs(5), "{error}");
+        assert!(since.elapsed() < Duration::from_secs(5), "{error}");
     }
 }
 
@@ -879,9 +879,9 @@ impl Work {
         for job in self.pushed..self.pushed + Self::BATCH {
             let push =
                 || self.queue.push(job).id(job.to_string()).delay(Duration::from_millis(u64::from(job) * 37 % 3_000));
-            let begun = Instant::now();
+            let since = Instant::now();
             while let Err(error) = push().await {
-                assert!(begun.elapsed() < Duration::from_secs(20), "{error}");
+                assert!(since.elapsed() < Duration::from_secs(20), "{error}");
                 sleep(Duration::from_millis(20)).await;
             }
         }
@@ -890,13 +890,13 @@ impl Work {
 
     /// Waits until all jobs are done, and stops the worker.
     async fn end(self) {
-        let begun = Instant::now();
+        let since = Instant::now();
         let is_over = async || {
             let counts = self.queue.counts().await;
             counts.is_ok_and(|counts| counts.waiting + counts.running + counts.dead == 0)
         };
         while !is_over().await {
-            assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", self.queue.counts().await);
+            assert!(since.elapsed() < Duration::from_secs(20), "{:?}", self.queue.counts().await);
             sleep(Duration::from_millis(20)).await;
         }
         assert!(!self.worker.is_finished(), "the worker has ended");

@@ -413,8 +413,8 @@ async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
     begin("first", Duration::from_secs(1)).await?;
     assert!(matches!(begin("second", MINUTE).await?.0, Begun::ScopeFull { .. }));
     sleep(Duration::from_millis(1_100)).await;
-    let (begun, operation, attempt) = begin("second", MINUTE).await?;
-    assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
+    let (since, operation, attempt) = begin("second", MINUTE).await?;
+    assert!(matches!(since, Begun::Granted { .. }), "{since:?}");
     IdempotencyStore::release(&store, &operation, &attempt).await?;
     Ok(())
 }

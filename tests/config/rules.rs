@@ -915,13 +915,13 @@ async fn rule_can_let_requests_wait() {
         "#,
     );
     let service = RulesLayer::new(MemoryBackend::new(), rules.unwrap()).layer(hello());
-    let begun = tokio::time::Instant::now();
+    let since = tokio::time::Instant::now();
     assert_eq!(status(&service, "/patient").await, 200);
     assert_eq!(status(&service, "/at-once").await, 429);
     // The first two waiters get room in time, and are served in order.
     let waiting = [(); 3].map(|()| {
         let service = service.clone();
-        async move { (status(&service, "/patient").await, begun.elapsed().as_secs()) }
+        async move { (status(&service, "/patient").await, since.elapsed().as_secs()) }
     });
     let [first, second, third] = waiting.map(tokio::spawn);
     assert_eq!(first.await.unwrap(), (200, 10));

@@ -86,10 +86,10 @@ async fn clock_an_hour_off_changes_nothing() {
     for is_ahead in [false, true] {
         let store = Elsewhere { inner: MemoryBackend::new(), is_ahead };
         let queue = DelayQueue::<u32>::new(store.clone(), "work");
-        let (begun, runs) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+        let (start, runs) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
         let noted = Arc::clone(&runs);
         let service = service_fn(move |job: Job<u32>| {
-            noted.lock().unwrap().push((*job, job.attempt(), begun.elapsed().as_secs()));
+            noted.lock().unwrap().push((*job, job.attempt(), start.elapsed().as_secs()));
             ready(if job.attempt() == 1 { Err("not today") } else { Ok(()) })
         });
         let worker = DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(Duration::from_secs(100)));

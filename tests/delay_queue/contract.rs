@@ -174,7 +174,7 @@ mod queue {
             assert!(pushed.is_new() && *pushed.id() == JobId::from(name(i)), "in order: {pushed:?}");
         }
         for part in 0..4 {
-            let waiting = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap().waiting;
+            let waiting = backend.counts(&QueueKey::new("test").with_partition(part)).await.unwrap().waiting;
             assert!(waiting > JOBS as u64 / 8, "{waiting} in part {part}");
         }
         assert!(!queue.push(1).id(name(1)).await.unwrap().is_new());
@@ -317,14 +317,14 @@ mod queue {
         let queue = DelayQueue::<u8>::new(store, "test");
         let clone = queue.clone();
         faults.hang();
-        let begun = Instant::now();
+        let start = Instant::now();
         for number in 0..20 {
             let error = if number % 2 == 0 { queue.push(1).await } else { clone.push(1).await }.unwrap_err();
             let QueueError::Store(error) = error else { panic!("{error:?}") };
             assert_eq!((error.is_timeout(), error.is_unavailable()), (number < 5, number >= 5), "{number}: {error}");
         }
         // Five pushes waited for the deadline.
-        assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
+        assert_eq!((start.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
 
         // No other call reaches the store either, except one probe per interval.
         assert!(queue.counts().await.is_err() && queue.purge().await.is_err());
@@ -374,17 +374,17 @@ mod queue {
         let faults = store.faults();
         let queue = DelayQueue::<usize>::new(store.clone(), "test");
         faults.fail(Failure::Unavailable);
-        let begun = Instant::now();
+        let start = Instant::now();
         let answers = queue.push_all((0..100 * MAX_BATCH).map(|i| queue.push(i))).await;
         assert!(answers.iter().all(Result::is_err));
-        assert_eq!((begun.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
+        assert_eq!((start.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
 
         // Nor does it wait for a distant probe.
         let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
         let queue = DelayQueue::<usize>::new(store, "test").circuit_breaker(breaker);
-        let begun = Instant::now();
+        let start = Instant::now();
         let answers = queue.push_all((0..MAX_BATCH + 1).map(|i| queue.push(i))).await;
-        assert!(answers.iter().all(Result::is_err) && begun.elapsed().is_zero());
+        assert!(answers.iter().all(Result::is_err) && start.elapsed().is_zero());
         assert_eq!(faults.calls(Verb::Push), 16);
     }
 
@@ -397,14 +397,14 @@ mod queue {
         delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, purge, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-            match queue.part() {
+            match queue.partition() {
                 0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.push(queue, jobs, max_jobs).await,
             }
         }
 
         async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-            match queue.part() {
+            match queue.partition() {
                 0 => Err(StoreError::unavailable("the node is down")),
                 _ => self.backend.pause(queue, is_paused).await,
             }
@@ -455,17 +455,17 @@ mod queue {
         let jobs = 20 * MAX_BATCH;
         let answers = queue.push_all((0..jobs).map(|i| queue.push(i))).await;
         let new = answers.iter().flatten().filter(|pushed| pushed.is_new()).count();
-        let there = backend.counts(&QueueKey::new("test").with_part(1)).await.unwrap().waiting;
+        let there = backend.counts(&QueueKey::new("test").with_partition(1)).await.unwrap().waiting;
         assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are stored");
 
         // Single pushes fail at once, and only those to the failing partition.
         let queue = queue.circuit_breaker(CircuitBreaker::new().failures(1));
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut failed = 0;
         for i in 0..100 {
             failed += usize::from(queue.push(i).await.is_err());
         }
-        assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
+        assert!((20..80).contains(&failed) && start.elapsed().is_zero(), "{failed} after {:?}", start.elapsed());
     }
 
     /// Regression: the partitions after it could be neither paused nor resumed while its node was down.
@@ -477,7 +477,7 @@ mod queue {
             let result = if is_paused { queue.pause().await } else { queue.resume().await };
             assert!(matches!(result, Err(QueueError::Store(_))), "{result:?}");
             for part in [1, 2] {
-                let counts = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap();
+                let counts = backend.counts(&QueueKey::new("test").with_partition(part)).await.unwrap();
                 assert_eq!(counts.is_paused, is_paused, "part {part}");
             }
         }
@@ -665,7 +665,7 @@ mod queue {
             queue.push_all((0..JOBS).map(|i| queue.push(i).id(name(i)))).await;
             while queue.counts().await.unwrap().waiting > 0 {
                 for part in 0..parts {
-                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                    kill(&backend, &QueueKey::new(*queue.name()).with_partition(part)).await;
                 }
             }
             queue.push(0).id("waits").await.unwrap();
@@ -847,7 +847,7 @@ mod queue {
             }
             for part in 0..parts {
                 for _ in 0..2 {
-                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                    kill(&backend, &QueueKey::new(*queue.name()).with_partition(part)).await;
                 }
             }
             assert_eq!(queue.counts().await.unwrap().dead, 300);

@@ -734,9 +734,9 @@ async fn one_push_wakes_one_worker() {
     }
     // Waits for `at_least` messages, and then until no message has arrived for a while.
     let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::store::Notifications)>, at_least: usize| {
-        let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
+        let (since, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
         while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
-            assert!(begun.elapsed() < Duration::from_secs(10), "{woken:?} were woken");
+            assert!(since.elapsed() < Duration::from_secs(10), "{woken:?} were woken");
             for (i, (_, wakeups)) in waiting.iter_mut().enumerate() {
                 if timeout(Duration::ZERO, wakeups.next()).await.is_ok() {
                     woken.push(i);
@@ -988,12 +988,12 @@ async fn idle_workers_claim_no_more_often_beside_running_jobs() {
         let held: Vec<_> = claimed.jobs.iter().map(ClaimedJob::lease).collect();
         assert_eq!(held.len(), usize::from(lease.is_some()));
         let mut workers = JoinSet::new();
-        let begun = Instant::now();
+        let since = Instant::now();
         for _ in 0..WORKERS {
             let (backend, claim) = (backend.clone(), claim(1));
             workers.spawn(async move {
                 let mut looks = 0;
-                while begun.elapsed() < WATCHED {
+                while since.elapsed() < WATCHED {
                     let claimed = backend.claim(&queue, &[], &claim).await.unwrap();
                     assert!(claimed.jobs.is_empty());
                     (looks, _) = (looks + 1, sleep(claimed.next.unwrap()).await);
@@ -1001,7 +1001,7 @@ async fn idle_workers_claim_no_more_often_beside_running_jobs() {
                 looks
             });
         }
-        while begun.elapsed() < WATCHED {
+        while since.elapsed() < WATCHED {
             backend.extend(&queue, &held, keeper.lease).await.unwrap();
             // Meanwhile this worker is the timekeeper.
             backend.claim(&queue, &[], &keeper).await.unwrap();
@@ -1073,9 +1073,9 @@ async fn clock_set_back_does_not_lower_a_fence() {
     let finish = Ack::new(first.lease(), AckKind::Retry { delay: Duration::ZERO, error: "no".into() });
     let claimed = backend.claim(&key(), &[finish], &claim(2)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Done]);
-    let (begun, mut jobs) = (Instant::now(), claimed.jobs);
+    let (since, mut jobs) = (Instant::now(), claimed.jobs);
     while jobs.len() < 2 {
-        assert!(begun.elapsed() < MINUTE, "both jobs are due");
+        assert!(since.elapsed() < MINUTE, "both jobs are due");
         jobs.extend(backend.claim(&key(), &[], &claim(2)).await.unwrap().jobs);
     }
     for job in jobs {

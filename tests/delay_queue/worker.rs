@@ -49,17 +49,17 @@ fn queue(store: impl DelayQueueStore + Send + Sync + 'static) -> DelayQueue<u32>
 /// The attempts that ran, with their times.
 #[derive(Clone)]
 struct Record {
-    begun: Instant,
+    since: Instant,
     runs: Arc<Mutex<Vec<(u32, u16, Duration)>>>,
 }
 
 impl Record {
     fn new() -> Self {
-        Self { begun: Instant::now(), runs: Arc::default() }
+        Self { since: Instant::now(), runs: Arc::default() }
     }
 
     fn note(&self, job: &Job<u32>) {
-        self.runs.lock().unwrap().push((**job, job.attempt(), self.begun.elapsed()));
+        self.runs.lock().unwrap().push((**job, job.attempt(), self.since.elapsed()));
     }
 
     /// A service that records each job and completes it.
@@ -161,7 +161,7 @@ async fn jobs_run_when_they_are_due_and_never_early() {
 
 #[tokio::test(start_paused = true)]
 async fn day_of_retries_takes_no_time_on_a_paused_clock() {
-    let begun = std::time::Instant::now();
+    let since = std::time::Instant::now();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let queue = queue(store).max_attempts(25);
@@ -188,7 +188,7 @@ async fn day_of_retries_takes_no_time_on_a_paused_clock() {
     worker.stop().await;
     // The worker calls the store when there is something to do, and not every few seconds of the day.
     assert!(faults.total_calls() < 150, "{} calls", faults.total_calls());
-    assert!(begun.elapsed() < secs(1), "{:?}", begun.elapsed());
+    assert!(since.elapsed() < secs(1), "{:?}", since.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,13 +211,13 @@ async fn outcome_decides_what_happens_to_the_job() {
         [(1, vec![1, 1], vec![0, 10]), (2, vec![1, 2], vec![0, 20]), (3, vec![1], vec![0]), (4, vec![1], vec![0])]
     {
         let worker = Background::start(DelayQueueWorker::new(queue.clone(), service.clone()));
-        let begun = record.begun.elapsed();
+        let since = record.since.elapsed();
         let push = || queue.push(payload).unique_for(payload, UniqueFor::Time(secs(86_400)));
         assert!(push().await.unwrap().is_new());
         sleep(secs(100)).await;
         assert_eq!(record.attempts(), attempts, "{payload}");
         for (time, expected) in record.times().into_iter().zip(times) {
-            assert_close(time - begun, secs(expected));
+            assert_close(time - since, secs(expected));
         }
         record.runs.lock().unwrap().clear();
         worker.stop().await;
@@ -632,8 +632,8 @@ async fn task_beside_a_job_ends_with_the_job() {
 
 /// Blocks the thread, as a service should not, until `is_over` is set.
 fn block(is_over: &AtomicBool) {
-    let begun = std::time::Instant::now();
-    while !is_over.load(Ordering::SeqCst) && begun.elapsed() < secs(60) {
+    let since = std::time::Instant::now();
+    while !is_over.load(Ordering::SeqCst) && since.elapsed() < secs(60) {
         std::thread::sleep(ms(1));
     }
 }
@@ -672,9 +672,9 @@ async fn blocking_service_does_not_stop_a_shutdown() {
         }
     });
     let worker = DelayQueueWorker::new(queue.clone(), service).grace(ms(50)).abort_after(ms(50));
-    let begun = Instant::now();
+    let since = Instant::now();
     let ended = timeout(secs(10), worker.run_until(sleep(ms(100)))).await;
-    let took = begun.elapsed();
+    let took = since.elapsed();
     is_over.store(true, Ordering::SeqCst);
     ended.unwrap().unwrap();
     assert!(took > secs(1) && took < secs(8), "{took:?}");
@@ -791,7 +791,7 @@ async fn blocking_service_does_not_delay_other_jobs() {
         queue.push(2).delay(ms(50)).await.unwrap();
         let is_over = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&is_over);
-        let (started, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let (started, mut since) = tokio::sync::mpsc::unbounded_channel();
         let service = service_fn(move |job: Job<u32>| {
             let (seen, started) = (Arc::clone(&seen), started.clone());
             async move {
@@ -803,7 +803,7 @@ async fn blocking_service_does_not_delay_other_jobs() {
             }
         });
         let worker = Background::start(DelayQueueWorker::new(queue, service));
-        let both = timeout(secs(20), async { [begun.recv().await, begun.recv().await] }).await;
+        let both = timeout(secs(20), async { [since.recv().await, since.recv().await] }).await;
         is_over.store(true, Ordering::SeqCst);
         let mut both = both.unwrap();
         both.sort_unstable();
@@ -819,7 +819,7 @@ async fn blocking_service_does_not_delay_its_own_pushes() {
     queue.push(1).await.unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
     let (seen, pushing) = (Arc::clone(&is_over), queue.clone());
-    let (started, mut begun) = tokio::sync::mpsc::unbounded_channel();
+    let (started, mut since) = tokio::sync::mpsc::unbounded_channel();
     let (go, gone) = oneshot::channel();
     let mut gone = Some(gone);
     let service = service_fn(move |job: Job<u32>| {
@@ -835,11 +835,11 @@ async fn blocking_service_does_not_delay_its_own_pushes() {
         }
     });
     let worker = Background::start(DelayQueueWorker::one_by_one(queue, service));
-    assert_eq!(begun.recv().await, Some(1));
+    assert_eq!(since.recv().await, Some(1));
     // Until the worker is idle.
     sleep(ms(100)).await;
     go.send(()).unwrap();
-    let second = timeout(secs(20), begun.recv()).await;
+    let second = timeout(secs(20), since.recv()).await;
     is_over.store(true, Ordering::SeqCst);
     assert_eq!(second.unwrap(), Some(2));
     worker.stop().await;
@@ -1034,10 +1034,10 @@ async fn worker_with_an_unready_service_leaves_jobs_to_others() {
 
 #[tokio::test(start_paused = true)]
 async fn idle_worker_ends_at_once_if_its_service_fails() {
-    let begun = Instant::now();
+    let since = Instant::now();
     let worker = DelayQueueWorker::new(queue(MemoryBackend::new()), Unready(Some("gone")));
     worker.run().await.unwrap_err();
-    assert_close(begun.elapsed(), Duration::ZERO);
+    assert_close(since.elapsed(), Duration::ZERO);
 }
 
 /// A service that is ready while its gate is open, and records each job.
@@ -1112,7 +1112,7 @@ async fn redis_unready_worker_hands_over_timekeeping() {
     gate.is_open.store(false, Ordering::SeqCst);
     // The first job wakes the timekeeper, and the second one becomes due later.
     for (i, delay) in [(0, ms(0)), (1, ms(700))] {
-        let pushed = second.begun.elapsed();
+        let pushed = second.since.elapsed();
         queue.push(i).delay(delay).await.unwrap();
         timeout(secs(10), async {
             while second.times().len() <= i as usize {
@@ -1139,7 +1139,7 @@ async fn redis_stopped_worker_hands_over_timekeeping() {
     until_workers_wait(&server, &[""], 0).await;
     let other = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
     until_workers_wait(&server, &[""], 1).await;
-    let pushed = record.begun.elapsed();
+    let pushed = record.since.elapsed();
     queue.push(1).delay(secs(1)).await.unwrap();
     keeper.stop().await;
     timeout(secs(10), async {
@@ -1159,7 +1159,7 @@ async fn redis_stopped_worker_hands_over_timekeeping() {
 async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     let server = RedisServer::start();
     let queue = queue(patient(server.url()).await).split(2);
-    let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.part();
+    let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.partition();
     let ids = [0, 1].map(|wanted| (0..).map(|i: u32| i.to_string()).find(|id| part(id) == wanted).unwrap());
     let (record, release) = (Record::new(), Arc::new(tokio::sync::Notify::new()));
     let service = || {
@@ -1179,7 +1179,7 @@ async fn redis_busy_worker_hands_over_timekeeping_of_partitions() {
     until_workers_wait(&server, &["", "#1"], 0).await;
     let other = Background::start(DelayQueueWorker::new(queue.clone(), service()).concurrency(1));
     until_workers_wait(&server, &["", "#1"], 1).await;
-    let pushed = record.begun.elapsed();
+    let pushed = record.since.elapsed();
     for (payload, id) in (0..).zip(&ids) {
         queue.push(payload).id(id.clone()).delay(ms(700) * payload).await.unwrap();
     }
@@ -1614,9 +1614,9 @@ async fn shutdown_finishes_jobs_and_releases_the_rest() {
         sleep(ms(10)).await;
     }
     sleep(secs(1)).await;
-    let begun = Instant::now();
+    let since = Instant::now();
     worker.stop().await;
-    assert!(begun.elapsed() >= secs(11) && begun.elapsed() < secs(12), "{:?}", begun.elapsed());
+    assert!(since.elapsed() >= secs(11) && since.elapsed() < secs(12), "{:?}", since.elapsed());
     assert_eq!(done.load(Ordering::SeqCst), 1);
     for id in ["long", "waiting"] {
         let job = queue.get(id).await.unwrap().unwrap();
@@ -1758,7 +1758,7 @@ async fn worker_with_a_failing_store_frees_service_permits() {
     let record = Record::new();
     let service = ServiceBuilder::new().concurrency_limit(3).service(record.service());
     let (mut one, mut another) = (service.clone(), service.clone());
-    let begun = Instant::now();
+    let since = Instant::now();
     faults.fail(Failure::Unavailable);
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
     sleep(secs(10)).await;
@@ -1773,7 +1773,7 @@ async fn worker_with_a_failing_store_frees_service_permits() {
     }
     sleep(secs(2)).await;
     assert_eq!(record.payloads(), [0, 1, 2, 3, 4]);
-    assert!((8..60).contains(&asked), "{asked} calls in {:?}", begun.elapsed());
+    assert!((8..60).contains(&asked), "{asked} calls in {:?}", since.elapsed());
     worker.stop().await;
 }
 
@@ -1844,8 +1844,8 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
         let is_down = Arc::new(AtomicBool::new(false));
         let down = Arc::clone(&is_down);
         let fate =
-            move |queue: &QueueKey, _: &Claim| (queue.part() == 0 && down.load(Ordering::SeqCst)).then_some(fate);
-        let healthy = QueueKey::new("work").with_part(1);
+            move |queue: &QueueKey, _: &Claim| (queue.partition() == 0 && down.load(Ordering::SeqCst)).then_some(fate);
+        let healthy = QueueKey::new("work").with_partition(1);
         let queue = queue(Fickle { backend: backend.clone(), fate }).split(2);
         let pushed = queue.push_all((0..100).map(|_| queue.push(1))).await;
         assert!(pushed.iter().all(Result::is_ok));
@@ -1887,12 +1887,12 @@ async fn partition_on_a_dead_node_does_not_stop_other_partitions() {
 #[tokio::test(start_paused = true)]
 async fn failed_handover_of_timekeeping_is_retried() {
     let backend = MemoryBackend::new();
-    let (begun, handed) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+    let (since, handed) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
     let noted = Arc::clone(&handed);
     let fate = move |_: &QueueKey, claim: &Claim| {
         let mut handed = noted.lock().unwrap();
         let is_first = claim.limit == 0 && handed.is_empty();
-        handed.extend((claim.limit == 0).then(|| begun.elapsed()));
+        handed.extend((claim.limit == 0).then(|| since.elapsed()));
         is_first.then_some(Fate::Fails)
     };
     let queue = queue(Fickle { backend, fate });
@@ -1922,7 +1922,7 @@ async fn redis_earlier_job_wakes_a_worker() {
     queue.push(0).delay(secs(3_600)).await.unwrap();
     sleep(ms(500)).await;
     for (i, delay) in (1..).zip([0, 300, 0, 100]) {
-        let pushed = record.begun.elapsed();
+        let pushed = record.since.elapsed();
         queue.push(i).delay(ms(delay)).await.unwrap();
         let came = timeout(secs(2), async {
             while record.runs.lock().unwrap().len() < i as usize {
@@ -1953,12 +1953,12 @@ async fn idle_workers_are_cheap_and_one_job_wakes_few() {
         let line = stats.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
         line.and_then(|line| line.split(',').next()?.parse::<u64>().ok()).unwrap()
     };
-    let (before, begun) = (calls(), Instant::now());
+    let (before, since) = (calls(), Instant::now());
     sleep(secs(6)).await;
-    let per_second = (calls() - before) as f64 / begun.elapsed().as_secs_f64();
+    let per_second = (calls() - before) as f64 / since.elapsed().as_secs_f64();
     assert!(per_second > 0.0, "nothing was measured");
     assert!(per_second < WORKERS as f64 / 2.0, "{per_second} commands a second");
-    let (before, begun) = (calls(), Instant::now());
+    let (before, since) = (calls(), Instant::now());
     for _ in 0..10 {
         queue.push(0).await.unwrap();
         sleep(ms(50)).await;
@@ -1971,7 +1971,7 @@ async fn idle_workers_are_cheap_and_one_job_wakes_few() {
     .await
     .unwrap();
     let for_jobs = calls() - before;
-    let idle = per_second * begun.elapsed().as_secs_f64();
+    let idle = per_second * since.elapsed().as_secs_f64();
     assert_eq!(done.load(Ordering::SeqCst), 10);
     assert!((for_jobs as f64) < 80.0 + 2.0 * idle, "{for_jobs} commands for ten jobs, {idle} of which are idle claims");
     for worker in workers {
@@ -2325,8 +2325,8 @@ impl std::error::Error for Fused {}
 async fn dropped_worker_drops_answers_whose_drop_panics() {
     for panics in [false, true] {
         let queue = queue(MemoryBackend::new());
-        let begun = Arc::new(Notify::new());
-        let noted = Arc::clone(&begun);
+        let since = Arc::new(Notify::new());
+        let noted = Arc::clone(&since);
         let service = service_fn(move |_: Job<u32>| {
             let noted = Arc::clone(&noted);
             async move {
@@ -2339,7 +2339,7 @@ async fn dropped_worker_drops_answers_whose_drop_panics() {
         let mut worker = Box::pin(DelayQueueWorker::new(queue, service).run());
         tokio::select! {
             _ = &mut worker => unreachable!("the worker runs until it is dropped"),
-            () = begun.notified() => {}
+            () = since.notified() => {}
         }
         sleep(secs(2)).await;
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(worker)));
@@ -2419,10 +2419,10 @@ async fn waiting_rate_limit_keeps_the_order_of_jobs() {
     let worker = Background::start(worker);
     let pushed_at = [secs(5), secs(12), secs(20)];
     for (number, at) in pushed_at.into_iter().enumerate() {
-        tokio::time::sleep_until(runs.begun + at).await;
+        tokio::time::sleep_until(runs.since + at).await;
         queue.push(1_000 + number as u32).priority(Priority::High).await.unwrap();
     }
-    tokio::time::sleep_until(runs.begun + secs(30)).await;
+    tokio::time::sleep_until(runs.since + secs(30)).await;
     let seen = runs.runs.lock().unwrap().clone();
     for (number, at) in pushed_at.into_iter().enumerate() {
         let time = seen.iter().find(|(payload, ..)| *payload == 1_000 + number as u32).unwrap().2;

@@ -52,7 +52,7 @@ pub enum Loses {
 /// The result of a fault.
 #[derive(Debug)]
 pub struct Strike {
-    pub begun: Instant,
+    pub start: Instant,
     /// When the store could serve again.
     pub back: Instant,
     /// The units that the store lost, if they could be counted at that moment.
@@ -196,11 +196,11 @@ pub const FAULTS: &[Fault] = &[
     fault("primary killed (SIGKILL)", Sentinel, Fails::Some, Unreplicated, |d, admitted| {
         let sentinel = d.sentinel();
         let old = sentinel.primary_index();
-        let begun = Instant::now();
+        let start = Instant::now();
         let lost = last_words(&sentinel.servers[old], &others(&sentinel.servers, &[old]), &[], admitted);
         sentinel.servers[old].kill();
         let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
-        Strike { begun, back, lost: Some(lost) }
+        Strike { start, back, lost: Some(lost) }
     })
     .short(),
     fault("primary killed, replicas 300 ms behind", Sentinel, Fails::Some, Unreplicated, |d, admitted| {
@@ -214,20 +214,20 @@ pub const FAULTS: &[Fault] = &[
         }
         line.to_client(Traffic::Hold);
         sleep(ms(300));
-        let begun = Instant::now();
+        let start = Instant::now();
         let lost = last_words(&sentinel.servers[old], &others(&sentinel.servers, &[old]), &[], admitted);
         sentinel.servers[old].kill();
         line.reset();
         let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
-        Strike { begun, back, lost: Some(lost) }
+        Strike { start, back, lost: Some(lost) }
     }),
     fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, Perhaps, Unreplicated, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary().port();
-        let begun = Instant::now();
+        let start = Instant::now();
         sentinel.fail_over();
         let (back, _) = sentinel.wait_for_another_primary(old);
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     })
     .short(),
     Fault {
@@ -236,21 +236,21 @@ pub const FAULTS: &[Fault] = &[
         ..fault("failover that is announced (SENTINEL FAILOVER)", Sentinel, Perhaps, Unreplicated, |d, _| {
             let sentinel = d.sentinel();
             let old = sentinel.primary().port();
-            let begun = Instant::now();
+            let start = Instant::now();
             sentinel.fail_over();
             let (back, _) = sentinel.wait_for_another_primary(old);
-            Strike { begun, back, lost: None }
+            Strike { start, back, lost: None }
         })
     },
     fault("primary stopped until there is another (SIGSTOP)", Sentinel, Fails::Some, Unreplicated, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary_index();
-        let begun = Instant::now();
+        let start = Instant::now();
         sentinel.servers[old].pause();
         let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
         sleep(ms(300));
         sentinel.servers[old].resume();
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     }),
     fault("all Sentinels killed (SIGKILL)", Sentinel, Fails::Nothing, Nothing, |d, _| {
         during(|| {
@@ -277,28 +277,28 @@ pub const FAULTS: &[Fault] = &[
         let cluster = d.cluster();
         let slot = cluster.slots_with_keys(0)[0];
         let replica = cluster.replica_of(0);
-        let begun = Instant::now();
+        let start = Instant::now();
         let (replicas, rest) = ([&cluster.nodes[replica]], others(&cluster.nodes, &[0, replica]));
         let lost = last_words(&cluster.nodes[0], &replicas, &rest, admitted);
         cluster.nodes[0].kill();
         let (back, _) = cluster.wait_for_another_owner(slot, 0);
-        Strike { begun, back, lost: Some(lost) }
+        Strike { start, back, lost: Some(lost) }
     })
     .short(),
     fault("failover for no reason (CLUSTER FAILOVER)", Cluster, Perhaps, Nothing, |d, _| {
         let cluster = d.cluster();
         let slot = cluster.slots_with_keys(0)[0];
-        let begun = Instant::now();
+        let start = Instant::now();
         cluster.fail_over(0);
         let (back, _) = cluster.wait_for_another_owner(slot, 0);
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     })
     .short(),
     fault("slots moved (CLUSTER SETSLOT, MIGRATE)", Cluster, Fails::Nothing, Nothing, |d, _| {
         during(|| {
             let cluster = d.cluster();
-            let begun = Instant::now();
-            while begun.elapsed() < 2 * SECOND {
+            let start = Instant::now();
+            while start.elapsed() < 2 * SECOND {
                 for from in 0..3 {
                     // Slots in use are among them. Each slot moves around the cluster.
                     for slot in cluster.slots_with_keys(from).into_iter().rev().take(20) {
@@ -315,12 +315,12 @@ pub const FAULTS: &[Fault] = &[
     fault("a primary stopped until there is another (SIGSTOP)", Cluster, Fails::Some, Unreplicated, |d, _| {
         let cluster = d.cluster();
         let slot = cluster.slots_with_keys(0)[0];
-        let begun = Instant::now();
+        let start = Instant::now();
         cluster.nodes[0].pause();
         let (back, _) = cluster.wait_for_another_owner(slot, 0);
         sleep(ms(300));
         cluster.nodes[0].resume();
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     }),
     fault("a replica killed (SIGKILL)", Cluster, Fails::Nothing, Nothing, |d, _| {
         during(|| {
@@ -340,9 +340,9 @@ pub const FAULTS: &[Fault] = &[
 
 /// Runs a fault that is over when `trouble` returns.
 pub fn during(trouble: impl FnOnce()) -> Strike {
-    let begun = Instant::now();
+    let start = Instant::now();
     trouble();
-    Strike { begun, back: Instant::now(), lost: None }
+    Strike { start, back: Instant::now(), lost: None }
 }
 
 pub fn stopped(server: &RedisServer, time: Duration) -> Strike {
@@ -363,9 +363,9 @@ fn restarted(server: &mut RedisServer) -> Strike {
 
 /// Restarts a server that stores nothing on disk, so all units admitted until then are lost.
 fn emptied(server: &mut RedisServer, admitted: &Admitted) -> Strike {
-    let begun = Instant::now();
+    let start = Instant::now();
     let admitted = until_stopped(server, admitted);
-    Strike { lost: Some(Lost { admitted, kept: HashMap::new() }), begun, ..restarted(server) }
+    Strike { lost: Some(Lost { admitted, kept: HashMap::new() }), start, ..restarted(server) }
 }
 
 pub fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {

@@ -153,22 +153,22 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary().port();
-        let begun = Instant::now();
+        let start = Instant::now();
         sentinel.fail_over();
         let (back, _) = sentinel.wait_for_another_primary(old);
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     })
     .forgets(SECOND)
     .short(),
     fault("primary stopped until there is another (SIGSTOP)", Sentinel, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary_index();
-        let begun = Instant::now();
+        let start = Instant::now();
         sentinel.servers[old].pause();
         let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
         sleep(ms(300));
         sentinel.servers[old].resume();
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     })
     .forgets(SECOND),
     fault("primaries killed (SIGKILL)", Cluster, |d, _| {
@@ -176,20 +176,20 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         // The node that has the first lock.
         let slot = slot(cluster, "a");
         let old = cluster.owner(slot);
-        let begun = Instant::now();
+        let start = Instant::now();
         cluster.nodes[old].kill();
         let (back, _) = cluster.wait_for_another_owner(slot, old);
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     })
     .forgets(SECOND),
     fault("failover for no reason (CLUSTER FAILOVER)", Cluster, |d, _| {
         let cluster = d.cluster();
         let slot = slot(cluster, "a");
         let old = cluster.owner(slot);
-        let begun = Instant::now();
+        let start = Instant::now();
         cluster.fail_over(old);
         let (back, _) = cluster.wait_for_another_owner(slot, old);
-        Strike { begun, back, lost: None }
+        Strike { start, back, lost: None }
     }),
     fault(MOVED_SLOTS, Cluster, slots_moved),
     fault(STOPPED_IN_QUEUE, Standalone, holders_stopped_in_queue).of(Fair).loses(Loses::AtLeast(3)),
@@ -294,17 +294,17 @@ fn clients_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
 fn primary_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
     let sentinel = deployment.sentinel();
     let old = sentinel.primary_index();
-    let begun = Instant::now();
+    let start = Instant::now();
     sentinel.servers[old].kill();
     let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
-    Strike { begun, back, lost: None }
+    Strike { start, back, lost: None }
 }
 
 fn slots_moved(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
     during(|| {
         let cluster = deployment.cluster();
-        let begun = Instant::now();
-        while begun.elapsed() < 2 * SECOND {
+        let start = Instant::now();
+        while start.elapsed() < 2 * SECOND {
             for slot in KEYS.map(|key| slot(cluster, key)) {
                 let to = (cluster.owner(slot) + 1) % 3;
                 cluster.migrate(slot, to);

@@ -108,9 +108,9 @@ pub fn run(fault: &'static LockFault) -> LockRow {
 
     let mut stays = Vec::new();
     // Wait until all locks are in use.
-    let begun = Instant::now();
+    let start = Instant::now();
     let is_at_work = |stays: &[HoldRecord]| (0..KEYS.len()).all(|key| since(stays, key, 0).count() >= ENOUGH);
-    while !is_at_work(&stays) && begun.elapsed() < SETTLED {
+    while !is_at_work(&stays) && start.elapsed() < SETTLED {
         stays.extend(lines.recv_timeout(SETTLED).ok().map(stay));
     }
     sleep(BEFORE);
@@ -166,7 +166,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     row.must(tasks_left == 0, || format!("{tasks_left} tasks outlive the backend"));
     row.must(sockets_left == 0, || format!("{sockets_left} sockets outlive the backend"));
 
-    judge(&mut row, &stays, us(strike.begun), back, well);
+    judge(&mut row, &stays, us(strike.start), back, well);
     if fault.mode.permits() == 1 {
         changes(&mut row, &witness);
     }
@@ -197,10 +197,10 @@ fn stay(line: Line) -> HoldRecord {
 }
 
 /// Checks the stays. The instants of the fault are on the clock of the workers.
-fn judge(row: &mut LockRow, stays: &[HoldRecord], begun: u64, back: u64, well: u64) {
+fn judge(row: &mut LockRow, stays: &[HoldRecord], start: u64, back: u64, well: u64) {
     row.stays = stays.len();
     // The leases that the store may have lost end within this time.
-    let forgotten = row.fault.overlap().map(|overlap| begun..=back + overlap.as_micros() as u64);
+    let forgotten = row.fault.overlap().map(|overlap| start..=back + overlap.as_micros() as u64);
     for (key, name) in KEYS.iter().enumerate() {
         let mut stays: Vec<&HoldRecord> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
         stays.sort_unstable_by_key(|stay| stay.fence);
@@ -225,7 +225,7 @@ fn judge(row: &mut LockRow, stays: &[HoldRecord], begun: u64, back: u64, well: u
             let judged = stays.iter().filter(|stay| stay.from > *forgotten.end()).count();
             row.must(judged >= ENOUGH, || format!("only {judged} stays under {name} after the last lost lease ended"));
         }
-        let before = stays.iter().filter(|stay| stay.from < begun).count();
+        let before = stays.iter().filter(|stay| stay.from < start).count();
         row.must(before >= ENOUGH, || format!("only {before} stays under {name} before the fault"));
     }
 }
@@ -308,7 +308,7 @@ fn changes(row: &mut LockRow, witness: &RedisServer) {
 /// Returns the leases and queue positions that are left after all processes have ended. Connections ended with their processes, which
 /// report how many were left, including those for notifications.
 fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let (mut left, mut positions) = (Vec::new(), Vec::new());
         for server in deployment.primaries() {
@@ -338,7 +338,7 @@ fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
         let is_in_queue = !positions.is_empty() && killed == 0;
         left.append(&mut positions);
         // The leases of killed processes expire by themselves. The next holder removes what is stored of them.
-        if left.is_empty() || is_in_queue || begun.elapsed() > SETTLED + TTL {
+        if left.is_empty() || is_in_queue || start.elapsed() > SETTLED + TTL {
             return left;
         }
         sleep(Duration::from_millis(50));

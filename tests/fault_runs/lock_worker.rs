@@ -124,8 +124,8 @@ pub fn work_if_asked() -> bool {
     let sockets = open_sockets();
     runtime.block_on(work(mode, url, witness));
     let left = || (runtime.metrics().num_alive_tasks(), open_sockets().saturating_sub(sockets));
-    let begun = Instant::now();
-    while left() != (0, 0) && begun.elapsed() < Duration::from_secs(3) {
+    let since = Instant::now();
+    while left() != (0, 0) && since.elapsed() < Duration::from_secs(3) {
         runtime.block_on(async { sleep(Duration::from_millis(10)).await });
     }
     let (tasks, sockets) = left();

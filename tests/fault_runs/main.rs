@@ -78,7 +78,7 @@ fn main() -> ExitCode {
         default_hook(info);
     }));
 
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut rows: Vec<Row> = Vec::new();
     println!("{}", Row::HEAD);
     for fault in FAULTS.iter().filter(|fault| is_wanted(&["limits"], fault.name, fault.short)) {
@@ -148,7 +148,7 @@ fn main() -> ExitCode {
     let overlaps: usize = lock_rows.iter().map(|row| row.unexplained).sum();
     let lock_recovery = lock_rows.iter().map(|row| row.recovery.as_millis()).max().unwrap_or_default();
     let wait = rows.iter().map(|row| row.longest_wait).max().unwrap_or_default();
-    let took = begun.elapsed().as_secs_f64();
+    let took = start.elapsed().as_secs_f64();
     println!("\n{took:.0} s, {rounds} round(s), the longest wait for a processor {} ms", wait.as_millis());
     let single = usize::from(operations.is_some()) + usize::from(jobs.is_some());
     let faults = rows.len() + lock_rows.len() + listening_rows.len() + single;

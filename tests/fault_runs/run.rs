@@ -187,11 +187,11 @@ fn judge(
     row.admitted = calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).count();
     row.failed = failed().count();
     // The time for which the call did not wait for a processor is its own.
-    let waited = |call: &Call| waits.between(call.begun, call.ended());
+    let waited = |call: &Call| waits.between(call.since, call.ended());
     let starved = |call: &Call| {
         // The circuit is open because of earlier calls.
         let before = if call.outcome.seen == Seen::NotAsked { CIRCUIT } else { Duration::ZERO };
-        waits.between(call.begun.checked_sub(before).unwrap_or(call.begun), call.ended()) > STARVED
+        waits.between(call.since.checked_sub(before).unwrap_or(call.since), call.ended()) > STARVED
     };
     row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
@@ -208,11 +208,11 @@ fn judge(
         format!("calls failed for {recovery:?} after the store was back; the last store call failed with {why}")
     });
     let well = strike.back + fault.recovery;
-    let judged = calls.iter().filter(|call| call.begun > well).count();
+    let judged = calls.iter().filter(|call| call.since > well).count();
     row.must(judged > 200, || format!("only {judged} calls after the recovery"));
 
     // Failures.
-    let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
+    let early = failed().filter(|call| call.ended() < strike.since && !starved(call)).count();
     let all = row.failed;
     let first = || failed().map(|call| format!("{:?}", call.outcome)).next().unwrap_or_default();
     row.must(early == 0, || format!("{early} calls failed before the fault, first {}", first()));
@@ -250,7 +250,7 @@ fn judge(
     row.must(over_admitted == 0, || format!("{over_admitted} of {excess} units beyond the quota are not explained"));
     row.must(fault.loses != Loses::Nothing || forgotten == 0, || format!("{forgotten} units were lost"));
     let mut since: HashMap<String, u64> = HashMap::new();
-    for call in calls.iter().filter(|call| call.begun > well && call.outcome.seen == Seen::Admitted) {
+    for call in calls.iter().filter(|call| call.since > well && call.outcome.seen == Seen::Admitted) {
         *since.entry(call.outcome.subject.clone()).or_default() += 1;
     }
     let misplaced = missing(&since, stored);
@@ -284,7 +284,7 @@ fn over_admitted(
     // A primary that was replaced and lives on may have admitted units that are unknown to the new one, but only in this time.
     let mut meanwhile: HashMap<String, u64> = HashMap::new();
     let well = strike.back + fault.recovery;
-    let is_meanwhile = |call: &&Call| call.begun <= well && call.ended() >= strike.begun;
+    let is_meanwhile = |call: &&Call| call.since <= well && call.ended() >= strike.since;
     for call in calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).filter(is_meanwhile) {
         *meanwhile.entry(call.outcome.subject.clone()).or_default() += 1;
     }

@@ -47,7 +47,8 @@ async fn mapped_rejection_of_a_rate_limit_is_not_replayed() {
     let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
     let limit = RateLimitLayer::new(MemoryBackend::new(), policy)
         .responder(HttpResponder::new().map_rejection(|_: &rate_limit::Rejection, response| json(response)));
-    let once = IdempotencyLayer::new(MemoryBackend::new()).scope(|_: &Request| "shop").keep(ResponsePolicy::All);
+    let once =
+        IdempotencyLayer::new(MemoryBackend::new()).scope(|_: &Request| "shop").response_policy(ResponsePolicy::All);
     let app = Router::new().route("/", post(async || "paid")).layer(limit).layer(once);
 
     assert_eq!(app.clone().oneshot(post_with_key("a")).await.unwrap().status(), StatusCode::OK);

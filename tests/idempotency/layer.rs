@@ -475,19 +475,20 @@ async fn unrecorded_response_allows_another_attempt() {
         (ResponsePolicy::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::UNAUTHORIZED], vec![]),
         (ResponsePolicy::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
     ];
-    for (keep, kept, not_stored) in cases {
+    for (policy, kept, not_stored) in cases {
         let all = kept.iter().map(|status| (*status, true)).chain(not_stored.iter().map(|status| (*status, false)));
         for (answered, is_kept) in all {
             let handler = Handler::new();
-            let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |request, run| async move {
-                let handle = request.extensions().get::<IdempotencyHandle>().unwrap();
-                assert_eq!(handle.attempt() as usize, run);
-                status(answered)
-            });
+            let app =
+                handler.behind(layer(MemoryBackend::new()).response_policy(policy), move |request, run| async move {
+                    let handle = request.extensions().get::<IdempotencyHandle>().unwrap();
+                    assert_eq!(handle.attempt() as usize, run);
+                    status(answered)
+                });
             for _ in 0..3 {
                 assert_eq!(ask(&app, pay("k")).await.status(), answered);
             }
-            assert_eq!(handler.runs(), if is_kept { 1 } else { 3 }, "{keep:?} {answered}");
+            assert_eq!(handler.runs(), if is_kept { 1 } else { 3 }, "{policy:?} {answered}");
         }
     }
 }
@@ -710,13 +711,13 @@ async fn last_frame_is_sent_after_the_record() {
         });
         let mut answer = ask(&app, pay("k")).await.into_body();
         assert_eq!(answer.size_hint().exact(), Some(whole.len() as u64));
-        let (begun, mut read) = (Instant::now(), 0);
+        let (start, mut read) = (Instant::now(), 0);
         drop(sender);
         while read < whole.len() {
             let part = answer.frame().await.unwrap().unwrap().into_data().unwrap();
             read += part.len();
             let is_last = read == whole.len();
-            assert_eq!(begun.elapsed() >= Duration::from_secs(1), is_last, "{chunks:?}: {read}");
+            assert_eq!(start.elapsed() >= Duration::from_secs(1), is_last, "{chunks:?}: {read}");
         }
         // The client counts the bytes and does not wait for the end of the body.
         drop(answer);
@@ -1062,9 +1063,9 @@ async fn response_set_by_an_operator_is_replayed() {
 
 #[tokio::test(start_paused = true)]
 async fn panic_reaches_the_caller_and_counts_as_a_failure() {
-    for (keep, expected) in [(ResponsePolicy::SafeRetry, 200), (ResponsePolicy::All, 409)] {
+    for (policy, expected) in [(ResponsePolicy::SafeRetry, 200), (ResponsePolicy::All, 409)] {
         let handler = Handler::new();
-        let guard = layer(MemoryBackend::new()).keep(keep);
+        let guard = layer(MemoryBackend::new()).response_policy(policy);
         let app = handler.behind(guard.clone(), |request, run| async move {
             assert!(run > 1, "the first execution panics");
             echo(request, run).await
@@ -1076,7 +1077,7 @@ async fn panic_reaches_the_caller_and_counts_as_a_failure() {
         assert!(panicked.await.unwrap_err().is_panic());
         guard.wait_idle().await;
         sleep(Duration::from_secs(15)).await;
-        assert_eq!(ask(&app, pay("k")).await.status(), expected, "{keep:?}");
+        assert_eq!(ask(&app, pay("k")).await.status(), expected, "{policy:?}");
     }
 }
 
@@ -1149,7 +1150,7 @@ async fn aborted_request_is_executed_on_retry() {
 #[tokio::test(start_paused = true)]
 async fn keep_all_client_abort_leaves_an_unknown_outcome() {
     let handler = Handler::new();
-    let app = handler.behind(layer(MemoryBackend::new()).keep(ResponsePolicy::All), echo);
+    let app = handler.behind(layer(MemoryBackend::new()).response_policy(ResponsePolicy::All), echo);
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
@@ -1164,8 +1165,8 @@ async fn keep_all_client_abort_leaves_an_unknown_outcome() {
 /// sent.
 #[tokio::test(start_paused = true)]
 async fn response_aborted_with_its_request_is_not_a_success() {
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
-        let guard = layer(MemoryBackend::new()).keep(keep);
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
+        let guard = layer(MemoryBackend::new()).response_policy(policy);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
         )));
@@ -1177,13 +1178,13 @@ async fn response_aborted_with_its_request_is_not_a_success() {
         assert!(answer.into_body().collect().await.is_err());
         guard.wait_idle().await;
         let whole = ask(&app, pay("k")).await;
-        if keep == ResponsePolicy::All {
+        if policy == ResponsePolicy::All {
             assert_eq!(problem(whole).await, (409, "in-flight".into()));
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
         } else {
             assert!(!is_replay(&whole));
-            assert_eq!(text(whole).await, "hundred", "{keep:?}");
+            assert_eq!(text(whole).await, "hundred", "{policy:?}");
             assert!(is_replay(&ask(&app, pay("k")).await));
         }
     }
@@ -1218,8 +1219,8 @@ async fn large_response_to_an_aborted_request_is_recorded_late() {
 /// Regression: a truncated upload was recorded as done as soon as its response was too large, so the client could not send it again.
 #[tokio::test(start_paused = true)]
 async fn large_response_is_not_recorded_while_the_request_is_read() {
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
-        let guard = layer(MemoryBackend::new()).max_response(2).keep(keep);
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All] {
+        let guard = layer(MemoryBackend::new()).max_response(2).response_policy(policy);
         let app = BoxCloneService::new(guard.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
         )));
@@ -1227,15 +1228,15 @@ async fn large_response_is_not_recorded_while_the_request_is_read() {
         sender.send(data("hun")).unwrap();
         let answer = ask(&app, request("k", body)).await;
         sleep(Duration::from_millis(1)).await;
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?}");
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{policy:?}");
         sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
         assert!(answer.into_body().collect().await.is_err());
         guard.wait_idle().await;
-        if keep == ResponsePolicy::All {
+        if policy == ResponsePolicy::All {
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
         } else {
-            assert_eq!(text(ask(&app, pay("k")).await).await, "hundred", "{keep:?}");
+            assert_eq!(text(ask(&app, pay("k")).await).await, "hundred", "{policy:?}");
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "response-not-stored".into()));
         }
     }
@@ -1410,12 +1411,12 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
         /// The body arrives later, and is longer than the limit for records.
         InParts,
     }
-    for (keep, how) in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success]
+    for (policy, how) in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success]
         .into_iter()
-        .flat_map(|keep| [As::Http, As::Grpc, As::InParts].map(|how| (keep, how)))
+        .flat_map(|policy| [As::Http, As::Grpc, As::InParts].map(|how| (policy, how)))
     {
         let (handler, backend) = (Handler::new(), MemoryBackend::new());
-        let guard = layer(backend).lease(Duration::from_secs(10)).keep(keep).max_response(10);
+        let guard = layer(backend).lease(Duration::from_secs(10)).response_policy(policy).max_response(10);
         let app = handler.behind(guard, move |_, _| async move {
             let mut response = status(StatusCode::GATEWAY_TIMEOUT);
             match how {
@@ -1445,23 +1446,23 @@ async fn unknown_outcome_of_a_handler_is_not_executed_again() {
         });
         let response = ask(&app, pay("k")).await;
         let expected = if let As::Grpc = how { StatusCode::OK } else { StatusCode::GATEWAY_TIMEOUT };
-        assert_eq!(response.status(), expected, "{keep:?} {how:?}");
+        assert_eq!(response.status(), expected, "{policy:?} {how:?}");
         assert_eq!(text(response).await, if let As::InParts = how { "no answer from the bank" } else { "" });
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?} {how:?}");
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{policy:?} {how:?}");
         sleep(Duration::from_secs(11)).await;
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{keep:?} {how:?}");
-        assert_eq!(handler.runs(), 1, "{keep:?} {how:?}");
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{policy:?} {how:?}");
+        assert_eq!(handler.runs(), 1, "{policy:?} {how:?}");
     }
 }
 
 /// With any policy: nothing was done for a request that an inner layer rejects.
 #[tokio::test(start_paused = true)]
 async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let backend = MemoryBackend::new();
         let quota = Policy::new("pay", Quota::per_minute(3).fixed_window());
         let inside = ServiceBuilder::new()
-            .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep))
+            .layer(IdempotencyLayer::new(backend.clone()).scope(GlobalKey).response_policy(policy))
             .layer(RateLimitLayer::new(backend.clone(), quota))
             .layer(LockLayer::new(backend.clone(), "requests").key(GlobalKey))
             .service(service_fn(async |_: Request<FingerprintedBody<Stream>>| {
@@ -1479,28 +1480,28 @@ async fn inner_rejection_is_not_recorded_and_replay_needs_no_lock() {
         }));
         let held = tokio::spawn(elsewhere.oneshot(Request::post("/").body(()).unwrap()));
         tokio::task::yield_now().await;
-        assert_eq!(ask("b").await, (409, false), "{keep:?}");
-        assert_eq!(ask("a").await, (200, true), "{keep:?}");
+        assert_eq!(ask("b").await, (409, false), "{policy:?}");
+        assert_eq!(ask("a").await, (200, true), "{policy:?}");
         held.abort();
         assert!(held.await.unwrap_err().is_cancelled());
-        assert_eq!(ask("b").await, (200, false), "{keep:?}");
+        assert_eq!(ask("b").await, (200, false), "{policy:?}");
 
-        assert_eq!(ask("c").await, (429, false), "{keep:?}");
+        assert_eq!(ask("c").await, (429, false), "{policy:?}");
         tokio::time::advance(Duration::from_secs(60)).await;
-        assert_eq!(ask("c").await, (200, false), "{keep:?}");
-        assert_eq!(ask("c").await, (200, true), "{keep:?}");
+        assert_eq!(ask("c").await, (200, false), "{policy:?}");
+        assert_eq!(ask("c").await, (200, true), "{policy:?}");
     }
 }
 
 /// Regression: the operation was executed twice, because its response claimed that nothing was done.
 #[tokio::test(start_paused = true)]
 async fn denial_inside_a_handler_is_recorded_as_its_response() {
-    for (keep, not_executed, runs) in
+    for (policy, not_executed, runs) in
         [(ResponsePolicy::All, false, 1), (ResponsePolicy::All, true, 2), (ResponsePolicy::SafeRetry, false, 2)]
     {
         let limiter = Limiter::new(MemoryBackend::new(), Policy::new("mail", Quota::per_hour(0).fixed_window()));
         let handler = Handler::new();
-        let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, _| {
+        let app = handler.behind(layer(MemoryBackend::new()).response_policy(policy), move |_, _| {
             let limiter = limiter.clone();
             async move {
                 // The handler charges the card before the mail exceeds its limit.
@@ -1516,7 +1517,7 @@ async fn denial_inside_a_handler_is_recorded_as_its_response() {
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::TOO_MANY_REQUESTS);
         let again = ask(&app, pay("k")).await;
         assert_eq!(again.status(), StatusCode::TOO_MANY_REQUESTS);
-        assert_eq!((is_replay(&again), handler.runs()), (runs == 1, runs), "{keep:?}, not executed: {not_executed}");
+        assert_eq!((is_replay(&again), handler.runs()), (runs == 1, runs), "{policy:?}, not executed: {not_executed}");
     }
 }
 
@@ -1546,13 +1547,14 @@ async fn outer_layer_does_not_record_inner_rejections() {
     }
     let outside = [OnUnknown::Reject, OnUnknown::Retry].map(|on_unknown| {
         [ResponsePolicy::SafeRetry, ResponsePolicy::All]
-            .map(|keep| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, keep, inside)))
+            .map(|policy| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, policy, inside)))
     });
-    for (on_unknown, keep, (max_body, cut_off)) in outside.into_iter().flatten().flatten() {
-        let case = format!("{on_unknown:?} {keep:?} {cut_off}");
+    for (on_unknown, policy, (max_body, cut_off)) in outside.into_iter().flatten().flatten() {
+        let case = format!("{on_unknown:?} {policy:?} {cut_off}");
         let backend = MemoryBackend::new();
         let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_body(max_body);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep).on_unknown(on_unknown);
+        let outside =
+            IdempotencyLayer::new(backend.clone()).scope(GlobalKey).response_policy(policy).on_unknown(on_unknown);
         let app = outside.layer(inside.layer(service_fn(reads)));
         let ask = async || {
             let answer = app.clone().oneshot(pay("k")).await.unwrap();
@@ -1584,10 +1586,12 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
         (ResponsePolicy::All, OnUnknown::Retry),
         (ResponsePolicy::All, OnUnknown::Reject),
     ];
-    let outside =
-        [ResponsePolicy::SafeRetry, ResponsePolicy::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)]);
-    for ((outside, streams), (keep, on_unknown)) in outside.flat_map(|outside| inside.map(|inside| (outside, inside))) {
-        let case = format!("{outside:?} {streams} {keep:?} {on_unknown:?}");
+    let outside = [ResponsePolicy::SafeRetry, ResponsePolicy::All]
+        .into_iter()
+        .flat_map(|policy| [(policy, false), (policy, true)]);
+    for ((outside, streams), (policy, on_unknown)) in outside.flat_map(|outside| inside.map(|inside| (outside, inside)))
+    {
+        let case = format!("{outside:?} {streams} {policy:?} {on_unknown:?}");
         let (runs, backend) = (Arc::new(AtomicUsize::new(0)), MemoryBackend::new());
         let counted = Arc::clone(&runs);
         let handler = service_fn(move |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
@@ -1607,8 +1611,8 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
                 Ok(Response::new(full("done")))
             }
         });
-        let inside = layer(backend.clone()).keep(keep).on_unknown(on_unknown);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(outside);
+        let inside = layer(backend.clone()).response_policy(policy).on_unknown(on_unknown);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).response_policy(outside);
         let app = outside.clone().layer(inside.clone().layer(handler));
         let ask = async |body: &[&str]| {
             let answer = app.clone().oneshot(request("k", of(body))).await.unwrap();
@@ -1628,7 +1632,7 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
         let (code, expected) = if streams { (200, "broken off") } else { (422, "key-reused") };
         assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had started");
         assert!(text.contains(expected), "{case}: {text}");
-        if keep == ResponsePolicy::All && on_unknown == OnUnknown::Reject {
+        if policy == ResponsePolicy::All && on_unknown == OnUnknown::Reject {
             sleep(Duration::from_secs(15)).await;
             let (status, _, _, text) = ask(&["hundred"]).await;
             assert!(status == 409 && text.contains("outcome-unknown"), "{case}: {status} {text}");
@@ -1649,13 +1653,13 @@ async fn outer_layer_agrees_with_inner_on_another_body() {
 #[tokio::test(start_paused = true)]
 async fn inner_abort_is_an_unknown_outcome_to_both_layers() {
     let ways = ["timeout", "body too long", "panic"];
-    for (way, keep) in ways.iter().flat_map(|way| {
-        [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success].map(|keep| (*way, keep))
+    for (way, policy) in ways.iter().flat_map(|way| {
+        [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success].map(|policy| (*way, policy))
     }) {
-        let case = format!("{way} {keep:?}");
+        let case = format!("{way} {policy:?}");
         let backend = MemoryBackend::new();
         let inside = layer(backend.clone()).max_runtime(Duration::from_secs(1)).max_body(10);
-        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).keep(keep);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(GlobalKey).response_policy(policy);
         let app = outside.clone().layer(inside.clone().layer(service_fn(
             async |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
                 let body = request.into_body().map_frame(|frame| {
@@ -1720,17 +1724,17 @@ async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
     async fn pending(_: Request<FingerprintedBody<Stream>>) -> Result<Response<Full<Bytes>>, Infallible> {
         std::future::pending().await
     }
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
-        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
+        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).response_policy(policy);
         let lock = || LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).max_hold(Duration::from_secs(1));
         let http = guard().layer(lock().layer(service_fn(pending)));
         let grpc = guard().layer(lock().responder(GrpcResponder::new()).layer(service_fn(pending)));
         let plain = guard().layer(lock().responder(ErrorResponder).layer(service_fn(pending)));
-        assert_eq!(http.clone().oneshot(pay("k")).await.unwrap().status(), 503, "{keep:?}");
+        assert_eq!(http.clone().oneshot(pay("k")).await.unwrap().status(), 503, "{policy:?}");
         let lost = grpc.clone().oneshot(pay("k")).await.unwrap();
-        assert_eq!(lost.headers()["grpc-status"], "10", "{keep:?}");
+        assert_eq!(lost.headers()["grpc-status"], "10", "{policy:?}");
         let lost = plain.clone().oneshot(pay("k")).await.unwrap_err();
-        assert!(lost.downcast_ref().is_some_and(LockError::is_lost), "{keep:?}: {lost:?}");
+        assert!(lost.downcast_ref().is_some_and(LockError::is_lost), "{policy:?}: {lost:?}");
 
         sleep(Duration::from_secs(10)).await;
         let plain = plain.oneshot(pay("k")).await.unwrap().into_body().collect().await.unwrap().to_bytes();
@@ -1739,7 +1743,7 @@ async fn handler_cancelled_by_an_inner_lock_has_unknown_outcome() {
             problems.push(again.unwrap().into_body().collect().await.unwrap().to_bytes());
         }
         for problem in problems {
-            assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{keep:?}: {problem:?}");
+            assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{policy:?}: {problem:?}");
         }
     }
 }
@@ -1778,16 +1782,16 @@ async fn response_aborted_by_an_inner_lock_is_unknown() {
             std::future::ready(Ok::<_, Infallible>(response.body(StreamBody::new(frames)).unwrap()))
         })
     };
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
-        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success] {
+        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).response_policy(policy);
         let lock =
             |secs| LockLayer::new(MemoryBackend::new(), "requests").key(GlobalKey).max_hold(Duration::from_secs(secs));
         let http = || lock(1).layer(some_of_it("text/plain"));
         let grpc = || lock(1).responder(GrpcResponder::new()).layer(some_of_it("application/grpc"));
-        asked_twice(guard().layer(http()), &runs, &format!("http, {keep:?}")).await;
-        asked_twice(guard().layer(grpc()), &runs, &format!("grpc, {keep:?}")).await;
+        asked_twice(guard().layer(http()), &runs, &format!("http, {policy:?}")).await;
+        asked_twice(guard().layer(grpc()), &runs, &format!("grpc, {policy:?}")).await;
         // An outer lock that is not lost must not hide the loss of the inner one.
-        asked_twice(guard().layer(lock(60).layer(http())), &runs, &format!("two locks, {keep:?}")).await;
+        asked_twice(guard().layer(lock(60).layer(http())), &runs, &format!("two locks, {policy:?}")).await;
     }
 }
 
@@ -1937,7 +1941,7 @@ async fn grpc_status_in_the_trailers_decides_on_recording() {
 /// A gRPC client treats such a response as an error.
 #[tokio::test(start_paused = true)]
 async fn grpc_response_without_a_status_is_a_failure() {
-    for (keep, at_once, is_kept) in [
+    for (policy, at_once, is_kept) in [
         (ResponsePolicy::SafeRetry, true, false),
         (ResponsePolicy::SafeRetry, false, false),
         (ResponsePolicy::Success, true, false),
@@ -1945,7 +1949,7 @@ async fn grpc_response_without_a_status_is_a_failure() {
         (ResponsePolicy::All, true, true),
     ] {
         let handler = Handler::new();
-        let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, run| async move {
+        let app = handler.behind(layer(MemoryBackend::new()).response_policy(policy), move |_, run| async move {
             let (sender, body) = stream();
             tokio::spawn(async move {
                 sender.send(data("frame")).unwrap();
@@ -1967,7 +1971,7 @@ async fn grpc_response_without_a_status_is_a_failure() {
         });
         for (turn, expected) in [(0, false), (1, is_kept), (2, true)] {
             let response = ask(&app, pay("k")).await;
-            assert_eq!(is_replay(&response), expected, "{keep:?}, turn {turn}");
+            assert_eq!(is_replay(&response), expected, "{policy:?}, turn {turn}");
             assert_eq!(text(response).await, "frame");
         }
         assert_eq!(handler.runs(), if is_kept { 1 } else { 2 });
@@ -2040,9 +2044,9 @@ async fn request_may_be_dropped_at_any_poll() {
 
 #[tokio::test]
 async fn cut_connection_does_not_stop_the_handler() {
-    let (begun, mut has_begun) = mpsc::unbounded_channel();
+    let (start, mut has_begun) = mpsc::unbounded_channel();
     let handler = move |body: String| {
-        begun.send(()).unwrap();
+        start.send(()).unwrap();
         async move {
             sleep(Duration::from_millis(100)).await;
             format!("paid {body}")
@@ -2091,7 +2095,7 @@ async fn waiters_are_notified_and_do_not_poll() {
         let app = app.clone();
         tokio::spawn(async move { text(ask(&app, pay("k")).await).await })
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     let first = ask_once(&app);
     sleep(Duration::from_millis(10)).await;
     let waiting = [ask_once(&app), ask_once(&app)];
@@ -2101,7 +2105,7 @@ async fn waiters_are_notified_and_do_not_poll() {
     for waiting in waiting {
         assert_eq!(waiting.await.unwrap(), "1: hundred");
     }
-    assert_eq!(begun.elapsed(), Duration::from_millis(900));
+    assert_eq!(start.elapsed(), Duration::from_millis(900));
     assert_eq!(first.await.unwrap(), "1: hundred");
     // Each waiter claims when it arrives, once it listens, and after its notification.
     assert_eq!((faults.calls(Verb::Begin), faults.calls(Verb::Watch)), (2 + 2 * 3, 2));
@@ -2382,13 +2386,13 @@ async fn large_response_aborts_if_another_attempt_may_start() {
             }
             async { Response::new(body.map_or_else(|| full("again"), BodyExt::boxed)) }
         });
-        let begun = Instant::now();
+        let start = Instant::now();
         let first = ask(&app, pay("k")).await.into_body();
         tokio::spawn(async move {
             sleep(Duration::from_millis(away)).await;
             faults.heal();
         });
-        tokio::time::sleep_until(begun + Duration::from_millis(599)).await;
+        tokio::time::sleep_until(start + Duration::from_millis(599)).await;
         assert_eq!(sender.is_closed(), !goes_on, "{on_unknown:?} {away}");
         sleep(Duration::from_secs(2)).await;
         let again = ask(&app, pay("k")).await;
@@ -2501,17 +2505,17 @@ async fn stalled_body_times_out() {
     let app = handler.behind(layer(MemoryBackend::new()).max_runtime(Duration::from_secs(30)), echo);
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(problem(ask(&app, request("k", body)).await).await, (503, "about:blank".into()));
-    assert_eq!(begun.elapsed(), Duration::from_secs(30));
+    assert_eq!(start.elapsed(), Duration::from_secs(30));
     sender.send(data("dred")).unwrap_err();
     assert_eq!((handler.runs(), handler.ended()), (1, 0));
     // A duplicate times out too.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
     let (sender, body) = stream();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(problem(ask(&app, request("other", body)).await).await, (408, "about:blank".into()));
-    assert_eq!(begun.elapsed(), Duration::from_secs(10));
+    assert_eq!(start.elapsed(), Duration::from_secs(10));
     sender.send(data("hundred")).unwrap_err();
 }
 
@@ -2522,9 +2526,9 @@ async fn body_timeout_limits_reading_a_duplicate() {
         assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
         let (sender, body) = stream();
         sender.send(data("hun")).unwrap();
-        let begun = Instant::now();
+        let start = Instant::now();
         assert_eq!(problem(ask(&app, request("k", body)).await).await, (408, "about:blank".into()));
-        assert_eq!(begun.elapsed(), limit);
+        assert_eq!(start.elapsed(), limit);
     }
 }
 
@@ -2594,12 +2598,12 @@ async fn open_circuit_spares_requests_the_deadline() {
     for _ in 0..5 {
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
-    let (begun, asked) = (Instant::now(), faults.calls(Verb::Begin));
+    let (start, asked) = (Instant::now(), faults.calls(Verb::Begin));
     for asking in [(); 10].map(|()| tokio::spawn(ask(&app, pay("k")))) {
         assert_eq!(problem(asking.await.unwrap()).await, (503, "about:blank".into()));
     }
     // One of the requests probes the store.
-    assert!(faults.calls(Verb::Begin) - asked <= 1 && begun.elapsed() <= Duration::from_millis(100));
+    assert!(faults.calls(Verb::Begin) - asked <= 1 && start.elapsed() <= Duration::from_millis(100));
     faults.heal();
     sleep(Duration::from_secs(1)).await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
@@ -2744,7 +2748,7 @@ async fn checkpoint_survives_a_rejected_request() {
 /// that body, and the next attempt received the checkpoint.
 #[tokio::test(start_paused = true)]
 async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
-    for (keep, on_unknown) in [
+    for (policy, on_unknown) in [
         (ResponsePolicy::SafeRetry, OnUnknown::Reject),
         (ResponsePolicy::Success, OnUnknown::Reject),
         (ResponsePolicy::SafeRetry, OnUnknown::Retry),
@@ -2752,17 +2756,17 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
     ] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
-        let guard = layer(MemoryBackend::new()).keep(keep).on_unknown(on_unknown);
+        let guard = layer(MemoryBackend::new()).response_policy(policy).on_unknown(on_unknown);
         let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
             let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
             async move {
                 let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
                 let last = operation.last_checkpoint().map_or(Vec::new(), |last| last.data().to_vec());
-                let begun = operation.checkpoint("begun", run.to_string()).await;
+                let start = operation.checkpoint("begun", run.to_string()).await;
                 if run == 1 {
-                    begun.unwrap();
+                    start.unwrap();
                 } else {
-                    assert!(matches!(begun, Err(CheckpointError::Unread)), "{run}: {begun:?}");
+                    assert!(matches!(start, Err(CheckpointError::Unread)), "{run}: {start:?}");
                 }
                 let mut body = request.into_body();
                 while let Some(frame) = body.frame().await {
@@ -2795,7 +2799,7 @@ async fn checkpoint_of_a_handler_with_another_body_is_discarded() {
         assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
         guard.wait_idle().await;
         sleep(Duration::from_secs(60)).await;
-        assert_eq!(text(ask(&app, pay("k")).await).await, "1", "{keep:?} {on_unknown:?}");
+        assert_eq!(text(ask(&app, pay("k")).await).await, "1", "{policy:?} {on_unknown:?}");
         assert_eq!(runs.load(Ordering::SeqCst), 4);
     }
 }
@@ -2953,13 +2957,13 @@ async fn early_response_to_another_body_is_not_recorded() {
 /// right body then got that response as a replay.
 #[tokio::test(start_paused = true)]
 async fn success_of_an_aborted_other_body_is_not_recorded() {
-    for (keep, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
+    for (policy, streams) in [ResponsePolicy::SafeRetry, ResponsePolicy::Success, ResponsePolicy::All]
         .into_iter()
-        .flat_map(|keep| [(keep, false), (keep, true)])
+        .flat_map(|policy| [(policy, false), (policy, true)])
     {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
-        let guard = layer(MemoryBackend::new()).keep(keep);
+        let guard = layer(MemoryBackend::new()).response_policy(policy);
         let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
             let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
             async move {
@@ -2992,12 +2996,12 @@ async fn success_of_an_aborted_other_body_is_not_recorded() {
         sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
         assert_eq!(text(ask(&app, request("k", body)).await).await, "stored a part of it");
         guard.wait_idle().await;
-        if keep == ResponsePolicy::All {
+        if policy == ResponsePolicy::All {
             sleep(Duration::from_secs(15)).await;
             assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{streams}");
         } else {
             let again = ask(&app, pay("k")).await;
-            assert_eq!((text(again).await, runs.load(Ordering::SeqCst)), ("done".into(), 3), "{keep:?} {streams}");
+            assert_eq!((text(again).await, runs.load(Ordering::SeqCst)), ("done".into(), 3), "{policy:?} {streams}");
             assert!(is_replay(&ask(&app, pay("k")).await));
         }
     }
@@ -3266,7 +3270,7 @@ async fn missing_route_is_not_recorded_but_handler_404_is() {
     for (path, is_recorded) in [("/a", true), ("/b/7", false), ("/none", false)] {
         assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, is_recorded), "{path}");
     }
-    let around = guard().keep(ResponsePolicy::All).layer(routes());
+    let around = guard().response_policy(ResponsePolicy::All).layer(routes());
     for path in ["/a", "/b/7", "/none"] {
         assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, true), "{path}");
     }
@@ -3314,7 +3318,7 @@ where
 /// Regression: the upstream was still executing when the gateway sent its request, so the client of the gateway never got the response.
 #[tokio::test(start_paused = true)]
 async fn gateway_records_no_rejection_of_its_upstream() {
-    for keep in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
+    for policy in [ResponsePolicy::SafeRetry, ResponsePolicy::All] {
         let handler = Handler::new();
         let service = handler.behind(layer(MemoryBackend::new()).max_response(20), |request, run| async move {
             sleep(Duration::from_secs(1)).await;
@@ -3322,7 +3326,7 @@ async fn gateway_records_no_rejection_of_its_upstream() {
             Response::new(full(run.to_string().repeat(size)))
         });
         let behind = service.clone();
-        let gateway = layer(MemoryBackend::new()).keep(keep).layer(service_fn(
+        let gateway = layer(MemoryBackend::new()).response_policy(policy).layer(service_fn(
             move |request: Request<FingerprintedBody<Stream>>| {
                 let behind = behind.clone();
                 async move {
@@ -3389,7 +3393,7 @@ async fn duplicate_may_be_slow_while_it_makes_progress() {
     let send_slowly = async |letters: &'static [&'static str]| {
         let (sender, body) = stream();
         let asked = tokio::spawn(ask(&app, request("k", body)));
-        let begun = Instant::now();
+        let start = Instant::now();
         for letter in letters {
             sleep(pause).await;
             if sender.send(data(letter)).is_err() {
@@ -3397,7 +3401,7 @@ async fn duplicate_may_be_slow_while_it_makes_progress() {
             }
         }
         drop(sender);
-        (asked.await.unwrap(), begun.elapsed())
+        (asked.await.unwrap(), start.elapsed())
     };
     let (answer, _) = send_slowly(&["h", "u", "n", "d", "r", "e", "d"]).await;
     assert!(is_replay(&answer));
@@ -3413,12 +3417,12 @@ async fn duplicate_may_be_slow_while_it_makes_progress() {
             sleep(pause).await;
         }
     });
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut long = pay("l");
     *long.body_mut() = of(&["hhhhhhhhhhhh"]);
     assert_eq!(ask(&app, long).await.status(), 200);
     assert_eq!(problem(ask(&app, request("l", body)).await).await, (408, "about:blank".into()));
-    assert_eq!(begun.elapsed(), 3 * pause);
+    assert_eq!(start.elapsed(), 3 * pause);
     feeding.await.unwrap();
 }
 

@@ -101,7 +101,7 @@ where
         let here = operations(store.clone()).on_unknown(on_unknown);
         let there = here.clone();
         let operation = Operation::new("alice", if on_unknown == OnUnknown::Retry { "a" } else { "b" });
-        let (has_begun, mut begun) = mpsc::channel(1);
+        let (has_begun, mut start) = mpsc::channel(1);
         let (finish, finished) = oneshot::channel::<()>();
         let slow = tokio::spawn(async move {
             let work = async |_| {
@@ -111,7 +111,7 @@ where
             };
             here.run(operation, "", work).await
         });
-        begun.recv().await.unwrap();
+        start.recv().await.unwrap();
         for _ in 0..4 {
             sleep(LEASE).await;
             let other = there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await;
@@ -162,7 +162,7 @@ async fn unknown_outcome_is_not_attempted_again<S: IdempotencyStore + Clone + Se
         Transparent(Failed::nothing_done(Failed::outcome_unknown("no answer"))),
     );
     let mut unknown = Vec::new();
-    for (key, keep, error, is_unknown) in [
+    for (key, policy, error, is_unknown) in [
         ("a", ResponsePolicy::SafeRetry, no_answer(), true),
         ("b", ResponsePolicy::SafeRetry, other(), false),
         ("c", ResponsePolicy::Success, no_answer(), true),
@@ -173,7 +173,7 @@ async fn unknown_outcome_is_not_attempted_again<S: IdempotencyStore + Clone + Se
         ("h", ResponsePolicy::SafeRetry, io::Error::other(no_answer_within), true),
         ("i", ResponsePolicy::All, io::Error::other(nothing_within), false),
     ] {
-        let operations = operations(store.clone()).keep(keep);
+        let operations = operations(store.clone()).response_policy(policy);
         let operation = Operation::new("alice", key);
         let failed = operations.run(operation, "", async |_| Err::<&str, _>(error)).await;
         assert!(matches!(failed, Err(OperationError::Failed(_))), "{key}: {failed:?}");
@@ -190,7 +190,7 @@ async fn unknown_outcome_is_not_attempted_again<S: IdempotencyStore + Clone + Se
         let again = operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await;
         assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{operation}: {again:?}");
     }
-    let operations = operations(store).keep(ResponsePolicy::All);
+    let operations = operations(store).response_policy(ResponsePolicy::All);
     let panicking = operations.clone();
     let work = async move |_: IdempotencyHandle| -> Result<&str, BoxError> { panic!("no money at all") };
     let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
@@ -268,7 +268,7 @@ async fn work_that_never_held_all_its_locks_is_retried() {
         drop(held);
     });
     let operations = operations(MemoryBackend::new());
-    let begun = Instant::now();
+    let start = Instant::now();
     let pay = || {
         operations.run(operation(), "100 EUR", async |_| locks.lock_all(["alice", "bob"]).run(async |_| "paid").await)
     };
@@ -276,7 +276,7 @@ async fn work_that_never_held_all_its_locks_is_retried() {
     let Err(OperationError::Failed(error)) = &refused else { panic!("{refused:?}") };
     assert!(error.downcast_ref::<RunError<&str>>().is_some_and(RunError::is_busy), "{error:?}");
     // The wait ends as soon as the first lock is lost.
-    let waited = begun.elapsed();
+    let waited = start.elapsed();
     assert!(waited >= Duration::from_secs(2) && waited < Duration::from_millis(2_100), "{waited:?}");
     assert!(!pay().await.unwrap().is_replay());
 }
@@ -286,7 +286,7 @@ async fn waiter_gets_the_result<S: IdempotencyStore + Clone + Send + Sync + 'sta
     let there = operations(store.clone()).wait(LEASE * 20);
     for (key, answer, expected) in [("a", Ok("slow"), ("slow", true)), ("b", Err("no money"), ("fast", false))] {
         let (here, operation) = (operations(store.clone()), Operation::new("alice", key));
-        let (has_begun, mut begun) = mpsc::channel(1);
+        let (has_begun, mut start) = mpsc::channel(1);
         let slow = tokio::spawn(async move {
             let work = async |_| {
                 has_begun.send(()).await.unwrap();
@@ -295,14 +295,14 @@ async fn waiter_gets_the_result<S: IdempotencyStore + Clone + Send + Sync + 'sta
             };
             here.run(operation, "", work).await.is_ok()
         });
-        begun.recv().await.unwrap();
+        start.recv().await.unwrap();
         let done = there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await.unwrap();
         assert_eq!((done.response(), done.is_replay()), (expected.0.as_bytes(), expected.1));
         assert_eq!(slow.await.unwrap(), answer.is_ok());
     }
 
     let hanging = operations(store.clone());
-    let (has_begun, mut begun) = mpsc::channel(1);
+    let (has_begun, mut start) = mpsc::channel(1);
     let hanging = tokio::spawn(async move {
         let work = async |_| {
             has_begun.send(()).await.unwrap();
@@ -310,24 +310,24 @@ async fn waiter_gets_the_result<S: IdempotencyStore + Clone + Send + Sync + 'sta
         };
         hanging.run(operation(), "100 EUR", work).await
     });
-    begun.recv().await.unwrap();
-    let begun = Instant::now();
+    start.recv().await.unwrap();
+    let start = Instant::now();
     let in_flight = attempts(&there.clone().max_waiters_in_total(0)).await;
     assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{in_flight:?}");
-    assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < LEASE, "{:?}", start.elapsed());
     let in_flight = attempts(&there.wait(LEASE * 2)).await;
     assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{in_flight:?}");
-    assert!(begun.elapsed() >= LEASE * 2, "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= LEASE * 2, "{:?}", start.elapsed());
     hanging.abort();
 }
 
 async fn work_past_max_runtime_is_dropped<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let operations = operations(store).max_runtime(LEASE * 2);
-    let begun = Instant::now();
+    let start = Instant::now();
     let work = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
     let cancelled = timeout(LEASE * 10, work).await.expect("max_runtime ends the work");
     assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
-    assert!(begun.elapsed() >= LEASE * 2, "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= LEASE * 2, "{:?}", start.elapsed());
     sleep(LEASE * 2).await;
     let unknown = attempts(&operations).await;
     assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
@@ -441,11 +441,11 @@ async fn work_is_dropped_before_another_process_takes_over() {
         faults.hang();
         pending::<Result<&str, BoxError>>().await
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     let cancelled = operations.run(operation(), "100 EUR", work);
     let cancelled = timeout(LEASE * 2, cancelled).await.expect("the end of the lease ends the work");
     assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
-    assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < LEASE, "{:?}", start.elapsed());
     assert_eq!(Arc::strong_count(&kept), 1, "the work is dropped");
 }
 

@@ -135,11 +135,11 @@ async fn admin_calls_time_out_if_the_store_hangs() {
     let backend = patient(server.url()).await;
     let admin = LockAdmin::new(backend, "default").deadline(Duration::from_millis(100));
     server.pause();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert!(admin.inspect("a").await.unwrap_err().is_timeout());
     assert!(admin.force_release("a").await.unwrap_err().is_timeout());
     assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     server.resume();
 }
 

@@ -201,9 +201,9 @@ async fn lock_futures_can_be_dropped_at_any_poll() {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
     // No subscription and no lease is left.
-    let begun = Instant::now();
+    let start = Instant::now();
     while !command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).is_empty() {
-        assert!(begun.elapsed() < LONG, "a client still listens");
+        assert!(start.elapsed() < LONG, "a client still listens");
         sleep(Duration::from_millis(50)).await;
     }
     for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
@@ -596,7 +596,7 @@ async fn body_runs_only_while_several_locks_are_held() {
     for key in ["alice", "bob"] {
         drop(others.lock(key).wait(Duration::from_secs(1)).await.unwrap());
     }
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let brief = locks.lock_all(["alice", "bob"]).ttl(Duration::from_secs(60)).max_hold(Duration::from_millis(20));
     let outcome = brief.run(async |leases| {
         assert!(leases.remaining() <= Duration::from_millis(20));
@@ -605,7 +605,7 @@ async fn body_runs_only_while_several_locks_are_held() {
     assert!(
         matches!(outcome.await, Err(RunError::Lock(LockError::Lost(lost))) if lost.reason() == LossReason::MaxHold)
     );
-    assert!(begun.elapsed() < Duration::from_millis(100));
+    assert!(start.elapsed() < Duration::from_millis(100));
 
     let segments = Segmented::new(&locks, "sku:1", 2);
     let indices = segments.any().run(async |outer| {
@@ -678,31 +678,31 @@ async fn request_for_any_segment_waits_for_a_failing_store() {
         drop(waiter.await.unwrap().unwrap());
         // The retries end with the wait.
         faults.fail(failure);
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         assert!(matches!(segments.any().wait(Duration::from_secs(1)).await, Err(LockError::Store(_))));
-        assert!(begun.elapsed() >= Duration::from_secs(1) && begun.elapsed() < Duration::from_secs(2));
+        assert!(start.elapsed() >= Duration::from_secs(1) && start.elapsed() < Duration::from_secs(2));
         assert!(matches!(segments.any().wait(Duration::ZERO).await, Err(LockError::Store(_))));
         faults.heal();
         drop(segments.any().await.unwrap());
     }
     // A permanent error is returned at once.
     faults.fail(Failure::Unauthorized);
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let refused = segments.any().await;
     assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unauthorized()), "{refused:?}");
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     faults.heal();
     // The request waits for a hanging server no longer than a request for one lock.
     faults.hang();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert!(segments.any().wait(Duration::ZERO).await.is_err());
-    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    assert!(start.elapsed() <= Duration::from_millis(200), "{:?}", start.elapsed());
     faults.heal();
     // A segment with too few replicas is not granted either.
     let careful = Segmented::new(&locks.clone().replication(Replication::Require(1)), "sku:1", 3);
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert!(matches!(careful.any().wait(Duration::from_secs(1)).await, Err(LockError::NotReplicated(_))));
-    assert!(begun.elapsed() >= Duration::from_millis(900), "{:?}", begun.elapsed());
+    assert!(start.elapsed() >= Duration::from_millis(900), "{:?}", start.elapsed());
 }
 
 /// A store that replies for one lock, and hangs for all others.
@@ -731,18 +731,18 @@ async fn hanging_segment_leaves_time_for_others() {
     let segments = Segmented::new(&locks, "sku:1", 3);
     for wait in [Duration::ZERO, Duration::from_millis(50)] {
         for _ in 0..20 {
-            let begun = tokio::time::Instant::now();
+            let start = tokio::time::Instant::now();
             assert_eq!(segments.any().wait(wait).await.unwrap().index(), 1);
-            assert!(begun.elapsed() <= Duration::from_millis(200) + wait, "{:?}", begun.elapsed());
+            assert!(start.elapsed() <= Duration::from_millis(200) + wait, "{:?}", start.elapsed());
         }
     }
     // The time is bounded, regardless of the number of segments.
     let locks =
         Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }, "default").circuit_breaker(CircuitBreaker::off());
     let many = Segmented::new(&locks, "sku:2", 1_000);
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert!(many.any().wait(Duration::ZERO).await.is_err());
-    assert!(begun.elapsed() <= Duration::from_millis(210), "{:?}", begun.elapsed());
+    assert!(start.elapsed() <= Duration::from_millis(210), "{:?}", start.elapsed());
 }
 
 /// A request without a wait tries all segments, however long that takes, if the store replies.
@@ -798,14 +798,14 @@ async fn grant_seconds_after_its_request_is_released() {
     let inner = MemoryBackend::new();
     let locks = Locks::new(Late::new(&inner, Duration::from_secs(3)), "default").ttl(Claim::MAX_TTL);
     assert!(locks.try_lock("a").await.is_err());
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     while inner.locks() == 0 {
         sleep(Duration::from_millis(1)).await;
     }
-    assert!(begun.elapsed() >= Duration::from_secs(2), "the grant came late");
+    assert!(start.elapsed() >= Duration::from_secs(2), "the grant came late");
     locks.shutdown().await;
     assert_eq!(inner.locks(), 0);
-    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(6), "{:?}", start.elapsed());
 }
 
 /// Regression: with a short `ttl`, the release was repeated only for that long. A later grant blocked the lock for another `ttl`.
@@ -817,7 +817,7 @@ async fn late_grant_is_released() {
         let store = FaultStore::new(Late::new(&inner, late));
         let faults = store.faults();
         let locks = Locks::new(store, "default").ttl(2 * second);
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         if is_held {
             let lease = locks.lock("a").wait(second).await.unwrap();
             assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
@@ -835,7 +835,7 @@ async fn late_grant_is_released() {
         }
         locks.shutdown().await;
         assert_eq!(inner.locks(), 0, "held: {is_held}");
-        let ended = begun.elapsed();
+        let ended = start.elapsed();
         assert!(ended > late && ended < if fails { late + 2 * second } else { 6 * second }, "{ended:?}");
     }
 }
@@ -846,9 +846,9 @@ async fn store_error_differs_from_a_busy_lock() {
     let faults = store.faults();
     let locks = Locks::new(store, "default").wait(Duration::from_secs(1));
     faults.fail(Failure::Unavailable);
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unavailable()));
-    assert!(begun.elapsed() <= Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(start.elapsed() <= Duration::from_secs(1), "{:?}", start.elapsed());
     assert!(faults.calls(Verb::Acquire) > 2, "a waiter retries");
     // A permanent error is not retried.
     faults.fail(Failure::Unauthorized);
@@ -867,12 +867,12 @@ async fn waiters_of_a_failing_store_get_its_error() {
     let locks = Locks::new(store, "default").circuit_breaker(CircuitBreaker::off());
     for wait in [0, 50, 150, 500].map(Duration::from_millis) {
         faults.hang();
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         let requests: JoinSet<_> = (0..10).map(|_| locks.lock("a").wait(wait).into_future()).collect();
         for answer in requests.join_all().await {
             assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_timeout()), "{answer:?} after {wait:?}");
         }
-        assert!(begun.elapsed() <= wait + Duration::from_millis(100), "{:?}", begun.elapsed());
+        assert!(start.elapsed() <= wait + Duration::from_millis(100), "{:?}", start.elapsed());
         faults.heal();
     }
     // Once the store replies, later callers get its current reply, and not the last error.
@@ -915,9 +915,9 @@ async fn all_callers_get_the_remaining_time_of_the_lease() {
     let second = here.lock("c").await.unwrap();
     let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
     sleep(Duration::from_millis(50)).await;
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     wait_is_exact("b").await;
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     drop(second);
     drop((waiter.await.unwrap().unwrap(), held));
 }
@@ -948,11 +948,11 @@ async fn several_leases_are_released_concurrently() {
     let locks = Locks::new(store, "default");
     let leases = locks.lock_all(0..20_u64).await.unwrap();
     faults.hang();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let error = leases.release().await.unwrap_err();
     assert!(error.is_timeout());
     assert_eq!(error.source().unwrap().to_string(), "no reply within the deadline of 100ms");
-    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    assert!(start.elapsed() <= Duration::from_millis(200), "{:?}", start.elapsed());
     faults.heal();
     drop(locks.lock_all(0..20_u64).await.unwrap());
 }
@@ -993,9 +993,9 @@ async fn failed_renewals_suspend_a_lease_until_the_next_one() {
     assert!(lease.remaining() > Duration::from_secs(7));
     // A hanging renewal does not extend the lease either.
     faults.hang();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert_eq!(lease.lost().await.reason(), LossReason::Expired);
-    assert!(begun.elapsed() < Duration::from_secs(9));
+    assert!(start.elapsed() < Duration::from_secs(9));
     assert_eq!(lease.state(), LeaseState::Lost);
     faults.heal();
     sleep(Duration::from_secs(20)).await;
@@ -1045,20 +1045,20 @@ async fn lose(locks: &Locks, faults: &Faults) {
     // Nine seconds less 1 % and 2 ms, plus the inaccuracy of a timer.
     let in_time = Duration::from_millis(8_908)..Duration::from_millis(8_912);
     let locks = locks.clone().ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let lease = locks.lock("a").await.unwrap();
     faults.hang();
     assert_eq!(lease.lost().await.reason(), LossReason::Expired);
-    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+    assert!(in_time.contains(&start.elapsed()), "{:?}", start.elapsed());
 
     faults.heal();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let outcome = locks.run("b", async |_| {
         faults.hang();
         pending::<()>().await;
     });
     assert!(outcome.await.unwrap_err().is_lost());
-    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+    assert!(in_time.contains(&start.elapsed()), "{:?}", start.elapsed());
     faults.heal();
 }
 
@@ -1108,14 +1108,14 @@ async fn inattentive_holder_loses_the_lock_at_max_hold() {
     let locks = || Locks::new(backend.clone(), "default").wait(Duration::ZERO);
     for (here, there) in [(locks(), locks()), (locks().fair(), locks().fair())] {
         let forgotten = here.lock("a").max_hold(5 * second).await.unwrap();
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         let waiter = tokio::spawn(here.lock("a").wait(LONG).into_future());
         sleep(5 * second).await;
         // A holder that checks has the same margin to stop as with a lease that expires.
         assert_eq!(forgotten.check().unwrap_err().reason(), LossReason::MaxHold);
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
         let next = waiter.await.unwrap().unwrap();
-        assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < 6 * second, "{:?}", start.elapsed());
         // The late release of the first holder does not end the next lease.
         assert_eq!(forgotten.release().await.unwrap(), ReleaseOutcome::Lost);
         assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
@@ -1136,7 +1136,7 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     let faults = store.faults();
     let locks = Locks::new(store.clone(), "default").ttl(hour).max_hold(5 * second);
     let permits = Semaphore::new(store.clone(), "semaphores", 1).ttl(hour).max_hold(5 * second);
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let leases = [
         locks.lock("a").await.unwrap(),
         locks.lock("b").await.unwrap(),
@@ -1148,7 +1148,7 @@ async fn release_after_max_hold_leaves_nothing_pending() {
     assert_eq!(first.release().await.unwrap(), ReleaseOutcome::Lost);
     drop(rest);
     tokio::join!(locks.shutdown(), permits.shutdown());
-    assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < 6 * second, "{:?}", start.elapsed());
     assert_eq!(faults.calls(Verb::Release), 4);
 
     // The store has not received a release yet.
@@ -1203,9 +1203,9 @@ impl LockStore for Hasty {
 async fn release_before_the_subscription_is_found_at_once() {
     let inner = MemoryBackend::new();
     let held = Mutex::new(Some(Locks::new(inner.clone(), "default").lock("a").await.unwrap()));
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     drop(Locks::new(Hasty { inner, held }, "default").lock("a").await.unwrap());
-    assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_millis(100), "{:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
@@ -1242,16 +1242,16 @@ async fn release_is_retried_as_long_as_a_renewal_may_arrive() {
         let store = FaultStore::new(backend.clone());
         let faults = store.faults();
         let locks = Locks::new(store, "default").ttl(30 * second);
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         let lease = locks.lock("a").await.unwrap();
-        tokio::time::sleep_until(begun + loses).await;
+        tokio::time::sleep_until(start + loses).await;
         faults.lose_replies();
-        let given_back = begun + Duration::from_millis(given_back);
+        let given_back = start + Duration::from_millis(given_back);
         tokio::time::sleep_until(given_back).await;
         assert!(faults.calls(Verb::Renew) > 0);
         faults.fail(Failure::Unavailable);
         drop(lease);
-        tokio::time::sleep_until(begun + Duration::from_millis(30_500)).await;
+        tokio::time::sleep_until(start + Duration::from_millis(30_500)).await;
         faults.heal();
         sleep(2 * second).await;
         assert_eq!(backend.locks(), 0);
@@ -1457,10 +1457,10 @@ fn lease_can_be_dropped_without_a_runtime() {
     let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
     let lease = runtime.block_on(locks.lock("a").into_future()).unwrap();
     thread::spawn(move || drop(lease)).join().unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     drop(runtime.block_on(other.lock("a").into_future()).unwrap());
     // Long before the lease expires.
-    assert!(begun.elapsed() < LONG / 6, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < LONG / 6, "{:?}", start.elapsed());
 
     // If the runtime has ended, the lease expires, and another runtime continues.
     let lease = runtime.block_on(locks.lock("b").ttl(Duration::from_secs(1)).into_future()).unwrap();
@@ -1549,9 +1549,9 @@ fn lease_of_an_ended_runtime_is_released_in_another() {
             });
         }
         drop(brief);
-        let begun = Instant::now();
+        let start = Instant::now();
         while backend.locks() > 1 {
-            assert!(begun.elapsed() < LONG / 3, "the lease is not released");
+            assert!(start.elapsed() < LONG / 3, "the lease is not released");
             thread::sleep(Duration::from_millis(10));
         }
     }
@@ -1593,9 +1593,9 @@ fn grant_after_the_end_of_a_runtime_is_released() {
     let (brief, lasting) = (parallel(), parallel());
     let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
     drop(brief.spawn(locks.lock("a").into_future()));
-    let begun = Instant::now();
+    let start = Instant::now();
     while store.wanted.lock().unwrap().is_none() {
-        assert!(begun.elapsed() < LONG, "no claim arrives");
+        assert!(start.elapsed() < LONG, "no claim arrives");
         thread::sleep(Duration::from_millis(10));
     }
     drop(brief);
@@ -1603,9 +1603,9 @@ fn grant_after_the_end_of_a_runtime_is_released() {
     let (lock, claim) = store.wanted.lock().unwrap().unwrap();
     lasting.block_on(store.inner.acquire(&lock, &claim)).unwrap();
     assert_eq!(store.inner.locks(), 2);
-    let begun = Instant::now();
+    let start = Instant::now();
     while store.inner.locks() > 1 {
-        assert!(begun.elapsed() < LONG / 3, "the lease is not released");
+        assert!(start.elapsed() < LONG / 3, "the lease is not released");
         thread::sleep(Duration::from_millis(10));
     }
     lasting.block_on(async {
@@ -1643,10 +1643,10 @@ async fn deleted_key_loses_the_lease_at_the_next_renewal() {
         sleep(LONG).await;
         cancelled.store(false, Ordering::SeqCst);
     });
-    let begun = Instant::now();
+    let start = Instant::now();
     let error = LockError::from(body.await.unwrap_err());
     assert!(matches!(&error, LockError::Lost(lost) if lost.reason() == LossReason::Taken), "{error:?}");
-    assert!(begun.elapsed() < ttl, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ttl, "{:?}", start.elapsed());
     assert!(cancelled.load(Ordering::SeqCst));
 }
 
@@ -1681,7 +1681,7 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     let meter = ProcessorMeter::start();
     let mut server = RedisServer::start();
     let locks = Locks::new(impatient(&server).await, "default").ttl(ttl).deadline(Duration::from_secs(20));
-    let begun = Instant::now();
+    let start = Instant::now();
     let lease = locks.lock("a").await.unwrap();
     let value: Vec<u8> = command(&server, &["GET", LEASE]);
     // The end of the lease in microseconds, after its kind and the last fence.
@@ -1691,7 +1691,7 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     } else {
         server.pause();
     }
-    if begun.elapsed() >= ttl / 3 {
+    if start.elapsed() >= ttl / 3 {
         return false;
     }
     // `remaining` is read before the clock, so a preemption in between only makes the sum larger. The minimum discards it.
@@ -1706,7 +1706,7 @@ async fn is_known_in_time(is_killed: bool) -> bool {
     assert!(lease.check().is_err() || believes_until(&lease) <= ends - margin);
     assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
     let (notified, notified_us) = (Instant::now(), now_us());
-    assert!(lease.check().is_err() && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
+    assert!(lease.check().is_err() && start.elapsed() >= ttl / 2, "{:?}", start.elapsed());
     // A holder without a processor cannot be notified.
     let waited = meter.stop().between(notified - SLACK, notified);
     let late = Duration::from_micros(notified_us.saturating_sub(ends));
@@ -2003,7 +2003,7 @@ async fn evicted_positions_are_restored_once() {
         let answer = backend.acquire(&lock, &claim(LONG)).await.unwrap();
         assert!(matches!(answer, Acquired::Queued { is_first, .. } if is_first == (place == 0)), "{answer:?}");
     }
-    let begun = Instant::now();
+    let start = Instant::now();
     let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:positions"]);
     // A claim that does not enter the queue leaves no key without an expiry.
     let passing = claim_in(Queueing::Yield, LONG);
@@ -2012,10 +2012,10 @@ async fn evicted_positions_are_restored_once() {
     assert!(lives > 0, "{lives}");
     let mine = claim(LONG);
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
-        assert!(begun.elapsed() < Claim::POSITION_TTL + SLACK * 4, "the positions of the dead waiters have expired");
+        assert!(start.elapsed() < Claim::POSITION_TTL + SLACK * 4, "the positions of the dead waiters have expired");
         sleep(Duration::from_millis(50)).await;
     }
-    assert!(begun.elapsed() > Claim::POSITION_TTL - SLACK, "the dead waiters had positions until then");
+    assert!(start.elapsed() > Claim::POSITION_TTL - SLACK, "the dead waiters had positions until then");
 }
 
 /// Regression: if the server's clock was set back, an earlier lease lasted longer by that much.
@@ -2038,12 +2038,12 @@ async fn clock_set_back_extends_no_lease_and_lowers_no_fence() {
         value.extend_from_slice(&[7; 16]);
         let mut connection = server.connection();
         let _: () = redis::cmd("SET").arg(LEASE).arg(value).arg("PX").arg(600_000).query(&mut connection).unwrap();
-        let begun = Instant::now();
+        let start = Instant::now();
         let next_fence = match is_one_of_several {
             false => locks.lock("a").await.unwrap().fence(),
             true => locks.lock_all(["a", "b"]).await.unwrap().leases()[0].fence(),
         };
-        assert!(begun.elapsed() < Duration::from_millis(500) + SLACK, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < Duration::from_millis(500) + SLACK, "{:?}", start.elapsed());
         assert!(next_fence > last_fence);
     }
 }
@@ -2473,11 +2473,11 @@ async fn shutdown_ignores_requests_to_a_loading_server() {
     let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
     let limiter = limiter.circuit_breaker(CircuitBreaker::off()).deadline(Duration::from_secs(2));
     let cause = |error: &StoreError| error.source().unwrap().to_string();
-    let begun = Instant::now();
+    let start = Instant::now();
     while let Err(error) = limiter.check("alice").await
         && !cause(&error).contains("loading")
     {
-        assert!(begun.elapsed() < LONG, "{}", cause(&error));
+        assert!(start.elapsed() < LONG, "{}", cause(&error));
     }
     for key in ["a", "b"] {
         let refused = locks.try_lock(key).await;

@@ -164,7 +164,7 @@ async fn each_rejection_has_its_own_problem_type() {
 async fn waiting_requests_are_bounded() {
     let layer = by_path().wait(Duration::from_millis(2_500)).max_waiters(3);
     let service = layer.layer(service_fn(slow));
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut requests = Vec::new();
     for _ in 0..5 {
         let request = service.clone().oneshot(post("/a"));
@@ -172,7 +172,7 @@ async fn waiting_requests_are_bounded() {
             let response = request.await.unwrap();
             let status = response.status();
             response.into_body().collect().await.unwrap();
-            (status, begun.elapsed().as_millis() / 500)
+            (status, start.elapsed().as_millis() / 500)
         }));
         tokio::task::yield_now().await;
     }
@@ -282,7 +282,7 @@ async fn lost_lease_cancels_the_handler() {
             Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
         }
     }));
-    let begun = Instant::now();
+    let start = Instant::now();
     let response = tokio::spawn(service.oneshot(post("/a")));
     sleep(Duration::from_secs(10)).await;
     assert!(!response.is_finished(), "the lease is renewed");
@@ -291,7 +291,7 @@ async fn lost_lease_cancels_the_handler() {
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(!response.headers().contains_key("retry-after"), "the handler may have had effects");
     assert!(is_dropped.load(Ordering::SeqCst));
-    assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(13), "{:?}", start.elapsed());
 }
 
 /// With `OnLoss::Notify`, the handler is notified and continues.
@@ -307,9 +307,9 @@ async fn notified_handler_survives_a_loss() {
     let layer = by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify);
     let (attached, detached) =
         (layer.clone().layer(service_fn(stubborn)), layer.detached().layer(service_fn(stubborn)));
-    let begun = Instant::now();
+    let start = Instant::now();
     let (attached, detached) = tokio::join!(attached.oneshot(post("/a")), detached.oneshot(post("/b")));
-    assert_eq!(begun.elapsed().as_secs(), 62);
+    assert_eq!(start.elapsed().as_secs(), 62);
     for body in [attached.unwrap().into_body().collect().await, detached.unwrap().into_body().collect().await] {
         assert_eq!(body.unwrap().to_bytes(), "MaxHold");
     }
@@ -542,17 +542,17 @@ async fn detached_handler_keeps_the_outer_locks() {
     let inner = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "order".to_owned()).detached();
     let inner = inner.layer(service_fn(slow));
     let nearly = Duration::from_millis(900);
-    let begun = Instant::now();
+    let start = Instant::now();
     assert!(timeout(nearly, outer.layer(inner.clone()).oneshot(post("/"))).await.is_err());
     assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
     drop(locks.lock("tenant").await.unwrap());
-    assert_eq!(begun.elapsed(), Duration::from_secs(1));
+    assert_eq!(start.elapsed(), Duration::from_secs(1));
 
     let within = locks.run("tenant", async |_| inner.oneshot(post("/")).await);
     assert!(timeout(nearly, within).await.is_err());
     assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
     drop(locks.lock("tenant").await.unwrap());
-    assert_eq!(begun.elapsed(), Duration::from_secs(2));
+    assert_eq!(start.elapsed(), Duration::from_secs(2));
 }
 
 /// Regression: the response said that the request was cancelled, while its handler continued.
@@ -646,9 +646,9 @@ async fn shutdown_of_a_layer_waits_and_admits_no_request() {
         }
     }));
     assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/a"))).await.is_err());
-    let begun = Instant::now();
+    let start = Instant::now();
     layer.shutdown().await;
-    assert!(finished.load(Ordering::SeqCst) && begun.elapsed() < Duration::from_secs(5));
+    assert!(finished.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(5));
     assert_eq!(service.oneshot(post("/b")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
 }
 
@@ -714,11 +714,11 @@ async fn circuit_breaker_limits_the_cost_of_a_hanging_store() {
     faults.hang();
     let mut took = Vec::new();
     for _ in 0..6 {
-        let begun = Instant::now();
+        let start = Instant::now();
         let response = service.clone().oneshot(post("/a")).await.unwrap();
         assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(response.headers()["retry-after"], "1");
-        took.push(begun.elapsed().as_millis());
+        took.push(start.elapsed().as_millis());
     }
     assert_eq!(took, [100, 100, 100, 0, 0, 0]);
     faults.heal();
@@ -781,25 +781,25 @@ async fn no_request_waits_while_the_circuit_is_open() {
     assert_eq!(ten(service.clone(), "/a").await, [200; 10]);
     // When the circuit opens, and from then on, no request waits.
     faults.hang();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(ten(service.clone(), "/a").await, [503; 10]);
-    assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
-    let begun = Instant::now();
+    assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
+    let start = Instant::now();
     assert_eq!((ten(service.clone(), "/a").await, ten(service.clone(), "/b").await), (vec![503; 10], vec![503; 10]));
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     // No request waits behind the probe either.
     tokio::time::advance(Duration::from_secs(60)).await;
     let probe = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(ten(service, "/a").await, [503; 10]);
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     assert_eq!(probe.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
 
     // Waiters that are queued already do not become probes one after the other.
     let (faults, layer) = patient(Duration::from_millis(10));
     let service = layer.layer(service_fn(slow));
-    let begun = Instant::now();
+    let start = Instant::now();
     let holder = tokio::spawn(service.clone().oneshot(post("/a")));
     tokio::task::yield_now().await;
     let waiters = tokio::spawn(ten(service.clone(), "/a"));
@@ -808,7 +808,7 @@ async fn no_request_waits_while_the_circuit_is_open() {
     assert_eq!(ten(service, "/b").await, [503; 10]);
     assert_eq!(holder.await.unwrap().unwrap().status(), StatusCode::OK);
     assert_eq!(waiters.await.unwrap(), [503; 10]);
-    assert!(begun.elapsed() < Duration::from_millis(1_400), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_millis(1_400), "{:?}", start.elapsed());
 }
 
 #[test]
@@ -952,9 +952,9 @@ async fn store_error_rejects_requests_by_default() {
         }
         faults.heal();
         faults.hang();
-        let begun = Instant::now();
+        let start = Instant::now();
         assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), status);
-        assert_eq!(begun.elapsed(), Duration::from_millis(100));
+        assert_eq!(start.elapsed(), Duration::from_millis(100));
         faults.heal();
         // Requests get the lock again once the store is called again.
         sleep(Duration::from_millis(100)).await;
@@ -1137,13 +1137,13 @@ async fn cut_connection_releases_the_lock() {
     };
     assert!(ask().await.starts_with("HTTP/1.1 409 "));
     drop(first);
-    let begun = std::time::Instant::now();
+    let start = std::time::Instant::now();
     loop {
         let answer = ask().await;
         if answer.starts_with("HTTP/1.1 200 ") {
             break;
         }
-        assert!(begun.elapsed() < Duration::from_secs(10), "{answer}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{answer}");
         sleep(Duration::from_millis(10)).await;
     }
     server.abort();
@@ -1245,9 +1245,9 @@ async fn layer_with_a_holder_name_rejects_at_once() {
     sleep(Duration::from_millis(10)).await;
     let status = LockAdmin::new(backend, "requests").inspect("/a").await.unwrap();
     assert_eq!(status.holders.iter().map(|holder| holder.name.as_deref()).collect::<Vec<_>>(), [Some("billing")]);
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
 }
 
@@ -1328,9 +1328,9 @@ async fn upgraded_connection_keeps_its_lock() {
         let (status, second) = open().await;
         assert_eq!(status, if keeps { "HTTP/1.1 409" } else { "HTTP/1.1 101" });
         drop((first, second));
-        let begun = std::time::Instant::now();
+        let start = std::time::Instant::now();
         while open().await.0 != "HTTP/1.1 101" {
-            assert!(begun.elapsed() < Duration::from_secs(10), "the permit is not released");
+            assert!(start.elapsed() < Duration::from_secs(10), "the permit is not released");
             sleep(Duration::from_millis(10)).await;
         }
         server.abort();
@@ -1342,11 +1342,11 @@ async fn outcome(
     service: impl Service<Request<Full<Bytes>>, Response = Response<impl Body>, Error = Infallible>,
     request: Request<Full<Bytes>>,
 ) -> (StatusCode, Duration) {
-    let begun = Instant::now();
+    let start = Instant::now();
     let response = service.oneshot(request).await.unwrap();
     let status = response.status();
     assert!(response.into_body().collect().await.is_ok());
-    (status, begun.elapsed())
+    (status, start.elapsed())
 }
 
 #[tokio::test(start_paused = true)]

@@ -108,7 +108,7 @@ async fn locks(servers: &[RedisServer]) -> Locks {
 
 /// A lease from all servers. A lease from only two servers depends on both of them.
 async fn lease_of_all(locks: &Locks, servers: &[RedisServer]) -> Lease {
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let lease = locks.lock("a").await.unwrap();
         // The holder's token is at the end of the value.
@@ -120,7 +120,7 @@ async fn lease_of_all(locks: &Locks, servers: &[RedisServer]) -> Lease {
         if tokens.iter().all(|token| token.is_some() && *token == tokens[0]) {
             return lease;
         }
-        assert!(begun.elapsed() < LONG, "some servers never grant the lease");
+        assert!(start.elapsed() < LONG, "some servers never grant the lease");
         lease.release().await.unwrap();
     }
 }
@@ -146,9 +146,9 @@ async fn locks_work_while_a_minority_is_killed_or_stopped() {
         }
         let fence = lease.fence();
         assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
-        let begun = Instant::now();
+        let start = Instant::now();
         let other = there.lock("a").await.unwrap();
-        assert!(begun.elapsed() < ttl, "{:?}", begun.elapsed());
+        assert!(start.elapsed() < ttl, "{:?}", start.elapsed());
         assert!(other.fence() > fence);
         if is_killed {
             block_in_place(|| servers[down].restart());
@@ -178,12 +178,12 @@ async fn without_a_majority_leases_end_and_none_is_granted() {
     assert_eq!(lease.state(), LeaseState::Lost);
     block_in_place(|| servers[0].restart());
     servers[1].resume();
-    let begun = Instant::now();
+    let start = Instant::now();
     // The grant of the remaining server blocks no client.
     for key in ["a", "b"] {
         drop(locks.lock(key).wait(LONG).await.unwrap());
     }
-    assert!(begun.elapsed() < ttl * 2, "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ttl * 2, "{:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
@@ -270,9 +270,9 @@ async fn store_errors_differ_from_busy_locks() {
     assert!(lease.release().await.is_err());
     faults.iter().for_each(tollgate::testing::Faults::heal);
     faults[2].hang();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     drop(locks.lock("c").await.unwrap());
-    assert!(begun.elapsed() < Duration::from_millis(50), "the call waits for the hanging store");
+    assert!(start.elapsed() < Duration::from_millis(50), "the call waits for the hanging store");
     faults[2].heal();
     for locks in [locks, other] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
@@ -379,9 +379,9 @@ async fn slow_store_receives_the_release_too() {
     let stores = slow([0, 0, 100]);
     let locks = Locks::new(Redlock::new(stores.clone()).unwrap(), "default").wait(Duration::ZERO);
     for _ in 0..3 {
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
-        assert!(begun.elapsed() < Duration::from_millis(50), "the release waits for the slow store");
+        assert!(start.elapsed() < Duration::from_millis(50), "the release waits for the slow store");
     }
     sleep(Duration::from_millis(200)).await;
     assert_eq!(stores[2].inner.locks(), 0);

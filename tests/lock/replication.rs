@@ -94,9 +94,9 @@ async fn stalled_replica_blocks_grants_until_it_resumes() {
     let (primary, replicas) = with_replicas(1);
     let locks = locks(&primary, 1).await;
     replicas[0].pause();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert_eq!(shortage(locks.lock("a").await), (0, 1));
-    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     // A waiter retries, and later callers of this process queue behind it.
     let waiter = tokio::spawn(locks.lock("a").wait(LONG).into_future());
     sleep(Duration::from_millis(1_200)).await;
@@ -116,15 +116,15 @@ async fn unreplicated_renewal_does_not_extend_a_lease() {
     let locks = locks(&primary, 1).await.ttl(ttl).deadline(Duration::from_millis(300));
     let lease = locks.lock("a").await.unwrap();
     replicas[0].pause();
-    let begun = Instant::now();
+    let start = Instant::now();
     while lease.state() != LeaseState::Suspended {
-        assert!(begun.elapsed() < ttl && lease.state() != LeaseState::Lost, "{lease:?}");
+        assert!(start.elapsed() < ttl && lease.state() != LeaseState::Lost, "{lease:?}");
         sleep(Duration::from_millis(10)).await;
     }
     replicas[0].resume();
-    let begun = Instant::now();
+    let start = Instant::now();
     while lease.state() != LeaseState::Held {
-        assert!(begun.elapsed() < ttl, "the lease does not recover");
+        assert!(start.elapsed() < ttl, "the lease does not recover");
         sleep(Duration::from_millis(10)).await;
     }
     replicas[0].pause();
@@ -195,12 +195,12 @@ async fn impossible_replication_costs_others_no_lease() {
     let two = one.clone().replication(Replication::Require(2));
     let ttl = Duration::from_secs(3);
     let lease = one.lock("held").ttl(ttl).await.unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut asking = Vec::new();
-    while begun.elapsed() < 2 * ttl {
+    while start.elapsed() < 2 * ttl {
         asking.push(tokio::spawn(two.try_lock(asking.len()).into_future()));
         sleep(Duration::from_millis(50)).await;
-        assert!(lease.check().is_ok(), "{lease:?} after {:?}", begun.elapsed());
+        assert!(lease.check().is_ok(), "{lease:?} after {:?}", start.elapsed());
     }
     // Other callers still get locks.
     assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), ReleaseOutcome::Released);
@@ -249,9 +249,9 @@ async fn abandoned_claims_keep_no_dead_connection() {
     proxy.heal();
     let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
     timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
-    let begun = Instant::now();
-    while begun.elapsed() < ttl * 3 / 2 {
-        assert!(held.check().is_ok(), "{held:?} after {:?}", begun.elapsed());
+    let start = Instant::now();
+    while start.elapsed() < ttl * 3 / 2 {
+        assert!(held.check().is_ok(), "{held:?} after {:?}", start.elapsed());
         sleep(Duration::from_millis(50)).await;
     }
 }
@@ -530,10 +530,10 @@ async fn taken_lease_differs_from_an_under_replicated_one() {
     let locks = Locks::new(store, "default").replication(Replication::Require(1)).ttl(ttl);
     let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
     LockAdmin::new(backend, "default").force_release("taken").await.unwrap();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     assert_eq!(taken.lost().await.reason(), LossReason::Taken);
     // With the second renewal. Later renewals may be sent in separate calls.
-    assert!(begun.elapsed() < ttl / 3 + Duration::from_millis(60), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ttl / 3 + Duration::from_millis(60), "{:?}", start.elapsed());
     assert_eq!(kept.state(), LeaseState::Suspended);
     is_short.store(false, Ordering::Relaxed);
     sleep(Duration::from_secs(1)).await;
@@ -602,14 +602,14 @@ async fn missing_replicas_differ_from_a_silent_server() {
     let mut answers = Vec::new();
     for turn in 0..50 {
         sleep(Duration::from_millis(30)).await;
-        let begun = Instant::now();
+        let start = Instant::now();
         let answer = locks.try_lock(turn).await;
-        answers.push((begun, Instant::now(), answer));
+        answers.push((start, Instant::now(), answer));
     }
     let waits = meter.stop();
     // Half of the deadline is slack for a busy machine. Whether the server had a processor is not known, so a few late replies are
     // accepted. Regression: a third were late.
-    answers.retain(|(begun, ended, _)| waits.between(*begun, *ended) < Duration::from_millis(50));
+    answers.retain(|(start, ended, _)| waits.between(*start, *ended) < Duration::from_millis(50));
     let (in_time, late): (Vec<_>, Vec<_>) = answers
         .into_iter()
         .map(|(.., answer)| answer)

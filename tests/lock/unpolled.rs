@@ -79,9 +79,9 @@ fn assert_busy(kind: &str, outcome: Result<Box<dyn Guard>, LockError>) {
 }
 
 async fn granted_soon(kind: &str, request: Taking) -> Box<dyn Guard> {
-    let begun = Instant::now();
+    let start = Instant::now();
     let guard = request.await.unwrap_or_else(|error| panic!("{kind}: {error:?}"));
-    assert!(begun.elapsed() < SOON, "{kind}: after {:?}", begun.elapsed());
+    assert!(start.elapsed() < SOON, "{kind}: after {:?}", start.elapsed());
     guard
 }
 

@@ -572,7 +572,7 @@ async fn unknown_outcome_line_names_the_operation() {
 async fn log_of_an_unknown_outcome_has_its_error() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let payouts = Idempotent::new(MemoryBackend::new(), "payouts").keep(ResponsePolicy::All);
+    let payouts = Idempotent::new(MemoryBackend::new(), "payouts").response_policy(ResponsePolicy::All);
     let timeout = io::Error::other(Failed::outcome_unknown("timed out"));
     let errors: [(BoxError, &str); 3] = [
         (Failed::outcome_unknown("bank timeout").into(), "bank timeout"),
@@ -597,7 +597,7 @@ async fn abandoned_operations_log_one_line_each() {
     let guard = IdempotencyLayer::new(MemoryBackend::new())
         .scope(GlobalKey)
         .max_body(3)
-        .keep(ResponsePolicy::All)
+        .response_policy(ResponsePolicy::All)
         .on_disconnect(OnDisconnect::Cancel);
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, Infallible>>>| {
         let (parts, body) = request.into_parts();
@@ -647,7 +647,10 @@ async fn abandoned_operations_log_one_line_each() {
 async fn aborted_request_has_its_own_line() {
     let log = Log(Arc::default(), true, None);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(MemoryBackend::new()).name("uploads").scope(GlobalKey).keep(ResponsePolicy::All);
+    let guard = IdempotencyLayer::new(MemoryBackend::new())
+        .name("uploads")
+        .scope(GlobalKey)
+        .response_policy(ResponsePolicy::All);
     let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, io::Error>>>| {
         let mut response = Response::new(Full::<Bytes>::default());
         if request.into_body().collect().await.is_err() {
@@ -1153,10 +1156,10 @@ async fn failed_subscriptions_log_one_line_at_start_and_end() {
     server.kill();
     sleep(Duration::from_secs(1)).await;
     server.restart();
-    let begun = tokio::time::Instant::now();
+    let start = tokio::time::Instant::now();
     let mut lines = Vec::new();
     while !lines.iter().any(|line: &String| line.contains("subscribed to redis again")) {
-        assert!(begun.elapsed() < Duration::from_secs(10), "{lines:?}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{lines:?}");
         sleep(Duration::from_millis(20)).await;
         lines.extend(log.lines().into_iter().filter(|line| line.contains("subscribe")));
     }
@@ -1209,13 +1212,13 @@ async fn node_that_refuses_its_own_channels_logs_one_line() {
     node.query::<()>("CLUSTER DELSLOTS 0");
     wait_until("the node refuses", || node.text("CLUSTER INFO").contains("cluster_state:fail"));
     let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
-    let begun = node.text("INFO stats");
+    let start = node.text("INFO stats");
     sleep(Duration::from_secs(4)).await;
     let errors = |stats: &str| {
         let field = stats.lines().find_map(|line| line.strip_prefix("total_error_replies:"));
         field.unwrap().trim().parse::<u32>().unwrap()
     };
-    let refused = errors(&node.text("INFO stats")) - errors(&begun);
+    let refused = errors(&node.text("INFO stats")) - errors(&start);
     assert!((3..20).contains(&refused), "{refused} refusals");
     let lines: Vec<_> = log.lines().into_iter().filter(|line| line.contains("subscribe")).collect();
     assert_eq!(

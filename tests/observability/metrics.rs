@@ -531,7 +531,7 @@ fn waits_for_quota_are_timed() {
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             service.clone().oneshot("at once").await.unwrap();
-            let begun = Instant::now();
+            let start = Instant::now();
             let mut waits = Vec::new();
             for client in ["first", "next", "too late", "leaves"] {
                 waits.push(tokio::spawn(service.clone().oneshot(client)));
@@ -541,7 +541,7 @@ fn waits_for_quota_are_timed() {
             waits.pop().unwrap().abort();
             let mut ends = Vec::new();
             for wait in waits {
-                ends.push((wait.await.unwrap().is_ok(), begun.elapsed().as_secs()));
+                ends.push((wait.await.unwrap().is_ok(), start.elapsed().as_secs()));
             }
             assert_eq!(ends, [(true, 1), (true, 2), (false, 2)]);
         });

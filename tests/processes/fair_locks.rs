@@ -104,13 +104,13 @@ async fn work(url: &str) {
     let store = Observed { inner: RedisBackend::connect(url).await.unwrap(), waits: Arc::clone(&waits) };
     let locks =
         Locks::new(store, "default").fair().ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
         let (locks, waits) = (locks.clone(), Arc::clone(&waits));
         tasks.spawn(async move {
             let mut turn = u64::from(std::process::id()) + task;
-            while begun.elapsed() < DURATION {
+            while start.elapsed() < DURATION {
                 turn += 1;
                 // Every third waiter gives up early, and is dropped at its position.
                 let time_limit = Duration::from_millis(if turn.is_multiple_of(3) { turn % 40 } else { 60_000 });

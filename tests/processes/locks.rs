@@ -106,12 +106,12 @@ fn no_two_processes_believe_to_hold_the_same_lock() {
     let mut workers: Vec<Worker> =
         (0..WORKERS).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), read)).collect();
     drop(sender);
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut stops = 0;
     let mut stays: Vec<[u64; 4]> = Vec::new();
     let lost = |stays: &[[u64; 4]]| stays.iter().filter(|[.., is_lost]| *is_lost == 1).count();
     thread::sleep(Duration::from_millis(500));
-    while begun.elapsed() < DURATION || (lost(&stays) < LOST && begun.elapsed() < MAX_DURATION) {
+    while start.elapsed() < DURATION || (lost(&stays) < LOST && start.elapsed() < MAX_DURATION) {
         let mut alive = workers.iter().filter(|worker| !worker.is_killed()).cycle();
         let worker = alive.nth(stops).unwrap();
         worker.pause();

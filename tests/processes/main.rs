@@ -1,6 +1,6 @@
 //! Tests with several processes on one Redis. The program starts itself again as the workers, so it has its own `main`.
 //!
-//! Tests of the delay queue take longer. They run with `--ignored`, as in `scripts/faults`.
+//! The tests of the delay queue are larger with `--short` or `--long`, which `scripts/faults` sets.
 
 #![allow(clippy::unwrap_used, reason = "the panic shows where a test failed")]
 
@@ -13,7 +13,7 @@ mod segments;
 #[path = "../support/mod.rs"]
 mod support;
 
-use std::{env, mem};
+use std::env;
 
 fn main() {
     let workers = [
@@ -30,17 +30,13 @@ fn main() {
     // As in other tests, arguments that are not options are parts of test names.
     let filters: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let is_chosen = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
-    let (mut tests, mut ignored) = (
-        [rate_limits::TESTS, locks::TESTS, fair_locks::TESTS, segments::TESTS, cache::TESTS].concat(),
-        delay_queue::TESTS.to_vec(),
-    );
-    if env::args().any(|arg| arg == "--ignored") {
-        mem::swap(&mut tests, &mut ignored);
-    }
+    let modules =
+        [rate_limits::TESTS, locks::TESTS, fair_locks::TESTS, segments::TESTS, cache::TESTS, delay_queue::TESTS];
+    let mut tests = modules.concat();
     tests.retain(|(name, _)| is_chosen(name));
     for (name, test) in &tests {
         test();
         println!("test {name} ... ok");
     }
-    println!("\ntest result: ok. {} passed; {} ignored", tests.len(), ignored.len());
+    println!("\ntest result: ok. {} passed", tests.len());
 }

@@ -640,9 +640,9 @@ async fn give_back_returns_all_held_units() {
     assert!(held > 100, "{held}");
     // The number of leases that are given back at the same time is bounded, so 100 leases take more than one round.
     slow.takes(10_000, 0);
-    let begun = Instant::now();
+    let since = Instant::now();
     store.give_back(MINUTE).await;
-    let took = begun.elapsed();
+    let took = since.elapsed();
     assert!(took >= Duration::from_millis(20) && took < Duration::from_millis(25), "{took:?}");
     let stats = store.stats();
     assert_eq!((stats.held, stats.given_back, stats.expired), (0, held, 0));
@@ -835,7 +835,7 @@ async fn slow_refill_serves_all_its_waiters() {
         let _ = limiter.check("alice").await.unwrap();
     }
     slow.takes(60_000, 0);
-    let (asked, begun) = (slow.checks(), Instant::now());
+    let (asked, since) = (slow.checks(), Instant::now());
     let mut callers = JoinSet::new();
     for _ in 0..20 {
         let limiter = limiter.clone();
@@ -843,7 +843,7 @@ async fn slow_refill_serves_all_its_waiters() {
         sleep(Duration::from_micros(500)).await;
     }
     assert!(callers.join_all().await.into_iter().all(|allowed| allowed));
-    assert!(begun.elapsed() <= Duration::from_millis(61), "{:?}", begun.elapsed());
+    assert!(since.elapsed() <= Duration::from_millis(61), "{:?}", since.elapsed());
     assert_eq!(slow.checks(), asked + 1);
 }
 
@@ -863,14 +863,14 @@ async fn unpolled_draw_delays_no_other_caller() {
     let asked = slow.checks();
     let mut drawing = Box::pin(limiter.check("alice"));
     assert!(drawing.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
-    let begun = Instant::now();
+    let since = Instant::now();
     let mut callers = JoinSet::new();
     for _ in 0..20 {
         let limiter = limiter.clone();
         callers.spawn(async move { limiter.check("alice").await.unwrap().is_allowed() });
     }
     assert!(callers.join_all().await.into_iter().all(|allowed| allowed));
-    assert!(begun.elapsed() <= Duration::from_millis(6), "{:?}", begun.elapsed());
+    assert!(since.elapsed() <= Duration::from_millis(6), "{:?}", since.elapsed());
     assert!(drawing.await.unwrap().is_allowed());
     assert!(limiter.check("alice").await.unwrap().is_allowed());
     assert_eq!(slow.checks(), asked + 1);

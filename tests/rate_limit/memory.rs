@@ -45,7 +45,7 @@ async fn shadow_policy_denies_no_request() {
         [quota.token_bucket(), quota.sliding_log().unwrap(), quota.fixed_window(), Quota::per_hour(0).fixed_window()];
     for limit in limits {
         let limiter = Limiter::new(MemoryBackend::new(), Policy::new("trial", limit).shadow());
-        let begun = tokio::time::Instant::now();
+        let since = tokio::time::Instant::now();
         for turn in 0..3 {
             assert!(limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
             assert!(limiter.acquire("bob", Duration::from_secs(7_200)).await.unwrap().is_allowed(), "{limit:?}");
@@ -60,7 +60,7 @@ async fn shadow_policy_denies_no_request() {
         limiter.block("alice", Duration::from_secs(7_200)).await.unwrap();
         assert!(limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
         assert!(limiter.check_cost("dave", 2).await.unwrap().is_allowed(), "{limit:?}");
-        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert_eq!(since.elapsed(), Duration::ZERO);
     }
 }
 
@@ -171,7 +171,7 @@ async fn growing_log_evicts_the_least_valuable_keys() {
 async fn acquire_waits_as_long_as_needed_and_never_in_vain() {
     let policy = Policy::new("wait", Quota::new(10, Duration::from_secs(1)).unwrap().burst(2).unwrap().token_bucket());
     let limiter = Limiter::new(MemoryBackend::new(), policy);
-    let begun = tokio::time::Instant::now();
+    let since = tokio::time::Instant::now();
     let mut waiting = tokio::task::JoinSet::new();
     for _ in 0..22 {
         let limiter = limiter.clone();
@@ -179,19 +179,19 @@ async fn acquire_waits_as_long_as_needed_and_never_in_vain() {
     }
     assert!(waiting.join_all().await.into_iter().all(|allowed| allowed));
     // Two requests at once, then twenty at ten per second, however many wait. A timer counts whole milliseconds.
-    let took = begun.elapsed();
+    let took = since.elapsed();
     assert!(took >= Duration::from_secs(2) && took < Duration::from_millis(2_050), "{took:?}");
 
-    let begun = tokio::time::Instant::now();
+    let since = tokio::time::Instant::now();
     let denied = limiter.acquire("alice", Duration::from_millis(10)).await.unwrap();
     assert!(denied.retry_after() > Some(Duration::from_millis(10)), "{denied:?}");
     let never = limiter.acquire_cost("alice", 3, Duration::from_secs(5)).await.unwrap();
     limiter.block("alice", Duration::from_secs(10)).await.unwrap();
     let blocked = limiter.acquire("alice", Duration::from_secs(5)).await.unwrap();
     assert_eq!((never.outcome(), blocked.outcome()), (Outcome::Never, Outcome::Blocked));
-    assert!(begun.elapsed() < Duration::from_millis(10), "{:?}", begun.elapsed());
+    assert!(since.elapsed() < Duration::from_millis(10), "{:?}", since.elapsed());
     assert!(limiter.acquire("alice", Duration::from_secs(11)).await.unwrap().is_allowed());
-    assert!(begun.elapsed() >= Duration::from_secs(10));
+    assert!(since.elapsed() >= Duration::from_secs(10));
 }
 
 /// Threads that are preempted between two steps must not change the order of requests. Regression: a thread read the clock, was preempted,
@@ -384,11 +384,11 @@ async fn check_takes_no_longer_with_many_policies_on_one_key() {
     // The fastest of many batches, since other load on the machine only adds time.
     let fastest = |key: &Key| {
         let batch = || {
-            let begun = Instant::now();
+            let since = Instant::now();
             for _ in 0..100 {
                 assert!(backend.check_now(last, key, 1).unwrap().is_allowed());
             }
-            begun.elapsed()
+            since.elapsed()
         };
         (0..50).map(|_| batch()).min().unwrap()
     };

@@ -15,8 +15,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::store::RateLimitStore;
 use tollgate::rate_limit::{
-    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, FilterAction, LayerOptions, LimitStatus, MissingKey, Mode,
-    Outcome, PolicyResolver, RateLimitHandle, RateLimited, Receipt, Subjects, UnitCost,
+    ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, Descriptors, FilterAction, LayerOptions, LimitStatus,
+    MissingKey, Mode, Outcome, PolicyResolver, RateLimitHandle, RateLimited, Receipt, UnitCost,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -541,13 +541,13 @@ async fn filter_runs_if_no_list_has_decided() {
     let counted = Arc::clone(&asked);
     let layer = layer(backend.clone(), per_hour(100))
         .allow(|request: &&str| request.starts_with("health"))
-        .filter(move |request: &&str, subjects: &mut Subjects| {
+        .filter(move |request: &&str, descriptors: &mut Descriptors| {
             counted.fetch_add(1, Relaxed);
             match *request {
-                "free" => subjects.push(plan(1), Some("alice".into())),
-                "paid" => subjects.push(plan(3), Some("alice".into())),
+                "free" => descriptors.push(plan(1), Some("alice".into())),
+                "paid" => descriptors.push(plan(3), Some("alice".into())),
                 "open" => return FilterAction::Bypass,
-                "nobody" => subjects.push(plan(3), None),
+                "nobody" => descriptors.push(plan(3), None),
                 _ => return FilterAction::Deny,
             }
             FilterAction::Limit
@@ -684,9 +684,9 @@ async fn only_probes_wait_for_a_hanging_shadow_policy() {
     let layer = layer.circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(10)));
     let service = layer.and(trial(), tollgate::GlobalKey).layer(service_fn(echo));
     let took = async || {
-        let begun = Instant::now();
+        let since = Instant::now();
         service.clone().oneshot("request").await.unwrap();
-        begun.elapsed()
+        since.elapsed()
     };
     let left = async |policy: Policy| memory.peek(&policy, &Key::GLOBAL, 1).await.unwrap().remaining();
 
@@ -866,13 +866,13 @@ async fn waiting_request_is_resolved_by_its_input_each_time() {
         .resolver_from(|_: &Call| Some(2), plans.time_to_live(Duration::ZERO))
         .wait(Duration::from_secs(60))
         .layer(service_fn(accept));
-    let begun = tokio::time::Instant::now();
+    let since = tokio::time::Instant::now();
     let mut tasks = tokio::task::JoinSet::new();
     for _ in 0..10 {
         tasks.spawn(service.clone().oneshot(Call { client: 1, plan: None }));
     }
     assert!(tasks.join_all().await.iter().all(Result::is_ok));
-    assert!((4_000..6_000).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+    assert!((4_000..6_000).contains(&since.elapsed().as_millis()), "{:?}", since.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

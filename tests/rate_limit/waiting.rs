@@ -41,22 +41,22 @@ fn ms(ms: u64) -> Duration {
 
 /// Services that record which calls they served, and when.
 struct Calls {
-    begun: Instant,
+    start: Instant,
     served: Arc<Mutex<Vec<(u64, u128)>>>,
 }
 
 impl Calls {
     fn new() -> Self {
-        Self { begun: Instant::now(), served: Arc::default() }
+        Self { start: Instant::now(), served: Arc::default() }
     }
 
     fn behind<B>(&self, layer: RateLimitLayer<B>) -> BoxCloneService<Call, (), BoxError>
     where
         B: RateLimitStore + Clone + Send + Sync + 'static,
     {
-        let (begun, served) = (self.begun, Arc::clone(&self.served));
+        let (start, served) = (self.start, Arc::clone(&self.served));
         let inner = service_fn(move |(_, number): Call| {
-            served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+            served.lock().unwrap().push((number, start.elapsed().as_millis()));
             ready(Ok::<_, BoxError>(()))
         });
         BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).responder(ErrorResponder).layer(inner))
@@ -251,9 +251,9 @@ async fn cached_wait_is_forgotten_after_an_admission() {
     assert!(large.await.unwrap().is_err());
     // The next waiter costs less, so it calls the store.
     sleep(ms(50)).await;
-    let begun = Instant::now();
+    let start = Instant::now();
     let wait = rejection(service.clone().oneshot(4).await.map(drop)).unwrap();
-    assert!(wait > Duration::from_secs(3_000) && begun.elapsed() < ms(10), "{wait:?} after {:?}", begun.elapsed());
+    assert!(wait > Duration::from_secs(3_000) && start.elapsed() < ms(10), "{wait:?} after {:?}", start.elapsed());
     other.reset(Key::GLOBAL).await.unwrap();
     small.join_next().await.unwrap().unwrap().unwrap();
     sleep(ms(50)).await;
@@ -385,8 +385,8 @@ async fn waiters_do_not_exceed_the_maximum_wait() {
     let waiting = (0..10).map(|number| {
         let service = service.clone();
         tokio::spawn(async move {
-            let begun = Instant::now();
-            (rejection(service.oneshot((ACME, number)).await), begun.elapsed())
+            let start = Instant::now();
+            (rejection(service.oneshot((ACME, number)).await), start.elapsed())
         })
     });
     let waiting: Vec<_> = waiting.collect();
@@ -404,9 +404,9 @@ async fn waiters_do_not_exceed_the_maximum_wait() {
     let hourly = Policy::new("hourly", Quota::per_hour(1).fixed_window());
     let service = calls.behind(RateLimitLayer::new(MemoryBackend::new(), hourly).wait(Duration::from_secs(60)));
     service.clone().oneshot((ACME, 0)).await.unwrap();
-    let begun = Instant::now();
+    let start = Instant::now();
     assert!(rejection(service.clone().oneshot((ACME, 1)).await).unwrap() > Duration::from_secs(3_000));
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
 }
 
 #[tokio::test(start_paused = true)]
@@ -426,11 +426,11 @@ async fn waiters_are_bounded_in_total() {
             waiting.spawn(service.clone().oneshot((customer, number)));
             sleep(ms(1)).await;
         }
-        let begun = Instant::now();
+        let start = Instant::now();
         for customer in [ACME, GLOBEX] {
             assert!(rejection(service.clone().oneshot((customer, 9)).await).is_some());
         }
-        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert_eq!(start.elapsed(), Duration::ZERO);
         // The full queues do not hold up a customer that has room.
         service.clone().oneshot((INITECH, 0)).await.unwrap();
         while let Some(outcome) = waiting.join_next().await {
@@ -506,9 +506,9 @@ async fn unpolled_waiter_holds_up_no_other() {
         assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), numbers, "{is_asking:?}");
         // Afterwards the queue is removed.
         sleep(ms(1_000)).await;
-        let begun = Instant::now();
+        let start = Instant::now();
         service.oneshot((ACME, 6)).await.unwrap();
-        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert_eq!(start.elapsed(), Duration::ZERO);
     }
 }
 
@@ -579,7 +579,7 @@ async fn refund_goes_to_the_first_polled_waiter() {
             sleep(ms(after)).await;
             Ok::<_, BoxError>(())
         }));
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut served = JoinSet::new();
     served.spawn(service.clone().oneshot((1, 800)));
     served.spawn(service.clone().oneshot((3, 80)));
@@ -599,7 +599,7 @@ async fn refund_goes_to_the_first_polled_waiter() {
     served.spawn(service.oneshot((1, 0)));
     first.await.unwrap().unwrap();
     // Within 20 ms, a waiter requests the unit that is given back at 840 ms.
-    assert!(begun.elapsed() < ms(900), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ms(900), "{:?}", start.elapsed());
 }
 
 /// A shadow policy counts each call once, however often it calls the store.
@@ -638,9 +638,9 @@ async fn waiters_are_held_to_the_resolved_policy() {
         let layer = RateLimitLayer::new(MemoryBackend::new(), policy().shadow());
         let layer = layer.resolver(resolver(policy())).wait(Duration::from_secs(10));
         let service = if with_total {
-            let (begun, served) = (calls.begun, Arc::clone(&calls.served));
+            let (start, served) = (calls.start, Arc::clone(&calls.served));
             let inner = service_fn(move |(_, number): Call| {
-                served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+                served.lock().unwrap().push((number, start.elapsed().as_millis()));
                 ready(Ok::<_, BoxError>(()))
             });
             let layer = layer.key(|(customer, _): &Call| *customer).and(total.clone(), tollgate::GlobalKey);
@@ -697,22 +697,22 @@ async fn impossible_cost_and_store_error_are_not_waited_for() {
         .cost(|cost: &u64| *cost)
         .responder(ErrorResponder)
         .layer(service_fn(async |_: u64| Ok::<_, BoxError>(())));
-    let begun = Instant::now();
+    let start = Instant::now();
     let never = async || {
         let refused = service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap();
         assert_eq!(refused.retry_after(), None);
     };
     never().await;
     service.clone().oneshot(1).await.unwrap();
-    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(start.elapsed(), Duration::ZERO);
     let waiting = tokio::spawn(service.clone().oneshot(1));
     sleep(ms(10)).await;
     // A call above the quota does not get the cached denial of the waiters.
     never().await;
-    assert_eq!(begun.elapsed(), ms(10));
+    assert_eq!(start.elapsed(), ms(10));
     store.faults().fail(Failure::Unavailable);
     assert!(waiting.await.unwrap().unwrap_err().is::<tollgate::StoreError>());
-    assert!(begun.elapsed() < ms(120));
+    assert!(start.elapsed() < ms(120));
 }
 
 /// The first waiter calls the store once a second. Regression: if the store failed at that moment, all waiters were rejected, admitted, or
@@ -770,12 +770,12 @@ async fn refund_during_an_outage_reaches_waiters() {
             sleep(ms(10)).await;
             Ok::<_, BoxError>(number)
         }));
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut served: JoinSet<_> = (0..10).map(|number| service.clone().oneshot((ACME, number))).collect();
     while let Some(number) = served.join_next().await {
         number.unwrap().unwrap();
     }
-    assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ms(500), "{:?}", start.elapsed());
 }
 
 /// Regression: waiters and later calls waited for the end of the window, although units were given back before.
@@ -803,7 +803,7 @@ async fn refund_wakes_a_waiter() {
         // If the store replies late, several calls are denied before the first of them joins the queue.
         for delay in [0, 6] {
             store.faults().delay(ms(delay));
-            let begun = Instant::now();
+            let start = Instant::now();
             let mut served = JoinSet::new();
             for number in 0..10 {
                 served.spawn(service.clone().oneshot((ACME, number)));
@@ -816,7 +816,7 @@ async fn refund_wakes_a_waiter() {
             if delay == 0 {
                 assert_eq!(order, (0..10).collect::<Vec<_>>());
             }
-            assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
+            assert!(start.elapsed() < ms(500), "{:?}", start.elapsed());
             sleep(ms(10)).await;
         }
     }
@@ -836,7 +836,7 @@ async fn refund_of_two_units_admits_two_waiters() {
             sleep(ms(30)).await;
             Ok::<_, BoxError>(number)
         }));
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut served = JoinSet::new();
     served.spawn(service.clone().oneshot((ACME, 0)));
     sleep(ms(10)).await;
@@ -846,7 +846,7 @@ async fn refund_of_two_units_admits_two_waiters() {
     while let Some(number) = served.join_next().await {
         number.unwrap().unwrap();
     }
-    assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
+    assert!(start.elapsed() < ms(500), "{:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
@@ -885,9 +885,9 @@ async fn request_above_the_resolved_quota_does_not_wait() {
     let waiting = tokio::spawn(service.clone().oneshot((INITECH, 5)));
     sleep(ms(10)).await;
     assert!(!waiting.is_finished());
-    let begun = Instant::now();
+    let start = Instant::now();
     let never = service.oneshot((ACME, 6)).await.unwrap_err().downcast::<RateLimited>().unwrap();
-    assert_eq!((never.retry_after(), begun.elapsed()), (None, Duration::ZERO));
+    assert_eq!((never.retry_after(), start.elapsed()), (None, Duration::ZERO));
     assert_eq!(never.violated().collect::<Vec<_>>(), ["plan", "total"]);
     waiting.await.unwrap().unwrap();
 }
@@ -1019,9 +1019,9 @@ fn shared<B>(calls: &Calls, layer: RateLimitLayer<B>, each: Policy) -> BoxCloneS
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
-    let (begun, served) = (calls.begun, Arc::clone(&calls.served));
+    let (start, served) = (calls.start, Arc::clone(&calls.served));
     let inner = service_fn(move |(_, number): Call| {
-        served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+        served.lock().unwrap().push((number, start.elapsed().as_millis()));
         ready(Ok::<_, BoxError>(()))
     });
     let layer = layer.and(each, |(customer, _): &Call| *customer);
@@ -1134,9 +1134,9 @@ async fn free_call_does_not_wait() {
         service.clone().oneshot(1).await.unwrap();
         let waiting = tokio::spawn(service.clone().oneshot(1));
         sleep(ms(1)).await;
-        let begun = Instant::now();
+        let start = Instant::now();
         service.clone().oneshot(0).await.unwrap();
-        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert_eq!(start.elapsed(), Duration::ZERO);
         assert!(!waiting.is_finished());
         assert!(service.oneshot(1).await.unwrap_err().is::<RateLimited>(), "there is already one waiter");
         waiting.await.unwrap().unwrap();

@@ -11,14 +11,14 @@ use tokio::time::sleep;
 /// One call: its start, duration and outcome.
 #[derive(Debug)]
 pub struct Call<T> {
-    pub begun: Instant,
+    pub since: Instant,
     pub took: Duration,
     pub outcome: T,
 }
 
 impl<T> Call<T> {
     pub fn ended(&self) -> Instant {
-        self.begun + self.took
+        self.since + self.took
     }
 }
 
@@ -43,11 +43,11 @@ impl<T: Send + 'static> Load<T> {
             set.spawn(async move {
                 let mut calls = Vec::new();
                 while !stop.load(Ordering::Relaxed) {
-                    let begun = Instant::now();
+                    let since = Instant::now();
                     let outcome = ask(caller).await;
-                    let took = begun.elapsed();
+                    let took = since.elapsed();
                     let pause = pause(&outcome);
-                    calls.push(Call { begun, took, outcome });
+                    calls.push(Call { since, took, outcome });
                     ended.fetch_add(1, Ordering::Relaxed);
                     if !pause.is_zero() {
                         sleep(pause).await;
@@ -63,10 +63,10 @@ impl<T: Send + 'static> Load<T> {
     pub async fn goes_on(&self, time: Duration, calls: usize) {
         // Calls in flight have started before, so they do not count.
         let enough = self.ended.load(Ordering::Relaxed) + self.callers.len() + calls;
-        let begun = Instant::now();
+        let since = Instant::now();
         sleep(time).await;
         while self.ended.load(Ordering::Relaxed) < enough {
-            assert!(begun.elapsed() < Duration::from_secs(30), "too few calls complete");
+            assert!(since.elapsed() < Duration::from_secs(30), "too few calls complete");
             sleep(Duration::from_millis(10)).await;
         }
     }

@@ -28,9 +28,9 @@ pub struct Waits(Vec<Wait>);
 
 impl Waits {
     /// An upper bound of the time without a processor between two instants.
-    pub fn between(&self, begun: Instant, ended: Instant) -> Duration {
+    pub fn between(&self, since: Instant, ended: Instant) -> Duration {
         let overlap = |wait: &Wait| {
-            let (from, to) = (wait.from.max(begun), wait.to.min(ended));
+            let (from, to) = (wait.from.max(since), wait.to.min(ended));
             wait.length.min(to.saturating_duration_since(from))
         };
         self.0.iter().map(overlap).sum()

@@ -40,19 +40,19 @@ pub struct Waiting {
 #[derive(Debug)]
 pub struct Worker {
     task: JoinHandle<Result<(), WorkerError>>,
-    begun: mpsc::UnboundedReceiver<Instant>,
+    since: mpsc::UnboundedReceiver<Instant>,
 }
 
 impl Worker {
     pub fn start(queue: DelayQueue<u32>) -> Self {
-        let (tell, begun) = mpsc::unbounded_channel();
+        let (tell, since) = mpsc::unbounded_channel();
         let service = service_fn(move |_: Job<u32>| {
             // The receiver may be gone.
             let _ = tell.send(Instant::now());
             std::future::ready(Ok::<_, BoxError>(()))
         });
         let queue = queue.deadline(Duration::from_secs(1));
-        Self { task: tokio::spawn(DelayQueueWorker::new(queue, service).run()), begun }
+        Self { task: tokio::spawn(DelayQueueWorker::new(queue, service).run()), since }
     }
 
     /// How late the idle worker starts a job after its push.
@@ -60,8 +60,8 @@ impl Worker {
         sleep(LATE).await;
         until_ok(async || queue.push(0).await.map(drop)).await;
         let pushed = Instant::now();
-        let begun = timeout(TIMEOUT, self.begun.recv()).await;
-        begun.map_or(TIMEOUT, |begun| begun.expect("the worker runs").saturating_duration_since(pushed))
+        let since = timeout(TIMEOUT, self.since.recv()).await;
+        since.map_or(TIMEOUT, |since| since.expect("the worker runs").saturating_duration_since(pushed))
     }
 }
 
@@ -113,10 +113,10 @@ impl Waiting {
         let claim = lock::store::Claim::new(token, TTL);
         until_ok(|| self.teller.acquire(&self.lock, &claim)).await;
         quiet(&mut self.locks).await;
-        let begun = Instant::now();
+        let since = Instant::now();
         until_ok(|| LockStore::release(&self.teller, &self.lock, &token)).await;
         let _ = timeout(TIMEOUT, self.locks.next()).await;
-        begun.elapsed()
+        since.elapsed()
     }
 
     async fn operation_is_late(&mut self) -> Duration {
@@ -124,17 +124,17 @@ impl Waiting {
         let claim = idempotency::store::Claim::new(token, Digest::default(), TTL, TTL);
         until_ok(|| self.teller.begin(&self.operation, &claim)).await;
         quiet(&mut self.operations).await;
-        let begun = Instant::now();
+        let since = Instant::now();
         until_ok(|| IdempotencyStore::release(&self.teller, &self.operation, &claim)).await;
         let _ = timeout(TIMEOUT, self.operations.next()).await;
-        begun.elapsed()
+        since.elapsed()
     }
 }
 
 async fn until_ok<T, E: Debug>(call: impl AsyncFn() -> Result<T, E>) {
-    let begun = Instant::now();
+    let since = Instant::now();
     while let Err(error) = call().await {
-        assert!(begun.elapsed() < TIMEOUT, "{error:?}");
+        assert!(since.elapsed() < TIMEOUT, "{error:?}");
         sleep(Duration::from_millis(5)).await;
     }
 }

@@ -93,11 +93,11 @@ impl Worker {
     /// Waits until the process has ended and all its lines were sent. Returns whether it ended in time, and either successfully or by a
     /// kill.
     pub fn has_ended_well(&mut self, timeout: Duration) -> bool {
-        let begun = Instant::now();
+        let since = Instant::now();
         let status = loop {
             match self.process.try_wait().expect("the worker can be waited for") {
                 Some(status) => break status,
-                None if begun.elapsed() > timeout => return false,
+                None if since.elapsed() > timeout => return false,
                 None => thread::sleep(Duration::from_millis(10)),
             }
         };

@@ -144,9 +144,9 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     assert!(store.acquire_all(&[(lock, claim)]).await.is_err());
     assert!(store.renew(&[Renewal::new(lock, token, claim.ttl)]).await.is_err());
     assert!(store.name(&lock, &token, "billing").await.is_err());
-    assert!(store.ask_holders(&lock).await.is_err());
+    assert!(store.request_release(&lock).await.is_err());
     assert!(store.release(&lock, &token).await.is_err());
-    for wakeups in [store.watch(&lock, None).await, store.watch_asks(&lock).await] {
+    for wakeups in [store.watch(&lock, None).await, store.watch_release_requests(&lock).await] {
         assert_eq!(format!("{wakeups:?}"), format!("{:?}", Notifications::none()));
     }
     for (verb, calls) in
@@ -158,7 +158,7 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     faults.heal();
     faults.hang();
     assert!(store.name(&lock, &token, "billing").now_or_never().is_none());
-    assert!(store.ask_holders(&lock).now_or_never().is_none());
+    assert!(store.request_release(&lock).now_or_never().is_none());
     let holders = LockAdmin::new(store.get_ref().clone(), "default").inspect("a").await.unwrap().holders;
     assert!(holders.len() == 1 && holders[0].name.is_none(), "no call reached the store: {holders:?}");
 }

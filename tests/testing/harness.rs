@@ -72,14 +72,14 @@ fn faults_of_a_server_take_effect() {
     assert_eq!(server.kill_clients(), 1);
     query::<()>(&mut client, "PING").unwrap_err();
 
-    let begun = Instant::now();
+    let start = Instant::now();
     server.pause_clients(SOON);
     server.query::<()>("PING");
-    assert!(begun.elapsed() >= SOON);
+    assert!(start.elapsed() >= SOON);
 
-    let begun = Instant::now();
+    let start = Instant::now();
     server.debug_sleep(SOON);
-    assert!(begun.elapsed() >= SOON);
+    assert!(start.elapsed() >= SOON);
 
     server.limit_memory(1);
     let error = query::<()>(&mut server.connection(), "SET key value").unwrap_err();
@@ -175,10 +175,10 @@ fn pair(proxy: &Proxy, listener: &TcpListener) -> (TcpStream, TcpStream) {
 
 /// The time that a byte takes from one end to the other, or the reason why it does not arrive.
 fn carry(mut from: &TcpStream, mut to: &TcpStream) -> Result<Duration, io::ErrorKind> {
-    let begun = Instant::now();
+    let start = Instant::now();
     from.write_all(b"x").map_err(|error| error.kind())?;
     to.read_exact(&mut [0]).map_err(|error| error.kind())?;
-    Ok(begun.elapsed())
+    Ok(start.elapsed())
 }
 
 #[test]

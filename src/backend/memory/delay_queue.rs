@@ -51,7 +51,7 @@ impl DelayQueueStore for MemoryBackend {
         Ok(self.inner.queues.with(queue, |queue, now| {
             queue.change(id, |queue| {
                 queue.unlink(id);
-                queue.wait(id, now.due(due));
+                queue.enqueue(id, now.due(due));
             })
         }))
     }

@@ -90,16 +90,16 @@ impl FilterTable {
 
     pub(super) fn begin_build(&self, filter: &Key, seen: &VersionIds, version: &Token) -> bool {
         let (mut filters, now) = (self.write(), Instant::now());
-        let begun = VersionIds::new(seen.active, Some(*version));
+        let start = VersionIds::new(seen.active, Some(*version));
         let found = filters.ids.get(filter).copied().unwrap_or_default();
-        if found == begun {
+        if found == start {
             return true;
         }
         if found != *seen || filters.version(filter, version, now).is_none() {
             return false;
         }
         filters.remove(filter, seen.building);
-        filters.ids.insert(*filter, begun);
+        filters.ids.insert(*filter, start);
         true
     }
 

@@ -38,12 +38,12 @@ impl LockStore for MemoryBackend {
         Ok(())
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
         self.inner.asks.wake(lock);
         Ok(())
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
         self.inner.asks.watch(lock, None)
     }
 

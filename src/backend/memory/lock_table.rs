@@ -18,7 +18,7 @@ use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockKey, LockKin
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
 /// After a sweep over all locks, the next one waits this long for each lock: many times as long as the sweep takes.
-const LOOK_AGAIN: Duration = Duration::from_nanos(200);
+const SWEEP_INTERVAL_PER_LOCK: Duration = Duration::from_nanos(200);
 
 /// The leases of this process. A lock without holder and waiter has no entry, except for expired leases that were not swept yet.
 pub(super) struct LockTable {
@@ -29,7 +29,7 @@ pub(super) struct LockTable {
     len: AtomicUsize,
     capacity: usize,
     // When all locks were swept for the last time for lack of room.
-    looked: Mutex<Option<Instant>>,
+    last_sweep: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -38,14 +38,14 @@ struct Shard {
     // The last fence of any lock in the shard: a free lock has no entry.
     fence: u64,
     // Where to look next for expired leases.
-    hand: usize,
+    sweep_cursor: usize,
 }
 
 #[derive(Default)]
 struct Record {
     // One, except for semaphores and readers.
     holders: SmallVec<[Holder; 1]>,
-    held_as: Way,
+    held_as: LeaseMode,
     // Notifies waiters, if there are any.
     freed: Option<watch::Sender<()>>,
     queue: Option<Box<FairQueue>>,
@@ -53,7 +53,7 @@ struct Record {
 
 /// The kind of a lease. Holders of different kinds never hold a lock together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Way {
+enum LeaseMode {
     #[default]
     Exclusive,
     Semaphore,
@@ -72,12 +72,12 @@ struct FairQueue {
     ends: BTreeSet<(Instant, u64)>,
     next: u64,
     // Notifies queued waiters when they may acquire the lease.
-    wakeups: HashMap<Token, watch::Sender<()>>,
+    notifiers: HashMap<Token, watch::Sender<()>>,
 }
 
 struct FairPosition {
     token: Token,
-    way: Way,
+    mode: LeaseMode,
     ends: Instant,
 }
 
@@ -99,7 +99,7 @@ impl LockTable {
             since_us,
             len: AtomicUsize::new(0),
             capacity,
-            looked: Mutex::default(),
+            last_sweep: Mutex::default(),
         }
     }
 
@@ -109,64 +109,66 @@ impl LockTable {
     }
 
     fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
-        self.locked(self.part(lock))
+        self.lock_shard(self.shard_index(lock))
     }
 
-    fn part(&self, lock: &LockKey) -> usize {
+    fn shard_index(&self, lock: &LockKey) -> usize {
         lock.shard(SHARDS)
     }
 
     /// No code panics in the middle of a change, so a poisoned shard is intact.
-    fn locked(&self, part: usize) -> MutexGuard<'_, Shard> {
-        self.shards[part].lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_shard(&self, shard_index: usize) -> MutexGuard<'_, Shard> {
+        self.shards[shard_index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        self.with_room(|| {
+        self.retry_after_sweep(|| {
             let mut shard = self.shard(lock);
             self.acquire_in(&mut shard, lock, claim, Instant::now())
         })
     }
 
     /// Runs a function, and again after a sweep if there was no room.
-    fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
-        let first = done();
+    fn retry_after_sweep<T>(&self, change: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
+        let first = change();
         if !first.as_ref().is_err_and(StoreError::is_out_of_memory) {
             return first;
         }
-        self.make_room();
-        done()
+        self.sweep_all();
+        change()
     }
 
     /// Removes all expired leases. Concurrent callers wait for the sweep, and need not repeat it.
-    fn make_room(&self) {
-        let mut looked = self.looked.lock().unwrap_or_else(PoisonError::into_inner);
-        let ago = looked.and_then(|looked| Instant::now().checked_duration_since(looked));
-        if ago.is_some_and(|ago| ago < LOOK_AGAIN.saturating_mul(self.len.load(Ordering::Relaxed) as u32)) {
+    fn sweep_all(&self) {
+        let mut last_sweep = self.last_sweep.lock().unwrap_or_else(PoisonError::into_inner);
+        let since_sweep = last_sweep.and_then(|last_sweep| Instant::now().checked_duration_since(last_sweep));
+        if since_sweep.is_some_and(|since_sweep| {
+            since_sweep < SWEEP_INTERVAL_PER_LOCK.saturating_mul(self.len.load(Ordering::Relaxed) as u32)
+        }) {
             return;
         }
-        for part in 0..SHARDS {
-            let mut shard = self.locked(part);
+        for shard_index in 0..SHARDS {
+            let mut shard = self.lock_shard(shard_index);
             let (now, len) = (Instant::now(), shard.locks.len());
             shard.locks.retain(|_, record| !record.is_free(now) || record.is_wanted(now));
             self.len.fetch_sub(len - shard.locks.len(), Ordering::Relaxed);
         }
-        *looked = Some(Instant::now());
+        *last_sweep = Some(Instant::now());
     }
 
-    pub(super) fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        self.with_room(|| self.acquire_all_if_there_is_room(wanted))
+    pub(super) fn acquire_all(&self, claims: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.retry_after_sweep(|| self.try_acquire_all(claims))
     }
 
-    fn acquire_all_if_there_is_room(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+    fn try_acquire_all(&self, claims: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
         // Always lock in the same order, so that two callers never deadlock.
-        let mut parts: Vec<_> = wanted.iter().map(|(lock, _)| self.part(lock)).collect();
-        parts.sort_unstable();
-        parts.dedup();
-        let mut shards: Vec<_> = parts.iter().map(|part| self.locked(*part)).collect();
+        let mut shard_indices: Vec<_> = claims.iter().map(|(lock, _)| self.shard_index(lock)).collect();
+        shard_indices.sort_unstable();
+        shard_indices.dedup();
+        let mut shards: Vec<_> = shard_indices.iter().map(|shard_index| self.lock_shard(*shard_index)).collect();
         let now = Instant::now();
-        let shard_of = |lock: &LockKey| parts.binary_search(&self.part(lock)).unwrap_or_default();
-        let held: Vec<_> = wanted
+        let shard_of = |lock: &LockKey| shard_indices.binary_search(&self.shard_index(lock)).unwrap_or_default();
+        let held: Vec<_> = claims
             .iter()
             .map(|(lock, claim)| {
                 let record = shards[shard_of(lock)].locks.get(lock)?;
@@ -175,7 +177,7 @@ impl LockTable {
             })
             .collect();
         if held.iter().any(Option::is_some) {
-            let other = wanted
+            let other = claims
                 .iter()
                 .zip(&held)
                 .map(|((_, claim), held)| held.map(|(_, kind)| kind).filter(|kind| *kind != claim.kind));
@@ -188,15 +190,15 @@ impl LockTable {
             };
             return Ok(held.into_iter().zip(other).map(refusal).collect());
         }
-        let taken = wanted.iter().map(|(lock, claim)| self.acquire_in(&mut shards[shard_of(lock)], lock, claim, now));
-        let taken = taken.collect::<Result<_, _>>();
-        if taken.is_err() {
+        let granted = claims.iter().map(|(lock, claim)| self.acquire_in(&mut shards[shard_of(lock)], lock, claim, now));
+        let granted = granted.collect::<Result<_, _>>();
+        if granted.is_err() {
             drop(shards);
-            for (lock, claim) in wanted {
+            for (lock, claim) in claims {
                 self.release(lock, &claim.token);
             }
         }
-        taken
+        granted
     }
 
     fn acquire_in(
@@ -232,7 +234,7 @@ impl LockTable {
         shard.fence = fence + u64::from(claim.fences) - 1;
         let record = shard.locks.entry(*lock).or_default();
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
-        record.held_as = Way::of(claim);
+        record.held_as = LeaseMode::of(claim);
         if record.holders.len() < record.held_as.permits(claim) {
             // The next waiter may have room as well.
             record.wake_first(Some(record.held_as));
@@ -243,10 +245,10 @@ impl LockTable {
     /// Removes a few expired leases.
     fn sweep(&self, shard: &mut Shard, now: Instant) {
         for _ in 0..2 {
-            shard.hand = if shard.hand + 1 < shard.locks.len() { shard.hand + 1 } else { 0 };
-            let record = shard.locks.get_index_mut(shard.hand);
+            shard.sweep_cursor = if shard.sweep_cursor + 1 < shard.locks.len() { shard.sweep_cursor + 1 } else { 0 };
+            let record = shard.locks.get_index_mut(shard.sweep_cursor);
             if record.is_some_and(|(_, record)| record.is_free(now) && !record.is_wanted(now)) {
-                shard.locks.swap_remove_index(shard.hand);
+                shard.locks.swap_remove_index(shard.sweep_cursor);
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
@@ -266,13 +268,13 @@ impl LockTable {
         let Some(record) = shard.locks.get_mut(lock) else { return Released::default() };
         let now = Instant::now();
         let holder = record.holders.iter().position(|holder| holder.token == *token);
-        let holder = holder.map(|place| record.holders.remove(place));
+        let holder = holder.map(|index| record.holders.remove(index));
         // A waiter that was not first blocks no other.
         if holder.is_none() && !record.queue.as_mut().is_some_and(|queue| queue.leave(token)) {
             return Released::default();
         }
         match record.held_as {
-            Way::Exclusive | Way::Semaphore if holder.is_some() => record.wake_all(),
+            LeaseMode::Exclusive | LeaseMode::Semaphore if holder.is_some() => record.wake_all(),
             _ if record.is_free(now) && record.has_no_queue() => record.wake_others(),
             _ if record.is_free(now) => record.wake_first(None),
             held_as => record.wake_first(Some(held_as)),
@@ -307,7 +309,7 @@ impl LockTable {
         if let Some(record) = shard.locks.get_mut(lock) {
             holders = record.holders.iter().filter(|holder| now < holder.ends).count();
             record.holders.clear();
-            record.held_as = Way::Exclusive;
+            record.held_as = LeaseMode::Exclusive;
             if record.is_wanted(now) {
                 record.wake_all();
             } else {
@@ -319,16 +321,16 @@ impl LockTable {
     }
 
     /// From the last entry to the first: an entry that is swapped into a gap was listed already.
-    pub(super) fn list(&self, name: &Key, from: Cursor, most: usize) -> LockPage {
+    pub(super) fn list(&self, name: &Key, from: Cursor, max: usize) -> LockPage {
         let mut page = LockPage { locks: Vec::new(), next: None };
-        let part = from.part as usize;
-        let Some(shard) = self.shards.get(part) else { return page };
+        let shard_index = from.part as usize;
+        let Some(shard) = self.shards.get(shard_index) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         // Zero marks the start of a partition, and so its end.
         let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
-        let end = start.saturating_sub(most);
-        for (lock, record) in (end..start).rev().filter_map(|place| shard.locks.get_index(place)) {
+        let end = start.saturating_sub(max);
+        for (lock, record) in (end..start).rev().filter_map(|index| shard.locks.get_index(index)) {
             if lock.name() == name && !record.is_free(now) {
                 page.locks.push(shard.status(lock, record, now));
             }
@@ -336,7 +338,7 @@ impl LockTable {
         page.next = if end > 0 {
             Some(Cursor { position: end as u64, ..from })
         } else {
-            (part + 1 < SHARDS).then_some(Cursor { part: from.part + 1, position: 0 })
+            (shard_index + 1 < SHARDS).then_some(Cursor { part: from.part + 1, position: 0 })
         };
         page
     }
@@ -354,7 +356,7 @@ impl LockTable {
         let sender = match waiter {
             None => record.freed.get_or_insert_with(|| watch::Sender::new(())),
             Some(token) => {
-                record.queue.get_or_insert_default().wakeups.entry(*token).or_insert_with(|| watch::Sender::new(()))
+                record.queue.get_or_insert_default().notifiers.entry(*token).or_insert_with(|| watch::Sender::new(()))
             }
         };
         let watcher = Watcher { table: Arc::clone(self), lock: *lock, waiter: waiter.copied() };
@@ -378,7 +380,7 @@ impl Shard {
     }
 }
 
-impl Way {
+impl LeaseMode {
     const fn of(claim: &Claim) -> Self {
         match (claim.kind, claim.queueing) {
             (LockKind::Semaphore, Queueing::Bypass) => Self::Semaphore,
@@ -425,7 +427,7 @@ impl FairQueue {
     }
 
     /// Keeps the position of a waiter, and returns whether it is the first. `None` if the queue is full.
-    fn stand(&mut self, token: Token, way: Way, now: Instant) -> Option<bool> {
+    fn stand(&mut self, token: Token, mode: LeaseMode, now: Instant) -> Option<bool> {
         let ends = now + Claim::POSITION_TTL;
         let arrival = match self.arrivals.get(&token).copied() {
             Some(arrival) => arrival,
@@ -436,8 +438,8 @@ impl FairQueue {
                 self.next
             }
         };
-        if let Some(place) = self.by_arrival.insert(arrival, FairPosition { token, way, ends }) {
-            self.ends.remove(&(place.ends, arrival));
+        if let Some(index) = self.by_arrival.insert(arrival, FairPosition { token, mode, ends }) {
+            self.ends.remove(&(index.ends, arrival));
         }
         self.ends.insert((ends, arrival));
         Some(self.first().is_some_and(|first| first.token == token))
@@ -453,9 +455,9 @@ impl FairQueue {
     }
 
     fn remove(&mut self, arrival: u64) {
-        if let Some(place) = self.by_arrival.remove(&arrival) {
-            self.arrivals.remove(&place.token);
-            self.ends.remove(&(place.ends, arrival));
+        if let Some(index) = self.by_arrival.remove(&arrival) {
+            self.arrivals.remove(&index.token);
+            self.ends.remove(&(index.ends, arrival));
         }
     }
 }
@@ -476,7 +478,7 @@ impl Record {
     /// Whether a waiter listens.
     fn is_watched(&self) -> bool {
         self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
-            || self.queue.as_ref().is_some_and(|queue| !queue.wakeups.is_empty())
+            || self.queue.as_ref().is_some_and(|queue| !queue.notifiers.is_empty())
     }
 
     /// Whether a waiter listens or is queued.
@@ -488,13 +490,13 @@ impl Record {
     /// Why a lease is not granted to a claim that does not hold it; the claim may get a position in the queue. `None` if it is
     /// granted, and leaves the queue.
     fn refuse(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
-        let way = Way::of(claim);
-        if !self.holders.is_empty() && self.held_as.kind() != way.kind() {
+        let mode = LeaseMode::of(claim);
+        if !self.holders.is_empty() && self.held_as.kind() != mode.kind() {
             return Some(Acquired::OtherKind { held: self.held_as.kind() });
         }
-        let is_room = self.holders.is_empty() || (self.held_as == way && self.holders.len() < way.permits(claim));
+        let is_room = self.holders.is_empty() || (self.held_as == mode && self.holders.len() < mode.permits(claim));
         let remaining = self.holders.iter().map(|holder| holder.ends - now).min().unwrap_or_default();
-        if matches!(way, Way::Exclusive | Way::Semaphore) {
+        if matches!(mode, LeaseMode::Exclusive | LeaseMode::Semaphore) {
             return (!is_room).then_some(Acquired::Busy { remaining });
         }
         let queue = self.queue.get_or_insert_default();
@@ -506,7 +508,7 @@ impl Record {
         if claim.queueing != Queueing::Enqueue {
             return Some(Acquired::Busy { remaining });
         }
-        Some(match queue.stand(claim.token, way, now) {
+        Some(match queue.stand(claim.token, mode, now) {
             Some(is_first) => Acquired::Queued { is_first, remaining },
             None => Acquired::QueueFull { remaining },
         })
@@ -522,16 +524,16 @@ impl Record {
     /// Notifies all waiters, queued or not: the first to call gets the lease.
     fn wake_all(&self) {
         self.wake_others();
-        for wakeup in self.queue.iter().flat_map(|queue| queue.wakeups.values()) {
+        for wakeup in self.queue.iter().flat_map(|queue| queue.notifiers.values()) {
             wakeup.send_replace(());
         }
     }
 
     /// Notifies the first queued waiter; if others hold the lease, only if both can hold it.
-    fn wake_first(&self, held_as: Option<Way>) {
+    fn wake_first(&self, held_as: Option<LeaseMode>) {
         let Some(queue) = &self.queue else { return };
-        let first = queue.first().filter(|first| held_as.is_none_or(|way| way == first.way));
-        if let Some(wakeup) = first.and_then(|first| queue.wakeups.get(&first.token)) {
+        let first = queue.first().filter(|first| held_as.is_none_or(|mode| mode == first.mode));
+        if let Some(wakeup) = first.and_then(|first| queue.notifiers.get(&first.token)) {
             wakeup.send_replace(());
         }
     }
@@ -549,7 +551,7 @@ impl Drop for Watcher {
         let mut shard = self.table.shard(&self.lock);
         let Some(record) = shard.locks.get_mut(&self.lock) else { return };
         if let (Some(queue), Some(token)) = (&mut record.queue, &self.waiter) {
-            queue.wakeups.remove(token);
+            queue.notifiers.remove(token);
         }
         if record.holders.is_empty() && !record.is_wanted(Instant::now()) {
             shard.locks.swap_remove(&self.lock);
@@ -623,16 +625,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn refusals_without_room_do_not_sweep_all_locks_each_time() {
         let table = LockTable::new(20_000);
-        let begun = std::time::Instant::now();
+        let since = std::time::Instant::now();
         for i in 0..20_000_u32 {
             table.acquire(&LockKey::new("test", i), &claim(1_000)).unwrap();
         }
-        let (filled, begun) = (begun.elapsed(), std::time::Instant::now());
+        let (filled, since) = (since.elapsed(), std::time::Instant::now());
         let refused = |lock: &LockKey| table.acquire(lock, &claim(1_000)).is_err_and(|error| error.is_out_of_memory());
         for i in 20_000..21_000_u32 {
             assert!(refused(&LockKey::new("test", i)));
         }
-        assert!(begun.elapsed() < filled, "{:?} for a twentieth of what took {filled:?}", begun.elapsed());
+        assert!(since.elapsed() < filled, "{:?} for a twentieth of what took {filled:?}", since.elapsed());
         tokio::time::advance(Duration::from_millis(1_000)).await;
         assert!(!refused(&LockKey::new("test", "a")));
     }
@@ -648,7 +650,7 @@ mod tests {
             assert!(table.release(lock, &claim.token).was_held);
             fence
         };
-        let (hot, begun) = (LockKey::new("test", "hot"), Instant::now());
+        let (hot, since) = (LockKey::new("test", "hot"), Instant::now());
         let mut last = cycle(&hot);
         let start = table.since_us;
         for turn in 0..50_000_u32 {
@@ -659,7 +661,7 @@ mod tests {
         }
         tokio::time::advance(Duration::from_secs(1)).await;
         for turn in 0..1_000_u32 {
-            let ahead = cycle(&LockKey::new("test", turn)) - (start + begun.elapsed().as_micros() as u64);
+            let ahead = cycle(&LockKey::new("test", turn)) - (start + since.elapsed().as_micros() as u64);
             assert!(ahead <= 16 * 1_000, "{ahead} us");
         }
         tokio::time::advance(Duration::from_secs(9)).await;

@@ -23,9 +23,9 @@ use crate::key::Key;
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
 /// Room for responses per record, in bytes on average.
-const ANSWER_SHARE: usize = 1_024;
+const BYTES_PER_RECORD: usize = 1_024;
 /// How long a released operation is remembered, as in Redis.
-const KEEP_FREE: Duration = Duration::from_secs(600);
+const RELEASED_TTL: Duration = Duration::from_secs(600);
 /// The retry time of a caller with too many records. The table does not know when the first of them ends.
 const RETRY_FULL: Duration = Duration::from_secs(60);
 /// The size of a new record.
@@ -70,7 +70,7 @@ type DueEntry = (Instant, u64);
 
 /// An operation and its hash.
 #[derive(Clone, Copy)]
-struct Place<'a> {
+struct HashedOperation<'a> {
     hash: u64,
     operation: &'a Operation,
 }
@@ -114,8 +114,8 @@ impl Record {
             attempt: 0,
             checkpoint: None,
             is_bound: false,
-            expires: now + KEEP_FREE,
-            due: now + KEEP_FREE,
+            expires: now + RELEASED_TTL,
+            due: now + RELEASED_TTL,
         }
     }
 
@@ -176,7 +176,7 @@ impl OperationTable {
             hasher: RandomState::new(),
             shards: Default::default(),
             fence: AtomicU64::new(started.as_micros() as u64),
-            shares: Shares::new(Amount { records: capacity, bytes: capacity.saturating_mul(ANSWER_SHARE) }),
+            shares: Shares::new(Amount { records: capacity, bytes: capacity.saturating_mul(BYTES_PER_RECORD) }),
         }
     }
 
@@ -188,21 +188,21 @@ impl OperationTable {
     /// The hashed scope that the record of a claim counts for, and its bound.
     fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
         let bound = claim.bound.as_ref();
-        let (scope, most) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
-        (self.hasher.hash_one(scope.as_hashed()), usize::try_from(most).unwrap_or(usize::MAX))
+        let (scope, max) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
+        (self.hasher.hash_one(scope.as_hashed()), usize::try_from(max).unwrap_or(usize::MAX))
     }
 
     /// No code panics in the middle of a change, so a poisoned shard is intact.
-    fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, Place<'a>) {
+    fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, HashedOperation<'a>) {
         let hash = self.hasher.hash_one(operation);
         // The lower half selects the entry within the shard.
         let shard = (hash >> 32) as usize % SHARDS;
-        let place = Place { hash, operation };
-        (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), place)
+        let hashed = HashedOperation { hash, operation };
+        (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), hashed)
     }
 
     pub(super) fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
-        match self.with_room(|| self.begin_if_there_is_room(operation, claim)) {
+        match self.retry_after_sweep(|| self.try_begin(operation, claim)) {
             Ok(begun) => Ok(begun),
             Err(NoRoom::Bound) => Ok(Begun::ScopeFull { retry_after: RETRY_FULL }),
             Err(NoRoom::Share) => Err(StoreError::out_of_memory(
@@ -212,28 +212,28 @@ impl OperationTable {
     }
 
     /// Runs a function, and again if there was no room and expired records were removed.
-    fn with_room<T>(&self, done: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
+    fn retry_after_sweep<T>(&self, change: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
         loop {
-            let done = done();
-            if done.is_ok() {
-                return done;
+            let change = change();
+            if change.is_ok() {
+                return change;
             }
             let now = Instant::now();
-            let mut has_found = false;
+            let mut has_swept = false;
             for shard in &self.shards {
-                has_found |= self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), now);
+                has_swept |= self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), now);
             }
-            if !has_found {
-                return done;
+            if !has_swept {
+                return change;
             }
         }
     }
 
-    fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
-        let (mut shard, place) = self.shard(operation);
+    fn try_begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
+        let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
         let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, Payload::default(), None, false);
-        if let Some(record) = shard.live(&place, now) {
+        if let Some(record) = shard.live(&hashed, now) {
             match &record.state {
                 State::Free if record.token == claim.token => {
                     return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
@@ -263,11 +263,11 @@ impl OperationTable {
             is_bound = record.is_bound || matches!(record.state, State::InFlight { .. });
         }
         self.sweep(&mut shard, now);
-        let owner = match shard.entry(&place) {
+        let owner = match shard.entry(&hashed) {
             Some(entry) => entry.owner,
             None => {
-                let (owner, most) = self.owner(operation, claim);
-                self.shares.take(owner, RECORD, most)?;
+                let (owner, max) = self.owner(operation, claim);
+                self.shares.reserve(owner, RECORD, max)?;
                 owner
             }
         };
@@ -286,30 +286,30 @@ impl OperationTable {
             due: now + claim.retention,
         };
         let granted = record.granted();
-        self.put(&mut shard, place, owner, record);
+        self.put(&mut shard, hashed, owner, record);
         Ok(granted)
     }
 
     /// Writes a record, in the place of an existing one. Room for a new record is reserved already. It has no more bytes than
     /// the previous one.
-    fn put(&self, shard: &mut Shard, place: Place<'_>, owner: u64, record: Record) {
+    fn put(&self, shard: &mut Shard, hashed: HashedOperation<'_>, owner: u64, record: Record) {
         let (due, bytes) = (record.due, record.bytes());
-        let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
+        let number = match shard.records.raw_entry_mut_v1().from_hash(hashed.hash, Entry::is(hashed.operation)) {
             RawEntryMut::Occupied(mut entry) => {
-                let Entry { number, record: kept, .. } = &mut **entry.key_mut();
-                let before = mem::replace(kept, record);
-                self.give_back(owner, before.bytes().saturating_sub(bytes));
-                shard.due.remove(&(before.due, *number));
+                let Entry { number, record: existing, .. } = &mut **entry.key_mut();
+                let previous = mem::replace(existing, record);
+                self.release_bytes(owner, previous.bytes().saturating_sub(bytes));
+                shard.due.remove(&(previous.due, *number));
                 *number
             }
             RawEntryMut::Vacant(entry) => {
                 shard.next += 1;
-                let name = Box::new(Entry { operation: *place.operation, number: shard.next, owner, record });
-                entry.insert_hashed_nocheck(place.hash, name, ());
+                let name = Box::new(Entry { operation: *hashed.operation, number: shard.next, owner, record });
+                entry.insert_hashed_nocheck(hashed.hash, name, ());
                 shard.next
             }
         };
-        shard.due.insert((due, number), place.hash);
+        shard.due.insert((due, number), hashed.hash);
     }
 
     /// Removes a few expired records. False if there are none to check.
@@ -325,7 +325,7 @@ impl OperationTable {
                 record.due = record.expires;
                 shard.due.insert((record.due, number), hash);
             } else {
-                self.shares.give_back(*owner, Amount { bytes: record.bytes(), ..RECORD });
+                self.shares.release(*owner, Amount { bytes: record.bytes(), ..RECORD });
                 entry.swap_remove();
             }
         }
@@ -333,9 +333,9 @@ impl OperationTable {
     }
 
     pub(super) fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> bool {
-        let (mut shard, place) = self.shard(operation);
+        let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        let Some(record) = shard.live(&place, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
+        let Some(record) = shard.live(&hashed, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
             return false;
         };
         record.renew(claim, now);
@@ -350,19 +350,19 @@ impl OperationTable {
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        self.with_room(|| self.checkpoint_if_there_is_room(operation, claim, payload, checkpoint)).map_err(no_room)
+        self.retry_after_sweep(|| self.try_checkpoint(operation, claim, payload, checkpoint)).map_err(no_room)
     }
 
-    fn checkpoint_if_there_is_room(
+    fn try_checkpoint(
         &self,
         operation: &Operation,
         claim: &Claim,
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<bool, NoRoom> {
-        let (mut shard, place) = self.shard(operation);
+        let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(false) };
+        let Some(Entry { owner, record, .. }) = shard.entry(&hashed) else { return Ok(false) };
         if !record.is_live(now) || !record.is_in_flight_by(&claim.token) {
             return Ok(false);
         }
@@ -374,7 +374,7 @@ impl OperationTable {
         record.payload = record.payload.or_more(*payload);
         record.is_bound = true;
         if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
-            self.give_back(*owner, last.len());
+            self.release_bytes(*owner, last.len());
         }
         Ok(true)
     }
@@ -384,12 +384,12 @@ impl OperationTable {
         if bytes == 0 {
             return Ok(());
         }
-        self.shares.take(owner, Amount { records: 0, bytes }, usize::MAX)
+        self.shares.reserve(owner, Amount { records: 0, bytes }, usize::MAX)
     }
 
-    fn give_back(&self, owner: u64, bytes: usize) {
+    fn release_bytes(&self, owner: u64, bytes: usize) {
         if bytes > 0 {
-            self.shares.give_back(owner, Amount { records: 0, bytes });
+            self.shares.release(owner, Amount { records: 0, bytes });
         }
     }
 
@@ -399,28 +399,23 @@ impl OperationTable {
         token: &Token,
         completion: &Completion,
     ) -> Result<bool, StoreError> {
-        self.with_room(|| self.complete_if_there_is_room(operation, token, completion)).map_err(no_room)
+        self.retry_after_sweep(|| self.try_complete(operation, token, completion)).map_err(no_room)
     }
 
-    fn complete_if_there_is_room(
-        &self,
-        operation: &Operation,
-        token: &Token,
-        completion: &Completion,
-    ) -> Result<bool, NoRoom> {
-        let (mut shard, place) = self.shard(operation);
-        self.complete_in(&mut shard, place, token, completion)
+    fn try_complete(&self, operation: &Operation, token: &Token, completion: &Completion) -> Result<bool, NoRoom> {
+        let (mut shard, hashed) = self.shard(operation);
+        self.complete_in(&mut shard, hashed, token, completion)
     }
 
     fn complete_in(
         &self,
         shard: &mut Shard,
-        place: Place<'_>,
+        hashed: HashedOperation<'_>,
         token: &Token,
         completion: &Completion,
     ) -> Result<bool, NoRoom> {
         let now = Instant::now();
-        let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
+        let Some(record) = shard.live(&hashed, now).filter(|record| record.token == *token) else {
             return Ok(false);
         };
         match record.state {
@@ -428,36 +423,42 @@ impl OperationTable {
             State::Completed { .. } => return Ok(true),
             State::InFlight { .. } => {}
         }
-        self.keep(shard, place, now, completion)?;
+        self.store_completion(shard, hashed, now, completion)?;
         Ok(true)
     }
 
     /// Stores a response in the place of the record's data.
-    fn keep(&self, shard: &mut Shard, place: Place<'_>, now: Instant, completion: &Completion) -> Result<(), NoRoom> {
-        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(()) };
+    fn store_completion(
+        &self,
+        shard: &mut Shard,
+        hashed: HashedOperation<'_>,
+        now: Instant,
+        completion: &Completion,
+    ) -> Result<(), NoRoom> {
+        let Some(Entry { owner, record, .. }) = shard.entry(&hashed) else { return Ok(()) };
         let Completion { response: answer, is_kept, payload, retention } = completion;
         if *is_kept {
             self.make_room(*owner, answer.len())?;
         }
-        self.give_back(*owner, record.bytes());
+        self.release_bytes(*owner, record.bytes());
         record.checkpoint = None;
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
         record.payload = *payload;
         record.expires = now + *retention;
         if record.due > record.expires {
-            let (before, due) = (record.due, record.expires);
+            let (previous, due) = (record.due, record.expires);
             record.due = due;
-            shard.move_line(&place, before, due);
+            shard.move_line(&hashed, previous, due);
         }
-        shard.tell(place.operation);
+        shard.tell(hashed.operation);
         Ok(())
     }
 
     pub(super) fn release(&self, operation: &Operation, claim: &Claim) -> bool {
-        let (mut shard, place) = self.shard(operation);
+        let (mut shard, hashed) = self.shard(operation);
         let (now, token) = (Instant::now(), &claim.token);
         let mut free = Record::free(*token, now);
-        if let Some(record) = shard.live(&place, now) {
+        if let Some(record) = shard.live(&hashed, now) {
             match record.state {
                 State::Completed { .. } => return false,
                 State::InFlight { .. } if record.token != *token => return false,
@@ -471,10 +472,10 @@ impl OperationTable {
             }
         }
         // Without room, do not store a record for a claim that never arrived.
-        let (owner, most) = self.owner(operation, claim);
-        match shard.entry(&place).map(|entry| entry.owner) {
-            Some(owner) => self.put(&mut shard, place, owner, free),
-            None if self.shares.take(owner, RECORD, most).is_ok() => self.put(&mut shard, place, owner, free),
+        let (owner, max) = self.owner(operation, claim);
+        match shard.entry(&hashed).map(|entry| entry.owner) {
+            Some(owner) => self.put(&mut shard, hashed, owner, free),
+            None if self.shares.reserve(owner, RECORD, max).is_ok() => self.put(&mut shard, hashed, owner, free),
             None => {}
         }
         shard.tell(operation);
@@ -482,24 +483,24 @@ impl OperationTable {
     }
 
     pub(super) fn inspect(&self, operation: &Operation) -> Option<OperationStatus> {
-        let (mut shard, place) = self.shard(operation);
+        let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        shard.live(&place, now).map(|record| record.status(operation, now))
+        shard.live(&hashed, now).map(|record| record.status(operation, now))
     }
 
     pub(super) fn forget(&self, status: &OperationStatus) -> bool {
         let operation = &status.operation;
-        let (mut shard, place) = self.shard(operation);
+        let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else { return false };
+        let Some(record) = shard.live(&hashed, now).filter(|record| record.fence == status.fence) else { return false };
         // A free record without a token was forgotten before.
         let is_forgotten = matches!(record.state, State::Free) && record.token == no_token();
         if !is_forgotten && !record.state(now).is_like(status.state) {
             return false;
         }
         let (fence, attempt) = (record.fence, record.attempt);
-        if let Some(owner) = shard.entry(&place).map(|entry| entry.owner) {
-            self.put(&mut shard, place, owner, Record { fence, attempt, ..Record::free(no_token(), now) });
+        if let Some(owner) = shard.entry(&hashed).map(|entry| entry.owner) {
+            self.put(&mut shard, hashed, owner, Record { fence, attempt, ..Record::free(no_token(), now) });
         }
         shard.tell(operation);
         true
@@ -511,7 +512,7 @@ impl OperationTable {
         answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
+        self.retry_after_sweep(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
     }
 
     fn complete_unknown_if_there_is_room(
@@ -520,17 +521,17 @@ impl OperationTable {
         answer: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, NoRoom> {
-        let (mut shard, place) = self.shard(&status.operation);
+        let (mut shard, hashed) = self.shard(&status.operation);
         let now = Instant::now();
-        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else {
+        let Some(record) = shard.live(&hashed, now).filter(|record| record.fence == status.fence) else {
             return Ok(false);
         };
-        if let State::Completed { answer: kept, is_kept } = &record.state {
+        if let State::Completed { answer: existing, is_kept } = &record.state {
             // A response of a handler cannot be replaced by an operator.
             if record.token != no_token() {
                 return Ok(false);
             }
-            if kept == answer.bytes() && *is_kept == answer.is_kept() {
+            if existing == answer.bytes() && *is_kept == answer.is_kept() {
                 return Ok(true);
             }
         }
@@ -538,15 +539,15 @@ impl OperationTable {
             return Ok(false);
         }
         let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
-        self.keep(&mut shard, place, now, &Completion { response: answer, is_kept, payload, retention })?;
+        self.store_completion(&mut shard, hashed, now, &Completion { response: answer, is_kept, payload, retention })?;
         // The holder of the attempt learns that its own response is not stored.
-        if let Some(record) = shard.record(&place) {
+        if let Some(record) = shard.record(&hashed) {
             record.token = no_token();
         }
         Ok(true)
     }
 
-    pub(super) fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> OperationPage {
+    pub(super) fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> OperationPage {
         let mut page = OperationPage { operations: Vec::new(), next: None };
         let part = from.part as usize;
         let Some(shard) = self.shards.get(part) else { return page };
@@ -554,8 +555,8 @@ impl OperationTable {
         let (now, len) = (Instant::now(), shard.records.len());
         // From the end, since a removed entry is replaced by the last one. Zero marks the start of a partition, and so its end.
         let start = if from.position == 0 { len } else { len.min(from.position as usize) };
-        let end = start.saturating_sub(most);
-        for (entry, ()) in (end..start).rev().filter_map(|place| shard.records.get_index(place)) {
+        let end = start.saturating_sub(max);
+        for (entry, ()) in (end..start).rev().filter_map(|hashed| shard.records.get_index(hashed)) {
             let is_wanted = scope.is_none_or(|scope| entry.operation.scope() == scope);
             if is_wanted && entry.record.is_live(now) {
                 page.operations.push(entry.record.status(&entry.operation, now));
@@ -577,27 +578,27 @@ impl OperationTable {
 }
 
 impl Shard {
-    fn record(&mut self, place: &Place<'_>) -> Option<&mut Record> {
-        self.entry(place).map(|entry| &mut entry.record)
+    fn record(&mut self, hashed: &HashedOperation<'_>) -> Option<&mut Record> {
+        self.entry(hashed).map(|entry| &mut entry.record)
     }
 
-    fn entry(&mut self, place: &Place<'_>) -> Option<&mut Entry> {
-        match self.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
+    fn entry(&mut self, hashed: &HashedOperation<'_>) -> Option<&mut Entry> {
+        match self.records.raw_entry_mut_v1().from_hash(hashed.hash, Entry::is(hashed.operation)) {
             RawEntryMut::Occupied(entry) => Some(entry.into_key()),
             RawEntryMut::Vacant(_) => None,
         }
     }
 
     /// The record of an operation, unless it has expired.
-    fn live(&mut self, place: &Place<'_>, now: Instant) -> Option<&mut Record> {
-        self.record(place).filter(|record| record.is_live(now))
+    fn live(&mut self, hashed: &HashedOperation<'_>, now: Instant) -> Option<&mut Record> {
+        self.record(hashed).filter(|record| record.is_live(now))
     }
 
     /// Changes when a record is checked.
-    fn move_line(&mut self, place: &Place<'_>, before: Instant, due: Instant) {
-        if let Some(number) = self.entry(place).map(|entry| entry.number) {
-            self.due.remove(&(before, number));
-            self.due.insert((due, number), place.hash);
+    fn move_line(&mut self, hashed: &HashedOperation<'_>, previous: Instant, due: Instant) {
+        if let Some(number) = self.entry(hashed).map(|entry| entry.number) {
+            self.due.remove(&(previous, number));
+            self.due.insert((due, number), hashed.hash);
         }
     }
 
@@ -706,7 +707,7 @@ mod tests {
         table.begin(&a, &first).unwrap();
         table.begin(&b, &second).unwrap();
         assert!(table.begin(&c, &claim()).unwrap_err().is_out_of_memory());
-        assert!(table.complete(&a, &first.token, &completion(2 * ANSWER_SHARE)).unwrap());
+        assert!(table.complete(&a, &first.token, &completion(2 * BYTES_PER_RECORD)).unwrap());
         assert!(table.complete(&b, &second.token, &completion(1)).unwrap_err().is_out_of_memory());
         // The record of completion remains.
         assert!(table.complete(&b, &second.token, &Completion { is_kept: false, ..completion(5) }).unwrap());
@@ -729,7 +730,7 @@ mod tests {
         let old: Vec<_> = (0..100).map(begin).collect();
         let new: Vec<_> = (100..102).map(begin).collect();
         for (operation, token) in &old {
-            assert!(table.complete(operation, token, &completion(2 * ANSWER_SHARE)).unwrap());
+            assert!(table.complete(operation, token, &completion(2 * BYTES_PER_RECORD)).unwrap());
         }
         let checkpoint = Checkpoint::new(1, "charged", b"").unwrap();
         for (operation, token) in &new {
@@ -741,7 +742,7 @@ mod tests {
         let claim = Claim { token: new[0].1, ..claim() };
         assert!(table.checkpoint(&new[0].0, &claim, &Payload::default(), &checkpoint).unwrap());
         check(&table);
-        let answer = completion(199 * ANSWER_SHARE);
+        let answer = completion(199 * BYTES_PER_RECORD);
         assert!(table.complete(&new[1].0, &new[1].1, &answer).unwrap());
         check(&table);
     }

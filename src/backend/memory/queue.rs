@@ -157,7 +157,7 @@ impl Record {
 }
 
 impl Queue {
-    pub(super) fn is_over(&self) -> bool {
+    pub(super) fn is_unused(&self) -> bool {
         let is_watched = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
         let is_empty = self.jobs.is_empty() && self.cancelled.is_empty();
         let has_no_keys = self.unique.is_empty() && self.unique_ends.is_empty();
@@ -210,16 +210,16 @@ impl Queue {
         let stored = StoredJob::new(job, instant(now.ms), instant(due));
         self.bytes += job.size();
         self.jobs.insert(job.id, Record { job: stored, state: JobState::Waiting, due, snoozed: None });
-        self.wait(&job.id, due);
+        self.enqueue(&job.id, due);
         Admission::New
     }
 
     /// Removes up to `max` expired unique keys. Returns how many.
     pub(super) fn sweep(&mut self, max: usize, now: CallTime) -> usize {
-        for swept in 0..max {
-            let is_over = self.first_end().is_some_and(|until| until <= now.ms);
-            let first = if is_over { self.unique_ends.pop_first() } else { None };
-            let Some((until, text)) = first else { return swept };
+        for removed in 0..max {
+            let is_unused = self.first_end().is_some_and(|until| until <= now.ms);
+            let first = if is_unused { self.unique_ends.pop_first() } else { None };
+            let Some((until, text)) = first else { return removed };
             if let Some(key) = Key::stored(&text)
                 && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
             {
@@ -230,7 +230,7 @@ impl Queue {
     }
 
     /// Makes a job wait until it is due.
-    pub(super) fn wait(&mut self, id: &JobId, due: u64) {
+    pub(super) fn enqueue(&mut self, id: &JobId, due: u64) {
         let first_due = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
             (record.state, record.due, record.snoozed) = (JobState::Waiting, due, None);
@@ -298,10 +298,10 @@ impl Queue {
 
     /// Releases the unique key of a job. A key that is held for a time stays if the caller wants that, or if cancellation does not end the
     /// hold. Returns the key if the job held it; a hold whose time has ended is none.
-    fn release(&mut self, id: &JobId, keeps_time: bool, now: CallTime) -> Option<Key> {
+    fn release(&mut self, id: &JobId, keeps_timed: bool, now: CallTime) -> Option<Key> {
         let Unique { key, span } = self.jobs.get(id)?.job.unique?;
-        let keeps_time = keeps_time || matches!(span, UniqueFor::Occurrence(_));
-        let is_released = |holder: &Holder| holder.id == *id && !(keeps_time && holder.until.is_some());
+        let keeps_timed = keeps_timed || matches!(span, UniqueFor::Occurrence(_));
+        let is_released = |holder: &Holder| holder.id == *id && !(keeps_timed && holder.until.is_some());
         let is_released = self.holder(&key, now.ms).is_some_and(is_released);
         is_released.then(|| self.remove_unique(&key)).map(|()| key)
     }
@@ -418,7 +418,7 @@ impl Queue {
         }
         match kind {
             AckKind::Snooze { delay } => self.snooze(id, now.due(Due::In(*delay))),
-            _ => self.wait(id, due),
+            _ => self.enqueue(id, due),
         }
         Finished::Done
     }
@@ -651,7 +651,7 @@ impl Queue {
         if let Some(record) = self.jobs.get_mut(id) {
             (record.job.attempt, record.job.failure) = (0, None);
         }
-        self.wait(id, now.ms);
+        self.enqueue(id, now.ms);
         true
     }
 

@@ -82,11 +82,11 @@ impl QueueTable {
         queues.dead = queues.dead + queue.dead.len() - dead;
         queues.dead_bytes = queues.dead_bytes + queue.dead_bytes - dead_bytes;
         let new_end = queue.first_end();
-        if queue.is_over() {
+        if queue.is_unused() {
             queues.all.remove(key);
         }
         if new_end != end {
-            let entry = |end| (end, Box::from(key.name().as_str()), key.part());
+            let entry = |end| (end, Box::from(key.name().as_str()), key.partition());
             end.map(|end| queues.ends.remove(&entry(end)));
             queues.ends.extend(new_end.map(entry));
         }
@@ -132,7 +132,7 @@ impl QueueTable {
                 queues.ends.pop_first();
                 continue;
             };
-            let key = QueueKey::new(name).with_part(*part);
+            let key = QueueKey::new(name).with_partition(*part);
             left -= self.change(queues, &key, |queue, now| queue.sweep(left, now)).clamp(1, left);
         }
     }
@@ -319,7 +319,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn expired_keys_of_unused_queues_make_room() {
         let backend = MemoryBackend::with_capacity(10);
-        let queue = |name: u32| QueueKey::new(name).with_part(3);
+        let queue = |name: u32| QueueKey::new(name).with_partition(3);
         for name in 0..19 {
             backend.push(&queue(name), &[job(1, unique("a"))], 100).await.unwrap();
             run(&backend, &queue(name)).await;

@@ -52,7 +52,7 @@ impl Shares {
     }
 
     /// Takes an amount, if the owner then has no more than its share, and no more than `most` records.
-    pub(super) fn take(&self, owner: u64, new: Amount, most: usize) -> Result<(), NoRoom> {
+    pub(super) fn reserve(&self, owner: u64, new: Amount, most: usize) -> Result<(), NoRoom> {
         let mut part = self.part(owner);
         let own = part.get(&owner).copied().unwrap_or_default();
         self.check(own, new, most)?;
@@ -76,7 +76,7 @@ impl Shares {
         Ok(())
     }
 
-    pub(super) fn give_back(&self, owner: u64, old: Amount) {
+    pub(super) fn release(&self, owner: u64, old: Amount) {
         let mut part = self.part(owner);
         if let Some(own) = part.get_mut(&owner) {
             own.records -= old.records;
@@ -109,7 +109,7 @@ mod tests {
     const ONE: Amount = Amount { records: 1, bytes: 10 };
 
     fn fill(shares: &Shares, owner: u64) -> usize {
-        (0..).take_while(|_| shares.take(owner, ONE, usize::MAX).is_ok()).count()
+        (0..).take_while(|_| shares.reserve(owner, ONE, usize::MAX).is_ok()).count()
     }
 
     #[test]
@@ -117,16 +117,16 @@ mod tests {
         let shares = Shares::new(Amount { records: 1_000, bytes: usize::MAX / 2 });
         assert_eq!([1, 2, 3].map(|owner| fill(&shares, owner)), [1_000, 500, 250]);
         // Other owners may take the amount that one gives back.
-        (0..1_000).for_each(|_| shares.give_back(1, ONE));
+        (0..1_000).for_each(|_| shares.release(1, ONE));
         assert!(fill(&shares, 3) > 300);
-        assert_eq!(shares.take(4, ONE, 0), Err(NoRoom::Bound));
-        assert_eq!(shares.take(3, ONE, usize::MAX), Err(NoRoom::Share));
+        assert_eq!(shares.reserve(4, ONE, 0), Err(NoRoom::Bound));
+        assert_eq!(shares.reserve(3, ONE, usize::MAX), Err(NoRoom::Share));
     }
 
     #[test]
     fn bytes_are_shared_like_records() {
         let shares = Shares::new(Amount { records: 1_000, bytes: 100 });
         assert_eq!([1, 2].map(|owner| fill(&shares, owner)), [10, 5]);
-        assert_eq!(shares.take(1, Amount { records: 1, bytes: 0 }, usize::MAX), Ok(()));
+        assert_eq!(shares.reserve(1, Amount { records: 1, bytes: 0 }, usize::MAX), Ok(()));
     }
 }

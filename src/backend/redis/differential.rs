@@ -508,7 +508,7 @@ impl RedisBackend {
         let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
         let replies = if keys.iter().all(|keys| keys.len() == 1) && asked.iter().all(|(_, cost)| *cost > 0) {
             let together = asked.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
-            super::batch::check::together(servers, scripts, together).await?
+            super::batch::check::check_batch(servers, scripts, together).await?
         } else {
             // Such checks are never batched.
             vec![super::batch::check::Reply::new(); asked.len()]

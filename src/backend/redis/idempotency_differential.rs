@@ -191,8 +191,8 @@ fn read(payload: &Payload) -> String {
     format!("body {len} of {}, whole: {is_whole:?}", digest.0[0])
 }
 
-fn outcome(begun: &Begun) -> String {
-    match begun {
+fn outcome(start: &Begun) -> String {
+    match start {
         Begun::Granted { attempt, payload, checkpoint, .. } => {
             let checkpoint = checkpoint.as_ref().map(Checkpoint::number);
             format!("granted, attempt {attempt}, {}, checkpoint {checkpoint:?}", read(payload))
@@ -255,9 +255,9 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 let was_ours = model.is_in_flight_by(step.token);
                 let expected = model.begin(now, number + 1, step);
                 let (memory, redis) = pair.both(|to| to.begin(&operation, &claim), |to| to.begin(&operation, &claim));
-                for (begun, last) in [&memory, &redis].into_iter().zip(&mut fences[at]) {
-                    if let Begun::Granted { fence, .. } = begun {
-                        prop_assert!(if was_ours { fence == last } else { fence > last }, "{} {:?}", last, begun);
+                for (start, last) in [&memory, &redis].into_iter().zip(&mut fences[at]) {
+                    if let Begun::Granted { fence, .. } = start {
+                        prop_assert!(if was_ours { fence == last } else { fence > last }, "{} {:?}", last, start);
                         *last = *fence;
                     }
                 }

@@ -188,7 +188,7 @@ impl Keys {
 
     /// `<prefix>:2:{delay_queue:<name>}:<part>`, and for the further parts of a split queue `...{delay_queue:<name>#<number>}:<part>`.
     pub(crate) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
-        let tag = match queue.part() {
+        let tag = match queue.partition() {
             0 => [&self.root, "{delay_queue:", queue.name().as_str(), "}:"].concat(),
             // A name has no `#`, except as the first character of a digest.
             part => [&self.root, "{delay_queue:", queue.name().as_str(), "#", &part.to_string(), "}:"].concat(),

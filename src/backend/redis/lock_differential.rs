@@ -193,13 +193,8 @@ impl Pair {
     ) -> (Vec<Option<u64>>, Vec<Option<Acquired>>) {
         let Inner { keys, scripts, locks, .. } = &*self.redis.inner;
         let (own, scripts, keys) = (locks.apart().clone(), Arc::clone(scripts), Arc::clone(keys));
-        let met = super::super::batch::lock::exchange_together(
-            own,
-            scripts,
-            keys,
-            held.iter().copied(),
-            wanted.iter().copied(),
-        );
+        let met =
+            super::super::batch::lock::exchange_batch(own, scripts, keys, held.iter().copied(), wanted.iter().copied());
         self.redis_runtime.block_on(met).unwrap()
     }
 

@@ -13,7 +13,7 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::batch::batcher::{BatchConfig, Batcher, given_up};
+use super::batch::batcher::{BatchConfig, Batcher, abandoned};
 use super::connection::connector::Connector;
 use super::connection::handle::Connection;
 use super::connection::pool::{Pool, PoolOptions, ServerState};
@@ -28,7 +28,7 @@ const BATCH: BatchConfig = BatchConfig {
     max_batch: 128,
     split: |_| 1,
     max_in_flight: |_| 2,
-    full: 2,
+    max_full_in_flight: 2,
 };
 /// How many replica counts have their own connections. The last class also serves all higher counts.
 const COUNT_CLASSES: usize = 4;
@@ -213,7 +213,7 @@ async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -
     let connected = tokio::select! {
         biased;
         connected = reserved.pool.borrow() => connected,
-        () = given_up(&mut batch, |pending| &mut pending.reply) => return false,
+        () = abandoned(&mut batch, |pending| &mut pending.reply) => return false,
     };
     let connection = match connected {
         Ok(connection) => connection,
@@ -246,7 +246,7 @@ async fn send_one(mut connection: Connection, mut pending: Pending) -> Option<Op
     let reply = tokio::select! {
         biased;
         reply = connection.send(&pending.command, pending.asking) => reply,
-        () = given_up(from_mut(&mut pending.reply), |reply| reply) => return None,
+        () = abandoned(from_mut(&mut pending.reply), |reply| reply) => return None,
     };
     match reply {
         Ok(value) if (pending.is_granted)(&value) => Some(Some((pending, value))),
@@ -275,15 +275,15 @@ async fn wait_for_replicas(
     // Zero would mean no timeout.
     command.arg(count).arg(within.as_millis().max(1) as u64);
     let due = Instant::now() + within + LATE;
-    let given_up = async {
-        given_up(&mut granted, |(pending, _)| &mut pending.reply).await;
+    let abandoned = async {
+        abandoned(&mut granted, |(pending, _)| &mut pending.reply).await;
         // Until then, a working server processes no other command of this connection.
         sleep_until(due).await;
     };
     let reply = tokio::select! {
         biased;
         reply = connection.send(&command, false) => Some(reply),
-        () = given_up => None,
+        () = abandoned => None,
     };
     if !reply.as_ref().is_some_and(is_reply) {
         dedicated.note_sent();

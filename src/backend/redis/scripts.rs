@@ -583,10 +583,10 @@ impl Scripts {
         &self,
         servers: &Servers,
         keys: [&str; 3],
-        (seen, begun): (&[u8], &[u8]),
+        (seen, start): (&[u8], &[u8]),
         ttl: Duration,
     ) -> Result<Value, StoreError> {
-        self.cache_filter_begin.call(servers, &keys, (seen, begun, keep_versions_ms(ttl))).await
+        self.cache_filter_begin.call(servers, &keys, (seen, start, keep_versions_ms(ttl))).await
     }
 
     /// The keys are the versions, the active version, and the one that is built. A missing one is the versions again.

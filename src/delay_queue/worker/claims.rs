@@ -93,6 +93,6 @@ fn wait(next: Duration, now: SystemTime) -> Duration {
         // No due time is known. The spread keeps many workers from claiming at the same time.
         return next - share(next / 5);
     }
-    let begun = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().subsec_nanos() % 1_000_000;
-    next.saturating_sub(Duration::from_nanos(begun.into()))
+    let start = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().subsec_nanos() % 1_000_000;
+    next.saturating_sub(Duration::from_nanos(start.into()))
 }

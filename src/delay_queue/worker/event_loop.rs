@@ -1,4 +1,4 @@
-//! The event loop of a worker: it asks [`plan`] what to do next, and does it.
+//! The event loop of a worker: calls [`plan`] and carries out the returned action.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -14,7 +14,7 @@ use tower_service::Service;
 
 use super::attempt_results::AttemptResults;
 use super::error::WorkerError;
-use super::part::{Call, Part};
+use super::partition::{Call, Partition};
 use super::plan::{Action, Services, State, Turn, plan};
 use super::ready::ReadyServices;
 use super::reporter::Reporter;
@@ -40,9 +40,9 @@ pub(crate) struct WorkerLoop<T, S, C> {
     worker: WorkerId,
     pub(super) stage: Stage,
     turn: Turn,
-    pub(super) parts: Vec<Part>,
-    // The part whose call is sent first.
-    first_part: usize,
+    pub(super) partitions: Vec<Partition>,
+    // The partition whose call is sent first.
+    first_partition: usize,
     pub(super) jobs: RunningJobs,
     pub(super) calls: StoreCalls<T, C>,
     pub(super) results: AttemptResults,
@@ -71,13 +71,13 @@ impl<T, S, C> WorkerLoop<T, S, C> {
         Ok(Self {
             worker,
             stage: Stage::Working,
-            turn: Turn::Begun,
-            parts: queue.parts().map(|key| Part::new(key, now)).collect(),
-            first_part: 0,
+            turn: Turn::Start,
+            partitions: queue.partitions().map(|key| Partition::new(key, now)).collect(),
+            first_partition: 0,
             jobs: RunningJobs::new(settings.lease, settings.abort_after),
             calls: StoreCalls::new(queue.clone(), worker, &settings),
             results: AttemptResults::new(settings.backoff, now),
-            reporter: Reporter::new(*queue.name(), queue.parts(), settings.events.clone(), now),
+            reporter: Reporter::new(*queue.name(), queue.partitions(), settings.events.clone(), now),
             failure: None,
             queue,
             services,
@@ -90,8 +90,8 @@ impl<T, S, C> WorkerLoop<T, S, C> {
         State {
             stage: self.stage,
             turn: self.turn,
-            parts: &self.parts,
-            first_part: self.first_part,
+            partitions: &self.partitions,
+            first_partition: self.first_partition,
             concurrency: self.settings.concurrency,
             abort_after: self.settings.abort_after,
             running: self.jobs.len(),
@@ -104,7 +104,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
         }
     }
 
-    /// Begins the shutdown, unless it has begun.
+    /// Starts the shutdown, unless it has started.
     fn shut_down(&mut self, now: Instant) {
         if self.stage.is_working() {
             self.stage = Stage::draining(now, self.settings.grace);
@@ -122,7 +122,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
 
     fn enter(&mut self, stage: Stage, now: Instant) {
         self.stage = stage;
-        if self.turn == Turn::Begun {
+        if self.turn == Turn::Start {
             self.turn = Turn::Checked;
         }
         match stage {
@@ -144,7 +144,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
             return;
         }
         let ack = self.results.ended(&job, ended.map(|(_, result)| result), now);
-        self.parts[job.part].add_ack(job.timers.lease_ends(), ack);
+        self.partitions[job.partition].add_ack(job.timers.lease_ends(), ack);
     }
 
     fn call_timeout(&self) -> Duration {
@@ -165,11 +165,11 @@ where
         activity: &Activity,
     ) -> Result<(), WorkerError> {
         let mut shutdown = pin!(shutdown);
-        let (_watchers, mut wakeups) = self.watch();
+        let (_watchers, mut notifications) = self.watch();
         let mut now = Instant::now();
         loop {
             let state = self.state();
-            activity.set_jobs(state.left());
+            activity.set_jobs(state.unfinished());
             match plan(now, &state) {
                 Action::LogSummary => self.reporter.log_summary(now),
                 Action::CheckJobs => self.check_jobs(now),
@@ -183,39 +183,39 @@ where
                     return self.failure.take().map_or(Ok(()), |error| Err(WorkerError::Service(error)));
                 }
                 Action::Wait { until, services } => {
-                    let event = self.wait(until, services, shutdown.as_mut(), &mut wakeups).await;
+                    let event = self.wait(until, services, shutdown.as_mut(), &mut notifications).await;
                     if let LoopEvent::Replied(Err(error)) = event {
                         // Calls are not aborted, so the store panicked.
                         return error.try_into_panic().map_or(Ok(()), |panic| resume_unwind(panic));
                     }
                     self.on_event(event).await;
-                    now = self.begin_turn();
+                    now = self.start_turn();
                 }
             }
         }
     }
 
-    /// Spawns watchers for jobs that come earlier than the next known one.
+    /// Spawns tasks that receive notifications of jobs that are due earlier than the next known one.
     fn watch(&self) -> (JoinSet<()>, mpsc::Receiver<usize>) {
-        let (sender, wakeups) = mpsc::channel(self.parts.len().max(1));
+        let (sender, notifications) = mpsc::channel(self.partitions.len().max(1));
         let mut watchers = JoinSet::new();
-        for (index, part) in self.parts.iter().enumerate() {
-            let (queue, key, worker, sender) = (self.queue.clone(), part.key, self.worker, sender.clone());
+        for (index, partition) in self.partitions.iter().enumerate() {
+            let (queue, key, worker, sender) = (self.queue.clone(), partition.key, self.worker, sender.clone());
             watchers.spawn(async move {
-                let mut wakeups = queue.watch(key, worker).await;
-                // A job that was pushed before the watch began may have sent no wake-up, so claim first.
+                let mut notifications = queue.watch(key, worker).await;
+                // A job that was pushed before the subscription may have sent no notification, so claim first.
                 while sender.send(index).await.is_ok() {
-                    wakeups.next().await;
+                    notifications.next().await;
                 }
             });
         }
-        (watchers, wakeups)
+        (watchers, notifications)
     }
 
-    /// Begins a turn: notes which attempts have ended meanwhile, and returns the time.
-    fn begin_turn(&mut self) -> Instant {
+    /// Starts a turn: handles the attempts that have ended meanwhile, and returns the time.
+    fn start_turn(&mut self) -> Instant {
         let now = Instant::now();
-        self.turn = Turn::Begun;
+        self.turn = Turn::Start;
         while let Some(ended) = self.jobs.try_next_ended() {
             self.on_ended(ended, now);
         }
@@ -227,12 +227,12 @@ where
         self.turn = Turn::Checked;
         let checked = self.jobs.check(now);
         for job in checked.abandoned.iter().filter_map(|task| self.jobs.get(task)) {
-            self.parts[job.part].add_ack(job.timers.lease_ends(), self.results.dropped(job));
+            self.partitions[job.partition].add_ack(job.timers.lease_ends(), self.results.dropped(job));
             self.reporter.abandoned(job);
         }
         let timeout = self.call_timeout();
-        for (part, leases) in checked.renewals {
-            self.calls.extend(part, self.parts[part].key, &leases, timeout);
+        for (partition, leases) in checked.renewals {
+            self.calls.extend(partition, self.partitions[partition].key, &leases, timeout);
         }
     }
 
@@ -246,11 +246,11 @@ where
 
     /// Sends a call that records results and claims jobs.
     fn send(&mut self, call: Call, now: Instant) {
-        if call.limit > 0 {
-            self.first_part = call.part + 1;
+        if call.max_jobs > 0 {
+            self.first_partition = call.partition + 1;
         }
-        let (timeout, part) = (self.call_timeout(), &mut self.parts[call.part]);
-        self.calls.claim(part.key, part.begin(call, now), timeout);
+        let (timeout, partition) = (self.call_timeout(), &mut self.partitions[call.partition]);
+        self.calls.claim(partition.key, partition.start_call(call, now), timeout);
     }
 
     async fn wait(
@@ -258,7 +258,7 @@ where
         until: Option<Instant>,
         services: Services,
         shutdown: Pin<&mut impl Future<Output = ()>>,
-        wakeups: &mut mpsc::Receiver<usize>,
+        notifications: &mut mpsc::Receiver<usize>,
     ) -> LoopEvent<T> {
         if services == Services::Release {
             self.services.release();
@@ -270,7 +270,7 @@ where
             Some(ended) = self.jobs.next_ended() => LoopEvent::Ended(ended),
             Some(reply) = self.calls.next_reply() => LoopEvent::Replied(reply),
             polled = poll_fn(|cx| ready.fill(awaited.unwrap_or(0), cx)), if awaited.is_some() => LoopEvent::Ready(polled),
-            Some(part) = wakeups.recv(), if is_working => LoopEvent::Woken(part),
+            Some(partition) = notifications.recv(), if is_working => LoopEvent::Woken(partition),
             () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => LoopEvent::Time,
         }
     }
@@ -284,11 +284,11 @@ where
                 if let Ok(reply) = reply {
                     self.on_reply(reply, now);
                 }
-                // Jobs that never wait end at once, so that one call records them all.
+                // Lets jobs that never wait finish, so that one call records them all.
                 yield_once().await;
             }
             LoopEvent::Ready(Err(error)) => self.service_failed(error, now),
-            LoopEvent::Woken(part) => self.parts[part].claim_at = Some(now),
+            LoopEvent::Woken(partition) => self.partitions[partition].claim_at = Some(now),
             LoopEvent::Ready(Ok(())) | LoopEvent::Time => {}
         }
     }
@@ -300,13 +300,13 @@ impl<T, S, C> Drop for WorkerLoop<T, S, C> {
         for job in self.jobs.iter() {
             self.reporter.dropped(job, now);
         }
-        // Unknown from now on. Another worker of this process sets the gauge at its next call.
+        // The value is unknown from now on. Another worker of this process sets the gauge at its next call.
         self.reporter.oldest_due(None);
     }
 }
 
-/// Yields to other tasks once. `yield_now` of tokio resumes when this thread has nothing else to do, which is only after a job that blocks
-/// it. A task that is woken can be run by another thread.
+/// Yields to other tasks once. `yield_now` of tokio resumes when this thread is idle, which may be after a job that blocks it. A woken task
+/// can run on another thread.
 async fn yield_once() {
     let mut has_yielded = false;
     poll_fn(|cx| {

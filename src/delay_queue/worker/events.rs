@@ -82,12 +82,12 @@ pub enum Event {
         /// How many of their jobs are dead.
         dead: usize,
     },
-    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one part. The worker retries until it works.
+    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one partition. The worker retries until it works.
     StoreFailed {
         /// How.
         error: StoreError,
     },
-    /// The store works again, for all parts of the queue.
+    /// The store works again, for all partitions of the queue.
     StoreWorks,
     /// This many events were dropped, since they were not received in time.
     Missed(u64),

@@ -158,85 +158,85 @@ mod tests {
 
     #[test]
     fn lease_is_renewed_after_a_third() {
-        let (mut timers, begun) = timers(None);
-        assert_eq!(timers.next(), Some(begun + secs(4)));
-        assert_eq!(check(&mut timers, begun + secs(2)), NOTHING);
-        assert_eq!(check(&mut timers, begun + secs(4)), RENEW);
-        timers.renewed(begun + secs(4), LEASE);
-        assert_eq!((timers.lease_ends(), timers.next()), (begun + secs(16), Some(begun + secs(8))));
+        let (mut timers, start) = timers(None);
+        assert_eq!(timers.next(), Some(start + secs(4)));
+        assert_eq!(check(&mut timers, start + secs(2)), NOTHING);
+        assert_eq!(check(&mut timers, start + secs(4)), RENEW);
+        timers.renewed(start + secs(4), LEASE);
+        assert_eq!((timers.lease_ends(), timers.next()), (start + secs(16), Some(start + secs(8))));
     }
 
     #[test]
     fn lease_that_is_due_soon_is_renewed_with_others() {
-        let (mut timers, begun) = timers(None);
-        assert_eq!(check(&mut timers, begun + secs(3)), RENEW);
+        let (mut timers, start) = timers(None);
+        assert_eq!(check(&mut timers, start + secs(3)), RENEW);
     }
 
     #[test]
     fn renewal_without_a_reply_is_repeated() {
-        let (mut timers, begun) = timers(None);
-        assert_eq!(check(&mut timers, begun + secs(4)), RENEW);
-        assert_eq!(timers.next(), Some(begun + secs(6)));
-        assert_eq!(check(&mut timers, begun + secs(6)), RENEW);
+        let (mut timers, start) = timers(None);
+        assert_eq!(check(&mut timers, start + secs(4)), RENEW);
+        assert_eq!(timers.next(), Some(start + secs(6)));
+        assert_eq!(check(&mut timers, start + secs(6)), RENEW);
     }
 
     #[test]
     fn job_whose_lease_has_ended_is_stopped() {
-        let (mut timers, begun) = timers(None);
-        assert_eq!(check(&mut timers, begun + LEASE), CANCEL);
+        let (mut timers, start) = timers(None);
+        assert_eq!(check(&mut timers, start + LEASE), CANCEL);
         assert_eq!(timers.stop_reason(), Some(StopReason::LeaseLost));
-        assert_eq!(timers.next(), Some(begun + LEASE + ABORT_AFTER), "the lease is not renewed any more");
+        assert_eq!(timers.next(), Some(start + LEASE + ABORT_AFTER), "the lease is not renewed any more");
     }
 
     #[test]
     fn lost_lease_ends_when_the_call_was_sent() {
-        let (mut timers, begun) = timers(None);
-        timers.lease_lost(begun + secs(4));
-        assert_eq!((timers.lease_ends(), timers.next()), (begun + secs(4), None));
-        timers.lease_lost(begun + secs(5));
-        assert_eq!(timers.lease_ends(), begun + secs(4));
+        let (mut timers, start) = timers(None);
+        timers.lease_lost(start + secs(4));
+        assert_eq!((timers.lease_ends(), timers.next()), (start + secs(4), None));
+        timers.lease_lost(start + secs(5));
+        assert_eq!(timers.lease_ends(), start + secs(4));
     }
 
     #[test]
     fn job_over_its_max_runtime_keeps_its_lease() {
-        let (mut timers, begun) = timers(Some(secs(4)));
-        assert_eq!(check(&mut timers, begun + secs(4)), JobActions { cancels: true, renews: true, ..NOTHING });
+        let (mut timers, start) = timers(Some(secs(4)));
+        assert_eq!(check(&mut timers, start + secs(4)), JobActions { cancels: true, renews: true, ..NOTHING });
         assert_eq!(timers.stop_reason(), Some(StopReason::Overrun));
     }
 
     #[test]
     fn first_reason_to_stop_counts() {
-        let (mut timers, begun) = timers(None);
-        assert!(timers.stop(StopReason::Cancelled, begun, ABORT_AFTER));
-        assert!(!timers.stop(StopReason::ShutDown, begun + secs(1), ABORT_AFTER));
+        let (mut timers, start) = timers(None);
+        assert!(timers.stop(StopReason::Cancelled, start, ABORT_AFTER));
+        assert!(!timers.stop(StopReason::ShutDown, start + secs(1), ABORT_AFTER));
         assert_eq!(timers.stop_reason(), Some(StopReason::Cancelled));
-        assert_eq!(check(&mut timers, begun + LEASE), ABORT, "the service gets one abort");
+        assert_eq!(check(&mut timers, start + LEASE), ABORT, "the service gets one abort");
     }
 
     #[test]
     fn stopped_job_is_dropped_and_then_abandoned() {
-        let (mut timers, begun) = timers(None);
-        timers.stop(StopReason::Cancelled, begun, secs(1));
-        assert_eq!(check(&mut timers, begun + secs(1)), ABORT);
+        let (mut timers, start) = timers(None);
+        timers.stop(StopReason::Cancelled, start, secs(1));
+        assert_eq!(check(&mut timers, start + secs(1)), ABORT);
         assert!(!timers.is_abandoned());
-        assert_eq!(check(&mut timers, begun + secs(1) + ABANDON_AFTER), ABANDON);
+        assert_eq!(check(&mut timers, start + secs(1) + ABANDON_AFTER), ABANDON);
         assert!(timers.is_abandoned());
         assert_eq!(timers.next(), None, "the lease is not renewed any more");
     }
 
     #[test]
     fn job_is_told_before_it_is_dropped_at_once() {
-        let (mut timers, begun) = timers(Some(secs(1)));
+        let (mut timers, start) = timers(Some(secs(1)));
         let mut check = |now| timers.check(now, LEASE, Duration::ZERO);
-        assert_eq!(check(begun + secs(1)), CANCEL);
-        assert_eq!(check(begun + secs(1)), ABORT);
+        assert_eq!(check(start + secs(1)), CANCEL);
+        assert_eq!(check(start + secs(1)), ABORT);
     }
 
     #[test]
     fn shutdown_abandons_no_single_job() {
-        let (mut timers, begun) = timers(None);
-        timers.stop(StopReason::ShutDown, begun, secs(1));
-        assert_eq!(check(&mut timers, begun + secs(1)), ABORT);
-        assert_eq!(timers.next(), Some(begun + secs(4)), "only the lease is left to renew");
+        let (mut timers, start) = timers(None);
+        timers.stop(StopReason::ShutDown, start, secs(1));
+        assert_eq!(check(&mut timers, start + secs(1)), ABORT);
+        assert_eq!(timers.next(), Some(start + secs(4)), "only the lease is left to renew");
     }
 }

@@ -4,7 +4,7 @@ mod error;
 pub(crate) mod event_loop;
 pub(crate) mod events;
 pub(crate) mod job_timers;
-pub(crate) mod part;
+pub(crate) mod partition;
 pub(crate) mod pending_ack;
 pub(crate) mod plan;
 pub(crate) mod ready;
@@ -158,7 +158,7 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
     }
 
     /// The largest number of concurrent jobs. The service may be ready for fewer. Defaults to 64; 0 counts as 1. At most 512 jobs for each
-    /// part of the queue are claimed at a time, and the service is cloned at most that often for them.
+    /// partition of the queue are claimed at a time, and the service is cloned at most that often for them.
     pub fn concurrency(mut self, jobs: usize) -> Self {
         self.settings.concurrency = jobs.max(1);
         self

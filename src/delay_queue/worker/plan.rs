@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::part::{Call, Part};
+use super::partition::{Call, Partition};
 use super::stage::Stage;
 use crate::delay_queue::store::MAX_BATCH;
 
-/// How many calls that finish and claim run concurrently for each part of a queue: jobs of one call run while the other one is in flight.
+/// How many calls that finish and claim run concurrently for each partition of a queue: jobs of one call run while the other one is in flight.
 const MAX_CONCURRENT_CALLS: usize = 2;
 
 /// What the decision depends on.
@@ -19,9 +19,9 @@ const MAX_CONCURRENT_CALLS: usize = 2;
 pub(crate) struct State<'a> {
     pub(crate) stage: Stage,
     pub(crate) turn: Turn,
-    pub(crate) parts: &'a [Part],
-    // The part whose call is sent first.
-    pub(crate) first_part: usize,
+    pub(crate) partitions: &'a [Partition],
+    // The partition whose call is sent first.
+    pub(crate) first_partition: usize,
     // The largest number of concurrent jobs.
     pub(crate) concurrency: usize,
     pub(crate) abort_after: Duration,
@@ -35,15 +35,15 @@ pub(crate) struct State<'a> {
     pub(crate) acks_in_flight: usize,
     // When the next running job needs attention.
     pub(crate) check_at: Option<Instant>,
-    // When to log how many jobs were too many to log one by one.
+    // When to log the number of jobs that were not logged one by one.
     pub(crate) summary_at: Option<Instant>,
 }
 
-/// How far the worker has come since it last waited.
+/// What the worker has done since it last waited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    Begun,
-    /// The running jobs need no check before the next wait. A service that was just told to give up gets the time to do so.
+    Start,
+    /// The running jobs were checked. A job that was just asked to stop gets the time of a wait to do so.
     Checked,
     /// The service was polled until this many instances were ready, or one was pending.
     Polled {
@@ -55,7 +55,7 @@ pub(crate) enum Turn {
 /// What to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Log how many jobs were too many to log one by one.
+    /// Log the number of jobs that were not logged one by one.
     LogSummary,
     /// Renew leases that are due, and stop jobs that have lost theirs or run for too long.
     CheckJobs,
@@ -84,7 +84,7 @@ pub(crate) enum Services {
 /// Decides what to do next.
 pub(crate) fn plan(now: Instant, state: &State<'_>) -> Action {
     let is_due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-    if state.turn == Turn::Begun && is_due(state.check_at) {
+    if state.turn == Turn::Start && is_due(state.check_at) {
         return Action::CheckJobs;
     }
     if is_due(state.summary_at) {
@@ -136,80 +136,87 @@ impl State<'_> {
 
     /// How many results are not recorded yet.
     fn unrecorded(&self) -> usize {
-        self.acks_in_flight + self.parts.iter().map(|part| part.pending_acks.len()).sum::<usize>()
+        self.acks_in_flight + self.partitions.iter().map(|partition| partition.pending_acks.len()).sum::<usize>()
     }
 
-    /// How many jobs run or have a result that is not recorded.
-    pub(crate) fn left(&self) -> usize {
+    /// The number of jobs that run or have a result that is not recorded.
+    pub(crate) fn unfinished(&self) -> usize {
         self.running + self.unrecorded()
     }
 
     /// How many instances of the service should be ready, counting jobs of the calls in flight.
     fn wanted(&self, now: Instant) -> usize {
-        let failures = self.parts.iter().filter(|part| part.has_work(now)).map(|part| part.failures).min();
+        let failures = self
+            .partitions
+            .iter()
+            .filter(|partition| partition.has_work(now))
+            .map(|partition| partition.failures)
+            .min();
         match failures.filter(|_| self.stage.is_working()) {
             None => 0,
             // At most what the concurrent calls can claim.
-            Some(0) => (self.reserved + self.capacity()).min(self.parts.len() * MAX_CONCURRENT_CALLS * MAX_BATCH),
+            Some(0) => (self.reserved + self.capacity()).min(self.partitions.len() * MAX_CONCURRENT_CALLS * MAX_BATCH),
             // One call tests whether the store works again. Others may need the permits of further instances meanwhile.
             Some(_) => self.reserved + self.capacity().min(1),
         }
     }
 
-    /// The next call to send. The parts take turns.
+    /// The next call to send. The partitions take turns.
     fn next_call(&self, now: Instant) -> Option<Call> {
-        let count = self.parts.len();
-        (0..count).find_map(|i| self.call((self.first_part + i) % count, now))
+        let count = self.partitions.len();
+        (0..count).find_map(|i| self.call((self.first_partition + i) % count, now))
     }
 
-    /// The call to send for a part, if there is one to send now.
+    /// The call to send for a partition, if there is one to send now.
     fn call(&self, index: usize, now: Instant) -> Option<Call> {
-        let (part, free, is_working) = (&self.parts[index], self.free(), self.stage.is_working());
-        if part.is_backing_off(now) || part.calls >= MAX_CONCURRENT_CALLS {
+        let (partition, free, is_working) = (&self.partitions[index], self.free(), self.stage.is_working());
+        if partition.is_backing_off(now) || partition.calls >= MAX_CONCURRENT_CALLS {
             return None;
         }
-        let must_refresh = is_working && part.refresh_at(now, self.running > 0).is_some_and(|at| at <= now);
-        // A due job must not wait for a worker that has no capacity or shuts down: the store then relies on other workers.
-        let must_hand_over = part.is_timekeeper && free == 0 && (!is_working || part.is_due(now));
-        let must_call = must_refresh || must_hand_over;
-        if part.pending_acks.is_empty() && !must_call && (free == 0 || !part.is_due(now)) {
+        let must_refresh = is_working && partition.refresh_at(now, self.running > 0).is_some_and(|at| at <= now);
+        // A due job must not wait for a worker that has no capacity or shuts down, so another worker must become the timekeeper.
+        let must_delegate = partition.is_timekeeper && free == 0 && (!is_working || partition.is_due(now));
+        let must_call = must_refresh || must_delegate;
+        if partition.pending_acks.is_empty() && !must_call && (free == 0 || !partition.is_due(now)) {
             return None;
         }
-        // A second concurrent call has to be worth it.
-        let is_worth_it = part.more && part.pending_acks.len() * 2 >= self.jobs_per_call();
-        if part.calls > 0 && !must_hand_over && !is_worth_it {
+        // A second concurrent call must carry enough results.
+        let is_worthwhile = partition.more && partition.pending_acks.len() * 2 >= self.jobs_per_call();
+        if partition.calls > 0 && !must_delegate && !is_worthwhile {
             return None;
         }
-        // A probe of a failing part claims no job: an unanswered call would reserve instances that the other parts need.
-        let is_probe = part.failures > 0 && self.parts.len() > 1;
-        let most = if part.more && is_working { self.jobs_per_call().min(MAX_BATCH) } else { MAX_BATCH };
-        let acks = part.pending_acks.len().min(most);
-        let limit = if is_probe || part.skips_claim { 0 } else { self.limit(part, free, acks, now).min(most) };
-        (acks > 0 || limit > 0 || must_call || is_probe).then_some(Call { part: index, acks, limit })
+        // A probe of a failing partition claims no job: an unanswered call would reserve instances that the other partitions need.
+        let is_probe = partition.failures > 0 && self.partitions.len() > 1;
+        let max = if partition.more && is_working { self.jobs_per_call().min(MAX_BATCH) } else { MAX_BATCH };
+        let acks = partition.pending_acks.len().min(max);
+        let max_jobs =
+            if is_probe || partition.skips_claim { 0 } else { self.max_jobs(partition, free, acks, now).min(max) };
+        (acks > 0 || max_jobs > 0 || must_call || is_probe).then_some(Call { partition: index, acks, max_jobs })
     }
 
     /// How many jobs a call that records `acks` results may claim.
-    fn limit(&self, part: &Part, free: usize, acks: usize, now: Instant) -> usize {
-        // Unrecorded results count as running jobs, so that they cannot pile up. They count for their own part only, since other parts may work.
-        let free_of_part = free.saturating_sub(part.pending_acks.len() - acks);
-        let due = self.parts.iter().filter(|part| part.is_due(now) && part.failures == 0).count().max(1);
-        let limit = free_of_part.min(free.div_ceil(due));
+    fn max_jobs(&self, partition: &Partition, free: usize, acks: usize, now: Instant) -> usize {
+        // Unrecorded results count as running jobs, so that they cannot pile up. They count for their own partition only.
+        let free_of_part = free.saturating_sub(partition.pending_acks.len() - acks);
+        let due =
+            self.partitions.iter().filter(|partition| partition.is_due(now) && partition.failures == 0).count().max(1);
+        let max_jobs = free_of_part.min(free.div_ceil(due));
         // After a failure, one job tests whether the store works again.
-        if part.failures > 0 { limit.min(1) } else { limit }
+        if partition.failures > 0 { max_jobs.min(1) } else { max_jobs }
     }
 
     /// When to wake up if nothing else happens.
     fn wake_at(&self, now: Instant) -> Option<Instant> {
         let (is_working, is_busy) = (self.stage.is_working(), self.running > 0);
-        let parts = self.parts.iter().filter_map(|part| {
-            if part.is_backing_off(now) && (is_working || !part.pending_acks.is_empty()) {
-                Some(part.backoff_until)
+        let partitions = self.partitions.iter().filter_map(|partition| {
+            if partition.is_backing_off(now) && (is_working || !partition.pending_acks.is_empty()) {
+                Some(partition.backoff_until)
             } else {
-                // A due part waits for capacity, not for time, except to refresh the age of the oldest due job.
-                let times = [part.claim_at, part.refresh_at(now, is_busy)].into_iter().flatten();
+                // A due partition waits for capacity, not for time, except to refresh the age of the oldest due job.
+                let times = [partition.claim_at, partition.refresh_at(now, is_busy)].into_iter().flatten();
                 times.filter(|at| is_working && *at > now).min()
             }
         });
-        parts.chain(self.check_at).chain(self.stage.ends_at()).chain(self.summary_at).min()
+        partitions.chain(self.check_at).chain(self.stage.ends_at()).chain(self.summary_at).min()
     }
 }

@@ -10,7 +10,7 @@ use tracing::Instrument;
 use super::claims::{Claims, DecodedJob};
 use super::event_loop::WorkerLoop;
 use super::job_timers::JobTimers;
-use super::part::SentCall;
+use super::partition::SentCall;
 use super::pending_ack::PendingAck;
 use super::running_job::RunningJob;
 use super::store_calls::{ClaimReply, ExtendReply, Reply};
@@ -25,7 +25,7 @@ const ABANDONED_SNOOZE: Duration = Duration::from_secs(3);
 /// The call that claimed a job.
 #[derive(Clone, Copy)]
 struct Origin {
-    part: usize,
+    partition: usize,
     // When it was sent, by the local clock.
     sent: Instant,
     // When it claimed the job, by the store's clock.
@@ -41,13 +41,13 @@ where
             Reply::Extended(reply) => self.on_extended(reply, now),
             Reply::Claimed(ClaimReply { call, sent, result }) => {
                 self.calls.replied(&call);
-                let part = &mut self.parts[call.part];
-                part.calls -= 1;
+                let partition = &mut self.partitions[call.partition];
+                partition.calls -= 1;
                 match result {
                     Ok(claims) => self.on_claimed(call, sent, *claims, now),
                     Err(error) => {
-                        self.reporter.store_failed(call.part, &error);
-                        part.failed(call, sent, &error, now);
+                        self.reporter.store_failed(call.partition, &error);
+                        partition.record_failure(call, sent, &error, now);
                     }
                 }
             }
@@ -55,25 +55,25 @@ where
     }
 
     fn on_claimed(&mut self, call: SentCall, sent: Instant, claims: Claims<T>, now: Instant) {
-        let (reporter, index) = (&mut self.reporter, call.part);
+        let (reporter, index) = (&mut self.reporter, call.partition);
         let dead = self.queue.dead_limits();
         reporter.store_works(index);
         for (ack, finished) in call.acks.into_iter().zip(&claims.finished) {
             reporter.acked(ack, *finished, dead, now);
         }
-        self.parts[index].oldest_due = claims.oldest_due;
-        reporter.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max());
+        self.partitions[index].oldest_due = claims.oldest_due;
+        reporter.oldest_due(self.partitions.iter().filter_map(|partition| partition.oldest_due).max());
         reporter.expired(claims.expired, &claims.died, now);
-        let part = &mut self.parts[index];
-        part.claimed(call.limit, &claims, now);
+        let partition = &mut self.partitions[index];
+        partition.record_claims(call.max_jobs, &claims, now);
         let lease_ends = sent + self.settings.lease;
         for ack in claims.undecodable {
-            part.add_ack(lease_ends, ack);
+            partition.add_ack(lease_ends, ack);
         }
         if lease_ends <= now && !claims.jobs.is_empty() {
             reporter.claimed_too_late(claims.jobs.len());
         }
-        let origin = Origin { part: index, sent, claimed_at: claims.now };
+        let origin = Origin { partition: index, sent, claimed_at: claims.now };
         for decoded in claims.jobs {
             self.start(decoded, origin, now);
         }
@@ -83,17 +83,17 @@ where
     fn start(&mut self, decoded: DecodedJob<T>, origin: Origin, now: Instant) {
         let DecodedJob { lease, job, canceller } = decoded;
         let lease_ends = origin.sent + self.settings.lease;
-        let part = &mut self.parts[origin.part];
+        let partition = &mut self.partitions[origin.partition];
         if self.jobs.has_abandoned(&lease.id) {
             // The job waits for the end of the abandoned attempt, or for another worker.
-            part.skips_claim = true;
-            part.add_ack(lease_ends, PendingAck::new(lease, AckKind::Snooze { delay: ABANDONED_SNOOZE }));
+            partition.skips_claim = true;
+            partition.add_ack(lease_ends, PendingAck::new(lease, AckKind::Snooze { delay: ABANDONED_SNOOZE }));
             return;
         }
         // Another worker may have claimed the job after the end of the lease.
         let may_begin = self.stage.is_working() && now < lease_ends;
         let Some(mut instance) = may_begin.then(|| self.services.take()).flatten() else {
-            part.add_ack(lease_ends, PendingAck::new(lease, AckKind::Release));
+            partition.add_ack(lease_ends, PendingAck::new(lease, AckKind::Release));
             return;
         };
         let (attempt, is_last) = (job.attempt(), job.is_last_attempt());
@@ -107,7 +107,7 @@ where
             Err(panic) => {
                 self.services.put_panicked(instance);
                 let ack = self.results.panicked(lease, attempt, panic);
-                part.add_ack(lease_ends, PendingAck { is_last, attempt, ..ack });
+                partition.add_ack(lease_ends, PendingAck { is_last, attempt, ..ack });
                 return;
             }
         };
@@ -115,27 +115,27 @@ where
         let task = async move { future.await.map(drop).map_err(Into::into) };
         let abort = self.jobs.spawn(task.instrument(span));
         let timers = JobTimers::new(origin.sent, self.settings.lease, now, self.settings.max_runtime);
-        let part = origin.part;
-        let running = RunningJob { part, lease, attempt, is_last, started: now, canceller, abort, timers };
+        let partition = origin.partition;
+        let running = RunningJob { partition, lease, attempt, is_last, started: now, canceller, abort, timers };
         self.reporter.started(&running, late);
         self.jobs.insert(running);
     }
 
     /// Handles the reply to a lease renewal.
     fn on_extended(&mut self, reply: ExtendReply, now: Instant) {
-        let ExtendReply { part, tasks, sent, result } = reply;
+        let ExtendReply { partition, tasks, sent, result } = reply;
         match result {
             Ok(extensions) => {
                 // While claims fail, a successful renewal does not mean that the store works.
-                if self.parts[part].failures == 0 {
-                    self.reporter.store_works(part);
+                if self.partitions[partition].failures == 0 {
+                    self.reporter.store_works(partition);
                 }
                 for (task, extended) in tasks.iter().zip(extensions) {
                     self.jobs.extended(task, extended, sent, now);
                 }
             }
             // The next renewal retries it.
-            Err(error) => self.reporter.store_failed(part, &error),
+            Err(error) => self.reporter.store_failed(partition, &error),
         }
     }
 }

@@ -22,11 +22,11 @@ pub(crate) struct Reporter {
     metrics: WorkerMetrics,
     notices: Notices,
     events: EventSender,
-    stores: Vec<StoreOfPart>,
+    stores: Vec<PartitionStore>,
 }
 
-/// The store of one part of the queue.
-struct StoreOfPart {
+/// The store of one partition of the queue.
+struct PartitionStore {
     key: QueueKey,
     // Whether its failure was reported.
     is_failing: bool,
@@ -34,14 +34,19 @@ struct StoreOfPart {
 }
 
 impl Reporter {
-    pub(crate) fn new(queue: Key, parts: impl Iterator<Item = QueueKey>, events: EventSender, now: Instant) -> Self {
-        let store = |key| StoreOfPart { key, is_failing: false, outage: OutageTracker::of_a_store() };
+    pub(crate) fn new(
+        queue: Key,
+        partitions: impl Iterator<Item = QueueKey>,
+        events: EventSender,
+        now: Instant,
+    ) -> Self {
+        let store = |key| PartitionStore { key, is_failing: false, outage: OutageTracker::for_store() };
         Self {
             queue,
             metrics: WorkerMetrics::new(queue.as_str()),
             notices: Notices::new(queue, now),
             events,
-            stores: parts.map(store).collect(),
+            stores: partitions.map(store).collect(),
         }
     }
 
@@ -143,13 +148,13 @@ impl Reporter {
         }
     }
 
-    /// Reports a failed store call for a part of the queue.
-    pub(crate) fn store_failed(&mut self, part: usize, error: &StoreError) {
+    /// Reports a failed store call for a partition of the queue.
+    pub(crate) fn store_failed(&mut self, partition: usize, error: &StoreError) {
         self.metrics.store_failed();
         let is_first = self.stores.iter().all(|store| !store.is_failing);
-        let store = &mut self.stores[part];
+        let store = &mut self.stores[partition];
         store.is_failing = true;
-        if store.outage.begins() {
+        if store.outage.record_failure() {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             tracing::warn!(queue = %store.key, %error, cause, "the store fails: the worker retries until it works");
         }
@@ -158,10 +163,10 @@ impl Reporter {
         }
     }
 
-    /// Reports a successful store call for a part of the queue, if its store failed before.
-    pub(crate) fn store_works(&mut self, part: usize) {
-        let store = &mut self.stores[part];
-        if store.outage.ends() {
+    /// Reports a successful store call for a partition of the queue, if its store failed before.
+    pub(crate) fn store_works(&mut self, partition: usize) {
+        let store = &mut self.stores[partition];
+        if store.outage.record_success() {
             tracing::info!(queue = %store.key, "the store works again");
         }
         if mem::take(&mut store.is_failing) && self.stores.iter().all(|store| !store.is_failing) {

@@ -10,7 +10,7 @@ use crate::delay_queue::store::JobLease;
 
 /// A job that the service is running.
 pub(crate) struct RunningJob {
-    pub(crate) part: usize,
+    pub(crate) partition: usize,
     pub(crate) lease: JobLease,
     pub(crate) attempt: u16,
     // Whether the job is dead if this attempt fails.

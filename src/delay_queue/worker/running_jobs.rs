@@ -33,7 +33,7 @@ pub(crate) struct RunningJobs {
 /// What a check of the running jobs finds.
 #[derive(Default)]
 pub(crate) struct Checked {
-    /// The leases to renew, by the part of the queue.
+    /// The leases to renew, by the partition of the queue.
     pub(crate) renewals: BTreeMap<usize, Vec<(Id, JobLease)>>,
     /// The jobs that are abandoned from now on.
     pub(crate) abandoned: Vec<Id>,
@@ -123,7 +123,7 @@ impl RunningJobs {
                 job.canceller.cancel();
             }
             if actions.renews {
-                checked.renewals.entry(job.part).or_default().push((*task, job.lease));
+                checked.renewals.entry(job.partition).or_default().push((*task, job.lease));
             }
             self.check_at = self.check_at.into_iter().chain(job.timers.next()).min();
         }

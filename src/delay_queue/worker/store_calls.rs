@@ -6,7 +6,7 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::Instant;
 
 use super::claims::{Claims, UndecodableRule};
-use super::part::SentCall;
+use super::partition::SentCall;
 use super::settings::Settings;
 use crate::codec::Codec;
 use crate::delay_queue::queue::DelayQueue;
@@ -40,7 +40,7 @@ pub(crate) struct ClaimReply<T> {
 }
 
 pub(crate) struct ExtendReply {
-    pub(crate) part: usize,
+    pub(crate) partition: usize,
     pub(crate) tasks: Vec<Id>,
     pub(crate) sent: Instant,
     pub(crate) result: Result<Vec<Extended>, StoreError>,
@@ -69,7 +69,7 @@ impl<T, C> StoreCalls<T, C> {
 
     /// Counts a reply to a call that finishes and claims.
     pub(crate) fn replied(&mut self, call: &SentCall) {
-        self.reserved -= call.limit;
+        self.reserved -= call.max_jobs;
         self.acks -= call.acks.len();
     }
 }
@@ -86,10 +86,10 @@ where
 
     /// Records results and claims jobs.
     pub(crate) fn claim(&mut self, key: QueueKey, call: SentCall, timeout: Duration) {
-        self.reserved += call.limit;
+        self.reserved += call.max_jobs;
         self.acks += call.acks.len();
-        let (worker, limit, lease) = (self.worker, call.limit, self.lease);
-        let claim = Claim { worker, limit, lease, dead: self.queue.dead_limits() };
+        let (worker, max_jobs, lease) = (self.worker, call.max_jobs, self.lease);
+        let claim = Claim { worker, limit: max_jobs, lease, dead: self.queue.dead_limits() };
         let (queue, undecodable) = (self.queue.clone(), self.undecodable);
         self.in_flight.spawn(async move {
             let finished = call.acks.iter().map(|pending| pending.ack.clone()).collect();
@@ -101,14 +101,14 @@ where
     }
 
     /// Renews leases.
-    pub(crate) fn extend(&mut self, part: usize, key: QueueKey, leases: &[(Id, JobLease)], timeout: Duration) {
+    pub(crate) fn extend(&mut self, partition: usize, key: QueueKey, leases: &[(Id, JobLease)], timeout: Duration) {
         for batch in leases.chunks(MAX_BATCH) {
             let (tasks, leases): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
             let (queue, lease) = (self.queue.clone(), self.lease);
             self.in_flight.spawn(async move {
                 let sent = Instant::now();
                 let result = queue.extend(key, leases, lease, timeout).await;
-                Reply::Extended(ExtendReply { part, tasks, sent, result })
+                Reply::Extended(ExtendReply { partition, tasks, sent, result })
             });
         }
     }

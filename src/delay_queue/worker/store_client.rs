@@ -17,25 +17,25 @@ const BULK_WAIT: Duration = Duration::from_secs(1);
 pub(crate) struct StoreClient {
     queue: Key,
     breaker: CircuitBreaker,
-    // One for each part of the queue, since parts may be on different nodes.
+    // One for each partition of the queue, since partitions may be on different nodes.
     circuits: Box<[Circuit]>,
     // Created at the first store call, when the metrics recorder is installed.
     metrics: OnceLock<QueueMetrics>,
 }
 
 impl StoreClient {
-    pub(crate) fn new(queue: Key, breaker: CircuitBreaker, parts: u16) -> Self {
-        let circuits = (0..parts).map(|_| Circuit::new(breaker)).collect();
+    pub(crate) fn new(queue: Key, breaker: CircuitBreaker, partitions: u16) -> Self {
+        let circuits = (0..partitions).map(|_| Circuit::new(breaker)).collect();
         Self { queue, breaker, circuits, metrics: OnceLock::new() }
     }
 
-    /// A new client for a queue of `parts` parts.
-    pub(crate) fn split(&self, parts: u16) -> Self {
-        Self::new(self.queue, self.breaker, parts)
+    /// A new client for a queue of `partitions` partitions.
+    pub(crate) fn split(&self, partitions: u16) -> Self {
+        Self::new(self.queue, self.breaker, partitions)
     }
 
     fn circuit(&self, queue: &QueueKey) -> &Circuit {
-        &self.circuits[usize::from(queue.part())]
+        &self.circuits[usize::from(queue.partition())]
     }
 
     /// Waits until the circuit admits a call, for as long as `wait` allows.
@@ -117,7 +117,7 @@ impl CircuitWait {
     }
 }
 
-/// A part of the queue, as the observer of its circuit.
+/// A partition of the queue, as the observer of its circuit.
 struct PartObserver<'a> {
     client: &'a StoreClient,
     queue: &'a QueueKey,

@@ -13,7 +13,7 @@ use tokio::task::AbortHandle;
 
 use crate::error::BoxError;
 use crate::http::body::ResponseBody;
-use crate::http::lock::{AbortMarker, Cut};
+use crate::http::lock::{AbortMarker, AbortOutcome};
 
 pin_project! {
     /// The body of a response from an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is recorded, or
@@ -39,7 +39,7 @@ pin_project! {
             ended: bool,
             abort: Option<AbortOnDrop>,
             // Tells outer layers that the body was cut off.
-            cut_off: AbortMarker,
+            abort_marker: AbortMarker,
         },
     }
 }
@@ -99,8 +99,13 @@ impl<B> IdempotentBody<B> {
     }
 
     /// `hint` is the size of the whole body.
-    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, cut_off: AbortMarker) -> Self {
-        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None, cut_off } }
+    pub(super) const fn live(
+        chunks: Chunks,
+        pieces: Receiver<Piece>,
+        hint: SizeHint,
+        abort_marker: AbortMarker,
+    ) -> Self {
+        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None, abort_marker } }
     }
 
     /// Aborts the recording task when this body is dropped.
@@ -141,12 +146,12 @@ where
                 next.or_else(|| trailers.take().map(Frame::trailers)).map(Ok)
             }
             KindProj::Live { ended: true, .. } => None,
-            KindProj::Live { chunks, pieces, hint, ended, abort, cut_off } => {
+            KindProj::Live { chunks, pieces, hint, ended, abort, abort_marker } => {
                 let piece = match chunks.pop() {
                     Some(chunk) => Piece::Data(chunk),
                     None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| {
                         // Has no effect if the task has reported the outcome already.
-                        cut_off.make(Cut::OutcomeUnknown);
+                        abort_marker.set(AbortOutcome::OutcomeUnknown);
                         Piece::Failed(BrokenOff.into())
                     }),
                 };

@@ -7,7 +7,7 @@ use ::http::response::Parts;
 use ::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
 use crate::error::{BoxError, causes};
-use crate::http::lock::{AbortMarker, Cut};
+use crate::http::lock::{AbortMarker, AbortOutcome};
 use crate::http::responder::REJECTED;
 use crate::idempotency::ResponsePolicy;
 use crate::lock::PartialEffects;
@@ -39,8 +39,8 @@ pub(super) struct ResponseClassifier {
 }
 
 impl ResponseClassifier {
-    /// `is_not_here`: the response may come from a router that knows no such route.
-    pub(super) fn new(policy: ResponsePolicy, parts: &Parts, is_not_here: bool) -> Self {
+    /// `is_unrouted`: the response may come from a router that knows no such route.
+    pub(super) fn new(policy: ResponsePolicy, parts: &Parts, is_unrouted: bool) -> Self {
         let Parts { status, headers, extensions, .. } = parts;
         let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
         let declared = if extensions.get::<OutcomeUnknown>().is_some() {
@@ -56,7 +56,7 @@ impl ResponseClassifier {
             status: *status,
             declared,
             abort_marker: extensions.get().cloned(),
-            is_final: !is_not_here && is_final(*status, headers),
+            is_final: !is_unrouted && is_final(*status, headers),
             is_grpc: content_type.starts_with(b"application/grpc"),
             grpc: GrpcStatus::of(headers),
         }
@@ -82,19 +82,19 @@ impl ResponseClassifier {
     }
 
     /// Whether the response is stored, whatever its trailers are.
-    pub(super) fn is_stored_anyway(&self) -> bool {
+    pub(super) fn is_surely_stored(&self) -> bool {
         let is_known = self.grpc.is_some() || !self.is_grpc || self.policy == ResponsePolicy::All;
         is_known && matches!(self.classify(&HeaderMap::new(), false), Class::Store { .. })
     }
 
     /// The class that the response or an inner layer declares.
     fn declared(&self) -> Option<Class> {
-        let is_cut = |cut| self.abort_marker.as_ref().is_some_and(|marker| marker.is_made(cut));
-        if is_cut(Cut::OutcomeUnknown) {
+        let is_aborted = |outcome| self.abort_marker.as_ref().is_some_and(|marker| marker.is_set(outcome));
+        if is_aborted(AbortOutcome::OutcomeUnknown) {
             return Some(Class::Unknown);
         }
         // An inner layer has released its own operation.
-        self.declared.or_else(|| is_cut(Cut::GivenBack).then_some(Class::Release))
+        self.declared.or_else(|| is_aborted(AbortOutcome::Released).then_some(Class::Release))
     }
 
     /// The gRPC status. A response that ended without one is an error for the client.
@@ -253,15 +253,17 @@ mod tests {
 
     #[test]
     fn inner_layer_may_cut_off_a_response_until_its_end() {
-        for (cut, expected) in
-            [(Cut::OutcomeUnknown, [Class::Unknown; 3]), (Cut::GivenBack, [RELEASE; 3]), (Cut::Done, [SUCCESS; 3])]
-        {
+        for (cut, expected) in [
+            (AbortOutcome::OutcomeUnknown, [Class::Unknown; 3]),
+            (AbortOutcome::Released, [RELEASE; 3]),
+            (AbortOutcome::Completed, [SUCCESS; 3]),
+        ] {
             let marker = AbortMarker::around(None);
             let mut parts = parts(200, &[]);
             parts.extensions.insert(marker.clone());
             let classifier = ResponseClassifier::new(ResponsePolicy::SafeRetry, &parts, false);
-            assert!(classifier.is_stored_anyway());
-            marker.make(cut);
+            assert!(classifier.is_surely_stored());
+            marker.set(cut);
             assert_eq!(classifier.classify(&HeaderMap::new(), true), expected[0], "{cut:?}");
             assert_eq!(classes(&parts, &HeaderMap::new()), expected, "{cut:?}");
         }
@@ -292,7 +294,7 @@ mod tests {
         ] {
             let parts = parts(status, headers);
             let sure = [ResponsePolicy::SafeRetry, ResponsePolicy::All, ResponsePolicy::Success]
-                .map(|policy| ResponseClassifier::new(policy, &parts, false).is_stored_anyway());
+                .map(|policy| ResponseClassifier::new(policy, &parts, false).is_surely_stored());
             assert_eq!(sure, expected, "{status} {headers:?}");
         }
     }

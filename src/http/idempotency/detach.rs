@@ -1,4 +1,4 @@
-//! A request with a record, which continues in a task of its own if its caller drops it.
+//! A request with a record, which continues in a new task if its caller drops it.
 
 use std::future::Future;
 use std::mem;
@@ -16,12 +16,11 @@ use crate::lock::Held;
 
 pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
 
-/// A request with a record. Its caller runs it by polling, so it needs no task. If the caller drops it after the handler has
-/// started, it continues in a new task.
+/// A request with a record. Its caller polls it. If the caller drops it after the handler has started, it continues in a new task.
 pub(super) struct DetachableFuture<R, E> {
     // `None` after it has returned its response, or has panicked.
-    answer: Option<Work<Answer<R, E>>>,
-    goes_on: DetachMode,
+    work: Option<Work<Answer<R, E>>>,
+    mode: DetachMode,
     // The locks of the caller, which a new task keeps.
     locks: Held,
     // The runtime and the span of a new task. Set when the future is first pending with a started handler.
@@ -56,30 +55,30 @@ impl<F: Future + Send + 'static> Detach for F {
 }
 
 impl<R, E> DetachableFuture<R, E> {
-    /// `answer` is large, so its creator boxes it.
-    pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: DetachMode) -> Self
+    /// `work` is large, so the caller boxes it.
+    pub(super) fn new<F>(work: Pin<Box<F>>, mode: DetachMode) -> Self
     where
         F: Future<Output = Answer<R, E>> + Send + 'static,
     {
-        Self { answer: Some(answer), goes_on, locks: Held::present(), detach_context: None }
+        Self { work: Some(work), mode, locks: Held::current(), detach_context: None }
     }
 
-    fn goes_on(&self) -> bool {
-        match &self.goes_on {
+    fn detaches(&self) -> bool {
+        match &self.mode {
             DetachMode::Yes => true,
-            DetachMode::When(says_so) => says_so.load(Ordering::Acquire),
+            DetachMode::When(flag) => flag.load(Ordering::Acquire),
         }
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
-        // A panic does not put it back.
-        let mut answer = self.answer.take().expect("ResponseFuture polled after completion");
-        let polled = answer.as_mut().poll(cx);
+        // After a panic, it stays `None`.
+        let mut work = self.work.take().expect("ResponseFuture polled after completion");
+        let polled = work.as_mut().poll(cx);
         if polled.is_pending() {
-            if self.detach_context.is_none() && self.goes_on() {
+            if self.detach_context.is_none() && self.detaches() {
                 self.detach_context = detach_context();
             }
-            self.answer = Some(answer);
+            self.work = Some(work);
         }
         polled
     }
@@ -87,11 +86,11 @@ impl<R, E> DetachableFuture<R, E> {
 
 impl<R, E> Drop for DetachableFuture<R, E> {
     fn drop(&mut self) {
-        if let Some(answer) = self.answer.take()
-            && self.goes_on()
+        if let Some(work) = self.work.take()
+            && self.detaches()
             && let Some((runtime, span)) = self.detach_context.take().or_else(detach_context)
         {
-            answer.detach(mem::take(&mut self.locks), &runtime, span);
+            work.detach(mem::take(&mut self.locks), &runtime, span);
         }
     }
 }

@@ -82,8 +82,7 @@ fn len(field: &[u8]) -> [u8; 4] {
     (field.len() as u32).to_le_bytes()
 }
 
-/// The first half of the hash. The other half stays secret. So a reader of the store cannot extend the hash to other input
-/// without the key.
+/// The first half of the hash. The other half stays secret, so that a reader of the store cannot extend the hash without the key.
 fn digest(hash: Sha256) -> Digest {
     let hash: [u8; 32] = hash.finalize().into();
     Digest(std::array::from_fn(|i| hash[i]))
@@ -92,10 +91,10 @@ fn digest(hash: Sha256) -> Digest {
 /// The state of a request body: the part that the handler has read, and whether the handler may continue.
 pub(super) struct BodyFingerprint {
     progress: Mutex<Progress>,
-    is_unfit: Notify,
+    rejected: Notify,
 }
 
-/// Why the handler must not see the end of a body.
+/// Why the handler must not read the end of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BodyRejection {
     /// It differs from the body of the previous attempt.
@@ -112,28 +111,28 @@ struct Progress {
     is_whole: bool,
     has_failed: bool,
     // Whether the body was polled. A router without a route for the request does not poll it.
-    is_touched: bool,
-    // Whether the handler has dropped the body, read or not.
-    is_left: bool,
-    unfit: Option<BodyRejection>,
+    is_polled: bool,
+    // Whether the handler has dropped the body.
+    is_dropped: bool,
+    rejection: Option<BodyRejection>,
 }
 
 impl Progress {
-    /// Whether the body matches that of the previous attempt, as far as that attempt has read it. Then no later part can differ.
-    fn is_known(&self) -> bool {
+    /// Whether the body matches that of the previous attempt, as far as that attempt has read it. Later parts have nothing to match.
+    fn is_confirmed(&self) -> bool {
         let Payload { len, is_whole, .. } = self.before;
-        let knows_less = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
-        !knows_less && self.unfit != Some(BodyRejection::Differs)
+        let is_shorter = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
+        !is_shorter && self.rejection != Some(BodyRejection::Differs)
     }
 }
 
 impl BodyFingerprint {
     fn new(hash: Sha256) -> Self {
         let (before, max_len) = (Payload::default(), u64::MAX);
-        let [is_whole, has_failed, is_touched, is_left] = [false; 4];
+        let [is_whole, has_failed, is_polled, is_dropped] = [false; 4];
         let progress =
-            Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_touched, is_left, unfit: None };
-        Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
+            Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_polled, is_dropped, rejection: None };
+        Self { progress: Mutex::new(progress), rejected: Notify::new() }
     }
 
     fn begin(&self, before: Payload, max_len: u64, is_whole: bool) {
@@ -141,7 +140,7 @@ impl BodyFingerprint {
         progress.before = before;
         progress.max_len = max_len;
         progress.is_whole = is_whole;
-        progress.unfit = (is_whole && before.len > 0).then_some(BodyRejection::Differs);
+        progress.rejection = (is_whole && before.len > 0).then_some(BodyRejection::Differs);
     }
 
     /// The start of the hash of a body, before any part was read.
@@ -156,8 +155,8 @@ impl BodyFingerprint {
     }
 
     /// Records that the unread part differs from the body of the previous attempt.
-    pub(super) fn differs(&self) {
-        self.progress().unfit = Some(BodyRejection::Differs);
+    pub(super) fn reject_as_different(&self) {
+        self.progress().rejection = Some(BodyRejection::Differs);
     }
 
     /// No code panics while it holds the lock, so a poisoned state is intact.
@@ -165,36 +164,36 @@ impl BodyFingerprint {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the body broke off before the handler had read all of it.
+    /// Whether the body failed before the handler had read all of it.
     pub(super) fn has_failed(&self) -> bool {
         self.progress().has_failed
     }
 
     /// Whether an inner service has polled the body.
-    pub(super) fn is_touched(&self) -> bool {
-        self.progress().is_touched
+    pub(super) fn is_polled(&self) -> bool {
+        self.progress().is_polled
     }
 
-    /// Whether the handler reads no more of the body, so that the body can neither break off nor turn out to be unfit.
-    pub(super) fn is_over(&self) -> bool {
+    /// Whether the handler reads no more of the body, so that it can neither fail nor be rejected.
+    pub(super) fn is_final(&self) -> bool {
         let progress = self.progress();
-        progress.is_whole || progress.is_left
+        progress.is_whole || progress.is_dropped
     }
 
-    /// Why the handler must not see the end of the body, if so.
-    pub(super) fn unfit(&self) -> Option<BodyRejection> {
-        self.progress().unfit
+    /// Why the handler must not read the end of the body.
+    pub(super) fn rejection(&self) -> Option<BodyRejection> {
+        self.progress().rejection
     }
 
-    /// Resolves when the handler must not see the end of the body.
-    pub(super) async fn until_it_is_unfit(&self) {
-        while self.unfit().is_none() {
-            self.is_unfit.notified().await;
+    /// Resolves when the handler must not read the end of the body.
+    pub(super) async fn until_rejected(&self) {
+        while self.rejection().is_none() {
+            self.rejected.notified().await;
         }
     }
 
-    /// Records a frame. False if the handler must not see it.
-    fn note<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
+    /// Records a frame. False if the handler must not get it.
+    fn record<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
         let mut progress = self.progress();
         let Payload { len, is_whole, digest: expected } = progress.before;
         let mut differs = false;
@@ -218,32 +217,32 @@ impl BodyFingerprint {
         }
         differs |= progress.is_whole && progress.len < len;
         if differs {
-            progress.unfit = Some(BodyRejection::Differs);
+            progress.rejection = Some(BodyRejection::Differs);
         } else if progress.len > progress.max_len {
-            progress.unfit = Some(BodyRejection::TooLarge);
+            progress.rejection = Some(BodyRejection::TooLarge);
         }
-        if progress.unfit.is_some() {
-            self.is_unfit.notify_one();
+        if progress.rejection.is_some() {
+            self.rejected.notify_one();
         }
-        progress.unfit.is_none()
+        progress.rejection.is_none()
     }
 }
 
 impl HasPayload for BodyFingerprint {
     fn payload(&self) -> Payload {
         let progress = self.progress();
-        if !progress.is_known() {
+        if !progress.is_confirmed() {
             return progress.before;
         }
         let digest = digest(progress.hash.clone());
         Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
     }
 
-    fn is_known(&self) -> bool {
-        self.progress().is_known()
+    fn is_confirmed(&self) -> bool {
+        self.progress().is_confirmed()
     }
 
-    fn anew(&self) -> Self {
+    fn restarted(&self) -> Self {
         Self::new(self.hash())
     }
 }
@@ -255,13 +254,13 @@ pin_project! {
         #[pin]
         body: Sent<B>,
         context: Option<Arc<OperationContext<BodyFingerprint>>>,
-        is_touched: bool,
+        is_polled: bool,
     }
 
     impl<B> PinnedDrop for FingerprintedBody<B> {
         fn drop(this: Pin<&mut Self>) {
             if let Some(context) = this.project().context {
-                context.body().progress().is_left = true;
+                context.body().progress().is_dropped = true;
             }
         }
     }
@@ -271,16 +270,16 @@ pin_project! {
     #[project = SentProj]
     enum Sent<B> {
         // The layer does not read the rest after the handler.
-        Handed { #[pin] body: B },
+        Owned { #[pin] body: B },
         // The body must match that of the previous attempt, so the layer compares the part that the handler does not read.
-        Lent { body: Arc<Lent<B>> },
+        Shared { body: Arc<Shared<B>> },
     }
 }
 
-/// Never contended: see [`Rest`].
-type Lent<B> = Mutex<Pin<Box<B>>>;
+/// Never contended: see [`UnreadBody`].
+type Shared<B> = Mutex<Pin<Box<B>>>;
 
-fn lent<B>(body: &Lent<B>) -> MutexGuard<'_, Pin<Box<B>>> {
+fn lock<B>(body: &Shared<B>) -> MutexGuard<'_, Pin<Box<B>>> {
     body.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -290,51 +289,51 @@ impl<B: Body> Body for Sent<B> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         match self.project() {
-            SentProj::Handed { body } => body.poll_frame(cx),
-            SentProj::Lent { body } => lent(body).as_mut().poll_frame(cx),
+            SentProj::Owned { body } => body.poll_frame(cx),
+            SentProj::Shared { body } => lock(body).as_mut().poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Self::Handed { body } => body.is_end_stream(),
-            Self::Lent { body } => lent(body).is_end_stream(),
+            Self::Owned { body } => body.is_end_stream(),
+            Self::Shared { body } => lock(body).is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Self::Handed { body } => body.size_hint(),
-            Self::Lent { body } => lent(body).size_hint(),
+            Self::Owned { body } => body.size_hint(),
+            Self::Shared { body } => lock(body).size_hint(),
         }
     }
 }
 
 /// The unread part of a body. It is compared after the handler has dropped the body.
-pub(super) trait Rest: Send + Sync {
+pub(super) trait UnreadBody: Send + Sync {
     /// Whether it matches the body of the previous attempt; `None` if it breaks off or stalls.
     fn is_same<'a>(
         &'a mut self,
-        reading: &'a BodyFingerprint,
-        pace: Pace,
+        fingerprint: &'a BodyFingerprint,
+        compare_timeouts: CompareTimeouts,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
 }
 
-impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
+impl<B: Body<Data = Bytes> + Send> UnreadBody for Shared<B> {
     fn is_same<'a>(
         &'a mut self,
-        reading: &'a BodyFingerprint,
-        pace: Pace,
+        fingerprint: &'a BodyFingerprint,
+        compare_timeouts: CompareTimeouts,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
         let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
-        Box::pin(async move { is_same(body, &reading.payload(), reading, pace).await.ok() })
+        Box::pin(async move { is_same(body, &fingerprint.payload(), fingerprint, compare_timeouts).await.ok() })
     }
 }
 
 impl<B> FingerprintedBody<B> {
     /// A body without a fingerprint.
     pub(super) const fn passed(body: B) -> Self {
-        Self { body: Sent::Handed { body }, context: None, is_touched: false }
+        Self { body: Sent::Owned { body }, context: None, is_polled: false }
     }
 }
 
@@ -346,15 +345,15 @@ impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
         before: Payload,
         max_len: u64,
         context: Arc<OperationContext<BodyFingerprint>>,
-    ) -> (Self, Option<Arc<dyn Rest>>) {
+    ) -> (Self, Option<Arc<dyn UnreadBody>>) {
         context.body().begin(before, max_len, body.is_end_stream());
-        let (body, rest) = if context.body().is_known() {
-            (Sent::Handed { body }, None)
+        let (body, rest) = if context.body().is_confirmed() {
+            (Sent::Owned { body }, None)
         } else {
             let body = Arc::new(Mutex::new(Box::pin(body)));
-            (Sent::Lent { body: Arc::clone(&body) }, Some(body as _))
+            (Sent::Shared { body: Arc::clone(&body) }, Some(body as _))
         };
-        (Self { body, context: Some(context), is_touched: false }, rest)
+        (Self { body, context: Some(context), is_polled: false }, rest)
     }
 }
 
@@ -364,15 +363,15 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let mut this = self.project();
-        if !*this.is_touched {
-            *this.is_touched = true;
+        if !*this.is_polled {
+            *this.is_polled = true;
             if let Some(context) = &this.context {
-                context.body().progress().is_touched = true;
+                context.body().progress().is_polled = true;
             }
         }
         let frame = ready!(this.body.as_mut().poll_frame(cx));
         if let Some(context) = this.context
-            && !context.body().note(frame.as_ref(), this.body.is_end_stream())
+            && !context.body().record(frame.as_ref(), this.body.is_end_stream())
         {
             // The execution is notified, and drops the handler.
             return Poll::Pending;
@@ -397,7 +396,7 @@ impl<B> std::fmt::Debug for FingerprintedBody<B> {
 
 /// The timeouts of a comparison.
 #[derive(Clone, Copy)]
-pub(super) struct Pace {
+pub(super) struct CompareTimeouts {
     /// The maximum time between two parts that are not empty.
     pub(super) stall: Duration,
     /// The maximum total time.
@@ -406,31 +405,32 @@ pub(super) struct Pace {
 
 /// Why a comparison failed.
 #[derive(Debug)]
-pub(super) enum Unread {
+pub(super) enum CompareError {
     BrokenOff,
     TooSlow,
 }
 
-/// Whether `body` has this fingerprint. If `reading` has read a part already, `body` is the rest. Reads no more than necessary,
+/// Whether `body` has this fingerprint. If `fingerprint` has read a part already, `body` is the rest. Reads no more than necessary,
 /// and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
-    reading: &BodyFingerprint,
-    pace: Pace,
-) -> Result<bool, Unread> {
+    fingerprint: &BodyFingerprint,
+    compare_timeouts: CompareTimeouts,
+) -> Result<bool, CompareError> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
-    let (mut hash, len) = reading.so_far();
+    let (mut hash, len) = fingerprint.so_far();
     let mut body = pin!(body);
     let mut missing = payload.len.saturating_sub(len);
     let mut progressed = Instant::now();
-    let end = progressed + pace.total;
+    let end = progressed + compare_timeouts.total;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
         // A body with endless empty frames must yield to other tasks and to the timers.
         consume_budget().await;
-        let frame = timeout_at(end.min(progressed + pace.stall), poll_fn(|cx| body.as_mut().poll_frame(cx))).await;
-        let Some(frame) = frame.map_err(|_| Unread::TooSlow)? else { break };
-        let Ok(data) = frame.map_err(|_| Unread::BrokenOff)?.into_data() else { continue };
+        let frame =
+            timeout_at(end.min(progressed + compare_timeouts.stall), poll_fn(|cx| body.as_mut().poll_frame(cx))).await;
+        let Some(frame) = frame.map_err(|_| CompareError::TooSlow)? else { break };
+        let Ok(data) = frame.map_err(|_| CompareError::BrokenOff)?.into_data() else { continue };
         if !data.is_empty() {
             progressed = Instant::now();
         }
@@ -457,17 +457,17 @@ mod tests {
     use crate::idempotency::store::Claim;
     use crate::store::token::Token;
 
-    const PACE: Pace = Pace { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
+    const PACE: CompareTimeouts = CompareTimeouts { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
 
     fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, BodyFingerprint) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
 
     fn context() -> Arc<OperationContext<BodyFingerprint>> {
-        let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
+        let (operation, (head, fingerprint)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
         let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
-        OperationContext::new(&Coordinator::new(MemoryBackend::new()), operation, claim, reading)
+        OperationContext::new(&Coordinator::new(MemoryBackend::new()), operation, claim, fingerprint)
     }
 
     fn post(uri: &str) -> Request<()> {
@@ -542,13 +542,13 @@ mod tests {
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
-                let (_, reading) = made(&post("/"), &[]);
+                let (_, fingerprint) = made(&post("/"), &[]);
                 let payload = read(&bytes, &sizes, Payload::default()).await;
                 let len = usize::try_from(payload.len).unwrap();
                 let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
-                let same = is_same(Full::new(Bytes::from(other)), &payload, &reading, PACE).await.unwrap();
+                let same = is_same(Full::new(Bytes::from(other)), &payload, &fingerprint, PACE).await.unwrap();
                 prop_assert_eq!(same, expected, "{:?}", payload);
-                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &reading, PACE).await.unwrap());
+                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &fingerprint, PACE).await.unwrap());
                 Ok(())
             })?;
         }
@@ -567,7 +567,7 @@ mod tests {
                 let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&context));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
-                prop_assert_eq!(context.body().unfit(), (!same).then_some(BodyRejection::Differs));
+                prop_assert_eq!(context.body().rejection(), (!same).then_some(BodyRejection::Differs));
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
                 }
@@ -591,9 +591,9 @@ mod tests {
                 for _ in 0..frames_read {
                     drop(futures_util::FutureExt::now_or_never(body.frame()));
                 }
-                let is_known = context.body().is_known();
-                prop_assert!(!is_known || same);
-                let mut rest = rest.filter(|_| !is_known && context.body().unfit().is_none());
+                let is_confirmed = context.body().is_confirmed();
+                prop_assert!(!is_confirmed || same);
+                let mut rest = rest.filter(|_| !is_confirmed && context.body().rejection().is_none());
                 if let Some(rest) = &mut rest {
                     prop_assert!(Arc::get_mut(rest).is_none(), "the handler still holds the body");
                     drop(body);

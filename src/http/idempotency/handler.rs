@@ -17,15 +17,15 @@ use tower_service::Service;
 use super::body::{Chunks, IdempotentBody};
 use super::detach::{Answer, DetachMode, DetachableFuture};
 use super::execution::Execution;
-use super::fingerprint::{BodyFingerprint, FingerprintedBody, Unread, has_route, is_same};
+use super::fingerprint::{BodyFingerprint, CompareError, FingerprintedBody, has_route, is_same};
 use super::handler_outcome::HandlerOutcome;
 use super::recorded_response::Recorded;
 use super::settings::{Settings, Shared};
 use crate::error::{BoxError, StoreError};
-use crate::http::lock::{AbortMarker, Cut};
+use crate::http::lock::{AbortMarker, AbortOutcome};
 use crate::idempotency::store::{Begun, Claim, Payload, RecordBound};
 use crate::idempotency::{
-    Attempt, Begin, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection,
+    Attempt, ClaimResult, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection,
     Running, ScopeBound, Verdict,
 };
 use crate::responder::{NotExecuted, Responder};
@@ -67,22 +67,22 @@ where
 {
     let settings = &shared.settings;
     let context = context(settings, operation, &request);
-    let arrived = AdmittedRequest { request, running };
-    // With `OnDisconnect::Cancel`, do not start the handler before the future is polled.
+    let admitted = AdmittedRequest { request, running };
+    // With `OnDisconnect::Cancel`, start the handler only when the future is polled.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
     match context.as_ref().ok().filter(|_| is_eager).and_then(Attempt::begin_now) {
-        Some(Ok(Begin::Granted(granted))) => {
-            let begun = start(settings, granted, arrived, inner);
-            if begun.1.is_none() {
+        Some(Ok(ClaimResult::Granted(granted))) => {
+            let (execution, handler) = start(settings, granted, admitted, inner);
+            if handler.is_none() {
                 // A request that is not executed needs no reserved service.
                 drop(take_ready(inner));
             }
-            DetachableFuture::new(Box::pin(RunHandler::new(begun, shared)), DetachMode::Yes)
+            DetachableFuture::new(Box::pin(RunHandler::new(execution, handler, shared)), DetachMode::Yes)
         }
-        begun => {
-            let goes_on = Arc::<AtomicBool>::default();
-            let asking = ask(take_ready(inner), context, begun, arrived, shared, Arc::clone(&goes_on));
-            DetachableFuture::new(Box::pin(asking), DetachMode::When(goes_on))
+        result => {
+            let detaches = Arc::<AtomicBool>::default();
+            let beginning = begin(take_ready(inner), context, result, admitted, shared, Arc::clone(&detaches));
+            DetachableFuture::new(Box::pin(beginning), DetachMode::When(detaches))
         }
     }
 }
@@ -93,15 +93,15 @@ pub(in crate::http) fn take_ready<S: Clone>(inner: &mut S) -> S {
     mem::replace(inner, fresh)
 }
 
-/// Waits for the reply of the store, and executes, replays or rejects the request. `begun` is the reply if it is known already.
-#[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
-fn ask<S, K, A, B, R>(
+/// Waits for the reply of the store, and executes, replays or rejects the request. `first` is the reply if there is one already.
+#[expect(clippy::manual_async_fn, reason = "an `async fn` holds its arguments twice")]
+fn begin<S, K, A, B, R>(
     mut ready: S,
     context: Result<Arc<OperationContext<BodyFingerprint>>, StoreError>,
-    begun: Option<Result<Begin<BodyFingerprint>, StoreError>>,
-    arrived: AdmittedRequest<B>,
+    first: Option<Result<ClaimResult<BodyFingerprint>, StoreError>>,
+    admitted: AdmittedRequest<B>,
     shared: Arc<Shared<K, A>>,
-    goes_on: Arc<AtomicBool>,
+    detaches: Arc<AtomicBool>,
 ) -> impl Future<Output = Answer<R, S::Error>> + Send
 where
     S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Send + 'static,
@@ -118,24 +118,24 @@ where
 {
     async move {
         let settings = &shared.settings;
-        let begun = match context {
+        let result = match context {
             Ok(context) => {
-                context.begin_or_wait(begun, settings.wait, settings.max_waiting).await.map(|begun| (begun, context))
+                context.begin_or_wait(first, settings.wait, settings.max_waiting).await.map(|result| (result, context))
             }
             Err(error) => Err(error),
         };
-        // Boxed, so that this future needs no room for the rest during the store call.
-        match begun {
-            Ok((Begin::Granted(granted), _)) => {
-                let begun = start(settings, granted, arrived, &mut ready);
-                goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
-                Box::pin(RunHandler::new(begun, Arc::clone(&shared))).await
+        // Boxed to keep this future small during the store call.
+        match result {
+            Ok((ClaimResult::Granted(granted), _)) => {
+                let (execution, handler) = start(settings, granted, admitted, &mut ready);
+                detaches.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
+                Box::pin(RunHandler::new(execution, handler, Arc::clone(&shared))).await
             }
-            Ok((Begin::Not(begun), context)) => {
+            Ok((ClaimResult::NotGranted(begun), context)) => {
                 settings.answered();
-                Box::pin(replay_or_reject(ready, Ok((begun, context)), arrived, settings, &shared.answer)).await
+                Box::pin(replay_or_reject(ready, Ok((begun, context)), admitted, settings, &shared.answer)).await
             }
-            Err(error) => Box::pin(replay_or_reject(ready, Err(error), arrived, settings, &shared.answer)).await,
+            Err(error) => Box::pin(replay_or_reject(ready, Err(error), admitted, settings, &shared.answer)).await,
         }
     }
 }
@@ -147,8 +147,8 @@ pin_project! {
     #[project = ServeProj]
     #[project_replace = ServeDone]
     enum RunHandler<F, R, E, K, A> {
-        // The handler is running; `None` if another attempt may have started before.
-        Handling { #[pin] handler: Option<F>, course: Execution, shared: Arc<Shared<K, A>> },
+        // The handler is running. It is `None` if it was not started.
+        Handling { #[pin] handler: Option<F>, execution: Execution, shared: Arc<Shared<K, A>> },
         // The result is being stored.
         Settling { settled: Pin<Box<dyn Future<Output = Answer<R, E>> + Send>> },
         Done,
@@ -156,8 +156,8 @@ pin_project! {
 }
 
 impl<F, R, E, K, A> RunHandler<F, R, E, K, A> {
-    fn new((course, handler): (Execution, Option<F>), shared: Arc<Shared<K, A>>) -> Self {
-        Self::Handling { handler, course, shared }
+    fn new(execution: Execution, handler: Option<F>, shared: Arc<Shared<K, A>>) -> Self {
+        Self::Handling { handler, execution, shared }
     }
 }
 
@@ -173,78 +173,79 @@ where
     type Output = Answer<R, E>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let served = match self.as_mut().project() {
-            ServeProj::Handling { handler, course, .. } => match handler.as_pin_mut() {
-                Some(handler) => ready!(course.poll_under_lease(handler, cx)),
+        let result = match self.as_mut().project() {
+            ServeProj::Handling { handler, execution, .. } => match handler.as_pin_mut() {
+                Some(handler) => ready!(execution.poll_under_lease(handler, cx)),
                 None => None,
             },
             ServeProj::Settling { settled } => return settled.as_mut().poll(cx),
             ServeProj::Done => None,
         };
-        let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
-        // Drop the handler before anything else happens.
-        let ServeDone::Handling { mut course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
+        let has_started = matches!(&*self, Self::Handling { handler: Some(_), .. });
+        // Drops the handler first.
+        let ServeDone::Handling { mut execution, shared, .. } = self.as_mut().project_replace(Self::Done) else {
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let come = course.at_work(|| HandlerOutcome::of(settings, &course, served));
-        if has_begun && !matches!(come, HandlerOutcome::Streaming(_)) {
-            course.ended(settings);
+        let handler_outcome = execution.run_work(|| HandlerOutcome::of(settings, &execution, result));
+        if has_started && !matches!(handler_outcome, HandlerOutcome::Streaming(_)) {
+            execution.record_handler_time(settings);
         }
-        let (outcome, answered) = match come {
-            HandlerOutcome::Complete(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
-            HandlerOutcome::Streaming(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
+        let (outcome, response) = match handler_outcome {
+            HandlerOutcome::Complete(outcome, response) => (outcome, response.map_err(|error| answer.error(error))),
+            HandlerOutcome::Streaming(start) => {
+                return Poll::Ready(Ok(start.stream_rest(execution, Arc::clone(settings))));
+            }
             HandlerOutcome::Aborted => {
-                return Poll::Ready(refuse(settings, answer, course.breaks_off(settings), has_begun));
+                return Poll::Ready(reject_aborted(settings, answer, execution.abort(settings), has_started));
             }
         };
-        if course.has_to_read_on(&outcome) {
+        if execution.must_compare_rest(&outcome) {
             let settled = Box::pin(async move {
                 let Shared { settings, answer, .. } = &*shared;
-                let Some(outcome) = course.read_on(outcome, settings).await else {
-                    return refuse(settings, answer, course.breaks_off(settings), true);
+                let Some(outcome) = execution.compare_rest(outcome, settings).await else {
+                    return reject_aborted(settings, answer, execution.abort(settings), true);
                 };
-                let (running, settling) = course.settle(outcome, settings);
+                let (running, settling) = execution.settle(outcome, settings);
                 if let Some(settling) = settling {
                     settling.await;
                 }
                 drop(running);
-                answered
+                response
             });
             self.set(Self::Settling { settled });
             return self.poll(cx);
         }
-        let (running, settling) = course.settle(outcome, settings);
-        let Some(settling) = settling else { return Poll::Ready(answered) };
+        let (running, settling) = execution.settle(outcome, settings);
+        let Some(settling) = settling else { return Poll::Ready(response) };
         let settled = Box::pin(async move {
             settling.await;
             drop(running);
-            answered
+            response
         });
         self.set(Self::Settling { settled });
         self.poll(cx)
     }
 }
 
-/// The rejection for a handler that was dropped, or whose response was discarded. The marker tells an outer layer what happened
-/// to the operation.
-fn refuse<A, B, R, E>(
+/// Rejects the request after its handler was dropped or the response was discarded. An outer layer reads the outcome from the marker.
+fn reject_aborted<A, B, R, E>(
     settings: &Settings,
     answer: &A,
-    (rejection, cut): (Rejection, Cut),
-    has_begun: bool,
+    (rejection, outcome): (Rejection, AbortOutcome),
+    has_started: bool,
 ) -> Result<Response<B>, E>
 where
     A: Responder<Rejection, Response<R>, E, Response = Response<B>, Error = E>,
 {
-    let mut answered = settings.reject(answer, rejection);
-    if has_begun && let Ok(response) = &mut answered {
-        let cut_off = AbortMarker::around(None);
-        cut_off.make(cut);
+    let mut rejected = settings.reject(answer, rejection);
+    if has_started && let Ok(response) = &mut rejected {
+        let abort_marker = AbortMarker::around(None);
+        abort_marker.set(outcome);
         response.extensions_mut().remove::<NotExecuted>();
-        response.extensions_mut().insert(cut_off);
+        response.extensions_mut().insert(abort_marker);
     }
-    answered
+    rejected
 }
 
 /// The context of a request, with its claim and the state of its body.
@@ -253,25 +254,25 @@ fn context<B>(
     (operation, bound): (Operation, RecordBound),
     request: &Request<B>,
 ) -> Result<Arc<OperationContext<BodyFingerprint>>, StoreError> {
-    let (head, reading) = settings.fingerprints.of(&operation, request, &settings.headers);
+    let (head, fingerprint) = settings.fingerprints.of(&operation, request, &settings.headers);
     let (lease, retention) = (settings.lease, settings.retention);
     let takes_over = settings.on_unknown == OnUnknown::Retry;
     let claim = Claim { token: Token::random()?, head, lease, retention, takes_over, bound: Some(bound) };
-    Ok(OperationContext::new(&settings.coordinator, operation, claim, reading))
+    Ok(OperationContext::new(&settings.coordinator, operation, claim, fingerprint))
 }
 
-/// A request that counts as running.
+/// A request, and its place among the running ones.
 struct AdmittedRequest<B> {
     request: Request<B>,
     running: Running,
 }
 
-/// Starts the execution. The handler is `None` if another attempt may have started meanwhile, or if the body differs from that of
-/// the previous attempt.
+/// Starts the execution. The handler is `None` if another attempt may have started, or if the body differs from that of the previous
+/// attempt.
 fn start<S, B>(
     settings: &Settings,
     granted: Granted<BodyFingerprint>,
-    arrived: AdmittedRequest<B>,
+    admitted: AdmittedRequest<B>,
     ready: &mut S,
 ) -> (Execution, Option<S::Future>)
 where
@@ -280,29 +281,28 @@ where
 {
     settings.answered();
     let Granted { attempt, fence, number, payload, checkpoint } = granted;
-    let AdmittedRequest { request, running } = arrived;
-    let mut rest = None;
+    let AdmittedRequest { request, running } = admitted;
+    let mut unread = None;
     let mut request = request.map(|body| {
-        let (body, left) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.context()));
-        rest = left;
+        let (body, rest) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.context()));
+        unread = rest;
         body
     });
     let context = Arc::clone(attempt.context());
     let handle = IdempotencyHandle::new(Arc::clone(&context) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
-    let mut course = Execution::new(attempt, settings, running, rest, has_route(&request));
-    // If the body has arrived already, the comparison with the previous attempt is done here.
-    let is_fit = context.body().unfit().is_none();
-    if !is_fit {
-        // Released with its earlier state.
-        course.gives_back();
+    let mut execution = Execution::new(attempt, settings, running, unread, has_route(&request));
+    // An empty body may already differ from that of the previous attempt.
+    let is_rejected = context.body().rejection().is_some();
+    if is_rejected {
+        execution.release_on_drop();
     }
-    if !is_fit || course.is_lost() {
-        return (course, None);
+    if is_rejected || execution.is_lost() {
+        return (execution, None);
     }
     settings.coordinator.meters().decided(Verdict::Executed);
-    let handler = course.at_work(|| ready.call(request));
-    (course, Some(handler))
+    let handler = execution.run_work(|| ready.call(request));
+    (execution, Some(handler))
 }
 
 /// Replays or rejects a request that is not executed. After a store error, calls the inner service without a record if the
@@ -310,7 +310,7 @@ where
 async fn replay_or_reject<S, A, B, R>(
     mut ready: S,
     begun: Result<(Begun, Arc<OperationContext<BodyFingerprint>>), StoreError>,
-    arrived: AdmittedRequest<B>,
+    admitted: AdmittedRequest<B>,
     settings: &Settings,
     answer: &A,
 ) -> Answer<R, S::Error>
@@ -319,7 +319,7 @@ where
     A: Responder<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>,
     B: Body<Data = Bytes>,
 {
-    let AdmittedRequest { request, running: _running } = arrived;
+    let AdmittedRequest { request, running: _running } = admitted;
     match begun {
         Ok((begun, context)) => {
             // A replay needs no reserved service.
@@ -341,7 +341,7 @@ async fn recorded<B>(
     settings: &Settings,
     begun: Begun,
     request: Request<B>,
-    reading: &BodyFingerprint,
+    fingerprint: &BodyFingerprint,
 ) -> Result<Recorded, Rejection>
 where
     B: Body<Data = Bytes>,
@@ -368,7 +368,7 @@ where
         Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), Payload::default()),
     };
     // A different request learns nothing about the first one.
-    compare(settings, request, payload, reading).await?;
+    compare(settings, request, payload, fingerprint).await?;
     let recorded = recorded?;
     settings.coordinator.meters().decided(Verdict::Replayed);
     Ok(recorded)
@@ -379,13 +379,13 @@ async fn compare<B: Body<Data = Bytes>>(
     settings: &Settings,
     request: Request<B>,
     payload: Payload,
-    reading: &BodyFingerprint,
+    fingerprint: &BodyFingerprint,
 ) -> Result<(), Rejection> {
-    match is_same(request.into_body(), &payload, reading, settings.pace()).await {
+    match is_same(request.into_body(), &payload, fingerprint, settings.compare_timeouts()).await {
         Ok(true) => Ok(()),
         Ok(false) => Err(Rejection::Mismatch),
-        Err(Unread::BrokenOff) => Err(Rejection::Unreadable),
-        Err(Unread::TooSlow) => Err(Rejection::BodyTimeout),
+        Err(CompareError::BrokenOff) => Err(Rejection::Unreadable),
+        Err(CompareError::TooSlow) => Err(Rejection::BodyTimeout),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a handler has returned.
+//! The result of a handler.
 
 use ::http::Response;
 use bytes::Bytes;
@@ -15,7 +15,7 @@ use crate::error::BoxError;
 /// The state of a handler that has returned.
 #[expect(clippy::large_enum_variant, reason = "nearly all values are the large variant, and no future holds one")]
 pub(super) enum HandlerOutcome<R, E> {
-    /// The whole response. It is sent once it is stored.
+    /// The whole response. It is sent after it is stored.
     Complete(Outcome, Answer<R, E>),
     /// A response whose body continues. Boxed, so that whole responses need no room for it.
     Streaming(Box<ResponseStart<R>>),
@@ -29,9 +29,9 @@ where
     R::Error: Into<BoxError>,
     E: 'static,
 {
-    /// Reads the ready part of a response, which usually is the whole. `served` is `None` if the handler was stopped.
-    pub(super) fn of(settings: &Settings, execution: &Execution, served: Option<Result<Response<R>, E>>) -> Self {
-        let response = match served {
+    /// Reads the ready part of a response, which usually is the whole. `result` is `None` if the handler was stopped.
+    pub(super) fn of(settings: &Settings, execution: &Execution, result: Option<Result<Response<R>, E>>) -> Self {
+        let response = match result {
             Some(Ok(response)) => response,
             Some(Err(error)) => {
                 let outcome = if has_lost_its_lock(&error) { Outcome::Unknown } else { Outcome::Failed };
@@ -39,8 +39,8 @@ where
             }
             None => return Self::Aborted,
         };
-        let is_not_here = execution.is_not_here(response.status());
-        let mut start = ResponseStart::new(response, settings, is_not_here);
+        let is_unrouted = execution.is_unrouted(response.status());
+        let mut start = ResponseStart::new(response, settings, is_unrouted);
         if start.read_ready() {
             let (outcome, response) = start.into_whole();
             Self::Complete(outcome, Ok(response))

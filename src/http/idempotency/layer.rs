@@ -73,12 +73,12 @@ impl IdempotencyLayer {
             max_body: 64 * 1_024 * 1_024,
             body_timeout: Duration::from_secs(10),
             keeps_cookies: false,
-            keep: ResponsePolicy::default(),
+            policy: ResponsePolicy::default(),
             on_missing_key: OnMissingKey::default(),
             on_unknown: OnUnknown::default(),
             on_store_error: OnStoreError::default(),
             on_disconnect: OnDisconnect::default(),
-            unprotected: Arc::new(OutageTracker::of_a_store()),
+            unprotected: Arc::new(OutageTracker::for_store()),
             methods_are_known: Arc::default(),
         };
         Self { settings, scope: Arc::new(Unscoped), answer: HttpResponder::default() }
@@ -303,8 +303,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// Which responses are stored. Defaults to [`ResponsePolicy::SafeRetry`].
-    pub fn keep(self, keep: ResponsePolicy) -> Self {
-        self.with(|settings| settings.keep = keep)
+    pub fn response_policy(self, policy: ResponsePolicy) -> Self {
+        self.with(|settings| settings.policy = policy)
     }
 
     /// The name of the layer in metrics and logs. Defaults to `idempotency`.

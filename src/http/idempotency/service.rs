@@ -97,7 +97,7 @@ where
                         let passed = self.inner.call(request.map(FingerprintedBody::passed));
                         return ResponseFuture::passed_through(passed, shared);
                     }
-                    match settings.coordinator.admit(&scope, settings.most_running()) {
+                    match settings.coordinator.admit(&scope, settings.max_running_attempts()) {
                         Ok(running) => {
                             let bound = RecordBound { scope, most: settings.max_records_per_scope };
                             let guarded = guard(&mut self.inner, request, (operation, bound), running, shared);

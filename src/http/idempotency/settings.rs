@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use ::http::{HeaderName, Method, Request};
 
-use super::fingerprint::{Fingerprints, Pace};
+use super::fingerprint::{CompareTimeouts, Fingerprints};
 use crate::error::{ConfigError, StoreError};
 use crate::idempotency::{
-    Coordinator, IdempotencyHandle, MostRunning, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Verdict,
+    Coordinator, IdempotencyHandle, MaxRunning, OnDisconnect, OnUnknown, Rejection, ResponsePolicy, Verdict,
 };
 use crate::on_failure::{OnMissingKey, OnStoreError};
 use crate::responder::Responder;
@@ -41,7 +41,7 @@ pub(super) struct Settings {
     pub(super) max_body: u64,
     pub(super) body_timeout: Duration,
     pub(super) keeps_cookies: bool,
-    pub(super) keep: ResponsePolicy,
+    pub(super) policy: ResponsePolicy,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_unknown: OnUnknown,
     pub(super) on_store_error: OnStoreError,
@@ -60,14 +60,14 @@ pub(super) struct Shared<K, A> {
 }
 
 impl Settings {
-    pub(super) fn most_running(&self) -> MostRunning {
+    pub(super) fn max_running_attempts(&self) -> MaxRunning {
         let half = (self.max_running / 2).max(1);
-        MostRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
+        MaxRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
     }
 
     /// The timeouts of a comparison. In total it may take as long as the handler.
-    pub(super) fn pace(&self) -> Pace {
-        Pace { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
+    pub(super) fn compare_timeouts(&self) -> CompareTimeouts {
+        CompareTimeouts { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
     }
 
     /// Checks that no timeout is zero.
@@ -80,7 +80,7 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        if self.unprotected.begins() {
+        if self.unprotected.record_failure() {
             let cause = error.source().map(tracing::field::display);
             tracing::warn!(layer = &*self.coordinator.options().name, %error, cause, "idempotency store fails: requests are served without a record");
         }
@@ -107,7 +107,7 @@ impl Settings {
     }
 
     pub(super) fn answered(&self) {
-        if self.unprotected.ends() {
+        if self.unprotected.record_success() {
             let layer = &*self.coordinator.options().name;
             tracing::info!(layer, "idempotency store answers again: requests are served once");
         }
@@ -129,7 +129,7 @@ impl Settings {
             .field("lease", &self.lease)
             .field("retention", &self.retention)
             .field("deadline", &self.coordinator.options().limit)
-            .field("keep", &self.keep)
+            .field("response_policy", &self.policy)
             .field("on_missing_key", &self.on_missing_key)
             .field("on_unknown", &self.on_unknown)
             .field("on_store_error", &self.on_store_error)

@@ -13,7 +13,7 @@ use crate::idempotency::{Attempt, HasPayload as _, Settlement};
 
 /// The outcome of a handler.
 pub(super) enum Outcome {
-    /// No response, or none that is known to belong to the right request.
+    /// No response, or one that may belong to a different request.
     Failed,
     /// A response or an error after which the effects are unknown.
     Unknown,
@@ -34,28 +34,28 @@ pub(super) struct CompleteResponse {
 }
 
 impl CompleteResponse {
-    /// Whether the response may be stored for the request body that was read. If the body has broken off, the client should retry
-    /// with the whole body, so an error response to it is not stored. Neither is the response to a part of a body that may be a
-    /// different one.
-    fn fits(&self, reading: &BodyFingerprint) -> bool {
-        !reading.has_failed() || (self.is_success && reading.is_known())
+    /// Whether the response may be stored for the part of the request body that was read. If the body failed, the client should retry with
+    /// the whole body, so an error response is not stored then. A success is not stored if the body may differ from that of the previous
+    /// attempt.
+    fn is_storable(&self, fingerprint: &BodyFingerprint) -> bool {
+        !fingerprint.has_failed() || (self.is_success && fingerprint.is_confirmed())
     }
 }
 
 impl Outcome {
-    /// Stores the result of the operation, or leaves it to the end of its lease. `None` if that needs no waiting.
+    /// Stores the result of the operation, or lets its lease expire. `None` if that needs no waiting.
     pub(super) fn settle(
         self,
         attempt: Attempt<BodyFingerprint>,
         settings: &Settings,
     ) -> Option<impl Future<Output = ()> + Send + use<>> {
         let context = attempt.context();
-        let (reading, layer, operation) = (context.body(), context.layer(), context.operation());
-        let releases_failures = settings.keep.gives_failures_back();
+        let (fingerprint, layer, operation) = (context.body(), context.layer(), context.operation());
+        let releases_failures = settings.policy.releases_failures();
         let settlement = match self {
-            Self::Completed(response) if response.fits(reading) => {
+            Self::Completed(response) if response.is_storable(fingerprint) => {
                 let CompleteResponse { status, answer, is_kept, .. } = response;
-                let (payload, retention) = (reading.payload(), settings.retention);
+                let (payload, retention) = (fingerprint.payload(), settings.retention);
                 let completion = Completion { response: answer, is_kept, payload, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }

@@ -24,15 +24,14 @@ use super::recorded_response::Recorder;
 use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
 use crate::error::BoxError;
-use crate::http::lock::{AbortMarker, Cut};
+use crate::http::lock::{AbortMarker, AbortOutcome};
 use crate::idempotency::{HasPayload as _, OnDisconnect, OperationContext, Verdict};
 use crate::lock::{Held, Lease, ReleaseAt};
 
-/// The maximum number of buffered pieces between the handler and the client. While a response is recorded, its size is bounded
-/// anyway.
+/// The maximum number of buffered pieces between the handler and the client. A recorded response has a bounded size as well.
 const PIECES: usize = 1_024;
 /// The maximum number of ready pieces that are collected before the client gets the first one.
-const AT_ONCE: usize = 64;
+const MAX_READY: usize = 64;
 
 /// The first part of a response.
 pub(super) struct ResponseStart<R> {
@@ -47,11 +46,11 @@ where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
 {
-    /// `is_not_here`: the response may come from a router that knows no such route.
-    pub(super) fn new(response: Response<R>, settings: &Settings, is_not_here: bool) -> Self {
+    /// `is_unrouted`: the response may come from a router that knows no such route.
+    pub(super) fn new(response: Response<R>, settings: &Settings, is_unrouted: bool) -> Self {
         let (parts, body) = response.into_parts();
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_response);
-        let classifier = ResponseClassifier::new(settings.keep, &parts, is_not_here);
+        let classifier = ResponseClassifier::new(settings.policy, &parts, is_unrouted);
         let hint = body.size_hint();
         Self { parts, chunks: Chunks::default(), stream: StreamRecorder::new(body, recorder, classifier), hint }
     }
@@ -75,24 +74,24 @@ where
     R::Error: Into<BoxError>,
 {
     /// Records the rest of the response in a task, even if the client no longer reads it.
-    pub(super) fn go_on(self, execution: Execution, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
+    pub(super) fn stream_rest(self, execution: Execution, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
         let Self { mut parts, mut chunks, mut stream, mut hint } = self;
-        execution.answering();
+        execution.mark_responding();
         if !stream.trailers.is_empty() {
             hint = SizeHint::new();
         }
         let cancels = settings.on_disconnect == OnDisconnect::Cancel;
         let (pieces, receiver) = mpsc::channel(PIECES);
         stream.chunks = chunks.iter().cloned().collect();
-        if stream.may_be_over() {
-            stream.held = chunks.pop_last();
+        if stream.may_be_complete() {
+            stream.held_back = chunks.pop_last();
         }
-        stream.leases = Held::present().shares(ReleaseAt::BodyEnd);
-        let cut_off = AbortMarker::around(parts.extensions.remove());
-        parts.extensions.insert(cut_off.clone());
-        let sender = StreamSender { cut_off: cut_off.clone(), pieces, settings, stream };
+        stream.leases = Held::current().shares(ReleaseAt::BodyEnd);
+        let abort_marker = AbortMarker::around(parts.extensions.remove());
+        parts.extensions.insert(abort_marker.clone());
+        let sender = StreamSender { abort_marker: abort_marker.clone(), pieces, settings, stream };
         let task = tokio::spawn(sender.run(execution).in_current_span());
-        let mut body = IdempotentBody::live(chunks, receiver, hint, cut_off);
+        let mut body = IdempotentBody::live(chunks, receiver, hint, abort_marker);
         if cancels {
             let len = content_length(&parts.headers).or_else(|| hint.exact());
             body.aborts(AbortOnDrop::new(task.abort_handle(), len));
@@ -108,8 +107,8 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 
 /// Sends the rest of a response to the client and records it.
 struct StreamSender<R> {
-    // Tells outer layers, and the body of the client, that the response was cut off.
-    cut_off: AbortMarker,
+    // Reports the abort to outer layers and to the body of the response.
+    abort_marker: AbortMarker,
     pieces: Sender<Piece>,
     settings: Arc<Settings>,
     stream: StreamRecorder<R>,
@@ -118,8 +117,7 @@ struct StreamSender<R> {
 /// Why recording stops.
 enum Stop {
     Ended(BodyEnd),
-    /// The response is too large to be stored and its status is final. It belongs to the right request body, and the handler
-    /// reads no more of that body.
+    /// The response is too large to be stored, and its status is final. The handler has read its request body, which is the right one.
     TooLarge,
 }
 
@@ -133,25 +131,25 @@ where
 {
     /// Sends the end of the response only after the record is stored.
     async fn run(mut self, mut execution: Execution) {
-        let (context, begun) = (Arc::clone(execution.context()), execution.begun());
+        let (context, start) = (Arc::clone(execution.context()), execution.start());
         let stop = {
-            let mut passing = pin!(self.stream.pass_on(&self.pieces, context.body()));
-            poll_fn(|cx| execution.poll_under_lease(passing.as_mut(), cx)).await
+            let mut forwarding = pin!(self.stream.forward(&self.pieces, context.body()));
+            poll_fn(|cx| execution.poll_under_lease(forwarding.as_mut(), cx)).await
         };
         if !matches!(stop, Some(Stop::TooLarge)) {
-            // Drop the handler before anything else happens. It may own the request body, which `read_on` must hold alone.
+            // Drop the handler first. It may own the request body, which `compare_rest` needs exclusively.
             self.stream.body = None;
-            execution.ended(&self.settings);
+            execution.record_handler_time(&self.settings);
         }
-        let Some(stop) = stop else { return self.break_off(execution) };
+        let Some(stop) = stop else { return self.abort(execution) };
         let is_whole = matches!(stop, Stop::Ended(Ok(())));
         let mut outcome = self.stream.outcome(self.stream.chunks.iter(), is_whole);
         if let Outcome::Completed(response) = &mut outcome {
-            // If the request body breaks off, a response that is made from it breaks off, too.
+            // If the request body failed, a response that is streamed from it fails, too.
             response.is_success &= is_whole || !context.body().has_failed();
         }
-        let Some(outcome) = execution.read_on(outcome, &self.settings).await else {
-            return self.break_off(execution);
+        let Some(outcome) = execution.compare_rest(outcome, &self.settings).await else {
+            return self.abort(execution);
         };
         let (running, settling) = execution.settle(outcome, &self.settings);
         if let Some(settling) = settling {
@@ -161,7 +159,7 @@ where
             Stop::Ended(end) => Some(end),
             Stop::TooLarge => {
                 let end = self.send_unrecorded(&context).await;
-                self.settings.coordinator.meters().handled(begun);
+                self.settings.coordinator.meters().handled(start);
                 end
             }
         };
@@ -173,36 +171,36 @@ where
     }
 
     /// Ends the response of a handler that was dropped, or whose request differs from that of the previous attempt.
-    fn break_off(self, mut execution: Execution) {
-        let Self { cut_off, pieces, settings, stream } = self;
+    fn abort(self, mut execution: Execution) {
+        let Self { abort_marker, pieces, settings, stream } = self;
         // Release the locks first.
         drop(stream);
-        let (rejection, cut) = execution.breaks_off(&settings);
-        cut_off.make(cut);
+        let (rejection, outcome) = execution.abort(&settings);
+        abort_marker.set(outcome);
         settings.coordinator.meters().decided(Verdict::of(&rejection));
-        // The client sees the end, and an outer layer reads the marker then.
+        // Ends the body, and an outer layer reads the marker then.
         drop(pieces);
     }
 
-    /// Sends the rest of a response that is too large to be stored. It may take as long as it makes progress. If the client has
-    /// gone, only the handler takes time, so it gets `max_runtime` in total. `None` if the response has to stop before its end.
+    /// Sends the rest of a response that is too large to be stored. Each part may take `max_runtime`. If the client has gone, the rest may
+    /// take `max_runtime` in total. `None` if the response must stop before its end.
     async fn send_unrecorded(&mut self, context: &OperationContext<BodyFingerprint>) -> Option<BodyEnd> {
         let (max_runtime, pieces) = (self.max_runtime(), &self.pieces);
         let mut lost = pin!(context.until_lost());
-        let mut alone_until = None;
+        let mut disconnected_until = None;
         loop {
             let now = Instant::now();
-            if pieces.is_closed() && *alone_until.get_or_insert(now + max_runtime) <= now {
+            if pieces.is_closed() && *disconnected_until.get_or_insert(now + max_runtime) <= now {
                 return None;
             }
-            let until = alone_until.unwrap_or(now + max_runtime);
-            let mut stepping = pin!(timeout_at(until, self.stream.step(pieces)));
-            // The handler still runs, and the store may not know yet that no attempt may take over.
+            let until = disconnected_until.unwrap_or(now + max_runtime);
+            let mut part = pin!(timeout_at(until, self.stream.forward_next(pieces)));
+            // The handler still runs, and another attempt may start if the result is not stored yet.
             let under_lease = poll_fn(|cx| {
                 if context.is_lost() || lost.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(None);
                 }
-                stepping.as_mut().poll(cx).map(Result::ok)
+                part.as_mut().poll(cx).map(Result::ok)
             });
             if let Some(end) = under_lease.await? {
                 return Some(end);
@@ -210,16 +208,16 @@ where
         }
     }
 
-    /// Ends a response that was sent as far as the handler got.
+    /// Sends the last part and the end of a response.
     async fn send_end(self, end: BodyEnd) {
         let max_runtime = self.max_runtime();
         let Self { pieces, stream, .. } = self;
-        let StreamRecorder { held, trailers, leases, .. } = stream;
-        // Release the locks first, so that a client that sees the end finds them free.
+        let StreamRecorder { held_back, trailers, leases, .. } = stream;
+        // Release the locks first, so that the client can acquire them after the end.
         drop(leases);
         let trailers = (end.is_ok() && !trailers.is_empty()).then_some(Piece::Trailers(trailers));
         let last = end.map_or_else(Piece::Failed, |()| Piece::End);
-        for piece in [held.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
+        for piece in [held_back.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
             // The client may have gone, or may have stopped reading.
             let _ = timeout_at(Instant::now() + max_runtime, pieces.send(piece)).await;
         }
@@ -228,7 +226,7 @@ where
     /// Ends a response that is too large, took too long or lost its lease.
     fn cancel(self, context: &OperationContext<BodyFingerprint>) {
         if context.is_done() {
-            self.cut_off.make(Cut::Done);
+            self.abort_marker.set(AbortOutcome::Completed);
         }
         self.settings.coordinator.meters().decided(Verdict::Cancelled);
     }
@@ -244,8 +242,8 @@ struct StreamRecorder<R> {
     body: Option<Pin<Box<R>>>,
     // The next frame, if it was read ahead.
     next: Option<Option<Result<Frame<Bytes>, BoxError>>>,
-    // The last part, held back because a client that counts bytes would take it for the end.
-    held: Option<Bytes>,
+    // The last part, which is sent after the record is stored: a client that counts bytes would take it for the end.
+    held_back: Option<Bytes>,
     // The parts to store.
     chunks: Vec<Bytes>,
     trailers: HeaderMap,
@@ -263,17 +261,17 @@ where
     fn new(body: R, recorder: Recorder, classifier: ResponseClassifier) -> Self {
         let (chunks, trailers, leases) = (Vec::new(), HeaderMap::new(), Vec::new());
         let body = Some(Box::pin(body));
-        Self { body, next: None, held: None, chunks, trailers, recorder, classifier, leases }
+        Self { body, next: None, held_back: None, chunks, trailers, recorder, classifier, leases }
     }
 
     /// Reads the frames that are ready. True if the body has ended.
     fn read_ready(&mut self, chunks: &mut Chunks) -> bool {
         // The caller polls again for the rest, so no waker is needed.
         let cx = &mut Context::from_waker(Waker::noop());
-        for _ in 0..AT_ONCE {
+        for _ in 0..MAX_READY {
             match self.poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
-                    if let Some(data) = self.note(frame) {
+                    if let Some(data) = self.record(frame) {
                         chunks.push(data);
                     }
                     if !self.recorder.fits() {
@@ -292,22 +290,22 @@ where
     }
 
     /// Sends the response until its record is decided.
-    async fn pass_on(&mut self, pieces: &Sender<Piece>, reading: &BodyFingerprint) -> Stop {
+    async fn forward(&mut self, pieces: &Sender<Piece>, fingerprint: &BodyFingerprint) -> Stop {
         loop {
-            // Wait for the end if the response may belong to a different request body, or if the body may still break off.
-            let is_right = || reading.is_known() && reading.is_over() && !reading.has_failed();
-            if !self.recorder.fits() && self.classifier.is_stored_anyway() && is_right() {
+            // Wait for the end if the request body may still turn out to be different, or may fail.
+            let is_right = || fingerprint.is_confirmed() && fingerprint.is_final() && !fingerprint.has_failed();
+            if !self.recorder.fits() && self.classifier.is_surely_stored() && is_right() {
                 return Stop::TooLarge;
             }
-            if let Some(end) = self.step(pieces).await {
+            if let Some(end) = self.forward_next(pieces).await {
                 return Stop::Ended(end);
             }
         }
     }
 
     /// Sends the next part. Returns the end of the body.
-    async fn step(&mut self, pieces: &Sender<Piece>) -> Option<BodyEnd> {
-        // A body that is always ready, without a reader, must yield to other tasks and to the timers.
+    async fn forward_next(&mut self, pieces: &Sender<Piece>) -> Option<BodyEnd> {
+        // Yields to other tasks and timers if the body is always ready and has no reader.
         consume_budget().await;
         let frame = match self.next.take() {
             Some(frame) => frame,
@@ -315,8 +313,8 @@ where
         };
         match frame {
             Some(Ok(frame)) => {
-                if let Some(data) = self.note(frame) {
-                    self.pass_on_data(data, pieces).await;
+                if let Some(data) = self.record(frame) {
+                    self.forward_data(data, pieces).await;
                 }
                 None
             }
@@ -325,17 +323,17 @@ where
         }
     }
 
-    async fn pass_on_data(&mut self, data: Bytes, pieces: &Sender<Piece>) {
+    async fn forward_data(&mut self, data: Bytes, pieces: &Sender<Piece>) {
         if self.recorder.fits() {
             self.chunks.push(data.clone());
         } else {
             self.chunks = Vec::new();
         }
-        if let Some(before) = self.held.replace(data) {
-            send(pieces, before, self.recorder.fits()).await;
+        if let Some(previous) = self.held_back.replace(data) {
+            send(pieces, previous, self.recorder.fits()).await;
         }
-        let may_be_over = self.may_be_over();
-        if let Some(data) = self.held.take_if(|_| !may_be_over) {
+        let may_be_complete = self.may_be_complete();
+        if let Some(data) = self.held_back.take_if(|_| !may_be_complete) {
             send(pieces, data, self.recorder.fits()).await;
         }
     }
@@ -347,13 +345,13 @@ where
         }
     }
 
-    /// Whether a client that counts bytes takes the received part for the whole.
-    fn may_be_over(&self) -> bool {
+    /// Whether a client that counts bytes takes the response for complete.
+    fn may_be_complete(&self) -> bool {
         self.body.as_ref().is_none_or(|body| body.is_end_stream() || body.size_hint().exact() == Some(0))
     }
 
     /// Records a frame. Returns its data for the client; trailers are sent at the end.
-    fn note(&mut self, frame: Frame<Bytes>) -> Option<Bytes> {
+    fn record(&mut self, frame: Frame<Bytes>) -> Option<Bytes> {
         match frame.into_data() {
             Ok(data) => {
                 self.recorder.data(&data);
@@ -387,10 +385,10 @@ async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
     if is_recorded {
         // Buffered parts are recorded, which bounds them.
         let _ = pieces.send(Piece::Data(data)).await;
-    } else if let Ok(mut places) = pieces.reserve_many(PIECES).await {
-        // Buffer only one, so that a slow client slows down the handler.
-        if let Some(place) = places.next() {
-            place.send(Piece::Data(data));
+    } else if let Ok(mut permits) = pieces.reserve_many(PIECES).await {
+        // The buffer is empty now. Use only one of its places, so that a slow client slows down the handler.
+        if let Some(permit) = permits.next() {
+            permit.send(Piece::Data(data));
         }
     }
 }

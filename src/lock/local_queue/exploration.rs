@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Front, GivenBack, LocalQueue};
+use super::{Front, LocalQueue, ReleaseTarget};
 use crate::lock::delivery::{Delivery, Expired, Polled};
 
 const CALLERS: usize = 3;
@@ -40,10 +40,10 @@ enum Call {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Caller {
     has_entered: bool,
-    give_up: Instant,
+    wait_end: Instant,
     delivery: Option<Delivery<Outcome>>,
     call: Call,
-    holds: Option<Lease>,
+    lease: Option<Lease>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -84,10 +84,10 @@ impl World {
     fn new(now: Instant) -> Self {
         let caller = |wait| Caller {
             has_entered: false,
-            give_up: now + Duration::from_millis(wait),
+            wait_end: now + Duration::from_millis(wait),
             delivery: None,
             call: Call::None,
-            holds: None,
+            lease: None,
         };
         let callers = WAITS.map(caller);
         Self { now, queue: None, callers, stored: None, releasing: false, abandoned: 0 }
@@ -117,7 +117,7 @@ impl World {
         if self.releasing {
             events.push(Event::Returned);
         }
-        if self.callers.iter().any(|caller| caller.holds.is_some()) {
+        if self.callers.iter().any(|caller| caller.lease.is_some()) {
             events.extend([Event::Release { is_good: true }, Event::Release { is_good: false }]);
         }
         if self.stored.is_some() && !self.releasing {
@@ -138,8 +138,8 @@ impl World {
                 self.advance();
             }
             Event::Release { is_good } => {
-                if let Some(lease) = self.callers.iter_mut().find_map(|caller| caller.holds.take()) {
-                    self.give_back(lease, is_good);
+                if let Some(lease) = self.callers.iter_mut().find_map(|caller| caller.lease.take()) {
+                    self.release_or_hand_off(lease, is_good);
                 }
             }
             Event::Loss => {
@@ -160,7 +160,7 @@ impl World {
 
     fn next_instant(&self) -> Option<Instant> {
         let live = self.callers.iter().filter(|caller| caller.delivery.is_some());
-        let times = live.flat_map(|caller| caller.delivery.iter().filter_map(Delivery::due).chain([caller.give_up]));
+        let times = live.flat_map(|caller| caller.delivery.iter().filter_map(Delivery::due).chain([caller.wait_end]));
         times.filter(|time| *time > self.now).min()
     }
 
@@ -169,7 +169,7 @@ impl World {
         for at in 0..CALLERS {
             let Some(delivery) = &mut self.callers[at].delivery else { continue };
             match delivery.timeout(self.now) {
-                Expired::Withdraw(Outcome::Lease(lease, _)) => self.give_back(lease, true),
+                Expired::Withdraw(Outcome::Lease(lease, _)) => self.release_or_hand_off(lease, true),
                 Expired::Withdraw(Outcome::Busy) => panic!("an error waits for its caller without an end"),
                 Expired::Detach | Expired::Nothing => {}
             }
@@ -192,28 +192,28 @@ impl World {
     fn poll(&mut self, at: usize) {
         if !self.callers[at].has_entered {
             self.callers[at].has_entered = true;
-            self.callers[at].delivery = Some(Delivery::new(self.now, self.callers[at].give_up, TTL));
+            self.callers[at].delivery = Some(Delivery::new(self.now, self.callers[at].wait_end, TTL));
             self.begin(at);
         }
         loop {
             let now = self.now;
             let Some(delivery) = &mut self.callers[at].delivery else { return };
             match delivery.poll(now) {
-                Polled::Drive if !self.drive(at) => return,
-                Polled::Drive => {}
+                Polled::PollCall if !self.drive(at) => return,
+                Polled::PollCall => {}
                 Polled::Begin => self.begin(at),
                 Polled::Pending => return,
                 Polled::Ready(Outcome::Lease(lease, _)) => {
                     self.callers[at].delivery = None;
-                    self.callers[at].holds = Some(lease);
+                    self.callers[at].lease = Some(lease);
                     return;
                 }
                 Polled::Ready(Outcome::Busy) => return self.callers[at].delivery = None,
                 Polled::Late(outcome) => {
-                    assert!(now >= self.callers[at].give_up, "busy before the wait is over: {self:#?}");
+                    assert!(now >= self.callers[at].wait_end, "busy before the wait is over: {self:#?}");
                     self.callers[at].delivery = None;
                     if let Some(Outcome::Lease(lease, _)) = outcome {
-                        self.give_back(lease, true);
+                        self.release_or_hand_off(lease, true);
                     }
                     return;
                 }
@@ -225,13 +225,13 @@ impl World {
     fn drive(&mut self, at: usize) -> bool {
         let now = self.now;
         let outcome = match self.callers[at].call.clone() {
-            Call::LeaseOffered(lease, made) => Outcome::Lease(lease, made),
+            Call::LeaseOffered(lease, completed) => Outcome::Lease(lease, completed),
             Call::Replied(Some(lease)) => Outcome::Lease(lease, now),
             Call::LeadershipOffered => {
                 self.callers[at].call = Call::Leads;
                 return false;
             }
-            Call::Queued if now >= self.callers[at].give_up => {
+            Call::Queued if now >= self.callers[at].wait_end => {
                 self.queue.as_mut().expect("the caller waits in it").leave(at as u64);
                 Outcome::Busy
             }
@@ -243,7 +243,7 @@ impl World {
         };
         let caller = &mut self.callers[at];
         caller.call = Call::None;
-        let granted = if let Outcome::Lease(_, made) = &outcome { Some(*made) } else { None };
+        let granted = if let Outcome::Lease(_, completed) = &outcome { Some(*completed) } else { None };
         caller.delivery.as_mut().expect("its call was driven").complete(outcome, granted, now);
         true
     }
@@ -257,7 +257,7 @@ impl World {
                     && !self.drive(at)
                     && let Some(delivery) = &mut self.callers[at].delivery
                 {
-                    delivery.goes_on();
+                    delivery.record_pending();
                 }
             }
         }
@@ -265,14 +265,14 @@ impl World {
 
     fn drop_caller(&mut self, at: usize) {
         let caller = &mut self.callers[at];
-        let waiting = caller.delivery.take().and_then(|mut delivery| delivery.close());
+        let waiter = caller.delivery.take().and_then(|mut delivery| delivery.close());
         let call = std::mem::replace(&mut caller.call, Call::None);
-        if let Some(Outcome::Lease(lease, _)) = waiting {
-            self.give_back(lease, true);
+        if let Some(Outcome::Lease(lease, _)) = waiter {
+            self.release_or_hand_off(lease, true);
         }
         match call {
             Call::Queued => drop(self.queue.as_mut().expect("the caller waits in it").leave(at as u64)),
-            Call::LeaseOffered(lease, _) | Call::Replied(Some(lease)) => self.give_back(lease, true),
+            Call::LeaseOffered(lease, _) | Call::Replied(Some(lease)) => self.release_or_hand_off(lease, true),
             Call::LeadershipOffered | Call::Replied(None) => self.advance(),
             Call::Leads => self.abandoned += 1,
             Call::None => {}
@@ -288,12 +288,12 @@ impl World {
         }
         match self.leader() {
             // Another process holds it: the leader retries while it waits.
-            Some(at) if is_answer && lease.is_none() && self.now < self.callers[at].give_up => {}
+            Some(at) if is_answer && lease.is_none() && self.now < self.callers[at].wait_end => {}
             Some(at) => self.callers[at].call = Call::Replied(lease),
             None => {
                 self.abandoned -= 1;
                 match lease {
-                    Some(lease) => self.give_back(lease, true),
+                    Some(lease) => self.release_or_hand_off(lease, true),
                     None => self.advance(),
                 }
             }
@@ -309,7 +309,7 @@ impl World {
     fn leases(&self) -> Vec<Lease> {
         let mut leases = Vec::new();
         for caller in &self.callers {
-            leases.extend(caller.holds);
+            leases.extend(caller.lease);
             if let Call::LeaseOffered(lease, _) | Call::Replied(Some(lease)) = caller.call {
                 leases.push(lease);
             }
@@ -320,12 +320,12 @@ impl World {
         leases
     }
 
-    fn give_back(&mut self, lease: Lease, is_good: bool) {
+    fn release_or_hand_off(&mut self, lease: Lease, is_good: bool) {
         let Some(queue) = &mut self.queue else { return };
-        match queue.give_back(&lease, |_| is_good.then_some(())) {
-            GivenBack::Handoff(to, ()) => self.callers[to].call = Call::LeaseOffered(lease, self.now),
-            GivenBack::Release => self.releasing = true,
-            GivenBack::Unknown => {}
+        match queue.release_or_hand_off(&lease, |_| is_good.then_some(())) {
+            ReleaseTarget::Handoff(to, ()) => self.callers[to].call = Call::LeaseOffered(lease, self.now),
+            ReleaseTarget::Release => self.releasing = true,
+            ReleaseTarget::Unknown => {}
         }
     }
 
@@ -383,7 +383,7 @@ impl World {
             }
             if self.releasing {
                 self.apply(Event::Returned);
-            } else if self.callers.iter().any(|caller| caller.holds.is_some()) {
+            } else if self.callers.iter().any(|caller| caller.lease.is_some()) {
                 self.apply(Event::Release { is_good: true });
             } else if self.abandoned > 0 || self.leader().is_some() {
                 self.apply(Event::Reply);

@@ -8,7 +8,7 @@ mod resolve;
 
 use tracing::Instrument;
 
-use super::descriptor::{Descriptor, Descriptors, enforced_decided};
+use super::descriptor::{Descriptor, DescriptorList, enforced_decided};
 use super::layer_config::LayerConfig;
 use super::rejection::Rejection;
 use super::store::RateLimitStore;
@@ -16,13 +16,13 @@ use crate::error::StoreError;
 
 /// The descriptors of a request with their decisions, and the result.
 pub(super) struct Evaluation {
-    pub(super) descriptors: Descriptors,
+    pub(super) descriptors: DescriptorList,
     pub(super) result: Result<(), Rejection>,
 }
 
 impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Evaluates a request that needs to wait for the resolver or the store.
-    pub(super) async fn evaluate(&self, mut descriptors: Descriptors, cost: u64) -> Evaluation {
+    pub(super) async fn evaluate(&self, mut descriptors: DescriptorList, cost: u64) -> Evaluation {
         let queried = self.query(&mut descriptors, cost).await;
         self.finish(descriptors, cost, queried).await
     }
@@ -47,7 +47,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Turns the decisions, or the error, into a result.
     pub(super) async fn finish(
         &self,
-        mut descriptors: Descriptors,
+        mut descriptors: DescriptorList,
         cost: u64,
         queried: Result<(), StoreError>,
     ) -> Evaluation {

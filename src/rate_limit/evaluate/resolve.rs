@@ -39,7 +39,7 @@ impl<B> LayerConfig<B> {
             // A cached policy is no success of the resolver.
             Ok(Resolved::Cached(policy)) => Ok(policy),
             Ok(Resolved::Fresh(policy)) => {
-                if resolver.outage().ends() {
+                if resolver.outage().record_success() {
                     tracing::info!(policy = self.policy.name(), "rate limit resolver answers again");
                 }
                 Ok(policy)
@@ -63,7 +63,7 @@ impl<B> LayerConfig<B> {
     /// Logs once per outage, with the fallback for keys without a stale policy, whether or not this key has one.
     fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, old_answer: bool) {
         self.policy.meters().resolver_failed();
-        if resolver.outage().begins() {
+        if resolver.outage().record_failure() {
             // The text of the error itself is about a store.
             let cause =
                 error.source().map_or_else(|| "the resolver did not answer in time".to_owned(), ToString::to_string);

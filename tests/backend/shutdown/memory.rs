@@ -19,8 +19,8 @@ use super::{ms, pay, pay_and_disconnect, payments, policy, queue, refund, secs, 
 
 /// Shuts down, and returns the report and how long it took.
 async fn shut_down(backend: &MemoryBackend, seconds: u64) -> (ShutdownReport, Duration) {
-    let begun = Instant::now();
-    (backend.shutdown(secs(seconds)).await, begun.elapsed())
+    let start = Instant::now();
+    (backend.shutdown(secs(seconds)).await, start.elapsed())
 }
 
 fn left(change: impl FnOnce(&mut ShutdownReport)) -> ShutdownReport {
@@ -166,10 +166,10 @@ async fn all_kinds_are_awaited_at_the_same_time() {
         sleep(secs(3)).await;
         drop(lease);
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     let (report, ()) = tokio::join!(any.shutdown(secs(25)), holder);
     assert!(report.is_clean(), "{report}");
-    assert!(begun.elapsed() <= secs(3), "{:?}", begun.elapsed());
+    assert!(start.elapsed() <= secs(3), "{:?}", start.elapsed());
     worker.await.unwrap();
 }
 

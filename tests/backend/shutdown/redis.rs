@@ -64,9 +64,9 @@ async fn shutdown_ends_within_its_deadline_without_redis() {
             server.pause();
         }
         drop(lease);
-        let begun = Instant::now();
+        let start = Instant::now();
         let report = backend.shutdown(secs(2)).await;
-        let time = begun.elapsed();
+        let time = start.elapsed();
         assert!((secs(2)..secs(3)).contains(&time), "{time:?}");
         let counts = (report.workers, report.jobs, report.leases, report.handlers);
         assert_eq!(counts, (1, 1, 1, 1), "{report}");

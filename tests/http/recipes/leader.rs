@@ -57,13 +57,13 @@ mod tests {
         let second = Process::start("second", backend(&redis).await, &tell);
         assert!(timeout(Duration::from_millis(500), events.recv()).await.is_err(), "there is one leader");
 
-        let begun = Instant::now();
+        let since = Instant::now();
         first.task.abort();
         assert_eq!(next(&mut events).await, Event::Ended("first"));
         let second_fence = started(&mut events, "second").await;
         assert!(second_fence > first_fence, "{second_fence} follows {first_fence}");
         // Far sooner than the lease of 15 s ends.
-        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+        assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
         drop(second);
     }
 
@@ -76,7 +76,7 @@ mod tests {
         let first_fence = started(&mut events, "first").await;
         let _second = Process::start("second", backend(&redis).await, &tell);
 
-        let begun = Instant::now();
+        let since = Instant::now();
         proxy.to_server(Traffic::Swallow);
         // Not `Closed`: the Redis of another test could take the port.
         proxy.door(Door::Silent);
@@ -85,7 +85,7 @@ mod tests {
         let second_fence = started(&mut events, "second").await;
         assert!(second_fence > first_fence, "{second_fence} follows {first_fence}");
         // Within the ttl, and the time that its notification takes.
-        assert!(begun.elapsed() < Duration::from_secs(18), "{:?}", begun.elapsed());
+        assert!(since.elapsed() < Duration::from_secs(18), "{:?}", since.elapsed());
     }
 
     #[tokio::test(flavor = "multi_thread")]

@@ -1,15 +1,14 @@
 //! Batches calls of one kind.
 //!
-//! While few calls are in flight, each call goes directly and without a delay. Further calls wait until one of a few batches returns, and
-//! then share a batch, because a command costs Redis more than its content. While a batch is in flight, and for a moment after, no call
-//! goes directly.
+//! While few calls are in flight, each call is sent directly and without a delay. Further calls wait until one of a few batches returns, and
+//! then share a batch, because a command costs Redis more than its content. While a batch is in flight, and shortly after, no call is sent
+//! directly.
 //!
 //! Many waiting calls are divided among several batches. With a single batch, the callers would be idle while Redis works, and Redis would
-//! be idle while the callers get their replies and call again. With a part of the callers in each batch, both work at the same time.
+//! be idle while the callers get their replies and call again. With several batches, both work at the same time.
 //!
-//! A full batch gains nothing by waiting, so more full batches may be in flight. With a long round trip, as many are in flight as fit into
-//! it. Calls whose callers have given up are not sent, except for releases of locks. This limits the calls in flight to the number that a
-//! healthy server can answer.
+//! A full batch gains nothing by waiting, so more full batches may be in flight: with a long round trip, as many as fit into it. Calls whose
+//! callers have given up are not sent, except for releases of locks. So the calls in flight are never more than a healthy server can answer.
 
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
@@ -28,26 +27,26 @@ use crate::backend::redis::connection::runtime::RuntimeHandle;
 
 /// A batch in flight for longer than this does not delay the next one, since its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
-/// Each time that this fits into the round trip, one more full batch may be in flight. A busy server nearby takes about as long, and more
-/// batches in flight would lower its throughput.
-const NEARBY: Duration = Duration::from_millis(2);
-/// Maximum number of waiting calls. Further calls go directly.
-const WAITING: usize = 4_096;
+/// The round trip of a busy server nearby, where more batches in flight would lower the throughput. Each time that it fits into the measured
+/// round trip, one more full batch may be in flight.
+const NEARBY_ROUND_TRIP: Duration = Duration::from_millis(2);
+/// Maximum number of queued calls. Further calls are sent directly.
+const MAX_QUEUED: usize = 4_096;
 /// Maximum number of batches in flight, including late ones.
-const AWAY: usize = 64;
+const MAX_IN_FLIGHT: usize = 64;
 
 /// Collects calls and sends them in batches.
 pub(crate) struct Batcher<W> {
-    limits: BatchConfig,
-    away: Arc<AtomicUsize>,
+    config: BatchConfig,
+    in_flight: Arc<AtomicUsize>,
     rtt: Arc<RttEstimate>,
-    waiting: mpsc::Sender<W>,
+    queue: mpsc::Sender<W>,
     threshold: Arc<Threshold>,
     idle: Idle,
-    sender: AbortHandle,
-    // The queue and the task that replace `waiting` and `sender` after their runtime has ended.
+    task: AbortHandle,
+    // The queue and the task that replace `queue` and `task` after their runtime has ended.
     successor: Mutex<Option<(mpsc::Sender<W>, AbortHandle)>>,
-    start: Box<dyn Fn(mpsc::Receiver<W>) -> Task + Send + Sync>,
+    make_task: Box<dyn Fn(mpsc::Receiver<W>) -> Task + Send + Sync>,
 }
 
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -57,7 +56,7 @@ type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 pub(crate) struct BatchConfig {
     /// While this many direct calls are in flight, further calls are batched.
     pub(crate) max_unbatched: usize,
-    /// How long after the return of a batch no call goes directly. More of its callers are about to call again, and each direct call
+    /// How long after the return of a batch no call is sent directly. More of its callers are about to call again, and each direct call
     /// would cost Redis a command.
     pub(crate) linger: Duration,
     /// Maximum number of calls in a batch.
@@ -67,13 +66,13 @@ pub(crate) struct BatchConfig {
     /// With the given number of callers, how many batches may be in flight before each further batch has to be full. With two, Redis works
     /// on one while the other is on the network.
     pub(crate) max_in_flight: fn(usize) -> usize,
-    /// How many batches may be in flight if the further ones are full. A long round trip adds to this.
-    pub(crate) full: usize,
+    /// How many full batches may be in flight. A long round trip adds to this.
+    pub(crate) max_full_in_flight: usize,
 }
 
-/// Wakes the sender of batches when enough calls are waiting.
+/// Wakes the task that sends batches when enough calls are queued.
 struct Threshold {
-    number: AtomicUsize,
+    count: AtomicUsize,
     reached: Notify,
 }
 
@@ -81,120 +80,121 @@ struct Threshold {
 struct RttEstimate {
     epoch: Instant,
     // When it returned, in µs since `epoch`, plus one. Zero: none has returned.
-    last: AtomicU64,
+    last_return: AtomicU64,
     // The round trip of the last batch with a reply, in µs.
     round_trip: AtomicU64,
 }
 
 /// The permit of a call in flight. A batch takes as many permits as there are for direct calls.
 pub(crate) struct InFlightPermit {
-    away: Arc<AtomicUsize>,
+    in_flight: Arc<AtomicUsize>,
     permits: usize,
 }
 
 impl<W: Send + 'static> Batcher<W> {
-    /// Sends batches until it is dropped. `send` answers the callers when the thread is idle, and returns when Redis replied, if it did.
+    /// Sends batches until it is dropped. `send` replies to the callers when the thread is idle, and returns when Redis replied, if it did.
     pub(crate) fn new<F>(
-        limits: BatchConfig,
+        config: BatchConfig,
         runtime: &RuntimeHandle,
         send: impl Fn(Vec<W>, Idle) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = Option<Instant>> + Send + 'static,
     {
-        let (waiting, arrivals) = mpsc::channel(WAITING);
-        let away = Arc::default();
-        let counted = Arc::clone(&away);
-        let rtt =
-            Arc::new(RttEstimate { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) });
+        let (queue, queued) = mpsc::channel(MAX_QUEUED);
+        let in_flight: Arc<AtomicUsize> = Arc::default();
+        let rtt = Arc::new(RttEstimate {
+            epoch: Instant::now(),
+            last_return: AtomicU64::new(0),
+            round_trip: AtomicU64::new(0),
+        });
         let idle = Idle::new();
-        let (answered, deferred) = (Arc::clone(&rtt), idle.clone());
-        let send = move |batch: Vec<W>| {
-            let several = (batch.len() > 1).then(|| Arc::clone(&answered));
-            let (permit, sent, deferred) =
-                (InFlightPermit::new(&counted, limits.max_unbatched).0, Instant::now(), deferred.clone());
-            let call = send(batch, deferred.clone());
-            async move {
-                let answered = call.await;
-                if let Some(rtt) = several {
-                    rtt.is_back(sent, answered);
+        let threshold = Arc::new(Threshold { count: AtomicUsize::new(config.max_batch), reached: Notify::new() });
+        let send = {
+            let (in_flight, rtt, idle) = (Arc::clone(&in_flight), Arc::clone(&rtt), idle.clone());
+            move |batch: Vec<W>| {
+                // Only a batch of several calls delays direct calls.
+                let rtt = (batch.len() > 1).then(|| Arc::clone(&rtt));
+                let permit = InFlightPermit::new(&in_flight, config.max_unbatched).0;
+                let (sent, idle) = (Instant::now(), idle.clone());
+                let call = send(batch, idle.clone());
+                async move {
+                    let replied_at = call.await;
+                    if let Some(rtt) = rtt {
+                        rtt.record_return(sent, replied_at);
+                    }
+                    drop(permit);
+                    idle.run_late();
                 }
-                drop(permit);
-                deferred.catch_up();
             }
         };
         let send = Arc::new(send);
-        let threshold = Arc::new(Threshold { number: AtomicUsize::new(limits.max_batch), reached: Notify::new() });
-        let (awaited, known, waited) = (Arc::clone(&threshold), Arc::clone(&rtt), idle.clone());
-        let start = move |arrivals| -> Task {
-            let send = Arc::clone(&send);
-            let send = move |batch| send(batch);
-            Box::pin(send_together(arrivals, limits, Arc::clone(&awaited), Arc::clone(&known), waited.clone(), send))
+        let make_task = {
+            let (threshold, rtt, idle) = (Arc::clone(&threshold), Arc::clone(&rtt), idle.clone());
+            move |queued| -> Task {
+                let send = Arc::clone(&send);
+                let send = move |batch| send(batch);
+                Box::pin(send_batches(queued, config, Arc::clone(&threshold), Arc::clone(&rtt), idle.clone(), send))
+            }
         };
-        let sender = runtime.spawn(start(arrivals));
-        Self {
-            limits,
-            away,
-            rtt,
-            waiting,
-            threshold,
-            idle,
-            sender,
-            successor: Mutex::default(),
-            start: Box::new(start),
-        }
+        let task = runtime.spawn(make_task(queued));
+        let (successor, make_task) = (Mutex::default(), Box::new(make_task));
+        Self { config, in_flight, rtt, queue, threshold, idle, task, successor, make_task }
     }
 
     /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
-        let (permit, before) = InFlightPermit::new(&self.away, 1);
-        let is_alone = before < self.limits.max_unbatched && !self.rtt.is_within(self.limits.linger);
-        if is_alone {
-            self.idle.catch_up();
+        let (permit, before) = InFlightPermit::new(&self.in_flight, 1);
+        let is_direct = before < self.config.max_unbatched && !self.rtt.returned_within(self.config.linger);
+        if is_direct {
+            self.idle.run_late();
         }
-        is_alone.then_some(permit)
+        is_direct.then_some(permit)
     }
 
-    /// Adds a call to the next batch and waits for its answer. `None` if the call has to go directly, and an error if the runtime that
+    /// Adds a call to the next batch and waits for its reply. `None` if the call must be sent directly, and an error if the runtime that
     /// sends the batches has ended.
-    pub(crate) async fn submit<T>(&self, wait: impl FnOnce(oneshot::Sender<T>) -> W) -> Option<Result<T, RecvError>> {
-        let (reply, answer) = oneshot::channel();
-        let capacity = match self.waiting.try_send(wait(reply)) {
-            Ok(()) => self.waiting.capacity(),
-            // Too many calls are waiting.
+    pub(crate) async fn submit<T>(
+        &self,
+        make_call: impl FnOnce(oneshot::Sender<T>) -> W,
+    ) -> Option<Result<T, RecvError>> {
+        let (sender, reply) = oneshot::channel();
+        let capacity = match self.queue.try_send(make_call(sender)) {
+            Ok(()) => self.queue.capacity(),
+            // Too many calls are queued.
             Err(TrySendError::Full(_)) => return None,
-            Err(TrySendError::Closed(waiting)) => self.wait_elsewhere(waiting)?,
+            Err(TrySendError::Closed(call)) => self.submit_to_successor(call)?,
         };
-        let number = WAITING - capacity;
-        if number >= self.threshold.number.load(Ordering::Relaxed) {
+        let queued = MAX_QUEUED - capacity;
+        if queued >= self.threshold.count.load(Ordering::Relaxed) {
             self.threshold.reached.notify_one();
         }
         // Not for each call, since this reads the clock.
-        if number % 8 == 1 {
-            self.idle.catch_up();
+        if queued % 8 == 1 {
+            self.idle.run_late();
         }
-        Some(answer.await)
+        Some(reply.await)
     }
 
-    /// Queues a call after the first runtime has ended. The batches are then sent in the runtime of the first caller that finds no sender.
-    /// Returns how many more calls may wait.
-    fn wait_elsewhere(&self, waiting: W) -> Option<usize> {
+    /// Queues a call after the first runtime has ended. The first such caller starts another task in its own runtime. Returns how many more
+    /// calls may be queued.
+    fn submit_to_successor(&self, call: W) -> Option<usize> {
         let mut successor = self.successor.lock().unwrap_or_else(PoisonError::into_inner);
-        let (sender, _) = match successor.take() {
-            Some(known) if !known.0.is_closed() => successor.insert(known),
+        let (queue, _) = match successor.take() {
+            Some(existing) if !existing.0.is_closed() => successor.insert(existing),
             _ => {
-                let (sender, arrivals) = mpsc::channel(WAITING);
-                successor.insert((sender, tokio::spawn((self.start)(arrivals)).abort_handle()))
+                let (queue, queued) = mpsc::channel(MAX_QUEUED);
+                successor.insert((queue, tokio::spawn((self.make_task)(queued)).abort_handle()))
             }
         };
-        sender.try_send(waiting).ok()?;
-        Some(sender.capacity())
+        queue.try_send(call).ok()?;
+        Some(queue.capacity())
     }
 }
 
 impl<W> Drop for Batcher<W> {
     fn drop(&mut self) {
-        self.sender.abort();
+        self.task.abort();
         let successor = self.successor.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, successor)) = successor {
             successor.abort();
@@ -203,55 +203,56 @@ impl<W> Drop for Batcher<W> {
 }
 
 impl RttEstimate {
-    fn is_back(&self, sent: Instant, answered: Option<Instant>) {
-        // Without a reply, the duration says nothing about the round trip. A batch that takes longer than `LATE` delays no other.
-        if let Some(answered) = answered {
-            let took = answered.saturating_duration_since(sent).min(LATE);
+    fn record_return(&self, sent: Instant, replied_at: Option<Instant>) {
+        // Without a reply, the duration is no round trip. A batch that takes longer than `LATE` delays no other.
+        if let Some(replied_at) = replied_at {
+            let took = replied_at.saturating_duration_since(sent).min(LATE);
             self.round_trip.store(took.as_micros() as u64, Ordering::Relaxed);
         }
-        self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
+        self.last_return.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
-    /// How many full batches may be in flight, so that Redis need not wait for the next: `near` if the server is nearby.
-    fn window(&self, near: usize) -> usize {
-        near + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
+    /// How many full batches may be in flight, so that Redis need not wait for the next: `nearby` if the server is nearby.
+    fn window(&self, nearby: usize) -> usize {
+        nearby + (self.round_trip.load(Ordering::Relaxed) / NEARBY_ROUND_TRIP.as_micros() as u64) as usize
     }
 
-    fn is_within(&self, time: Duration) -> bool {
-        let last = self.last.load(Ordering::Relaxed);
+    /// Whether a batch returned less than `time` ago.
+    fn returned_within(&self, time: Duration) -> bool {
+        let last = self.last_return.load(Ordering::Relaxed);
         last > 0 && self.epoch.elapsed() < Duration::from_micros(last).saturating_add(time)
     }
 }
 
 impl InFlightPermit {
-    /// The permits, and how many were taken before.
-    fn new(away: &Arc<AtomicUsize>, permits: usize) -> (Self, usize) {
-        let before = away.fetch_add(permits, Ordering::Relaxed);
-        (Self { away: Arc::clone(away), permits }, before)
+    /// Takes the permits, and returns how many were taken before.
+    fn new(in_flight: &Arc<AtomicUsize>, permits: usize) -> (Self, usize) {
+        let before = in_flight.fetch_add(permits, Ordering::Relaxed);
+        (Self { in_flight: Arc::clone(in_flight), permits }, before)
     }
 }
 
 impl Drop for InFlightPermit {
     fn drop(&mut self) {
-        self.away.fetch_sub(self.permits, Ordering::Relaxed);
+        self.in_flight.fetch_sub(self.permits, Ordering::Relaxed);
     }
 }
 
-/// Waits until all callers have given up and the reply would be late. A dead connection or a stalled node may hold the permit of a call for
-/// no longer, or the other calls would run out of permits. Besides, a command that is abandoned late is how dead connections are detected.
-/// No timer is set while a caller waits.
-pub(crate) async fn given_up<W, T>(waiting: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
+/// Waits until all callers have given up and the reply would be late. A call must not hold its permit longer, or a dead connection or a
+/// stalled node would take all permits. It must not be cancelled earlier, because dead connections are detected by commands that are
+/// cancelled late. No timer is set while a caller waits.
+pub(crate) async fn abandoned<W, T>(calls: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
     let late = Instant::now() + LATE;
-    for waiting in waiting {
-        reply(waiting).closed().await;
+    for call in calls {
+        reply(call).closed().await;
     }
     sleep_until(late).await;
 }
 
 /// Sends batches until the queue is closed.
-async fn send_together<W, F>(
-    mut arrivals: mpsc::Receiver<W>,
-    limits: BatchConfig,
+async fn send_batches<W, F>(
+    mut queued: mpsc::Receiver<W>,
+    config: BatchConfig,
     threshold: Arc<Threshold>,
     rtt: Arc<RttEstimate>,
     idle: Idle,
@@ -260,65 +261,65 @@ async fn send_together<W, F>(
     F: Future<Output = ()> + Send + 'static,
 {
     let mut calls = JoinSet::new();
-    // The batches that are neither back nor late: when each was sent, and its number of calls.
-    let mut young = VecDeque::<(Instant, usize)>::new();
-    // The number of callers when the last batch was sent: in it, in other batches, and waiting. It decays slowly, because some callers are
-    // always about to call again.
-    let mut present = 0_usize;
-    let share = |present: usize| present.div_ceil((limits.split)(present)).clamp(1, limits.max_batch);
+    // The batches in flight that are not late: when each was sent, and its number of calls.
+    let mut recent = VecDeque::<(Instant, usize)>::new();
+    // The number of callers when the last batch was sent, in flight and queued. It decays slowly, because some callers are always about to
+    // call again.
+    let mut callers = 0_usize;
+    let batch_size = |callers: usize| callers.div_ceil((config.split)(callers)).clamp(1, config.max_batch);
     // Fires when a batch may be late. It is not reset for each batch, because a reset wakes the thread that polls this runtime's sockets.
-    let mut alarm = pin!(sleep_until(Instant::now()));
+    let mut late_timer = pin!(sleep_until(Instant::now()));
     loop {
-        threshold.number.store(limits.max_batch, Ordering::Relaxed);
+        threshold.count.store(config.max_batch, Ordering::Relaxed);
         loop {
-            let has_room = calls.len() < AWAY && young.len() < rtt.window(limits.full);
-            if has_room && (young.len() < (limits.max_in_flight)(present) || arrivals.len() >= limits.max_batch) {
+            let has_room = calls.len() < MAX_IN_FLIGHT && recent.len() < rtt.window(config.max_full_in_flight);
+            if has_room && (recent.len() < (config.max_in_flight)(callers) || queued.len() >= config.max_batch) {
                 break;
             }
-            let oldest = young.front().map(|(sent, _)| *sent);
+            let oldest = recent.front().map(|(sent, _)| *sent);
             tokio::select! {
-                _ = calls.join_next() => drop(young.pop_front()),
+                _ = calls.join_next() => drop(recent.pop_front()),
                 () = threshold.reached.notified(), if has_room => {}
-                () = &mut alarm, if oldest.is_some() => {
+                () = &mut late_timer, if oldest.is_some() => {
                     let late = oldest.unwrap_or_else(Instant::now) + LATE;
                     if Instant::now() < late {
-                        alarm.as_mut().reset(late);
+                        late_timer.as_mut().reset(late);
                     } else {
-                        young.pop_front();
+                        recent.pop_front();
                     }
                 }
             }
         }
-        let enough = share(present);
-        if rtt.is_within(limits.linger) && arrivals.len() < enough {
-            // Callers that were just answered may call again, most of them in time for this batch.
-            threshold.number.store(enough, Ordering::Relaxed);
-            let mut waited = pin!(idle.then(|| ()));
-            while arrivals.len() < enough {
+        let enough = batch_size(callers);
+        if rtt.returned_within(config.linger) && queued.len() < enough {
+            // Callers that just got a reply may call again, most of them in time for this batch.
+            threshold.count.store(enough, Ordering::Relaxed);
+            let mut is_idle = pin!(idle.when_idle(|| ()));
+            while queued.len() < enough {
                 tokio::select! {
-                    () = &mut waited => break,
+                    () = &mut is_idle => break,
                     () = threshold.reached.notified() => {}
                 }
             }
         }
         let first = tokio::select! {
             Some(_) = calls.join_next() => {
-                young.pop_front();
+                recent.pop_front();
                 continue;
             }
-            first = arrivals.recv() => first,
+            first = queued.recv() => first,
         };
         let Some(first) = first else { return };
-        let asked: usize = young.iter().map(|(_, number)| number).sum();
-        present = (asked + 1 + arrivals.len()).max(present - present.div_ceil(8));
-        let mut batch = Vec::with_capacity(limits.max_batch);
+        let in_flight: usize = recent.iter().map(|(_, calls)| calls).sum();
+        callers = (in_flight + 1 + queued.len()).max(callers - callers.div_ceil(8));
+        let mut batch = Vec::with_capacity(config.max_batch);
         batch.push(first);
-        let others = (share(present) - 1).min(arrivals.len());
-        if others > 0 {
+        let more = (batch_size(callers) - 1).min(queued.len());
+        if more > 0 {
             // Does not wait: these calls are already in the queue.
-            arrivals.recv_many(&mut batch, others).await;
+            queued.recv_many(&mut batch, more).await;
         }
-        young.push_back((Instant::now(), batch.len()));
+        recent.push_back((Instant::now(), batch.len()));
         // Boxed, because the future has some kilobytes that would be moved several times otherwise.
         calls.spawn(Box::pin(send(batch)));
     }
@@ -332,37 +333,37 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn late_batch_makes_room_for_the_next() {
-        let (begun, (sent, mut times)) = (Instant::now(), mpsc::channel(8));
+        let (start, (sent, mut times)) = (Instant::now(), mpsc::channel(8));
         let send = move |batch: Vec<oneshot::Sender<()>>, _| {
-            let _ = sent.try_send((begun.elapsed().as_millis(), batch.len()));
+            let _ = sent.try_send((start.elapsed().as_millis(), batch.len()));
             async move {
                 // Keep the reply channels open without an answer.
                 let _batch = batch;
                 std::future::pending().await
             }
         };
-        let limits = BatchConfig {
+        let config = BatchConfig {
             max_unbatched: 0,
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
             max_in_flight: |_| 1,
-            full: 1,
+            max_full_in_flight: 1,
         };
-        let batcher = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
+        let batcher = Arc::new(Batcher::new(config, &RuntimeHandle::here(), send));
         let late = LATE.as_millis();
         let mut waiting = JoinSet::new();
-        for (comes, goes) in
+        for (submitted_ms, sent_ms) in
             [(0, 0), (5, late), (late + 10, 2 * late), (10 * late, 10 * late), (10 * late + 1, 11 * late)]
         {
-            let comes = begun + Duration::from_millis(comes as u64);
-            tokio::time::sleep_until(comes).await;
+            let submitted = start + Duration::from_millis(submitted_ms as u64);
+            tokio::time::sleep_until(submitted).await;
             let batcher = Arc::clone(&batcher);
             waiting.spawn(async move { batcher.submit(|reply| reply).await });
-            if comes.duration_since(begun).as_millis() != goes {
+            if submitted_ms != sent_ms {
                 assert!(tokio::time::timeout(Duration::from_millis(1), times.recv()).await.is_err());
             }
-            assert_eq!(times.recv().await, Some((goes, 1)));
+            assert_eq!(times.recv().await, Some((sent_ms, 1)));
         }
     }
 
@@ -374,20 +375,20 @@ mod tests {
             let (answer, is_answered) = oneshot::channel::<()>();
             sent.send((batch.len(), answer)).unwrap();
             async move {
-                let answered = is_answered.await.ok().map(|()| Instant::now());
-                idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
-                answered
+                let replied_at = is_answered.await.ok().map(|()| Instant::now());
+                idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                replied_at
             }
         };
-        let limits = BatchConfig {
+        let config = BatchConfig {
             max_unbatched: 0,
             linger: Duration::from_secs(1),
             max_batch: 64,
             split: |_| 2,
             max_in_flight: |_| 2,
-            full: 2,
+            max_full_in_flight: 2,
         };
-        let batcher = Arc::new(Batcher::new(limits, &RuntimeHandle::here(), send));
+        let batcher = Arc::new(Batcher::new(config, &RuntimeHandle::here(), send));
         let mut callers = JoinSet::new();
         for _ in 0..6 {
             let batcher = Arc::clone(&batcher);
@@ -406,7 +407,7 @@ mod tests {
     }
 
     /// A second runtime, with this number of threads.
-    fn elsewhere(threads: usize) -> (Runtime, RuntimeHandle) {
+    fn second_runtime(threads: usize) -> (Runtime, RuntimeHandle) {
         let runtime = Builder::new_multi_thread().worker_threads(threads).enable_time().build().unwrap();
         let handle = {
             let _inside = runtime.enter();
@@ -417,31 +418,31 @@ mod tests {
 
     #[tokio::test]
     async fn next_call_delivers_replies_of_blocked_thread() {
-        let (runtime, handle) = elsewhere(1);
+        let (runtime, handle) = second_runtime(1);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
-        let (begun, has_begun) = oneshot::channel();
-        let blocks = Mutex::new(Some((until_free, begun)));
+        let (start, has_begun) = oneshot::channel();
+        let blocks = Mutex::new(Some((until_free, start)));
         let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
-            if let Some((until_free, begun)) = blocks.lock().unwrap().take() {
+            if let Some((until_free, start)) = blocks.lock().unwrap().take() {
                 tokio::spawn(async move {
-                    begun.send(()).unwrap();
+                    start.send(()).unwrap();
                     until_free.recv().unwrap();
                 });
             }
             async move {
-                idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
                 None
             }
         };
-        let limits = BatchConfig {
+        let config = BatchConfig {
             max_unbatched: 0,
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
             max_in_flight: |_| 1,
-            full: 1,
+            max_full_in_flight: 1,
         };
-        let batcher = Batcher::new(limits, &handle, send);
+        let batcher = Batcher::new(config, &handle, send);
         let mut first = pin!(batcher.submit(|reply| reply));
         assert!(futures_util::poll!(&mut first).is_pending());
         has_begun.await.unwrap();
@@ -459,39 +460,39 @@ mod tests {
     /// A blocked thread has the replies of one batch, and no further call arrives.
     #[tokio::test]
     async fn returning_batch_delivers_replies_of_blocked_thread() {
-        let (runtime, handle) = elsewhere(2);
+        let (runtime, handle) = second_runtime(2);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
-        let (answer, answered) = oneshot::channel::<()>();
-        let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
+        let (answer, replied_at) = oneshot::channel::<()>();
+        let (start, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
         // The second batch blocks its thread. The first, which is popped first, waits for its answer.
-        let has = Mutex::new(vec![(None, Some(until_free)), (Some(answered), None)]);
+        let has = Mutex::new(vec![(None, Some(until_free)), (Some(replied_at), None)]);
         let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
-            let (answered, until_free) = has.lock().unwrap().pop().unwrap();
-            let begun = begun.clone();
+            let (replied_at, until_free) = has.lock().unwrap().pop().unwrap();
+            let start = start.clone();
             async move {
-                let delivery = idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
+                let delivery = idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
                 let mut delivery = pin!(delivery);
                 if let Some(until_free) = until_free {
                     assert!(futures_util::poll!(&mut delivery).is_pending());
-                    begun.send(()).unwrap();
+                    start.send(()).unwrap();
                     until_free.recv().unwrap();
-                } else if let Some(answered) = answered {
-                    begun.send(()).unwrap();
-                    answered.await.unwrap();
+                } else if let Some(replied_at) = replied_at {
+                    start.send(()).unwrap();
+                    replied_at.await.unwrap();
                 }
                 delivery.await;
                 None
             }
         };
-        let limits = BatchConfig {
+        let config = BatchConfig {
             max_unbatched: 0,
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
             max_in_flight: |_| 2,
-            full: 2,
+            max_full_in_flight: 2,
         };
-        let batcher = Batcher::new(limits, &handle, send);
+        let batcher = Batcher::new(config, &handle, send);
         let mut calls = Vec::new();
         for _ in 0..2 {
             let mut call = Box::pin(batcher.submit(|reply| reply));
@@ -511,12 +512,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn round_trip_is_measured_by_replies_only() {
-        let rtt = RttEstimate { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
+        let rtt = RttEstimate { epoch: Instant::now(), last_return: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
-        rtt.is_back(sent, None);
+        rtt.record_return(sent, None);
         assert_eq!(rtt.window(2), 2);
-        rtt.is_back(sent, Some(Instant::now()));
+        rtt.record_return(sent, Some(Instant::now()));
         assert_eq!(rtt.window(2), 12);
     }
 }

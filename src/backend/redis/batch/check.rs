@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
@@ -22,19 +22,19 @@ use crate::key::Key;
 use crate::rate_limit::Policy;
 
 /// Larger batches would save Redis little and block it for longer. The script accepts at most 64 checks.
-const LIMITS: BatchConfig = BatchConfig {
+const CONFIG: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
     max_batch: 64,
-    split: calls,
-    max_in_flight: calls,
-    full: 4,
+    split: batch_count,
+    max_in_flight: batch_count,
+    max_full_in_flight: 4,
 };
 
-/// Into how many batches the given number of checks is divided. For few checks, the round trip takes most of the time, so more batches are
-/// better. For many checks, the number of commands does, so fewer batches are better.
-const fn calls(present: usize) -> usize {
-    if present <= FEW { 4 } else { 2 }
+/// Into how many batches this number of checks is divided. With few checks, the round trip takes most of the time, so more batches are
+/// better. With many checks, the commands take most of the time, so fewer batches are better.
+const fn batch_count(callers: usize) -> usize {
+    if callers <= FEW { 4 } else { 2 }
 }
 
 /// From 24 checks on, with a client of one thread, four batches had a lower throughput than two.
@@ -49,10 +49,10 @@ pub(crate) struct CheckBatcher(Batcher<Pending>);
 /// A check that was not sent yet.
 struct Pending {
     policy: Policy,
-    // The hash of the key. Sorting by it first avoids most comparisons of strings.
-    sum: u64,
-    // The key of the counts in Redis.
-    counts: String,
+    // The hash of the key: cheaper to sort by than the strings.
+    key_hash: u64,
+    // The key of the counters in Redis.
+    redis_key: String,
     cost: u64,
     reply: oneshot::Sender<Result<Reply, RedisError>>,
 }
@@ -64,7 +64,7 @@ impl CheckBatcher {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
             async move { send(&servers, &scripts, &idle, batch).await }
         };
-        Self(Batcher::new(LIMITS, runtime, send))
+        Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -72,17 +72,17 @@ impl CheckBatcher {
         self.0.try_direct()
     }
 
-    /// The reply that `rate_limit_check_plain` would send; `None` to call directly.
+    /// The reply to a batched check, in the format of `rate_limit_check_plain`; `None` to call directly.
     pub(crate) async fn check(
         &self,
         policy: &Policy,
         key: &Key,
-        counts: String,
+        redis_key: String,
         cost: u64,
     ) -> Option<Result<Reply, StoreError>> {
-        let waiting = |reply| Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply };
+        let pending = |reply| Pending { policy: policy.clone(), key_hash: key.sum(), redis_key, cost, reply };
         let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that sends checks to redis has ended"));
-        let answer = self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost()));
+        let answer = self.0.submit(pending).await?.unwrap_or_else(|_| Err(lost()));
         Some(answer.map_err(store_error))
     }
 }
@@ -92,24 +92,26 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     let connected = tokio::select! {
         biased;
         connected = servers.connected() => connected,
-        () = given_up(&mut batch, |waiting| &mut waiting.reply) => return None,
+        () = abandoned(&mut batch, |pending| &mut pending.reply) => return None,
     };
     if let Err(error) = connected {
-        batch.into_iter().for_each(|waiting| drop(waiting.reply.send(Err(error.clone()))));
+        batch.into_iter().for_each(|pending| drop(pending.reply.send(Err(error.clone()))));
         return None;
     }
     // Do not charge callers that gave up before a connection was available.
-    batch.retain(|waiting| !waiting.reply.is_closed());
+    batch.retain(|pending| !pending.reply.is_closed());
     // The script needs the checks of a policy in one group, and the checks of a key next to each other.
-    let order = |waiting: &Pending| (std::ptr::from_ref(waiting.policy.packed(encode)), waiting.sum);
-    batch.sort_by(|one, other| order(one).cmp(&order(other)).then_with(|| one.counts.cmp(&other.counts)));
-    let (asked, mut replies): (Vec<_>, Vec<_>) =
-        batch.into_iter().map(|Pending { policy, counts, cost, reply, .. }| ((policy, counts, cost), reply)).unzip();
-    if asked.is_empty() {
+    let order = |pending: &Pending| (std::ptr::from_ref(pending.policy.packed(encode)), pending.key_hash);
+    batch.sort_by(|one, other| order(one).cmp(&order(other)).then_with(|| one.redis_key.cmp(&other.redis_key)));
+    let (checks, mut replies): (Vec<_>, Vec<_>) = batch
+        .into_iter()
+        .map(|Pending { policy, redis_key, cost, reply, .. }| ((policy, redis_key, cost), reply))
+        .unzip();
+    if checks.is_empty() {
         return None;
     }
-    let keys: Vec<_> = asked.iter().map(|(_, counts, _)| &**counts).collect();
-    let groups: Vec<_> = asked
+    let keys: Vec<_> = checks.iter().map(|(_, redis_key, _)| &**redis_key).collect();
+    let groups: Vec<_> = checks
         .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.packed(encode), other.packed(encode)))
         .map(|group| {
             let costs = group.iter().map(|(.., cost)| *cost).collect();
@@ -119,12 +121,12 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     let answer = tokio::select! {
         biased;
         answer = scripts.check_many.run(servers, &keys, &groups) => answer,
-        () = given_up(&mut replies, |reply| reply) => return None,
+        () = abandoned(&mut replies, |reply| reply) => return None,
     };
-    let answered = answer.is_ok().then(Instant::now);
+    let replied_at = answer.is_ok().then(Instant::now);
     let answers = match answer {
         Ok(answer) => {
-            let lengths = asked.iter().map(|(policy, ..)| policy.packed(encode).counts);
+            let lengths = checks.iter().map(|(policy, ..)| policy.packed(encode).counts);
             split(&answer, lengths).unwrap_or_else(|| {
                 tracing::debug!(error = %unexpected_reply(&answer), "redis sent an unexpected reply to a batch of checks");
                 vec![Err(unreadable()); replies.len()]
@@ -132,17 +134,18 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
         }
         Err(error) => vec![Err(error); replies.len()],
     };
-    idle.then(move || {
+    idle.when_idle(move || {
         for (reply, answer) in replies.into_iter().zip(answers) {
             // The caller may have given up.
             let _ = reply.send(answer);
         }
     })
     .await;
-    answered
+    replied_at
 }
 
-/// Splits the reply of the script, given the length of each reply if all descriptors are charged. `None` if the reply is malformed.
+/// Splits the reply of the script into one for each check. `lengths`: the length of each if all checks are charged. `None` if the reply is
+/// malformed.
 fn split(
     answer: &Value,
     lengths: impl ExactSizeIterator<Item = usize> + Clone,
@@ -174,15 +177,15 @@ fn unreadable() -> RedisError {
 
 /// The replies to checks in one batch.
 #[cfg(test)]
-pub(crate) async fn together(
+pub(crate) async fn check_batch(
     servers: &Servers,
     scripts: &Scripts,
-    asked: impl Iterator<Item = (&Policy, &Key, String, u64)>,
+    checks: impl Iterator<Item = (&Policy, &Key, String, u64)>,
 ) -> Result<Vec<Reply>, StoreError> {
-    let (batch, answers): (Vec<_>, Vec<_>) = asked
-        .map(|(policy, key, counts, cost)| {
+    let (batch, answers): (Vec<_>, Vec<_>) = checks
+        .map(|(policy, key, redis_key, cost)| {
             let (reply, answer) = oneshot::channel();
-            (Pending { policy: policy.clone(), sum: key.sum(), counts, cost, reply }, answer)
+            (Pending { policy: policy.clone(), key_hash: key.sum(), redis_key, cost, reply }, answer)
         })
         .unzip();
     send(servers, scripts, &Idle::new(), batch).await;
@@ -227,7 +230,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn few_checks_use_more_batches_than_many() {
         for (number, parts) in [(16, vec![4, 4, 4, 4]), (20, vec![5, 5, 5, 5]), (32, vec![16, 16])] {
-            let (sent, mut calls) = mpsc::unbounded_channel();
+            let (sent, mut batch_count) = mpsc::unbounded_channel();
             let send = move |batch: Vec<oneshot::Sender<()>>, _| {
                 sent.send(batch.len()).unwrap();
                 async move {
@@ -235,7 +238,7 @@ mod tests {
                     std::future::pending().await
                 }
             };
-            let batcher = Arc::new(Batcher::new(LIMITS, &RuntimeHandle::here(), send));
+            let batcher = Arc::new(Batcher::new(CONFIG, &RuntimeHandle::here(), send));
             let mut asking = JoinSet::new();
             for _ in 0..number {
                 let batcher = Arc::clone(&batcher);
@@ -243,7 +246,7 @@ mod tests {
             }
             for (turn, part) in parts.into_iter().enumerate() {
                 // Shorter than the time after which a batch is late and makes room for the next.
-                let call = tokio::time::timeout(Duration::from_millis(1), calls.recv()).await;
+                let call = tokio::time::timeout(Duration::from_millis(1), batch_count.recv()).await;
                 assert_eq!(call.unwrap_or_else(|_| panic!("call {turn} of {number}")), Some(part));
             }
         }

@@ -1,7 +1,7 @@
 //! Work that is deferred until a thread is idle.
 //!
-//! A busy thread that wakes many tasks wakes another thread for each of them. That thread steals the task, finishes it at once and sleeps
-//! again. If a thread wakes the tasks just before it sleeps, they are spread over the threads once, when all of them are queued.
+//! A busy thread that wakes many tasks wakes another thread for each of them. That thread steals the task, finishes it immediately and
+//! sleeps again. If the thread wakes the tasks just before it sleeps, other threads steal them once, when all are queued.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-/// If a thread is busy for longer than this, the next call of [`Idle::catch_up`] runs its deferred work.
+/// If a thread is busy for longer than this, the next call of [`Idle::run_late`] runs its deferred work.
 const LATE: Duration = Duration::from_millis(1);
 
 /// The deferred work that has not run yet.
@@ -23,9 +23,9 @@ pub(crate) struct Idle(Arc<DeferredList>);
 
 struct DeferredList {
     epoch: Instant,
-    // When the first of them was deferred, in µs since `epoch`, plus one. Zero: there is none.
+    // When the oldest closure was deferred, in µs since `epoch`, plus one. Zero: there is none.
     since: AtomicU64,
-    waiting: Mutex<VecDeque<Pending>>,
+    pending: Mutex<VecDeque<Pending>>,
 }
 
 /// A deferred closure, and when it was deferred.
@@ -35,7 +35,7 @@ struct Pending {
 }
 
 /// Keeps a deferred closure in the list while its caller waits.
-struct Listed<'a> {
+struct ListEntry<'a> {
     list: &'a DeferredList,
     deferred: Arc<Deferred>,
 }
@@ -45,31 +45,31 @@ struct Deferred(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl Idle {
     pub(crate) fn new() -> Self {
-        Self(Arc::new(DeferredList { epoch: Instant::now(), since: AtomicU64::new(0), waiting: Mutex::default() }))
+        Self(Arc::new(DeferredList { epoch: Instant::now(), since: AtomicU64::new(0), pending: Mutex::default() }))
     }
 
-    /// Runs `act` once this thread is idle, and waits until it has run. It also runs if the caller stops waiting.
-    pub(crate) async fn then(&self, act: impl FnOnce() + Send + 'static) {
+    /// Runs `work` when this thread becomes idle, and waits until it has run. It also runs if the caller stops waiting.
+    pub(crate) async fn when_idle(&self, work: impl FnOnce() + Send + 'static) {
         let (done, is_done) = oneshot::channel();
-        let act = move || {
-            act();
+        let work = move || {
+            work();
             // The caller may have stopped waiting.
             let _ = done.send(());
         };
-        let deferred = Arc::new(Deferred(Mutex::new(Some(Box::new(act)))));
-        let _listed = self.0.list(&deferred);
-        // Registers the closure, in place of this task, as the waker that the runtime wakes after the other tasks of the thread.
+        let deferred = Arc::new(Deferred(Mutex::new(Some(Box::new(work)))));
+        let _entry = self.0.list(&deferred);
+        // Registers the closure instead of this task as the waker: the runtime calls it after the other tasks of the thread.
         let _ = pin!(yield_now()).poll(&mut Context::from_waker(&Waker::from(deferred)));
         let _ = is_done.await;
     }
 
-    /// Runs all deferred work if the oldest of it is late.
-    pub(crate) fn catch_up(&self) {
+    /// Runs all deferred work if the oldest closure is late.
+    pub(crate) fn run_late(&self) {
         let since = self.0.since.load(Ordering::Relaxed);
         if since == 0 || self.0.now().saturating_sub(since) < LATE.as_micros() as u64 {
             return;
         }
-        let late: Vec<_> = self.0.waiting().iter().map(|waiting| Arc::clone(&waiting.deferred)).collect();
+        let late: Vec<_> = self.0.pending().iter().map(|pending| Arc::clone(&pending.deferred)).collect();
         late.into_iter().for_each(Deferred::wake);
     }
 }
@@ -79,35 +79,35 @@ impl DeferredList {
         self.epoch.elapsed().as_micros() as u64 + 1
     }
 
-    fn list(&self, deferred: &Arc<Deferred>) -> Listed<'_> {
-        let mut waiting = self.waiting();
-        waiting.push_back(Pending { since: self.now(), deferred: Arc::clone(deferred) });
-        self.note(&waiting);
-        Listed { list: self, deferred: Arc::clone(deferred) }
+    fn list(&self, deferred: &Arc<Deferred>) -> ListEntry<'_> {
+        let mut pending = self.pending();
+        pending.push_back(Pending { since: self.now(), deferred: Arc::clone(deferred) });
+        self.update_since(&pending);
+        ListEntry { list: self, deferred: Arc::clone(deferred) }
     }
 
-    fn note(&self, waiting: &VecDeque<Pending>) {
-        self.since.store(waiting.front().map_or(0, |first| first.since), Ordering::Relaxed);
+    fn update_since(&self, pending: &VecDeque<Pending>) {
+        self.since.store(pending.front().map_or(0, |first| first.since), Ordering::Relaxed);
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<Pending>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, VecDeque<Pending>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Listed<'_> {
+impl Drop for ListEntry<'_> {
     fn drop(&mut self) {
-        let mut waiting = self.list.waiting();
-        waiting.retain(|other| !Arc::ptr_eq(&other.deferred, &self.deferred));
-        self.list.note(&waiting);
+        let mut pending = self.list.pending();
+        pending.retain(|other| !Arc::ptr_eq(&other.deferred, &self.deferred));
+        self.list.update_since(&pending);
     }
 }
 
 impl Wake for Deferred {
     fn wake(self: Arc<Self>) {
-        let act = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(act) = act {
-            act();
+        let work = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(work) = work {
+            work();
         }
     }
 }
@@ -122,14 +122,14 @@ mod tests {
     #[tokio::test]
     async fn deferred_work_runs_after_other_tasks() {
         let noted = Arc::new(Mutex::new(Vec::new()));
-        let note = |what: &'static str| {
+        let update_since = |what: &'static str| {
             let noted = Arc::clone(&noted);
             move || noted.lock().unwrap().push(what)
         };
-        let (act, after, other) = (note("act"), note("after"), note("other"));
+        let (work, after, other) = (update_since("act"), update_since("after"), update_since("other"));
         let acting = tokio::spawn(async move {
             let idle = Idle::new();
-            let mut done = pin!(idle.then(act));
+            let mut done = pin!(idle.when_idle(work));
             // Unlike `yield_now`, it does not complete because it is polled again.
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
@@ -146,11 +146,11 @@ mod tests {
     async fn abandoned_work_leaves_the_list() {
         let idle = Idle::new();
         for _ in 0..2 {
-            let mut waits = Box::pin(idle.then(|| ()));
+            let mut waits = Box::pin(idle.when_idle(|| ()));
             assert_eq!(futures_util::poll!(&mut waits), Poll::Pending);
             assert_ne!(idle.0.since.load(Ordering::Relaxed), 0);
             drop(waits);
-            assert!(idle.0.waiting().is_empty());
+            assert!(idle.0.pending().is_empty());
             assert_eq!(idle.0.since.load(Ordering::Relaxed), 0);
         }
     }
@@ -160,14 +160,14 @@ mod tests {
     async fn other_thread_runs_work_of_blocked_thread() {
         let idle = Idle::new();
         let (free, until_free) = mpsc::channel::<()>();
-        let (begun, has_begun) = oneshot::channel();
+        let (start, has_begun) = oneshot::channel();
         let (acted, mut has_acted) = oneshot::channel();
         let blocked = tokio::spawn({
             let idle = idle.clone();
             async move {
-                let mut done = pin!(idle.then(move || acted.send(()).unwrap()));
+                let mut done = pin!(idle.when_idle(move || acted.send(()).unwrap()));
                 assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
-                begun.send(()).unwrap();
+                start.send(()).unwrap();
                 until_free.recv().unwrap();
                 done.await;
             }
@@ -175,10 +175,10 @@ mod tests {
         has_begun.await.unwrap();
         tokio::time::sleep(2 * LATE).await;
         assert!(has_acted.try_recv().is_err(), "no other thread has caught up");
-        idle.catch_up();
+        idle.run_late();
         has_acted.try_recv().unwrap();
         free.send(()).unwrap();
         blocked.await.unwrap();
-        assert!(idle.0.waiting().is_empty());
+        assert!(idle.0.pending().is_empty());
     }
 }

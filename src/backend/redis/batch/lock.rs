@@ -1,8 +1,8 @@
 //! Batches of lock acquisitions and releases.
 //!
-//! As with checks, single calls go directly, and further ones wait until one of a few batches returns. Each acquisition and
-//! release has its own answer. Without an answer from its batch, a caller retries alone with the same token, which is harmless.
-//! So a refusal of one never refuses others.
+//! As with checks, single calls are sent directly, and further ones wait until one of a few batches returns. Each acquisition and release
+//! has its own answer. Without an answer, a caller sends its call again, directly and with the same token, which is harmless. So an error of
+//! one call never fails others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use redis::{RedisError, Value};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
@@ -23,16 +23,15 @@ use crate::error::StoreError;
 use crate::lock::LockKey;
 use crate::lock::store::{Acquired, Claim, Token};
 
-/// A command costs Redis as much as three locks, and as much again to read and answer, so larger batches are better. Callers do
-/// more after a lock than after a check before they call again. With a third of them in each batch, Redis does not wait for them,
-/// and late callers use a fourth batch.
-const LIMITS: BatchConfig = BatchConfig {
+/// A command costs Redis as much as six locks, so larger batches are better. Callers do more between two locks than between two checks. With
+/// a third of them in each batch, Redis does not wait for them, and late callers use a fourth batch.
+const CONFIG: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
     max_batch: MAX_LOCKS,
     split: |_| 3,
     max_in_flight: |_| 4,
-    full: 4,
+    max_full_in_flight: 4,
 };
 
 /// Batches of acquisitions and releases, on the connections of releases, where they do not wait behind requests.
@@ -42,19 +41,19 @@ pub(crate) struct LockBatcher(Batcher<Pending>);
 struct Pending {
     lock: LockKey,
     token: Token,
-    // Length, number of fences and floor of an acquisition; `None` for a release.
+    // TTL, number of fences and floor of an acquisition; `None` for a release.
     claim: Option<(Duration, u32, u64)>,
     reply: oneshot::Sender<Answer>,
 }
 
-/// The number in the reply of the script; `None` to retry alone.
+/// The number in the reply of the script; `None` to call directly.
 type Answer = Result<Option<i64>, StoreError>;
 
 impl LockBatcher {
     /// Sends batches until it is dropped.
-    pub(crate) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, runtime: &RuntimeHandle) -> Self {
-        let send = move |batch, idle| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
-        Self(Batcher::new(LIMITS, runtime, send))
+    pub(crate) fn new(servers: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, runtime: &RuntimeHandle) -> Self {
+        let send = move |batch, idle| send(servers.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
+        Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -64,17 +63,17 @@ impl LockBatcher {
 
     /// The outcome of a batched acquisition; `None` to call directly.
     pub(crate) async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
-        let wish = |reply| Pending::to_acquire(lock, claim, reply);
-        let answer = self.0.submit(wish).await.and_then(Result::ok).unwrap_or(Ok(None))?;
+        let pending = |reply| Pending::to_acquire(lock, claim, reply);
+        let answer = self.0.submit(pending).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(acquired))
     }
 
     /// The number of listeners after a batched release; `None` to call directly.
     pub(crate) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
-        let wish = |reply| Pending::to_release(lock, token, reply);
-        match self.0.submit(wish).await {
+        let pending = |reply| Pending::to_release(lock, token, reply);
+        match self.0.submit(pending).await {
             Some(Ok(answer)) => Ok(answer?.map(listeners)),
-            // The batch may have been executed. A direct call would report that no token held the lease, as after a loss.
+            // The batch may have been executed. A direct call would then report that the token does not hold the lease, as after a loss.
             Some(Err(gone)) => Err(StoreError::unavailable(gone)),
             None => Ok(None),
         }
@@ -99,14 +98,14 @@ pub(crate) const fn acquired(number: i64) -> Acquired {
     }
 }
 
-/// The same for a release.
+/// Decodes the number that the script returns for a release.
 const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
 /// Sends a batch and answers its callers. Returns when Redis replied, if it did.
-async fn exchange(
-    own: Servers,
+async fn send(
+    servers: Servers,
     scripts: Arc<Scripts>,
     keys: Arc<Keys>,
     idle: Idle,
@@ -114,66 +113,71 @@ async fn exchange(
 ) -> Option<Instant> {
     let connected = tokio::select! {
         biased;
-        connected = own.connected() => connected,
-        () = given_up(&mut batch, |wish| &mut wish.reply) => return None,
+        connected = servers.connected() => connected,
+        () = abandoned(&mut batch, |pending| &mut pending.reply) => return None,
     };
     if let Err(error) = connected {
-        return tell(&idle, Err(error), 0, batch).await;
+        return answer_callers(&idle, Err(error), 0, batch).await;
     }
     // Callers that gave up before a connection was available need no lock. Releases are sent in any case.
-    batch.retain(|wish| wish.claim.is_none() || !wish.reply.is_closed());
-    // Nearly always, all acquisitions have the same length.
-    batch.sort_by_key(|wish| (wish.claim.is_none(), wish.claim));
-    let mut given = batch.split_off(batch.partition_point(|wish| wish.claim.is_some()));
+    batch.retain(|pending| pending.claim.is_none() || !pending.reply.is_closed());
+    // Nearly always, all acquisitions have the same parameters.
+    batch.sort_by_key(|pending| (pending.claim.is_none(), pending.claim));
+    let mut releases = batch.split_off(batch.partition_point(|pending| pending.claim.is_some()));
     let mut calls = Vec::new();
-    while !batch.is_empty() || !given.is_empty() {
-        let claim = batch.last().and_then(|wish| wish.claim);
-        let mut group = batch.split_off(batch.partition_point(|wish| wish.claim < claim));
-        group.append(&mut given);
-        calls.push(exchange_alike(&own, &scripts, &keys, &idle, claim, group));
+    while !batch.is_empty() || !releases.is_empty() {
+        let claim = batch.last().and_then(|pending| pending.claim);
+        let mut group = batch.split_off(batch.partition_point(|pending| pending.claim < claim));
+        group.append(&mut releases);
+        calls.push(send_group(&servers, &scripts, &keys, &idle, claim, group));
     }
     join_all(calls).await.into_iter().max().flatten()
 }
 
 /// Sends one call of a batch: acquisitions with the same parameters, then releases.
-async fn exchange_alike(
-    own: &Servers,
+async fn send_group(
+    servers: &Servers,
     scripts: &Scripts,
     keys: &Keys,
     idle: &Idle,
     claim: Option<(Duration, u32, u64)>,
     mut group: Vec<Pending>,
 ) -> Option<Instant> {
-    let wanted = group.partition_point(|wish| wish.claim.is_some());
-    let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
-    group.iter().for_each(|wish| names.push_lease(&wish.lock));
-    group[wanted..].iter().for_each(|wish| names.push_free(&wish.lock));
+    let acquisitions = group.partition_point(|pending| pending.claim.is_some());
+    let mut names = LockNames::for_locks(keys, 2 * group.len() - acquisitions);
+    group.iter().for_each(|pending| names.push_lease(&pending.lock));
+    group[acquisitions..].iter().for_each(|pending| names.push_free(&pending.lock));
     let mut tokens = Vec::with_capacity(16 * group.len());
-    group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
+    group.iter().for_each(|pending| tokens.extend_from_slice(pending.token.as_bytes()));
     let (ttl, fences, floor) = claim.unwrap_or((Claim::MIN_TTL, 1, 0));
     let names = names.to_vec();
     let reply = tokio::select! {
         biased;
-        reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences, floor) => reply,
+        reply = scripts.lock_exchange(servers, &names, &tokens, ttl, fences, floor) => reply,
         // The batch is executed anyway, and a release that may not have been sent is retried.
-        () = given_up(&mut group, |wish| &mut wish.reply) => return None,
+        () = abandoned(&mut group, |pending| &mut pending.reply) => return None,
     };
     if let Ok(reply) = &reply {
-        fences_in(reply, wanted).for_each(|fence| scripts.granted(fence, fences));
+        granted_fences(reply, acquisitions).for_each(|fence| scripts.granted(fence, fences));
     }
-    tell(idle, reply, wanted, group).await
+    answer_callers(idle, reply, acquisitions, group).await
 }
 
-/// Answers the callers of a batch; `wanted` of them are acquisitions. Returns when Redis replied, if it did.
-async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, group: Vec<Pending>) -> Option<Instant> {
-    let answered = reply.is_ok().then(Instant::now);
+/// Answers the callers of a batch, of which the first `acquisitions` acquire. Returns when Redis replied, if it did.
+async fn answer_callers(
+    idle: &Idle,
+    reply: Result<Value, RedisError>,
+    acquisitions: usize,
+    group: Vec<Pending>,
+) -> Option<Instant> {
+    let replied_at = reply.is_ok().then(Instant::now);
     let numbers = match reply.map_err(store_error) {
-        Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
+        Ok(reply) => answers(&reply, acquisitions, group.len()).unwrap_or_else(|| {
             tracing::debug!(error = %unexpected_reply(&reply), "redis sent an unexpected reply to a batch of locks");
             vec![0; group.len()]
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
-            group.into_iter().for_each(|wish| drop(wish.reply.send(Err(error.clone()))));
+            group.into_iter().for_each(|pending| drop(pending.reply.send(Err(error.clone()))));
             return None;
         }
         Err(error) => {
@@ -181,39 +185,39 @@ async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, grou
             vec![0; group.len()]
         }
     };
-    idle.then(move || {
-        for (wish, number) in group.into_iter().zip(numbers) {
+    idle.when_idle(move || {
+        for (pending, number) in group.into_iter().zip(numbers) {
             // The caller may have given up.
-            let _ = wish.reply.send(Ok((number != 0).then_some(number)));
+            let _ = pending.reply.send(Ok((number != 0).then_some(number)));
         }
     })
     .await;
-    answered
+    replied_at
 }
 
 /// The answers in the reply of the script. It has one number for most acquisitions, implies 1 for most releases, and lists the exceptions.
-fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
+fn answers(reply: &Value, acquisitions: usize, count: usize) -> Option<Vec<i64>> {
     let Value::Array(values) = reply else { return None };
     let [Value::Int(first), others @ ..] = values.as_slice() else { return None };
     let mut answers = vec![1; count];
-    answers.get_mut(..wanted)?.fill(*first);
+    answers.get_mut(..acquisitions)?.fill(*first);
     for other in others.chunks(2) {
-        let [Value::Int(which), Value::Int(answer)] = other else { return None };
-        let at = usize::try_from(*which).ok()?.checked_sub(1)?;
+        let [Value::Int(index), Value::Int(answer)] = other else { return None };
+        let at = usize::try_from(*index).ok()?.checked_sub(1)?;
         *answers.get_mut(at)? = *answer;
     }
     Some(answers)
 }
 
 /// The fences that the script grants to acquisitions.
-fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
+fn granted_fences(reply: &Value, acquisitions: usize) -> impl Iterator<Item = i64> {
     let values = match reply {
-        Value::Array(values) if wanted > 0 => values.as_slice(),
+        Value::Array(values) if acquisitions > 0 => values.as_slice(),
         _ => &[],
     };
     let (most, others) = values.split_first().unzip();
     let others = others.unwrap_or_default().chunks(2).filter_map(move |other| match other {
-        [Value::Int(which), answer] if usize::try_from(*which).is_ok_and(|which| which <= wanted) => Some(answer),
+        [Value::Int(index), answer] if usize::try_from(*index).is_ok_and(|index| index <= acquisitions) => Some(answer),
         _ => None,
     });
     most.into_iter().chain(others).filter_map(|answer| match answer {
@@ -224,27 +228,28 @@ fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
 
 /// The answers to releases and acquisitions.
 #[cfg(test)]
-pub(crate) async fn exchange_together(
-    own: Servers,
+pub(crate) async fn exchange_batch(
+    servers: Servers,
     scripts: Arc<Scripts>,
     keys: Arc<Keys>,
     held: impl Iterator<Item = (LockKey, Token)>,
-    wanted: impl Iterator<Item = (LockKey, Claim)>,
+    acquisitions: impl Iterator<Item = (LockKey, Claim)>,
 ) -> Result<(Vec<Option<u64>>, Vec<Option<Acquired>>), StoreError> {
     let mut batch = Vec::new();
-    let mut meet = |wish: &dyn Fn(oneshot::Sender<Answer>) -> Pending| {
+    let mut meet = |pending: &dyn Fn(oneshot::Sender<Answer>) -> Pending| {
         let (reply, answer) = oneshot::channel();
-        batch.push(wish(reply));
+        batch.push(pending(reply));
         answer
     };
-    let wanted: Vec<_> = wanted.map(|(lock, claim)| meet(&|reply| Pending::to_acquire(&lock, &claim, reply))).collect();
+    let acquisitions: Vec<_> =
+        acquisitions.map(|(lock, claim)| meet(&|reply| Pending::to_acquire(&lock, &claim, reply))).collect();
     let held: Vec<_> = held.map(|(lock, token)| meet(&|reply| Pending::to_release(&lock, &token, reply))).collect();
-    exchange(own, scripts, keys, Idle::new(), batch).await;
+    send(servers, scripts, keys, Idle::new(), batch).await;
     let numbers = async |answers| {
         let answers = join_all::<Vec<oneshot::Receiver<Answer>>>(answers).await;
         answers.into_iter().map(|answer| answer.unwrap()).collect::<Result<Vec<_>, _>>()
     };
-    let (held, wanted) = (numbers(held).await?, numbers(wanted).await?);
+    let (held, acquisitions) = (numbers(held).await?, numbers(acquisitions).await?);
     let held = held.into_iter().map(|number| number.map(listeners));
-    Ok((held.collect(), wanted.into_iter().map(|number| number.map(acquired)).collect()))
+    Ok((held.collect(), acquisitions.into_iter().map(|number| number.map(acquired)).collect()))
 }

@@ -1,6 +1,6 @@
 //! Batches of jobs that are pushed at the same time.
 //!
-//! As with checks, single pushes go directly, and further ones wait until one of a few batches returns.
+//! As with checks, single pushes are sent directly, and further ones wait until one of a few batches returns.
 
 use std::mem;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use redis::Value;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, given_up};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::codec::job::PackedJobs;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
@@ -23,13 +23,13 @@ use crate::delay_queue::store::{Admission, MAX_BATCH, QueueKey, batch_len};
 use crate::delay_queue::{JobId, NewJob};
 use crate::error::StoreError;
 
-const LIMITS: BatchConfig = BatchConfig {
+const CONFIG: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
     max_batch: MAX_BATCH,
     split: |_| 2,
     max_in_flight: |_| 2,
-    full: 2,
+    max_full_in_flight: 2,
 };
 
 /// Batches of pushes.
@@ -47,7 +47,7 @@ impl PushBatcher {
     /// Sends batches until it is dropped.
     pub(crate) fn new(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, runtime: &RuntimeHandle) -> Self {
         let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
-        Self(Batcher::new(LIMITS, runtime, send))
+        Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
@@ -56,15 +56,15 @@ impl PushBatcher {
     }
 
     /// Pushes a job in a batch; `None` to call directly.
-    pub(crate) async fn together(
+    pub(crate) async fn push(
         &self,
         queue: &QueueKey,
         job: &NewJob,
         max_jobs: u64,
     ) -> Option<Result<Admission, StoreError>> {
-        let waiting = |reply| Pending { queue: *queue, job: job.clone(), max_jobs, reply };
+        let pending = |reply| Pending { queue: *queue, job: job.clone(), max_jobs, reply };
         let lost = || StoreError::unavailable("the runtime that sends pushes to redis has ended");
-        Some(self.0.submit(waiting).await?.unwrap_or_else(|_| Err(lost())))
+        Some(self.0.submit(pending).await?.unwrap_or_else(|_| Err(lost())))
     }
 }
 
@@ -77,7 +77,7 @@ async fn send(
     mut batch: Vec<Pending>,
 ) -> Option<Instant> {
     // Skip the jobs of callers that have given up.
-    batch.retain(|waiting| !waiting.reply.is_closed());
+    batch.retain(|pending| !pending.reply.is_closed());
     if batch.is_empty() {
         return None;
     }
@@ -92,13 +92,13 @@ fn groups(mut batch: Vec<Pending>) -> Vec<Vec<Pending>> {
     while let Some(last) = batch.last() {
         let (mut group, rest): (Vec<_>, Vec<_>) = {
             let (queue, priority, max_jobs) = (last.queue, last.job.priority, last.max_jobs);
-            batch.into_iter().partition(|waiting| {
-                (waiting.queue, waiting.job.priority, waiting.max_jobs) == (queue, priority, max_jobs)
+            batch.into_iter().partition(|pending| {
+                (pending.queue, pending.job.priority, pending.max_jobs) == (queue, priority, max_jobs)
             })
         };
         batch = rest;
         while !group.is_empty() {
-            let others = group.split_off(batch_len(group.iter().map(|waiting| waiting.job.size())));
+            let others = group.split_off(batch_len(group.iter().map(|pending| pending.job.size())));
             groups.push(mem::replace(&mut group, others));
         }
     }
@@ -120,10 +120,10 @@ async fn send_group(
     let answer = tokio::select! {
         biased;
         answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
-        () = given_up(&mut replies, |reply| reply) => return None,
+        () = abandoned(&mut replies, |reply| reply) => return None,
     };
-    let answered = answer.is_ok().then(Instant::now);
-    idle.then(move || {
+    let replied_at = answer.is_ok().then(Instant::now);
+    idle.when_idle(move || {
         for (i, reply) in replies.into_iter().enumerate() {
             let admission = match &answer {
                 Ok(admissions) => Ok(admissions[i]),
@@ -134,7 +134,7 @@ async fn send_group(
         }
     })
     .await;
-    answered
+    replied_at
 }
 
 /// Pushes jobs of one priority.
@@ -176,7 +176,7 @@ mod tests {
     use crate::delay_queue::Priority;
 
     /// The push of a caller that has given up.
-    fn waiting(bytes: usize, priority: Priority) -> Pending {
+    fn pending(bytes: usize, priority: Priority) -> Pending {
         let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
         Pending { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
     }
@@ -190,7 +190,7 @@ mod tests {
         let pool_options =
             PoolOptions { connect: Duration::MAX, response: Duration::MAX, runtime: Arc::new(RuntimeHandle::here()) };
         let servers = Servers::One(Pool::lazy(connector, 1, pool_options, &Arc::default()));
-        let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
+        let batch = vec![pending(1, Priority::Normal), pending(1, Priority::Low)];
         let (servers, keys, scripts) = (Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()));
         assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);
     }
@@ -203,9 +203,9 @@ mod tests {
             sizes.sort_unstable();
             sizes
         };
-        assert_eq!(sizes((0..MAX_BATCH).map(|_| waiting(100, Priority::Normal)).collect()), [MAX_BATCH]);
-        let large = (0..100).map(|_| waiting(60_000, Priority::Normal));
-        assert_eq!(sizes(large.chain([waiting(1, Priority::Low)]).collect()), [1, 15, 17, 17, 17, 17, 17]);
-        assert_eq!(sizes((0..3).map(|_| waiting(2_000_000, Priority::Normal)).collect()), [1, 1, 1]);
+        assert_eq!(sizes((0..MAX_BATCH).map(|_| pending(100, Priority::Normal)).collect()), [MAX_BATCH]);
+        let large = (0..100).map(|_| pending(60_000, Priority::Normal));
+        assert_eq!(sizes(large.chain([pending(1, Priority::Low)]).collect()), [1, 15, 17, 17, 17, 17, 17]);
+        assert_eq!(sizes((0..3).map(|_| pending(2_000_000, Priority::Normal)).collect()), [1, 1, 1]);
     }
 }

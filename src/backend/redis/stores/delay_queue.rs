@@ -28,7 +28,7 @@ impl DelayQueueStore for RedisBackend {
         // Held until the reply arrives.
         let permit = pushes.try_direct();
         if let ([job], None) = (jobs, &permit)
-            && let Some(admission) = pushes.together(queue, job, max_jobs).await
+            && let Some(admission) = pushes.push(queue, job, max_jobs).await
         {
             return Ok(vec![admission?]);
         }

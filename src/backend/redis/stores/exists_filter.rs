@@ -66,11 +66,11 @@ impl ExistsFilterStore for RedisBackend {
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let names = Names::new(keys, filter, seen);
-        let begun = VersionIds::new(seen.active, Some(*version));
-        let (seen, begun) = (encode_ids(seen), encode_ids(&begun));
+        let since = VersionIds::new(seen.active, Some(*version));
+        let (seen, since) = (encode_ids(seen), encode_ids(&since));
         let bits = keys.filter_bits(filter, version);
         let names: [&str; 3] = [&names.versions, &bits, names.building()];
-        is_done(&scripts.cache_filter_begin(servers, names, (&seen, &begun), ttl).await?)
+        is_done(&scripts.cache_filter_begin(servers, names, (&seen, &since), ttl).await?)
     }
 
     async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {

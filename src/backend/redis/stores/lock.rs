@@ -110,7 +110,7 @@ impl LockStore for RedisBackend {
         scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
     }
 
-    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+    async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
         let (lease, channel) = (keys.lease(lock), keys.asked(lock));
         let ask = |verb| {
@@ -126,7 +126,7 @@ impl LockStore for RedisBackend {
         answer.map(drop).map_err(store_error)
     }
 
-    async fn watch_asks(&self, lock: &LockKey) -> Notifications {
+    async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
         let Inner { keys, locks, .. } = &*self.inner;
         locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
     }

@@ -12,20 +12,20 @@ const fn secs(secs: u64) -> Duration {
 /// A worker that decides at `now`.
 struct Worker {
     now: Instant,
-    parts: Vec<Part>,
-    // Without the parts.
+    partitions: Vec<Partition>,
+    // Without the partitions.
     state: State<'static>,
 }
 
 impl Worker {
-    /// A worker of a queue in so many parts, before its first claim. It polled its service, and `ready` instances are ready.
-    fn polled(parts: u16, ready: usize) -> Self {
+    /// A worker of a queue in so many partitions, before its first claim. It polled its service, and `ready` instances are ready.
+    fn polled(partitions: u16, ready: usize) -> Self {
         let now = Instant::now();
         let state = State {
             stage: Stage::Working,
             turn: Turn::Polled { wanted: CONCURRENCY, is_pending: ready < CONCURRENCY },
-            parts: &[],
-            first_part: 0,
+            partitions: &[],
+            first_partition: 0,
             concurrency: CONCURRENCY,
             abort_after: secs(5),
             running: 0,
@@ -36,41 +36,43 @@ impl Worker {
             check_at: None,
             summary_at: None,
         };
-        let parts = (0..parts).map(|part| Part::new(QueueKey::new("jobs").with_part(part), now)).collect();
-        Self { now, parts, state }
+        let partitions = (0..partitions)
+            .map(|partition| Partition::new(QueueKey::new("jobs").with_partition(partition), now))
+            .collect();
+        Self { now, partitions, state }
     }
 
     /// A worker of which the store says that no job is due.
     fn idle() -> Self {
         let mut worker = Self::polled(1, 0);
         worker.state.turn = Turn::Polled { wanted: 0, is_pending: false };
-        worker.part().claim_at = None;
+        worker.partition().claim_at = None;
         worker
     }
 
-    fn part(&mut self) -> &mut Part {
-        &mut self.parts[0]
+    fn partition(&mut self) -> &mut Partition {
+        &mut self.partitions[0]
     }
 
-    /// Lets so many results of the first part wait for a call.
+    /// Lets so many results of the first partition wait for a call.
     fn add_acks(&mut self, acks: u64) {
         for token in 0..acks {
             let lease = JobLease { id: JobId::new("job"), token, unique: None };
-            self.parts[0].add_ack(self.now + secs(30), PendingAck::new(lease, AckKind::Done));
+            self.partitions[0].add_ack(self.now + secs(30), PendingAck::new(lease, AckKind::Done));
         }
     }
 
     fn plan(&self) -> Action {
-        plan(self.now, &State { parts: &self.parts, ..self.state })
+        plan(self.now, &State { partitions: &self.partitions, ..self.state })
     }
 
     /// Carries out the calls that the worker plans, as if none were answered, and returns them.
     fn calls(&mut self) -> Vec<Call> {
         let mut calls = Vec::new();
         while let Action::Call(call) = self.plan() {
-            let sent = self.parts[call.part].begin(call, self.now);
+            let sent = self.partitions[call.partition].start_call(call, self.now);
             self.state.calls += 1;
-            self.state.reserved += call.limit;
+            self.state.reserved += call.max_jobs;
             self.state.acks_in_flight += sent.acks.len();
             calls.push(call);
         }
@@ -91,8 +93,8 @@ impl Worker {
     }
 }
 
-const fn call(part: usize, acks: usize, limit: usize) -> Call {
-    Call { part, acks, limit }
+const fn call(partition: usize, acks: usize, max_jobs: usize) -> Call {
+    Call { partition, acks, max_jobs }
 }
 
 // The order of a turn.
@@ -101,7 +103,7 @@ const fn call(part: usize, acks: usize, limit: usize) -> Call {
 fn turn_begins_with_the_check_of_running_jobs() {
     let mut worker = Worker::polled(1, 8);
     (worker.state.turn, worker.state.check_at, worker.state.summary_at) =
-        (Turn::Begun, Some(worker.now), Some(worker.now));
+        (Turn::Start, Some(worker.now), Some(worker.now));
     assert_eq!(worker.plan(), Action::CheckJobs);
     worker.state.check_at = Some(worker.now + secs(1));
     assert_eq!(worker.plan(), Action::LogSummary);
@@ -139,25 +141,25 @@ fn service_is_polled_for_each_job_that_may_be_claimed() {
 fn no_service_is_wanted_while_no_job_is_due() {
     let mut worker = Worker::idle();
     assert_eq!(wanted(&mut worker), 0);
-    worker.part().claim_at = Some(worker.now + secs(1));
+    worker.partition().claim_at = Some(worker.now + secs(1));
     assert_eq!(wanted(&mut worker), 0);
-    worker.part().more = true;
+    worker.partition().more = true;
     assert_eq!(wanted(&mut worker), 8, "a claim is in flight, and more jobs are due");
 }
 
 #[test]
 fn failed_store_is_tested_with_one_service() {
     let mut worker = Worker::polled(1, 0);
-    worker.part().failures = 1;
+    worker.partition().failures = 1;
     assert_eq!(wanted(&mut worker), 1);
-    worker.part().backoff_until = worker.now + secs(1);
+    worker.partition().backoff_until = worker.now + secs(1);
     assert_eq!(wanted(&mut worker), 0, "no call is due");
 }
 
 #[test]
 fn failed_part_does_not_limit_the_services_of_others() {
     let mut worker = Worker::polled(2, 0);
-    worker.part().failures = 1;
+    worker.partition().failures = 1;
     assert_eq!(wanted(&mut worker), 8);
 }
 
@@ -205,14 +207,14 @@ fn due_parts_share_the_ready_services() {
 #[test]
 fn half_of_the_jobs_is_claimed_while_more_are_due() {
     let mut worker = Worker::polled(1, 8);
-    worker.part().more = true;
+    worker.partition().more = true;
     assert_eq!(worker.calls(), [call(0, 0, 4)]);
 }
 
 #[test]
 fn job_in_the_future_is_not_claimed() {
     let mut worker = Worker::polled(1, 8);
-    worker.part().claim_at = Some(worker.now + secs(1));
+    worker.partition().claim_at = Some(worker.now + secs(1));
     assert_eq!(worker.wakes_at(), Some(worker.now + secs(1)));
 }
 
@@ -220,7 +222,7 @@ fn job_in_the_future_is_not_claimed() {
 fn part_of_an_abandoned_job_skips_a_claim() {
     let mut worker = Worker::polled(1, 8);
     worker.add_acks(1);
-    worker.part().skips_claim = true;
+    worker.partition().skips_claim = true;
     assert_eq!(worker.calls(), [call(0, 1, 0)]);
 }
 
@@ -250,10 +252,10 @@ fn call_records_no_more_results_than_a_batch() {
 #[test]
 fn second_call_needs_many_results_and_due_jobs() {
     let mut worker = Worker::idle();
-    (worker.part().calls, worker.state.running) = (1, 4);
+    (worker.partition().calls, worker.state.running) = (1, 4);
     worker.add_acks(2);
     assert_eq!(worker.calls(), []);
-    worker.part().more = true;
+    worker.partition().more = true;
     assert_eq!(worker.calls(), [call(0, 2, 0)]);
     worker.add_acks(4);
     assert_eq!(worker.calls(), [], "two calls are in flight");
@@ -273,7 +275,7 @@ fn results_are_recorded_during_a_shutdown() {
 fn failed_part_waits_until_its_pause_is_over() {
     let mut worker = Worker::polled(1, 1);
     worker.add_acks(1);
-    (worker.part().failures, worker.part().backoff_until) = (1, worker.now + secs(1));
+    (worker.partition().failures, worker.partition().backoff_until) = (1, worker.now + secs(1));
     assert_eq!(worker.wakes_at(), Some(worker.now + secs(1)));
     worker.now += secs(1);
     assert_eq!(worker.calls(), [call(0, 1, 1)], "one job tests the store");
@@ -282,7 +284,7 @@ fn failed_part_waits_until_its_pause_is_over() {
 #[test]
 fn probe_of_one_of_several_parts_claims_nothing() {
     let mut worker = Worker::polled(2, 8);
-    worker.part().failures = 1;
+    worker.partition().failures = 1;
     assert_eq!(worker.calls(), [call(0, 0, 0), call(1, 0, 8)]);
 }
 
@@ -291,15 +293,15 @@ fn probe_of_one_of_several_parts_claims_nothing() {
 #[test]
 fn timekeeper_without_a_ready_service_hands_over() {
     let mut worker = Worker::polled(1, 0);
-    worker.part().is_timekeeper = true;
+    worker.partition().is_timekeeper = true;
     assert_eq!(worker.calls(), [call(0, 0, 0)]);
-    assert!(!worker.part().is_timekeeper);
+    assert!(!worker.partition().is_timekeeper);
 }
 
 #[test]
 fn timekeeper_without_a_due_job_stays() {
     let mut worker = Worker::idle();
-    worker.part().is_timekeeper = true;
+    worker.partition().is_timekeeper = true;
     assert_eq!(worker.wakes_at(), None);
 }
 
@@ -307,7 +309,7 @@ fn timekeeper_without_a_due_job_stays() {
 fn timekeeper_hands_over_at_a_shutdown() {
     let mut worker = Worker::idle();
     (worker.state.stage, worker.state.running) = (Stage::Draining(worker.now + secs(20)), 1);
-    worker.part().is_timekeeper = true;
+    worker.partition().is_timekeeper = true;
     assert_eq!(worker.calls(), [call(0, 0, 0)]);
 }
 
@@ -332,7 +334,7 @@ fn idle_worker_sleeps_until_it_is_woken() {
 fn worker_wakes_for_whatever_comes_first() {
     let mut worker = Worker::idle();
     let now = worker.now;
-    worker.part().claim_at = Some(now + secs(4));
+    worker.partition().claim_at = Some(now + secs(4));
     assert_eq!(worker.wakes_at(), Some(now + secs(4)));
     worker.state.check_at = Some(now + secs(3));
     assert_eq!(worker.wakes_at(), Some(now + secs(3)));
@@ -415,7 +417,7 @@ fn worker_stops_after_a_time_without_a_working_store() {
     let mut worker = Worker::idle();
     worker.state.stage = Stage::Flushing(worker.now + secs(5));
     worker.add_acks(2);
-    worker.part().backoff_until = worker.now + secs(6);
+    worker.partition().backoff_until = worker.now + secs(6);
     worker.state.acks_in_flight = 1;
     assert_eq!(worker.wakes_at(), Some(worker.now + secs(5)));
     worker.now += secs(5);

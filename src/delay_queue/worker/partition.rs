@@ -1,4 +1,4 @@
-//! One part of the queue: results to record, and when to claim.
+//! One partition of the queue: results to record, and when to claim.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,11 +15,11 @@ use crate::error::StoreError;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// What a worker knows of one part of its queue.
-pub(crate) struct Part {
+/// What a worker knows of one partition of its queue.
+pub(crate) struct Partition {
     pub(crate) key: QueueKey,
     pub(crate) pending_acks: VecDeque<PendingAck>,
-    // When there may be a job to claim; `None` if a wake-up will tell.
+    // When there may be a job to claim; `None` until a notification arrives.
     pub(crate) claim_at: Option<Instant>,
     // Whether more jobs were due at the last claim, and for how long the oldest was.
     pub(crate) more: bool,
@@ -39,23 +39,23 @@ pub(crate) struct Part {
 /// A call that records results and claims jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
-    pub(crate) part: usize,
+    pub(crate) partition: usize,
     /// How many results to record.
     pub(crate) acks: usize,
     /// How many jobs to claim at most.
-    pub(crate) limit: usize,
+    pub(crate) max_jobs: usize,
 }
 
 /// A call that finishes and claims, while it is in flight.
 pub(crate) struct SentCall {
-    pub(crate) part: usize,
-    pub(crate) limit: usize,
+    pub(crate) partition: usize,
+    pub(crate) max_jobs: usize,
     pub(crate) acks: Vec<PendingAck>,
     // The value before the call was sent.
     was_timekeeper: bool,
 }
 
-impl Part {
+impl Partition {
     pub(crate) fn new(key: QueueKey, now: Instant) -> Self {
         Self {
             key,
@@ -76,7 +76,7 @@ impl Part {
         self.claim_at.is_some_and(|at| at <= now)
     }
 
-    /// Whether the part waits after a failed call.
+    /// Whether the partition waits after a failed call.
     pub(crate) fn is_backing_off(&self, now: Instant) -> bool {
         self.backoff_until > now
     }
@@ -87,8 +87,8 @@ impl Part {
         !self.is_backing_off(now) && (self.is_due(now) || has_more || !self.pending_acks.is_empty())
     }
 
-    /// When to refresh the age of the oldest due job, if a due job cannot be claimed: the worker has no capacity, or the queue is paused. Also
-    /// while jobs run: a job that blocks its thread delays the tasks that it has just woken, the watcher of this queue among them.
+    /// When to call the store at the latest. If a due job cannot be claimed, the call refreshes the age of the oldest due job. While jobs run, a
+    /// job may block its thread and so delay the task that receives notifications.
     pub(crate) fn refresh_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
         (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.called_at + Claim::MAX_WAIT)
     }
@@ -98,14 +98,14 @@ impl Part {
         self.pending_acks.push_back(PendingAck { lease_ends: Some(lease_ends), ..ack });
     }
 
-    /// Begins a call, which takes its results with it.
-    pub(crate) fn begin(&mut self, Call { part, acks, limit }: Call, now: Instant) -> SentCall {
+    /// Starts a call, which takes its results out of the queue.
+    pub(crate) fn start_call(&mut self, Call { partition, acks, max_jobs }: Call, now: Instant) -> SentCall {
         let acks = self.pending_acks.drain(..acks).collect();
-        let call = SentCall { part, limit, acks, was_timekeeper: self.is_timekeeper };
+        let call = SentCall { partition, max_jobs, acks, was_timekeeper: self.is_timekeeper };
         (self.called_at, self.skips_claim) = (now, false);
         self.calls += 1;
-        if limit > 0 {
-            // Until the reply says when. The reply comes within the deadline, or the call fails.
+        if max_jobs > 0 {
+            // Set by the reply, or by the failure of the call.
             self.claim_at = None;
         } else {
             self.is_timekeeper = false;
@@ -113,31 +113,31 @@ impl Part {
         call
     }
 
-    /// Takes the results of a failed call back, and pauses.
-    pub(crate) fn failed(&mut self, call: SentCall, sent: Instant, error: &StoreError, now: Instant) {
+    /// Requeues the results of a failed call, and pauses.
+    pub(crate) fn record_failure(&mut self, call: SentCall, sent: Instant, error: &StoreError, now: Instant) {
         for ack in call.acks.into_iter().rev() {
-            // A refused call had no effect, nor did a call sent after the lease, when another worker could have the job.
-            let may_count = !error.is_refusal() && ack.lease_ends.is_none_or(|ends| sent < ends);
-            let first_sent_at = ack.first_sent_at.or(may_count.then_some(sent));
+            // A refused call had no effect. A call after the end of the lease may have had none, because another worker may have the job.
+            let may_have_effect = !error.is_refusal() && ack.lease_ends.is_none_or(|ends| sent < ends);
+            let first_sent_at = ack.first_sent_at.or(may_have_effect.then_some(sent));
             self.pending_acks.push_front(PendingAck { first_sent_at, ..ack });
         }
         let pause = (FIRST_PAUSE * (1 << self.failures.min(8))).min(LONGEST_PAUSE);
         self.failures += 1;
         (self.backoff_until, self.claim_at) = (now + pause / 2 + share(pause / 2), Some(now));
         // The claim may have taken effect.
-        self.is_timekeeper |= call.limit > 0 || call.was_timekeeper;
+        self.is_timekeeper |= call.max_jobs > 0 || call.was_timekeeper;
     }
 
-    /// Notes when to claim next.
-    pub(crate) fn claimed<T>(&mut self, limit: usize, claims: &Claims<T>, now: Instant) {
+    /// Records the reply, and when to claim next.
+    pub(crate) fn record_claims<T>(&mut self, max_jobs: usize, claims: &Claims<T>, now: Instant) {
         self.failures = 0;
-        if limit == 0 {
-            // A worker that does not wait is not woken for new jobs.
+        if max_jobs == 0 {
+            // A worker that did not wait for jobs gets no notification.
             self.claim_at = Some(now);
             return;
         }
-        self.more = claims.more || claims.jobs.len() + claims.undecodable.len() >= limit;
-        // Of two concurrent calls, the store may have handled either last.
+        self.more = claims.more || claims.jobs.len() + claims.undecodable.len() >= max_jobs;
+        // The store may have handled either of two concurrent calls last.
         self.is_timekeeper = !self.more || (self.is_timekeeper && self.calls > 0);
         let claim_at = if self.more { Some(now) } else { claims.next_at() };
         self.claim_at = self.claim_at.into_iter().chain(claim_at).min();
