@@ -1,13 +1,13 @@
--- cache_claim: claim the lease of a key, to fill its entry.
+-- cache_claim: claim the lease of a key, to load its value.
 --
 -- KEYS[1]  entry     string, see cache_put                prefix:2:{cache:<cache>:<key>}:entry
 -- KEYS[2]  lease     string                               prefix:2:{cache:<cache>:<key>}:lease
--- ARGV[1]  token     of the fill
+-- ARGV[1]  token     of the load
 -- ARGV[2]  seen      id of the entry that the caller has seen, empty for none
 -- ARGV[3]  lease_ms  how long the lease lasts
 --
--- Value    lease: 1 byte L, and the token: a fill holds it. F: a fill failed. U: the value is not cached. Expires with the lease or mark
--- Returns  {state, ms, now_ms}. state is 0 if the entry is another one, 1 granted, 2 another fill holds the lease, 3 F, 4 U. The last three
+-- Value    lease: 1 byte L, and the token: a load holds it. F: a load failed. U: the value is not cached. Expires with the lease or mark
+-- Returns  {state, ms, now_ms}. state is 0 if the entry is another one, 1 granted, 2 another load holds the lease, 3 F, 4 U. The last three
 --          last for ms. now_ms is the server's clock
 -- Errors   WRONGTYPE
 -- Repeat   renews the lease of the same token

@@ -1,4 +1,4 @@
--- cache_invalidate: remove an entry or make it stale, and end the lease of its fill.
+-- cache_invalidate: remove an entry or make it stale, and end the lease of its load.
 --
 -- Includes server_notify
 -- KEYS[1]  entry    string, see cache_put                 prefix:2:{cache:<cache>:<key>}:entry

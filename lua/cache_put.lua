@@ -1,14 +1,14 @@
--- cache_put: store an entry, for a fill that holds the lease, or unconditionally.
+-- cache_put: store an entry, for a load that holds the lease, or unconditionally.
 --
 -- Includes server_notify
 -- KEYS[1]  entry      string                              prefix:2:{cache:<cache>:<key>}:entry
 -- KEYS[2]  lease      string, see cache_claim             prefix:2:{cache:<cache>:<key>}:lease
--- ARGV[1]  token      of the fill, the id of the entry
--- ARGV[2]  is_fill    1 if the token must hold the lease, else 0
+-- ARGV[1]  token      of the load, the id of the entry
+-- ARGV[2]  is_load    1 if the token must hold the lease, else 0
 -- ARGV[3]  is_value   1 for a value, 0 if the origin has none
 -- ARGV[4]  fresh_ms   how long the entry is fresh
 -- ARGV[5]  ttl_ms     how long it is kept
--- ARGV[6]  cost_ms    how long the fill took
+-- ARGV[6]  cost_ms    how long the load took
 -- ARGV[7]  tags       of the entry, each: 1 byte length of the tag, the tag, and its generation of 16 bytes
 -- ARGV[8]  value      encoded value
 -- ARGV[9]  publish    PUBLISH, or SPUBLISH on a cluster
@@ -19,13 +19,13 @@
 -- Returns  {stored, now_ms}: 1, or 0 if the token does not hold the lease. now_ms is the server's clock
 -- Errors   WRONGTYPE
 -- Repeat   stores nothing again, and returns 1 while the entry is the same
-local entry, lease, token, is_fill, is_value = KEYS[1], KEYS[2], ARGV[1], ARGV[2] == '1', ARGV[3] + 0
+local entry, lease, token, is_load, is_value = KEYS[1], KEYS[2], ARGV[1], ARGV[2] == '1', ARGV[3] + 0
 local fresh_ms, ttl_ms, cost_ms, tags, value = ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0, ARGV[7], ARGV[8]
 local publish, channel = ARGV[9], ARGV[10]
 
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-if is_fill and redis.call('GET', lease) ~= 'L' .. token then
+if is_load and redis.call('GET', lease) ~= 'L' .. token then
   local is_same = redis.call('GETRANGE', entry, 2, 17) == token
   return {is_same and 1 or 0, now_ms}
 end

@@ -1,9 +1,9 @@
--- cache_release: end the lease of a fill without an entry, and leave a mark if there is one.
+-- cache_release: end the lease of a load without an entry, and leave a mark if there is one.
 --
 -- Includes server_notify
 -- KEYS[1]  lease    string, see cache_claim               prefix:2:{cache:<cache>:<key>}:lease
 -- KEYS[2]  entry    string, see cache_put                 prefix:2:{cache:<cache>:<key>}:entry
--- ARGV[1]  token    of the fill
+-- ARGV[1]  token    of the load
 -- ARGV[2]  mark     F for a failure, U if the value is not cached, empty for none
 -- ARGV[3]  mark_ms  how long the mark lasts
 -- ARGV[4]  publish  PUBLISH, or SPUBLISH on a cluster

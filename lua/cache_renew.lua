@@ -1,7 +1,7 @@
--- cache_renew: renew the lease of a fill.
+-- cache_renew: renew the lease of a load.
 --
 -- KEYS[1]  lease     string, see cache_claim              prefix:2:{cache:<cache>:<key>}:lease
--- ARGV[1]  token     of the fill
+-- ARGV[1]  token     of the load
 -- ARGV[2]  lease_ms  how long the lease lasts from now on
 --
 -- Value    lease: unchanged

@@ -31,7 +31,7 @@ struct Flight<T> {
     // `None` until the load has ended.
     outcome: watch::Sender<Option<Outcome<T>>>,
     // Goes on without callers: in the background, or because only the entry is left to be stored.
-    goes_on: Arc<AtomicBool>,
+    runs_without_callers: Arc<AtomicBool>,
     tags: Vec<Key>,
 }
 
@@ -61,14 +61,14 @@ impl<T> Flights<T> {
 
 impl<T: Send + Sync + 'static> Flights<T> {
     /// Joins the load of a key, or starts `load` in a task of `tasks`. Without callers the load is cancelled, and then `cancel` runs,
-    /// unless `goes_on`.
+    /// unless `runs_without_callers`.
     pub(super) fn join_or_start<L, C>(
         self: &Arc<Self>,
         tasks: &Mutex<JoinSet<()>>,
         key: CacheKey,
         tags: &[Key],
-        goes_on: Arc<AtomicBool>,
-        load: impl FnOnce(Place<T>) -> L,
+        runs_without_callers: Arc<AtomicBool>,
+        load: impl FnOnce(FlightHandle<T>) -> L,
         cancel: impl FnOnce() -> C + Send + 'static,
     ) -> Result<LoadWaiter<T>, CacheError>
     where
@@ -83,21 +83,21 @@ impl<T: Send + Sync + 'static> Flights<T> {
             return Err(CacheError::Closed);
         }
         let (outcome, ticket) = watch::channel(None);
-        let flight = Arc::new(Flight { outcome, goes_on, tags: tags.to_vec() });
+        let flight = Arc::new(Flight { outcome, runs_without_callers, tags: tags.to_vec() });
         running.insert(key, Arc::clone(&flight));
         let counted = Counted::new(Arc::clone(self));
         drop(running);
-        let place = Place { flights: Arc::clone(self), key, flight };
-        let load = without_panics(load(place.clone()));
+        let handle = FlightHandle { flights: Arc::clone(self), key, flight };
+        let load = without_panics(load(handle.clone()));
         let mut tasks = tasks.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(result) = tasks.try_join_next() {
             discard_joined(result);
         }
-        let landing = Landing(place);
+        let guard = RemoveOnEnd(handle);
         tasks.spawn(async move {
-            let flight = Arc::clone(&landing.0.flight);
+            let flight = Arc::clone(&guard.0.flight);
             let mut load = Box::pin(load);
-            match landing.fly(load.as_mut()).await {
+            match guard.run(load.as_mut()).await {
                 Some(outcome) => {
                     flight.outcome.send_replace(Some(outcome));
                 }
@@ -122,14 +122,14 @@ impl<T: Send + Sync + 'static> Flights<T> {
     }
 }
 
-/// The place of a load in the table.
-pub(super) struct Place<T> {
+/// A load in the table.
+pub(super) struct FlightHandle<T> {
     flights: Arc<Flights<T>>,
     key: CacheKey,
     flight: Arc<Flight<T>>,
 }
 
-impl<T> Place<T> {
+impl<T> FlightHandle<T> {
     /// Later callers do not join this load.
     pub(super) fn detach(&self) {
         self.detach_from(&mut self.flights.running());
@@ -155,29 +155,29 @@ impl<T> Place<T> {
 }
 
 // Not derived, which would require `T: Clone`.
-impl<T> Clone for Place<T> {
+impl<T> Clone for FlightHandle<T> {
     fn clone(&self) -> Self {
         Self { flights: Arc::clone(&self.flights), key: self.key, flight: Arc::clone(&self.flight) }
     }
 }
 
 /// Removes a load from the table when it ends, also if its task is aborted.
-struct Landing<T>(Place<T>);
+struct RemoveOnEnd<T>(FlightHandle<T>);
 
-impl<T: Send + Sync + 'static> Landing<T> {
+impl<T: Send + Sync + 'static> RemoveOnEnd<T> {
     /// Runs a load. `None` if its last caller has gone. The load is then no longer in the table.
-    async fn fly<L>(self, mut load: Pin<&mut L>) -> Option<Outcome<T>>
+    async fn run<L>(self, mut load: Pin<&mut L>) -> Option<Outcome<T>>
     where
         L: Future<Output = Outcome<T>> + Send,
     {
         let flight = &self.0.flight;
-        let goes_on = || flight.goes_on.load(Ordering::Acquire);
+        let runs_without_callers = || flight.runs_without_callers.load(Ordering::Acquire);
         loop {
             tokio::select! {
                 outcome = &mut load => return Some(outcome),
-                () = flight.outcome.closed(), if !goes_on() => {
+                () = flight.outcome.closed(), if !runs_without_callers() => {
                     // The loader may have returned meanwhile.
-                    if !goes_on() && self.0.detach_without_callers() {
+                    if !runs_without_callers() && self.0.detach_without_callers() {
                         return None;
                     }
                 }
@@ -186,7 +186,7 @@ impl<T: Send + Sync + 'static> Landing<T> {
     }
 }
 
-impl<T> Drop for Landing<T> {
+impl<T> Drop for RemoveOnEnd<T> {
     fn drop(&mut self) {
         self.0.detach();
     }

@@ -12,23 +12,23 @@ use crate::key::Key;
 
 /// The entries of this process.
 pub(super) struct Local<T> {
-    entries: Entries<Key, Arc<Kept<T>>>,
+    entries: Entries<Key, Arc<LocalEntry<T>>>,
     max_age: Duration,
-    // Calls of `remove` and `remove_tag`. Locked while an entry is kept, so that it is not kept after its removal.
+    // Calls of `remove` and `remove_tag`. Locked while an entry is inserted, so that it is not inserted after its removal.
     removals: Mutex<u64>,
 }
 
 /// An entry, and the subscription that began before it was read.
-struct Kept<T> {
+struct LocalEntry<T> {
     id: EntryId,
     found: Found<T>,
     // Until then it is fresh, and young enough.
-    good_until: Instant,
+    valid_until: Instant,
     changes: Notifications,
 }
 
 /// When an entry is read: what was the case before.
-pub(super) struct Reading {
+pub(super) struct ReadStart {
     removals: u64,
     changes: Notifications,
 }
@@ -39,37 +39,37 @@ impl<T: Send + Sync + 'static> Local<T> {
         Self { entries: Entries::new(entries), max_age, removals: Mutex::new(0) }
     }
 
-    /// Before an entry is read. `changes` notifies of its changes from now on.
-    pub(super) fn reading(&self, changes: Notifications) -> Reading {
-        Reading { removals: *self.lock(), changes }
+    /// Call it before an entry is read. `changes` notifies of its changes from now on.
+    pub(super) fn start_read(&self, changes: Notifications) -> ReadStart {
+        ReadStart { removals: *self.lock(), changes }
     }
 
     /// A fresh value that has not changed since it was read.
-    pub(super) fn fresh(&self, key: &Key) -> Option<Lookup<T>> {
-        let kept = self.entries.get(key)?;
-        let is_good = Instant::now() < kept.good_until && !kept.changes.may_have_changed();
-        is_good.then(|| kept.lookup())
+    pub(super) fn get_fresh(&self, key: &Key) -> Option<Lookup<T>> {
+        let entry = self.entries.get(key)?;
+        let is_valid = Instant::now() < entry.valid_until && !entry.changes.may_have_changed();
+        is_valid.then(|| entry.lookup())
     }
 
     /// Without the store: a value that has not changed as far as this process knows, fresh or stale.
-    pub(super) fn last_known(&self, key: &Key) -> Option<Lookup<T>> {
-        let kept = self.entries.get(key)?;
-        (Instant::now() < kept.found.expires && !kept.changes.has_message()).then(|| kept.lookup())
+    pub(super) fn get_during_outage(&self, key: &Key) -> Option<Lookup<T>> {
+        let entry = self.entries.get(key)?;
+        (Instant::now() < entry.found.expires && !entry.changes.has_message()).then(|| entry.lookup())
     }
 
     /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
-    pub(super) fn keep(&self, key: Key, lookup: &Lookup<T>, reading: Reading) {
-        let Reading { removals, changes } = reading;
+    pub(super) fn insert(&self, key: Key, lookup: &Lookup<T>, start: ReadStart) {
+        let ReadStart { removals, changes } = start;
         let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };
         if found.fresh_for().is_zero() || changes.may_have_changed() {
             return;
         }
-        let good_until = found.fresh_until.min(found.read + self.max_age);
+        let valid_until = found.fresh_until.min(found.read + self.max_age);
         let found = Found { is_local: true, ..found.clone() };
-        let kept = Kept { id: lookup.id, found, good_until, changes };
+        let entry = LocalEntry { id: lookup.id, found, valid_until, changes };
         let removals_now = self.lock();
         if *removals_now == removals {
-            self.entries.insert(key, Arc::new(kept));
+            self.entries.insert(key, Arc::new(entry));
         }
     }
 
@@ -84,15 +84,15 @@ impl<T: Send + Sync + 'static> Local<T> {
 
     pub(super) fn remove_tag(&self, tag: &Key) {
         *self.lock() += 1;
-        for (key, kept) in &self.entries {
-            if kept.found.tags.iter().any(|other| other.tag == *tag) {
+        for (key, entry) in &self.entries {
+            if entry.found.tags.iter().any(|other| other.tag == *tag) {
                 self.entries.invalidate(&*key);
             }
         }
     }
 }
 
-impl<T> Kept<T> {
+impl<T> LocalEntry<T> {
     fn lookup(&self) -> Lookup<T> {
         Lookup { id: self.id, found: Some(self.found.clone()) }
     }

@@ -55,9 +55,9 @@
 mod batch;
 mod error;
 pub mod exists_filter;
-mod fill;
 mod flights;
 mod key;
+mod load;
 mod loaded;
 mod loader;
 #[cfg(feature = "local-cache")]
@@ -73,10 +73,10 @@ mod typed;
 pub use self::error::CacheError;
 pub use self::exists_filter::ExistsFilter;
 #[cfg(feature = "http")]
-pub(crate) use self::fill::Before;
-#[cfg(feature = "http")]
 pub(crate) use self::flights::LoadWaiter;
 pub use self::key::CacheKey;
+#[cfg(feature = "http")]
+pub(crate) use self::load::Observed;
 pub use self::loaded::Loaded;
 #[cfg(feature = "http")]
 pub(crate) use self::lookup::{Found, Lookup};

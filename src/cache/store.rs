@@ -14,7 +14,7 @@ pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
 
-/// What a cache needs from a backend: entries, and one lease for each key, which a process holds while it fills the entry.
+/// What a cache needs from a backend: entries, and one lease for each key, which a process holds while it loads the entry.
 ///
 /// ```text
 ///             claim                 put
@@ -25,10 +25,10 @@ pub use crate::store::token::Token;
 ///      +----------------+  the lease ends, or the entry is set, expired or invalidated
 /// ```
 ///
-/// A fill can only store its entry while it holds the lease, and each `set`, `expire` and `invalidate` ends the lease. So a fill that began
+/// A load can only store its entry while it holds the lease, and each `set`, `expire` and `invalidate` ends the lease. So a load that began
 /// before an invalidation is never stored after it.
 ///
-/// Each fill has its own [`Token`], and each call may be repeated with it. The backend owns the clock. Every change is one atomic step.
+/// Each load has its own [`Token`], and each call may be repeated with it. The backend owns the clock. Every change is one atomic step.
 ///
 /// All backends pass the same contract tests. `tollgate::testing` (feature `testing`) has them for your own backend.
 ///
@@ -69,7 +69,7 @@ pub trait CacheStore {
         mark: Option<Mark>,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores an entry unconditionally. Ends the lease of a fill or a mark. Notifies waiters. The entry has the token as
+    /// Stores an entry unconditionally. Ends the lease of a load or a mark. Notifies waiters. The entry has the token as
     /// its id.
     fn set(
         &self,
@@ -78,10 +78,10 @@ pub trait CacheStore {
         entry: &NewEntry,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes an entry. Ends the lease of a fill or a mark. Notifies waiters.
+    /// Removes an entry. Ends the lease of a load or a mark. Notifies waiters.
     fn invalidate(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Makes an entry stale, if there is one. Ends the lease of a fill or a mark. Notifies waiters.
+    /// Makes an entry stale, if there is one. Ends the lease of a load or a mark. Notifies waiters.
     fn expire(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The generation of a tag, whose key is the tag. `None` if there is none.
@@ -102,7 +102,7 @@ pub trait CacheStore {
     /// and after each notification. A store without notifications returns [`Notifications::none`].
     fn watch(&self, key: &CacheKey) -> impl Future<Output = Notifications> + Send;
 
-    /// The reach within which at most one fill of a key runs at a time.
+    /// The reach within which at most one load of a key runs at a time.
     fn reach(&self) -> Reach;
 
     /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
@@ -112,7 +112,7 @@ pub trait CacheStore {
     }
 }
 
-/// Identifies an entry: the token of the fill that stored it. Empty if there was none.
+/// Identifies an entry: the token of the load that stored it. Empty if there was none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EntryId {
     len: usize,
@@ -168,7 +168,7 @@ pub struct Entry {
     pub fresh_for: Duration,
     /// How long it is still kept, fresh or stale.
     pub expires_in: Duration,
-    /// How long its fill took.
+    /// How long its load took.
     pub cost: Duration,
     /// Its tags. It is valid while all have these generations. The cache checks this, not the store.
     pub tags: Vec<TagGeneration>,
@@ -189,7 +189,7 @@ impl Entry {
         self
     }
 
-    /// With the time that its fill took.
+    /// With the time that its load took.
     #[must_use]
     pub const fn cost(mut self, cost: Duration) -> Self {
         self.cost = cost;
@@ -204,7 +204,7 @@ impl Entry {
     }
 }
 
-/// A tag of an entry, and the generation that the tag had before the fill of the entry began.
+/// A tag of an entry, and the generation that the tag had before the load of the entry began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TagGeneration {
@@ -235,7 +235,7 @@ pub struct NewEntry {
     pub fresh_for: Duration,
     /// How long it is kept: while it is fresh and then stale. At most [`NewEntry::MAX_TTL`].
     pub ttl: Duration,
-    /// How long its fill took.
+    /// How long its load took.
     pub cost: Duration,
     /// Its tags, at most [`TagGeneration::MAX`].
     pub tags: Vec<TagGeneration>,
@@ -259,11 +259,11 @@ impl NewEntry {
     pub const MAX_TTL: Duration = Duration::from_secs(365 * 86_400);
 }
 
-/// The parameters of a fill.
+/// The parameters of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Claim {
-    /// Identifies the fill. The entry that it stores has the token as its id.
+    /// Identifies the load. The entry that it stores has the token as its id.
     pub token: Token,
     /// How long the lease lasts without a renewal, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,
@@ -286,26 +286,26 @@ impl Claim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Claimed {
-    /// The token holds the lease: fill the entry.
+    /// The token holds the lease: load the value.
     Granted,
     /// The entry is no longer the one in `seen`.
     Changed,
-    /// Another fill holds the lease.
+    /// Another load holds the lease.
     Busy {
         /// The time until its lease ends, unless it is renewed.
         remaining: Duration,
     },
-    /// A fill has left a mark.
+    /// A load has left a mark.
     Marked(Mark),
 }
 
-/// What a fill leaves instead of an entry.
+/// What a load leaves instead of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mark {
     /// It has failed.
     Failed {
-        /// The time until the next fill may begin.
+        /// The time until the next load may begin.
         retry_after: Duration,
     },
     /// The value must not be stored: each caller loads its own, without a lease.

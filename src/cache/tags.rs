@@ -14,28 +14,28 @@ use crate::key::Key;
 
 /// The generations of tags that this process has read lately.
 #[derive(Default)]
-pub(super) struct Generations(Mutex<Known>);
+pub(super) struct Generations(Mutex<Cached>);
 
 #[derive(Default)]
-struct Known {
+struct Cached {
     by_tag: HashMap<Key, (Token, Instant)>,
-    // Calls of `forget`.
-    forgotten: u64,
+    // Calls of `remove`.
+    removals: u64,
 }
 
 /// When a generation was read: before the store was called.
 #[derive(Clone, Copy)]
 struct ReadAt {
     time: Instant,
-    forgotten: u64,
+    removals: u64,
 }
 
 impl Generations {
     /// How long an invalidation by another process may go unnoticed.
-    const KEPT_FOR: Duration = Duration::from_secs(1);
+    const MAX_AGE: Duration = Duration::from_secs(1);
     const CAPACITY: usize = 10_000;
 
-    /// Whether all tags of an entry have the generations that they had before its fill.
+    /// Whether all tags of an entry have the generations that they had before its load.
     pub(super) async fn are_current(
         &self,
         client: &StoreClient,
@@ -46,7 +46,7 @@ impl Generations {
             return Ok(true);
         }
         // A generation may have been replaced since it was read, so one that differs is read again.
-        let unknown = tags.iter().filter(|tag| self.known(&tag.tag) != Some(tag.generation));
+        let unknown = tags.iter().filter(|tag| self.cached(&tag.tag) != Some(tag.generation));
         let current = join_all(unknown.map(|tag| self.is_current(client, cache, tag))).await;
         current.into_iter().try_fold(true, |all, is_current| Ok(all && is_current?))
     }
@@ -55,13 +55,13 @@ impl Generations {
         let read_at = self.read_at();
         let found = client.call(client.store.generation(&CacheKey::new(*cache, tag.tag))).await?;
         if let Some(generation) = found {
-            self.keep(tag.tag, generation, read_at);
+            self.insert(tag.tag, generation, read_at);
         }
         Ok(found == Some(tag.generation))
     }
 
-    /// The generations for an entry whose fill begins after this call. Creates missing ones.
-    pub(super) async fn before_fill(
+    /// The generations for an entry whose load begins after this call. Creates missing ones.
+    pub(super) async fn current(
         &self,
         client: &StoreClient,
         cache: &Key,
@@ -81,41 +81,41 @@ impl Generations {
         let (read_at, new) = (self.read_at(), Token::random()?);
         let key = CacheKey::new(*cache, *tag);
         let generation = client.call(client.store.ensure_generation(&key, &new, ttl)).await?;
-        self.keep(*tag, generation, read_at);
+        self.insert(*tag, generation, read_at);
         Ok(TagGeneration { tag: *tag, generation })
     }
 
-    fn known(&self, tag: &Key) -> Option<Token> {
+    fn cached(&self, tag: &Key) -> Option<Token> {
         let (generation, read) = self.lock().by_tag.get(tag).copied()?;
-        (read.elapsed() < Self::KEPT_FOR).then_some(generation)
+        (read.elapsed() < Self::MAX_AGE).then_some(generation)
     }
 
     fn read_at(&self) -> ReadAt {
-        ReadAt { time: Instant::now(), forgotten: self.lock().forgotten }
+        ReadAt { time: Instant::now(), removals: self.lock().removals }
     }
 
     /// Keeps a generation, unless this process has invalidated a tag since it was read.
-    fn keep(&self, tag: Key, generation: Token, read_at: ReadAt) {
-        let mut known = self.lock();
-        if known.forgotten != read_at.forgotten {
+    fn insert(&self, tag: Key, generation: Token, read_at: ReadAt) {
+        let mut cached = self.lock();
+        if cached.removals != read_at.removals {
             return;
         }
-        if known.by_tag.len() >= Self::CAPACITY {
-            known.by_tag.retain(|_, (_, read)| read.elapsed() < Self::KEPT_FOR);
+        if cached.by_tag.len() >= Self::CAPACITY {
+            cached.by_tag.retain(|_, (_, read)| read.elapsed() < Self::MAX_AGE);
         }
-        if known.by_tag.len() < Self::CAPACITY {
-            known.by_tag.insert(tag, (generation, read_at.time));
+        if cached.by_tag.len() < Self::CAPACITY {
+            cached.by_tag.insert(tag, (generation, read_at.time));
         }
     }
 
     /// Reads the generation of a tag again from now on.
-    pub(super) fn forget(&self, tag: &Key) {
-        let mut known = self.lock();
-        known.by_tag.remove(tag);
-        known.forgotten += 1;
+    pub(super) fn remove(&self, tag: &Key) {
+        let mut cached = self.lock();
+        cached.by_tag.remove(tag);
+        cached.removals += 1;
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, Cached> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

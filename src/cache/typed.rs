@@ -15,10 +15,10 @@ use tokio::time::timeout;
 use super::batch::Batch;
 use super::error::CacheError;
 use super::exists_filter::ExistsFilter;
-use super::fill::{Before, Filler};
 use super::flights::{Flights, LoadWaiter, Outcome};
+use super::load::{Inner, Observed};
 use super::loaded::Loaded;
-use super::loader::{Loader, LoaderFn, Noting};
+use super::loader::{EndMarker, Loader, LoaderFn};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
 use super::lookup::{Found, Lookup};
@@ -40,7 +40,7 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// When the last clone is dropped, loads in progress are cancelled.
 pub struct Cache<T, C = Json> {
-    filler: Filler<T, C>,
+    inner: Inner<T, C>,
     filter: Option<ExistsFilter>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
@@ -89,7 +89,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         codec: C,
     ) -> Self {
         let name = name.into();
-        let filler = Filler {
+        let inner = Inner {
             options: Arc::new(Options::new(name, fresh_for)),
             client: StoreClient::new(Arc::new(store), name),
             codec: Arc::new(codec),
@@ -100,12 +100,12 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
             value: PhantomData,
         };
         let flights = Arc::new(Flights::default());
-        filler.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
-        Self { filler, filter: None, flights, tasks: Arc::default() }
+        inner.client.store.add_to_shutdown(&ShutdownTarget::new(&flights));
+        Self { inner, filter: None, flights, tasks: Arc::default() }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Options)) -> Self {
-        change(Arc::make_mut(&mut self.filler.options));
+        change(Arc::make_mut(&mut self.inner.options));
         self
     }
 
@@ -172,7 +172,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// Defaults to 16.
     #[must_use]
     pub fn origin_limit(mut self, loads: usize) -> Self {
-        self.filler.origin = Arc::new(Semaphore::new(loads.min(Semaphore::MAX_PERMITS)));
+        self.inner.origin = Arc::new(Semaphore::new(loads.min(Semaphore::MAX_PERMITS)));
         self
     }
 
@@ -189,7 +189,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     #[cfg_attr(docsrs, doc(cfg(feature = "local-cache")))]
     #[must_use]
     pub fn local_tier(mut self, values: u64, max_age: Duration) -> Self {
-        self.filler.local = Some(Arc::new(Local::new(values, max_age)));
+        self.inner.local = Some(Arc::new(Local::new(values, max_age)));
         self
     }
 
@@ -205,14 +205,14 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// The deadline of a store call. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.filler.client.deadline = deadline;
+        self.inner.client.deadline = deadline;
         self
     }
 
     /// When to stop calling a failing store. Defaults to [`CircuitBreaker::new`].
     #[must_use]
     pub fn circuit_breaker(mut self, settings: CircuitBreaker) -> Self {
-        self.filler.client.set_circuit_breaker(settings);
+        self.inner.client.set_circuit_breaker(settings);
         self
     }
 
@@ -241,7 +241,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// Which processes share the entries and loads.
     #[must_use]
     pub fn reach(&self) -> Reach {
-        self.filler.client.store.reach()
+        self.inner.client.store.reach()
     }
 
     /// Checks that the cache is shared as widely as you need, so that the memory backend is not used by mistake.
@@ -255,13 +255,13 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     }
 
     fn key(&self, key: impl Into<Key>) -> CacheKey {
-        CacheKey::new(self.filler.options.name, key)
+        CacheKey::new(self.inner.options.name, key)
     }
 
     /// Later calls neither join the load of a key nor get an entry of this process.
     fn forget(&self, key: &CacheKey) {
         self.flights.detach(key);
-        self.filler.forget(key);
+        self.inner.forget(key);
     }
 
     /// Removes the entry of a key.
@@ -273,8 +273,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     ///
     /// If the store fails; the entry may then still be there.
     pub async fn invalidate(&self, key: impl Into<Key>) -> Result<(), StoreError> {
-        let (client, key) = (&self.filler.client, self.key(key));
-        // Before and after: a load may begin in between.
+        let (client, key) = (&self.inner.client, self.key(key));
+        // Observed and after: a load may begin in between.
         self.forget(&key);
         let result = client.call_always(client.store.invalidate(&key)).await;
         self.forget(&key);
@@ -288,7 +288,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     ///
     /// If the store fails; the entry may then still be fresh.
     pub async fn expire(&self, key: impl Into<Key>) -> Result<(), StoreError> {
-        let (client, key) = (&self.filler.client, self.key(key));
+        let (client, key) = (&self.inner.client, self.key(key));
         self.forget(&key);
         let result = client.call_always(client.store.expire(&key)).await;
         self.forget(&key);
@@ -303,12 +303,12 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     ///
     /// If the store fails; the entries may then still be there.
     pub async fn invalidate_tag(&self, tag: impl Into<Key>) -> Result<(), StoreError> {
-        let (client, tag) = (&self.filler.client, tag.into());
+        let (client, tag) = (&self.inner.client, tag.into());
         let forget = || {
-            self.filler.forget_tag(&tag);
+            self.inner.forget_tag(&tag);
             self.flights.detach_tag(&tag);
         };
-        // Before and after: a load may begin in between.
+        // Observed and after: a load may begin in between.
         forget();
         let result = client.call_always(client.store.invalidate_tag(&self.key(tag))).await;
         forget();
@@ -399,7 +399,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     async fn serve(&self, key: CacheKey, loader: impl Loader<T> + 'static) -> Outcome<T> {
         let result = self.find_or_load(key, loader).await;
         let served = result.as_ref().map_or(Served::Failed, |(_, served)| *served);
-        self.filler.client.meters().served(served);
+        self.inner.client.meters().served(served);
         result.map(|(value, _)| value)
     }
 
@@ -408,14 +408,14 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         key: CacheKey,
         loader: impl Loader<T> + 'static,
     ) -> Result<(Option<Arc<T>>, Served), CacheError> {
-        self.filler.options.check()?;
-        self.filler.client.check()?;
-        let before = match self.filler.look(&key).await {
+        self.inner.options.check()?;
+        self.inner.client.check()?;
+        let before = match self.inner.look_up(&key).await {
             Ok(Lookup { id, found: Some(found) }) => return Ok(self.serve_entry(key, id, found, loader).await),
-            Ok(Lookup { id, found: None }) => Before::Seen(id),
-            Err(error) => Before::Failed(error),
+            Ok(Lookup { id, found: None }) => Observed::Entry(id),
+            Err(error) => Observed::StoreFailed(error),
         };
-        if let (Before::Seen(_), Some(filter)) = (&before, &self.filter)
+        if let (Observed::Entry(_), Some(filter)) = (&before, &self.filter)
             && filter.excludes(key.key()).await
         {
             return Ok((None, Served::Excluded));
@@ -431,7 +431,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         found: Found<T>,
         loader: impl Loader<T> + 'static,
     ) -> (Option<Arc<T>>, Served) {
-        let options = &self.filler.options;
+        let options = &self.inner.options;
         let (fresh_for, value) = (found.fresh_for(), found.value);
         let is_fresh = !fresh_for.is_zero();
         let fresh = if found.is_local { Served::Local } else { Served::Fresh };
@@ -439,7 +439,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
             return (value, fresh);
         }
         // Without a load, for instance in a shutdown, the value is still good.
-        let load = self.load(key, Before::Seen(id), true, loader);
+        let load = self.load(key, Observed::Entry(id), true, loader);
         match load {
             _ if is_fresh => (value, fresh),
             Ok(load) => match timeout(options.soft_timeout, load.outcome()).await {
@@ -454,7 +454,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     fn load(
         &self,
         key: CacheKey,
-        before: Before,
+        before: Observed,
         is_background: bool,
         loader: impl Loader<T> + 'static,
     ) -> Result<LoadWaiter<T>, CacheError> {
@@ -463,23 +463,24 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if outer.as_ref().is_some_and(|chain| chain.has(flights, &key)) {
             return Err(CacheError::Recursive);
         }
-        let claim = Claim { token: Token::random()?, lease: self.filler.options.lease };
-        let (filler, canceller) = (self.filler.clone(), self.filler.clone());
+        let claim = Claim { token: Token::random()?, lease: self.inner.options.lease };
+        let (inner, canceller) = (self.inner.clone(), self.inner.clone());
         // Nobody waits long for a background load, so it is not a part of the load that started it.
         let keys = loader.batch_keys().unwrap_or_else(|| [key].into());
         let chain = Arc::new(Chain { flights, keys, outer: outer.filter(|_| !is_background) });
         // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
-        let goes_on = Arc::new(AtomicBool::new(is_background));
-        let loader = Noting { loader, has_ended: Arc::clone(&goes_on) };
-        let load = move |place| CHAIN.scope(chain, async move { filler.fill(key, claim, before, loader, place).await });
+        let runs_without_callers = Arc::new(AtomicBool::new(is_background));
+        let loader = EndMarker { loader, has_ended: Arc::clone(&runs_without_callers) };
+        let load =
+            move |handle| CHAIN.scope(chain, async move { inner.load(key, claim, before, loader, handle).await });
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
-        self.flights.join_or_start(&self.tasks, key, &self.filler.options.tags, goes_on, load, cancel)
+        self.flights.join_or_start(&self.tasks, key, &self.inner.options.tags, runs_without_callers, load, cancel)
     }
 
     /// For a service around the cache: the entry of a key, fresh or stale.
     #[cfg(feature = "http")]
-    pub(crate) async fn look(&self, key: Key) -> Result<Lookup<T>, StoreError> {
-        self.filler.look(&self.key(key)).await
+    pub(crate) async fn look_up(&self, key: Key) -> Result<Lookup<T>, StoreError> {
+        self.inner.look_up(&self.key(key)).await
     }
 
     /// For a service around the cache: joins the load of a key that was looked up before, or starts it.
@@ -487,7 +488,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     pub(crate) fn load_unless_loading<L, F, R, E>(
         &self,
         key: Key,
-        before: Before,
+        before: Observed,
         is_background: bool,
         loader: L,
     ) -> Result<LoadWaiter<T>, CacheError>
@@ -497,21 +498,21 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         R: Into<Loaded<T>>,
         E: Into<BoxError>,
     {
-        self.filler.options.check()?;
-        self.filler.client.check()?;
+        self.inner.options.check()?;
+        self.inner.client.check()?;
         self.load(self.key(key), before, is_background, LoaderFn(loader))
     }
 
     /// For a service around the cache: counts a request.
     #[cfg(feature = "http")]
     pub(crate) fn count(&self, served: Served) {
-        self.filler.client.meters().served(served);
+        self.inner.client.meters().served(served);
     }
 
     /// For a service around the cache: whether a fresh value is loaded again already.
     #[cfg(feature = "http")]
     pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
-        self.filler.options.refreshes_early(found.fresh_for(), found.cost)
+        self.inner.options.refreshes_early(found.fresh_for(), found.cost)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.
@@ -520,7 +521,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     ///
     /// If the store fails.
     pub async fn get(&self, key: impl Into<Key>) -> Result<Option<Arc<T>>, CacheError> {
-        Ok(self.filler.look(&self.key(key)).await?.found.and_then(|found| found.value))
+        Ok(self.inner.look_up(&self.key(key)).await?.found.and_then(|found| found.value))
     }
 
     /// Stores a value, or its absence. A load that began before this call is not stored after it.
@@ -530,7 +531,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     /// [`CacheError::TooLarge`] and [`CacheError::Encode`] if the value cannot be stored, and [`CacheError::Store`] if the store fails;
     /// the old value may then still be there.
     pub async fn set(&self, key: impl Into<Key>, value: impl Into<Loaded<T>>) -> Result<(), CacheError> {
-        let Filler { options, client, codec, .. } = &self.filler;
+        let Inner { options, client, codec, .. } = &self.inner;
         options.check()?;
         let (key, loaded) = (key.into(), value.into());
         if !loaded.is_cached {
@@ -545,7 +546,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         if let (Some(_), Some(filter)) = (&value, &self.filter) {
             filter.add(*key.key()).await?;
         }
-        let tags = self.filler.tags_before_fill().await?;
+        let tags = self.inner.current_tags().await?;
         let entry = options.entry(value, loaded.times(), Duration::ZERO, tags);
         let token = Token::random()?;
         self.forget(&key);
@@ -559,7 +560,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 impl<T, C> Clone for Cache<T, C> {
     fn clone(&self) -> Self {
         Self {
-            filler: self.filler.clone(),
+            inner: self.inner.clone(),
             filter: self.filter.clone(),
             flights: Arc::clone(&self.flights),
             tasks: Arc::clone(&self.tasks),
@@ -569,6 +570,6 @@ impl<T, C> Clone for Cache<T, C> {
 
 impl<T, C> fmt::Debug for Cache<T, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cache").field("options", &self.filler.options).finish_non_exhaustive()
+        f.debug_struct("Cache").field("options", &self.inner.options).finish_non_exhaustive()
     }
 }

@@ -2,7 +2,7 @@
 //! backend.
 //!
 //! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
-//! take no time if it is paused, and up to some seconds otherwise.
+//! acquire no time if it is paused, and up to some seconds otherwise.
 #![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::sync::Arc;
@@ -46,14 +46,14 @@ async fn id<S: CacheStore>(store: &S, key: &CacheKey) -> EntryId {
 }
 
 /// Claims a key, for a caller that has seen the current entry.
-async fn ask<S: CacheStore>(store: &S, key: &CacheKey, claim: &Claim) -> Claimed {
+async fn claim_current<S: CacheStore>(store: &S, key: &CacheKey, claim: &Claim) -> Claimed {
     store.claim(key, &id(store, key).await, claim).await.unwrap()
 }
 
 /// Claims a free key.
-async fn take<S: CacheStore>(store: &S, key: &CacheKey, lease: Duration) -> Claim {
+async fn acquire<S: CacheStore>(store: &S, key: &CacheKey, lease: Duration) -> Claim {
     let claim = claim(lease);
-    assert_eq!(ask(store, key, &claim).await, Claimed::Granted, "{key} should be free");
+    assert_eq!(claim_current(store, key, &claim).await, Claimed::Granted, "{key} should be free");
     claim
 }
 
@@ -66,7 +66,7 @@ pub async fn filled_entry_is_returned<S: CacheStore>(store: S) {
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
     let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();
     for bytes in [b"".as_slice(), b"\0\r\n{}", &all_bytes] {
-        let claim = take(&store, &key("a"), LONG).await;
+        let claim = acquire(&store, &key("a"), LONG).await;
         assert!(put(&store, &key("a"), &claim, &entry(bytes)).await);
         let Entry { id, content, age, fresh_for, expires_in, cost, .. } = get(&store, &key("a")).await;
         assert_eq!((id, content), (EntryId::from(&claim.token), value(bytes)));
@@ -78,7 +78,7 @@ pub async fn filled_entry_is_returned<S: CacheStore>(store: S) {
 
 /// The absence of a value is an entry too.
 pub async fn absence_is_an_entry<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &claim, &NewEntry { value: None, ..entry(b"") }).await);
     assert_eq!(get(&store, &key("a")).await.content, Content::Absent);
 }
@@ -88,7 +88,7 @@ pub async fn caches_and_keys_are_separate<S: CacheStore>(store: S) {
     let all = [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b"), ("a", ":b")];
     for (number, (cache, name)) in all.into_iter().enumerate() {
         let key = CacheKey::new(cache, name);
-        let claim = take(&store, &key, LONG).await;
+        let claim = acquire(&store, &key, LONG).await;
         assert!(put(&store, &key, &claim, &entry(&[number as u8])).await);
     }
     for (number, (cache, name)) in all.into_iter().enumerate() {
@@ -98,7 +98,7 @@ pub async fn caches_and_keys_are_separate<S: CacheStore>(store: S) {
 
 /// An entry becomes stale, and is removed after its time.
 pub async fn entry_becomes_stale_and_expires<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     let short = NewEntry { fresh_for: SHORT, ttl: 2 * SHORT, ..entry(b"a") };
     assert!(put(&store, &key("a"), &claim, &short).await);
     assert!(!get(&store, &key("a")).await.fresh_for.is_zero());
@@ -110,17 +110,17 @@ pub async fn entry_becomes_stale_and_expires<S: CacheStore>(store: S) {
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
 }
 
-/// While one fill holds the lease, others learn for how long at most.
+/// While one load holds the lease, others learn for how long at most.
 pub async fn lease_is_granted_once<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     for _ in 0..3 {
-        match ask(&store, &key("a"), &self::claim(LONG)).await {
+        match claim_current(&store, &key("a"), &self::claim(LONG)).await {
             Claimed::Busy { remaining } => assert!(remaining <= LONG && remaining > LONG / 2, "{remaining:?}"),
             claimed => panic!("{claimed:?}"),
         }
-        assert_eq!(ask(&store, &key("a"), &claim).await, Claimed::Granted, "the call may be repeated");
+        assert_eq!(claim_current(&store, &key("a"), &claim).await, Claimed::Granted, "the call may be repeated");
     }
-    take(&store, &key("b"), LONG).await;
+    acquire(&store, &key("b"), LONG).await;
 }
 
 /// Of many racing claims one is granted.
@@ -140,24 +140,24 @@ pub async fn one_of_many_racing_claims_is_granted<S: CacheStore + Send + Sync + 
 
 /// A caller who has not seen the current entry claims nothing.
 pub async fn claim_needs_the_current_entry<S: CacheStore>(store: S) {
-    let first = take(&store, &key("a"), LONG).await;
+    let first = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &first, &entry(b"a")).await);
     let late = store.claim(&key("a"), &EntryId::default(), &claim(LONG)).await.unwrap();
     assert_eq!(late, Claimed::Changed);
-    let second = take(&store, &key("a"), LONG).await;
+    let second = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &second, &entry(b"b")).await);
     let late = store.claim(&key("a"), &EntryId::from(&first.token), &claim(LONG)).await.unwrap();
     assert_eq!(late, Claimed::Changed);
-    take(&store, &key("a"), LONG).await;
+    acquire(&store, &key("a"), LONG).await;
 }
 
-/// The lease of a fill that ended without a word is free after its time. The late fill stores nothing.
+/// The lease of a load that ended without a word is free after its time. The late load stores nothing.
 pub async fn ended_lease_is_granted_again<S: CacheStore>(store: S) {
-    let first = take(&store, &key("a"), SHORT).await;
+    let first = acquire(&store, &key("a"), SHORT).await;
     sleep(SHORT + SHORT / 2).await;
     assert!(!store.renew(&key("a"), &first).await.unwrap(), "an ended lease does not come back");
     assert!(!put(&store, &key("a"), &first, &entry(b"first")).await);
-    let second = take(&store, &key("a"), LONG).await;
+    let second = acquire(&store, &key("a"), LONG).await;
     assert!(!put(&store, &key("a"), &first, &entry(b"first")).await);
     assert!(!store.release(&key("a"), &first.token, None).await.unwrap());
     assert!(put(&store, &key("a"), &second, &entry(b"second")).await);
@@ -166,7 +166,7 @@ pub async fn ended_lease_is_granted_again<S: CacheStore>(store: S) {
 
 /// A renewed lease lasts for its whole time again.
 pub async fn renewed_lease_lasts<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), SHORT).await;
+    let claim = acquire(&store, &key("a"), SHORT).await;
     for _ in 0..4 {
         sleep(SHORT / 2).await;
         assert!(store.renew(&key("a"), &claim).await.unwrap());
@@ -177,11 +177,11 @@ pub async fn renewed_lease_lasts<S: CacheStore>(store: S) {
 
 /// A put may be repeated while its entry is the current one.
 pub async fn put_can_be_repeated<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     for _ in 0..3 {
         assert!(put(&store, &key("a"), &claim, &entry(b"a")).await);
     }
-    let next = take(&store, &key("a"), LONG).await;
+    let next = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &next, &entry(b"b")).await);
     assert!(!put(&store, &key("a"), &claim, &entry(b"a")).await);
     assert_eq!(get(&store, &key("a")).await.content, value(b"b"));
@@ -189,85 +189,85 @@ pub async fn put_can_be_repeated<S: CacheStore>(store: S) {
 
 /// A released lease is free at once, or leaves its mark for a while.
 pub async fn release_leaves_its_mark<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, None).await.unwrap());
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Failed { retry_after: SHORT })).await.unwrap());
-    match ask(&store, &key("a"), &self::claim(LONG)).await {
+    match claim_current(&store, &key("a"), &self::claim(LONG)).await {
         Claimed::Marked(Mark::Failed { retry_after }) => assert!(retry_after <= SHORT, "{retry_after:?}"),
         claimed => panic!("{claimed:?}"),
     }
     sleep(SHORT + SHORT / 2).await;
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Uncached { remaining: LONG })).await.unwrap());
-    let marked = ask(&store, &key("a"), &self::claim(LONG)).await;
+    let marked = claim_current(&store, &key("a"), &self::claim(LONG)).await;
     assert!(matches!(marked, Claimed::Marked(Mark::Uncached { remaining }) if remaining <= LONG), "{marked:?}");
 }
 
 /// A value that is not cached removes the entry before it.
 pub async fn uncached_mark_removes_the_entry<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &claim, &entry(b"a")).await);
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Uncached { remaining: LONG })).await.unwrap());
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
 }
 
 /// A failed refresh leaves the stale entry.
 pub async fn mark_leaves_the_entry<S: CacheStore>(store: S) {
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &claim, &entry(b"a")).await);
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Failed { retry_after: LONG })).await.unwrap());
     assert_eq!(get(&store, &key("a")).await.content, value(b"a"));
 }
 
-/// After an invalidation there is no entry, and a fill that began before it stores nothing.
+/// After an invalidation there is no entry, and a load that began before it stores nothing.
 pub async fn invalidation_beats_a_running_fill<S: CacheStore>(store: S) {
-    let first = take(&store, &key("a"), LONG).await;
+    let first = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &first, &entry(b"a")).await);
-    let late = take(&store, &key("a"), LONG).await;
+    let late = acquire(&store, &key("a"), LONG).await;
     store.invalidate(&key("a")).await.unwrap();
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
     assert!(!put(&store, &key("a"), &late, &entry(b"late")).await);
     assert!(!store.renew(&key("a"), &late).await.unwrap());
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
-    let next = take(&store, &key("a"), LONG).await;
+    let next = acquire(&store, &key("a"), LONG).await;
     assert!(!put(&store, &key("a"), &late, &entry(b"late")).await);
     assert!(put(&store, &key("a"), &next, &entry(b"next")).await);
     assert_eq!(get(&store, &key("a")).await.content, value(b"next"));
 }
 
-/// An expired entry is stale but still there, and a fill that began before stores nothing.
+/// An expired entry is stale but still there, and a load that began before stores nothing.
 pub async fn expired_entry_is_stale<S: CacheStore>(store: S) {
     store.expire(&key("a")).await.unwrap();
     assert_eq!(store.get(&key("a")).await.unwrap(), None);
-    let first = take(&store, &key("a"), LONG).await;
+    let first = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &first, &entry(b"a")).await);
-    let late = take(&store, &key("a"), LONG).await;
+    let late = acquire(&store, &key("a"), LONG).await;
     store.expire(&key("a")).await.unwrap();
     let stale = get(&store, &key("a")).await;
     assert_eq!((stale.content, stale.fresh_for), (value(b"a"), Duration::ZERO));
     assert!(stale.expires_in > LONG, "it is kept until its original end");
     assert!(!put(&store, &key("a"), &late, &entry(b"late")).await);
-    let next = take(&store, &key("a"), LONG).await;
+    let next = acquire(&store, &key("a"), LONG).await;
     assert!(put(&store, &key("a"), &next, &entry(b"next")).await);
     assert!(!get(&store, &key("a")).await.fresh_for.is_zero());
 }
 
 /// A value that is set replaces the entry, the lease and the mark.
 pub async fn set_beats_a_running_fill<S: CacheStore>(store: S) {
-    let late = take(&store, &key("a"), LONG).await;
+    let late = acquire(&store, &key("a"), LONG).await;
     let token = Token::random().unwrap();
     store.set(&key("a"), &token, &entry(b"set")).await.unwrap();
     assert!(!put(&store, &key("a"), &late, &entry(b"late")).await);
     let found = get(&store, &key("a")).await;
     assert_eq!((found.id, found.content), (EntryId::from(&token), value(b"set")));
 
-    let claim = take(&store, &key("a"), LONG).await;
+    let claim = acquire(&store, &key("a"), LONG).await;
     assert!(store.release(&key("a"), &claim.token, Some(Mark::Failed { retry_after: LONG })).await.unwrap());
     store.set(&key("a"), &Token::random().unwrap(), &entry(b"again")).await.unwrap();
-    take(&store, &key("a"), LONG).await;
+    acquire(&store, &key("a"), LONG).await;
 }
 
 /// The tags of an entry are returned unchanged.
@@ -282,7 +282,7 @@ pub async fn tags_are_returned<S: CacheStore>(store: S) {
         .collect();
     for (number, tags) in [&all[..0], &all[..1], &all].into_iter().enumerate() {
         for new in [entry(&[7; 300]), NewEntry { value: None, ..entry(b"") }] {
-            let claim = take(&store, &key("a"), LONG).await;
+            let claim = acquire(&store, &key("a"), LONG).await;
             assert!(put(&store, &key("a"), &claim, &new.clone().tags(tags.to_vec())).await);
             let found = get(&store, &key("a")).await;
             assert_eq!(found.content, new.value.map_or(Content::Absent, Content::Value));
@@ -324,7 +324,7 @@ pub async fn watcher_is_notified<S: CacheStore>(store: S) {
     for change in 0..5 {
         let claim = claim(LONG);
         if change < 2 {
-            assert_eq!(ask(&store, &key("a"), &claim).await, Claimed::Granted);
+            assert_eq!(claim_current(&store, &key("a"), &claim).await, Claimed::Granted);
         }
         match change {
             0 => assert!(put(&store, &key("a"), &claim, &entry(b"a")).await),

@@ -1,4 +1,4 @@
-//! The cache entries of this process, and the leases of their fills.
+//! The cache entries of this process, and the leases of their loads.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -55,7 +55,7 @@ struct Generation {
     expires: Instant,
 }
 
-/// The lease of a fill, or its mark.
+/// The lease of a load, or its mark.
 struct Lease {
     state: State,
     ends: Instant,

@@ -520,14 +520,14 @@ impl Scripts {
         servers: &Servers,
         keys: &CacheKeys,
         token: &Token,
-        is_fill: bool,
+        is_load: bool,
         entry: &NewEntry,
     ) -> Result<Value, StoreError> {
         let NewEntry { value, fresh_for, ttl, cost, tags } = entry;
         let times = (millis(*fresh_for), millis(*ttl).max(1), millis(*cost).min(u32::MAX.into()));
         let (is_value, value) = (u8::from(value.is_some()), value.as_deref().unwrap_or_default());
         let (publish, token) = (publish(servers), token.as_bytes().as_slice());
-        let args = (token, u8::from(is_fill), is_value, times, encode_tags(tags), value, publish, &keys.changed);
+        let args = (token, u8::from(is_load), is_value, times, encode_tags(tags), value, publish, &keys.changed);
         self.cache_put.call(servers, &[&keys.entry, &keys.lease], args).await
     }
 

@@ -18,7 +18,7 @@ use super::request::Read;
 use super::settings::Shared;
 use super::status::{CacheStatus, write_age};
 use super::stored::{Stored, StoredResponse, Varies};
-use crate::cache::{Before, CacheError, Found, LoadWaiter, Lookup, Served};
+use crate::cache::{CacheError, Found, LoadWaiter, Lookup, Observed, Served};
 use crate::error::{BoxError, StoreError};
 use crate::responder::Responder;
 
@@ -81,7 +81,7 @@ where
             if self.shared.settings.uncached.has(&self.read.uri) {
                 return Box::pin(self.pass(CacheStatus::Miss)).await;
             }
-            let looked = self.shared.cache.look(self.read.uri).await;
+            let looked = self.shared.cache.look_up(self.read.uri).await;
             let place = Place::Uri(self.read.uri);
             if let Ok(Lookup { found: Some(found), .. }) = &looked
                 && let Some((candidate, Use::Fresh)) = self.candidate(&place, found)
@@ -109,16 +109,16 @@ where
             if self.shared.settings.uncached.has(&place.key()) {
                 break;
             }
-            looked = self.shared.cache.look(place.key()).await;
+            looked = self.shared.cache.look_up(place.key()).await;
         }
         self.pass(CacheStatus::Miss).await
     }
 
     async fn step(&self, place: &Place, looked: Result<Lookup<Stored>, StoreError>) -> Step<R, S::Error> {
         let (before, candidate) = match looked {
-            Err(error) => (Before::Failed(error), None),
+            Err(error) => (Observed::StoreFailed(error), None),
             Ok(Lookup { id, found }) => match found.and_then(|found| self.candidate(place, &found)) {
-                None => (Before::Seen(id), None),
+                None => (Observed::Entry(id), None),
                 Some((candidate, usable)) => {
                     if let Stored::Varies(varies) = &*candidate.stored {
                         return self.variant(place, varies);
@@ -131,11 +131,11 @@ where
                         Use::Refresh => {
                             let response = self.hit(&candidate);
                             // If the load does not begin, for instance in a shutdown, the response is still good.
-                            let _ = self.load(place, Before::Seen(id), true);
+                            let _ = self.load(place, Observed::Entry(id), true);
                             return Step::Done(Ok(response));
                         }
-                        Use::IfError => (Before::Seen(id), Some(candidate)),
-                        Use::No => (Before::Seen(id), None),
+                        Use::IfError => (Observed::Entry(id), Some(candidate)),
+                        Use::No => (Observed::Entry(id), None),
                     }
                 }
             },
@@ -185,7 +185,7 @@ where
     fn load(
         &self,
         place: &Place,
-        before: Before,
+        before: Observed,
         is_background: bool,
     ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<Handed<R, S::Error>>), CacheError> {
         // From here on the request may wait: for another request, or for another process.

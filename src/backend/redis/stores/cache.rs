@@ -118,11 +118,11 @@ impl RedisBackend {
         &self,
         key: &CacheKey,
         token: &Token,
-        is_fill: bool,
+        is_load: bool,
         entry: &NewEntry,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
-        let reply = scripts.cache_put(servers, &keys.cache(key), token, is_fill, entry).await?;
+        let reply = scripts.cache_put(servers, &keys.cache(key), token, is_load, entry).await?;
         let Some([stored, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
         server_clock.set(now_ms);
         Ok(stored == 1)

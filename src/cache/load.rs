@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::error::CacheError;
-use super::flights::{Outcome, Place};
+use super::flights::{FlightHandle, Outcome};
 use super::loaded::Loaded;
 use super::loader::{Loader, without_panics};
 #[cfg(feature = "local-cache")]
@@ -25,7 +25,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 
 /// The parts of a cache that a load needs.
-pub(super) struct Filler<T, C> {
+pub(super) struct Inner<T, C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
     pub(super) codec: Arc<C>,
@@ -38,7 +38,7 @@ pub(super) struct Filler<T, C> {
 }
 
 // Not derived, which would require `C: Clone`.
-impl<T, C> Clone for Filler<T, C> {
+impl<T, C> Clone for Inner<T, C> {
     fn clone(&self) -> Self {
         Self {
             options: Arc::clone(&self.options),
@@ -54,11 +54,11 @@ impl<T, C> Clone for Filler<T, C> {
 }
 
 /// The state of the entry, as the caller of a load has found it.
-pub(crate) enum Before {
+pub(crate) enum Observed {
     /// The id of the entry that the store returned.
-    Seen(EntryId),
+    Entry(EntryId),
     /// The store failed.
-    Failed(StoreError),
+    StoreFailed(StoreError),
 }
 
 /// How a load may proceed.
@@ -73,7 +73,7 @@ enum Permission<T> {
     Failed(StoreError),
 }
 
-impl<T: Send + Sync + 'static, C> Filler<T, C> {
+impl<T: Send + Sync + 'static, C> Inner<T, C> {
     /// Removes an entry of this process.
     pub(super) fn forget(&self, key: &CacheKey) {
         #[cfg(feature = "local-cache")]
@@ -86,7 +86,7 @@ impl<T: Send + Sync + 'static, C> Filler<T, C> {
 
     /// Removes all entries of this process with a tag, and reads its generation again from now on.
     pub(super) fn forget_tag(&self, tag: &Key) {
-        self.generations.forget(tag);
+        self.generations.remove(tag);
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
             local.remove_tag(tag);
@@ -94,40 +94,40 @@ impl<T: Send + Sync + 'static, C> Filler<T, C> {
     }
 }
 
-impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
+impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
     /// A load without callers needs the store, since its value would otherwise be lost. When the lease is lost, for instance by an
     /// invalidation in another process, later callers do not join the load.
-    pub(super) async fn fill(
+    pub(super) async fn load(
         &self,
         key: CacheKey,
         claim: Claim,
-        before: Before,
+        before: Observed,
         mut loader: impl Loader<T>,
-        place: Place<T>,
+        handle: FlightHandle<T>,
     ) -> Outcome<T> {
         let permission = match before {
-            Before::Seen(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
-            Before::Failed(error) => Permission::Failed(error),
+            Observed::Entry(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
+            Observed::StoreFailed(error) => Permission::Failed(error),
         };
         let (lease, _permit) = match permission {
             Permission::Found(value) => return Ok(value),
             Permission::Leased(tags) => (Some(tags), None),
             Permission::Uncached => (None, None),
-            Permission::Failed(store) if place.detach_without_callers() => return Err(CacheError::Store(store)),
+            Permission::Failed(store) if handle.detach_without_callers() => return Err(CacheError::Store(store)),
             Permission::Failed(store) => match loader.permit(&self.origin) {
                 Some(permit) => (None, Some(permit)),
                 None => return Err(CacheError::OriginLimit { store }),
             },
         };
         let started = Instant::now();
-        let mut loading = pin!(self.load(loader));
+        let mut loading = pin!(self.call_loader(loader));
         let loaded = tokio::select! {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
             () = self.renew(&key, &claim, lease.as_deref().unwrap_or_default()), if lease.is_some() => {
-                place.detach();
+                handle.detach();
                 loading.await
             }
         };
@@ -164,7 +164,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
                     self.release(key, claim, None).await;
                     return Ok(Permission::Failed(error));
                 }
-                Ok(Claimed::Granted) => return Ok(self.begin(key, claim).await),
+                Ok(Claimed::Granted) => return Ok(self.read_tags(key, claim).await),
                 Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Permission::Uncached),
                 Ok(Claimed::Marked(Mark::Failed { retry_after })) => {
                     return Err(CacheError::RecentlyFailed { retry_after });
@@ -183,7 +183,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
                     }
                 },
             }
-            let Lookup { id, found } = match self.look_in_store(key).await {
+            let Lookup { id, found } = match self.read_entry(key).await {
                 Ok(lookup) => lookup,
                 Err(error) => return Ok(Permission::Failed(error)),
             };
@@ -200,8 +200,8 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     }
 
     /// Reads the tags of a load that has just got its lease.
-    async fn begin(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
-        match self.tags_before_fill().await {
+    async fn read_tags(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
+        match self.current_tags().await {
             Ok(tags) => Permission::Leased(tags),
             Err(error) => {
                 self.release(key, claim, None).await;
@@ -210,37 +210,37 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
         }
     }
 
-    pub(super) async fn tags_before_fill(&self) -> Result<Vec<TagGeneration>, StoreError> {
+    pub(super) async fn current_tags(&self) -> Result<Vec<TagGeneration>, StoreError> {
         let Options { name, tags, .. } = &*self.options;
-        self.generations.before_fill(&self.client, name, tags, self.options.tag_ttl()).await
+        self.generations.current(&self.client, name, tags, self.options.tag_ttl()).await
     }
 
     /// Looks a key up, in this process first.
-    pub(super) async fn look(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+    pub(super) async fn look_up(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
-            let result = self.look_in_both(local, key).await;
-            return result.or_else(|error| local.last_known(key.key()).ok_or(error));
+            let result = self.look_up_local_first(local, key).await;
+            return result.or_else(|error| local.get_during_outage(key.key()).ok_or(error));
         }
-        self.look_in_store(key).await
+        self.read_entry(key).await
     }
 
     #[cfg(feature = "local-cache")]
-    async fn look_in_both(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
-        if let Some(lookup) = local.fresh(key.key()) {
+    async fn look_up_local_first(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        if let Some(lookup) = local.get_fresh(key.key()) {
             let tags = lookup.found.as_ref().map_or(&[][..], |found| &found.tags);
             if self.generations.are_current(&self.client, key.cache(), tags).await? {
                 return Ok(lookup);
             }
         }
         // The subscription begins before the entry is read, so no change is missed.
-        let reading = local.reading(self.client.watch(key).await);
-        let lookup = self.look_in_store(key).await?;
-        local.keep(*key.key(), &lookup, reading);
+        let reading = local.start_read(self.client.watch(key).await);
+        let lookup = self.read_entry(key).await?;
+        local.insert(*key.key(), &lookup, reading);
         Ok(lookup)
     }
 
-    async fn look_in_store(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+    async fn read_entry(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
         let read = Instant::now();
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
@@ -277,7 +277,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Filler<T, C> {
     }
 
     /// Runs the loader for at most `load_timeout`, and catches its panics.
-    async fn load(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
+    async fn call_loader(&self, loader: impl Loader<T>) -> Result<Loaded<T>, CacheError> {
         let after = self.options.load_timeout;
         let loaded = timeout_at(Instant::now() + after, without_panics(async { loader.load().await })).await;
         loaded.unwrap_or(Err(CacheError::TimedOut { after }))
