@@ -103,11 +103,11 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         &self,
         key: CacheKey,
         claim: Claim,
-        before: Observed,
+        observed: Observed,
         mut loader: impl Loader<T>,
         handle: FlightHandle<T>,
     ) -> Outcome<T> {
-        let permission = match before {
+        let permission = match observed {
             Observed::Entry(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
             Observed::StoreFailed(error) => Permission::Failed(error),
         };

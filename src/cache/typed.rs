@@ -274,7 +274,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// If the store fails; the entry may then still be there.
     pub async fn invalidate(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let (client, key) = (&self.inner.client, self.key(key));
-        // Observed and after: a load may begin in between.
+        // Before and after: a load may begin in between.
         self.forget(&key);
         let result = client.call_always(client.store.invalidate(&key)).await;
         self.forget(&key);
@@ -308,7 +308,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
             self.inner.forget_tag(&tag);
             self.flights.detach_tag(&tag);
         };
-        // Observed and after: a load may begin in between.
+        // Before and after: a load may begin in between.
         forget();
         let result = client.call_always(client.store.invalidate_tag(&self.key(tag))).await;
         forget();
@@ -410,17 +410,17 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     ) -> Result<(Option<Arc<T>>, Served), CacheError> {
         self.inner.options.check()?;
         self.inner.client.check()?;
-        let before = match self.inner.look_up(&key).await {
+        let observed = match self.inner.look_up(&key).await {
             Ok(Lookup { id, found: Some(found) }) => return Ok(self.serve_entry(key, id, found, loader).await),
             Ok(Lookup { id, found: None }) => Observed::Entry(id),
             Err(error) => Observed::StoreFailed(error),
         };
-        if let (Observed::Entry(_), Some(filter)) = (&before, &self.filter)
+        if let (Observed::Entry(_), Some(filter)) = (&observed, &self.filter)
             && filter.excludes(key.key()).await
         {
             return Ok((None, Served::Excluded));
         }
-        Ok((self.load(key, before, false, loader)?.outcome().await?, Served::Loaded))
+        Ok((self.load(key, observed, false, loader)?.outcome().await?, Served::Loaded))
     }
 
     /// Serves the value of an entry, or a new one if it is stale.
@@ -454,7 +454,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     fn load(
         &self,
         key: CacheKey,
-        before: Observed,
+        observed: Observed,
         is_background: bool,
         loader: impl Loader<T> + 'static,
     ) -> Result<LoadWaiter<T>, CacheError> {
@@ -472,7 +472,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         let runs_without_callers = Arc::new(AtomicBool::new(is_background));
         let loader = EndMarker { loader, has_ended: Arc::clone(&runs_without_callers) };
         let load =
-            move |handle| CHAIN.scope(chain, async move { inner.load(key, claim, before, loader, handle).await });
+            move |handle| CHAIN.scope(chain, async move { inner.load(key, claim, observed, loader, handle).await });
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
         self.flights.join_or_start(&self.tasks, key, &self.inner.options.tags, runs_without_callers, load, cancel)
     }
@@ -488,7 +488,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     pub(crate) fn load_unless_loading<L, F, R, E>(
         &self,
         key: Key,
-        before: Observed,
+        observed: Observed,
         is_background: bool,
         loader: L,
     ) -> Result<LoadWaiter<T>, CacheError>
@@ -500,7 +500,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     {
         self.inner.options.check()?;
         self.inner.client.check()?;
-        self.load(self.key(key), before, is_background, LoaderFn(loader))
+        self.load(self.key(key), observed, is_background, LoaderFn(loader))
     }
 
     /// For a service around the cache: counts a request.

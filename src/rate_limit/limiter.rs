@@ -84,8 +84,7 @@ impl<B> Limiter<B> {
 
     /// Sets how long a call may take in total, including the wait for a connection. Defaults to 100 ms.
     ///
-    /// With zero, a call that charges a key returns a decision only if no store is needed, or if the store can answer immediately. The
-    /// memory backend can. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
+    /// With zero, only a store that replies at once, such as the memory backend, can charge a key. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
     /// [`ConfigError::ZeroTimeout`].
     ///
     /// ```
@@ -187,8 +186,8 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Charges one unit to `key` if there is room, and returns whether it did. Use it instead of [`check`](Self::check) if you do not need
-    /// the details of the decision. It saves work in the memory backend for a known key with room, if the policy has one limit that is not
-    /// a sliding log. There a denial costs more than with `check`. With Redis both cost the same.
+    /// the details of the decision. In the memory backend it is faster than `check` when it allows, and slower when it denies. With Redis both
+    /// cost the same.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};

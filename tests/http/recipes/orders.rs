@@ -40,8 +40,8 @@ impl Orders {
 
     /// The body of `async fn pay(&self, request: Request<PayRequest>)`.
     async fn pay(&self, order: u64) -> Result<u64, Status> {
-        let request = self.locks.lock(order).wait(Duration::from_secs(2));
-        let lease = request.await.map_err(|error| match error {
+        let lock = self.locks.lock(order).wait(Duration::from_secs(2));
+        let lease = lock.await.map_err(|error| match error {
             LockError::Busy(_) => Status::aborted("another call changes this order"),
             LockError::QueueFull(_) => Status::resource_exhausted("too many calls wait for this order"),
             _ => Status::new(Code::Unavailable, "the order cannot be locked"),
