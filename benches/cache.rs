@@ -5,6 +5,7 @@
 //! * `hit_over_get`: hits of 1 KiB per second on Redis, divided by GETs of the same values on one multiplexed connection. 64 calls are in
 //!   flight. The median of several rounds in turns
 //! * `local_hit_ns`, `moka_ns`: a hit of the local tier, and a `get` of moka with the same keys, on one thread
+//! * `layer_hit_ns`: a request that `CacheLayer` serves from the local tier, on one thread. Includes creating the request and reading 1 KiB
 //! * `origin_calls_3x1000`: calls of the origin, if 3 processes with 1,000 callers each ask for one cold key and the origin takes 200 ms.
 //!   `slowest_caller_ms`: the longest wait among them. Both are the worst of several rounds
 //! * `waiter_p99_ms`: the 99th percentile of the time from the return of the load to the return of a caller that waits in another process
@@ -15,6 +16,7 @@
 #[path = "../tests/support/mod.rs"]
 mod support;
 
+use std::convert::Infallible;
 use std::env;
 use std::hint::black_box;
 use std::io::{self, BufRead};
@@ -26,11 +28,15 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use futures_util::stream;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::Bytes;
 use support::server::RedisServer;
 use support::worker::Worker;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tollgate::{BoxError, Cache, Codec, ExistsFilter, Key, MemoryBackend, RedisBackend};
+use tollgate::{BoxError, Cache, CacheLayer, Codec, ExistsFilter, Key, MemoryBackend, RedisBackend};
+use tower::{Layer, Service, service_fn};
 
 const KEYS: u64 = 10_000;
 const IN_FLIGHT: u64 = 64;
@@ -52,12 +58,12 @@ fn main() {
     let hit_over_get = runtime.block_on(hit_over_get(&server));
     let waiter_p99_ms = runtime.block_on(waiter_p99_ms(&server));
     let (origin_calls, slowest_caller_ms) = cold_key(&server);
-    let (local_hit_ns, moka_ns) = local_hits();
+    let [local_hit_ns, moka_ns, layer_hit_ns] = local_hits();
     let (filter_server_us, filter_false_positive) = runtime.block_on(exists_filter(&server));
     println!(
         "hit_over_get={hit_over_get:.2} local_hit_ns={local_hit_ns:.0} moka_ns={moka_ns:.0} \
          origin_calls_3x1000={origin_calls} slowest_caller_ms={slowest_caller_ms} waiter_p99_ms={waiter_p99_ms:.2} \
-         filter_server_us={filter_server_us:.2} filter_false_positive={filter_false_positive:.4}"
+         filter_server_us={filter_server_us:.2} filter_false_positive={filter_false_positive:.4} layer_hit_ns={layer_hit_ns:.0}"
     );
 }
 
@@ -225,8 +231,8 @@ fn cold_key(server: &RedisServer) -> (usize, u64) {
     worst
 }
 
-/// The time of a hit of the local tier, and of moka, in turns.
-fn local_hits() -> (f64, f64) {
+/// The time of a hit of the local tier, of moka, and of a request, in turns.
+fn local_hits() -> [f64; 3] {
     const LOCAL_KEYS: u64 = 1_000;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
     let cache = Cache::with_codec(MemoryBackend::new(), "bench", HOUR, Plain).local_tier(10 * LOCAL_KEYS, HOUR);
@@ -237,24 +243,39 @@ fn local_hits() -> (f64, f64) {
             moka.insert(key, runtime.block_on(fill(&cache, key)));
         }
     }
-    let _context = runtime.enter();
-    let mut rounds = [Vec::new(), Vec::new()];
-    for _ in 0..1_000 {
-        rounds[0].push(time(&keys, |key| assert!(now(fill(&cache, key)).len() == 1_024)));
-        rounds[1].push(time(&keys, |key| assert!(black_box(moka.get(&key)).is_some())));
+    let page = |_: Request<Empty<Bytes>>| async { Ok::<_, Infallible>(Response::new(Full::from(vec![b'x'; 1_024]))) };
+    let layer = CacheLayer::new(MemoryBackend::new(), "pages").public().fresh_for(HOUR);
+    let mut service = layer.local_tier(10 * LOCAL_KEYS, HOUR).layer(service_fn(page));
+    let mut send = |path: &String| {
+        let request = Request::get(path).header("host", "localhost").body(Empty::new()).expect("the path is valid");
+        let response = service.call(request);
+        async {
+            let Ok(response) = response.await;
+            response.into_body().collect().await.expect("the body is complete").to_bytes().len()
+        }
+    };
+    let paths: Vec<_> = (0..LOCAL_KEYS).map(|path| format!("/users/{path}")).collect();
+    for path in paths.iter().chain(&paths) {
+        assert_eq!(runtime.block_on(send(path)), 1_024);
     }
-    let [local, moka] = rounds.map(|mut rounds| {
+    let _context = runtime.enter();
+    let mut rounds = [Vec::new(), Vec::new(), Vec::new()];
+    for _ in 0..1_000 {
+        rounds[0].push(time(&keys, |key| assert!(now(fill(&cache, *key)).len() == 1_024)));
+        rounds[1].push(time(&keys, |key| assert!(black_box(moka.get(key)).is_some())));
+        rounds[2].push(time(&paths, |path| assert!(now(send(path)) == 1_024)));
+    }
+    rounds.map(|mut rounds| {
         rounds.sort_by(f64::total_cmp);
         // Other load on the machine only adds time.
         rounds[rounds.len() / 10]
-    });
-    (local, moka)
+    })
 }
 
 /// Nanoseconds of a call.
-fn time(keys: &[Key], call: impl Fn(Key)) -> f64 {
+fn time<K>(keys: &[K], call: impl FnMut(&K)) -> f64 {
     let start = Instant::now();
-    keys.iter().for_each(|key| call(*key));
+    keys.iter().for_each(call);
     start.elapsed().as_secs_f64() * 1e9 / keys.len() as f64
 }
 

@@ -213,6 +213,27 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
     }
 }
 
+/// The size of the rest of a body, after `len` bytes of it.
+pub(in crate::http) fn size_after(whole: &SizeHint, len: u64) -> SizeHint {
+    let mut rest = SizeHint::new();
+    rest.set_lower(whole.lower().saturating_sub(len));
+    if let Some(upper) = whole.upper() {
+        rest.set_upper(upper.saturating_sub(len));
+    }
+    rest
+}
+
+/// The size of a stored body, with or without trailers.
+pub(in crate::http) fn size_of_stored(len: u64, has_trailers: bool) -> SizeHint {
+    if !has_trailers {
+        return SizeHint::with_exact(len);
+    }
+    // HTTP/1 sends no trailers after a body of known length.
+    let mut hint = SizeHint::new();
+    hint.set_lower(len);
+    hint
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

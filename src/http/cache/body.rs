@@ -12,7 +12,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::stored::Stored;
 use crate::cache::LoadWaiter;
 use crate::error::BoxError;
-use crate::http::body::ResponseBody;
+use crate::http::body::{ResponseBody, size_after, size_of_stored};
 
 pin_project! {
     /// The body of a response from a [`CacheLayer`](crate::CacheLayer): that of the inner service, maybe while it is stored, or a stored one.
@@ -105,7 +105,7 @@ where
                 KindProj::Live { pieces, hint, .. } => {
                     match ready!(pieces.poll_recv(cx)).unwrap_or_else(|| Piece::Failed(BrokenOff.into())) {
                         Piece::Data(data) => {
-                            *hint = without(hint, data.len() as u64);
+                            *hint = size_after(hint, data.len() as u64);
                             return Poll::Ready(Some(Ok(Frame::data(data))));
                         }
                         Piece::Trailers(trailers) => return Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
@@ -139,29 +139,13 @@ where
         match &self.kind {
             Kind::Other { body } => body.size_hint(),
             Kind::Whole { data, trailers } => {
-                let len = data.as_ref().map_or(0, |data| data.len() as u64);
-                if trailers.is_none() {
-                    return SizeHint::with_exact(len);
-                }
-                // HTTP/1 sends no trailers after a body of known length.
-                let mut hint = SizeHint::new();
-                hint.set_lower(len);
-                hint
+                size_of_stored(data.as_ref().map_or(0, |data| data.len() as u64), trailers.is_some())
             }
             Kind::Live { hint, .. } => *hint,
             Kind::Rest { body } => body.size_hint(),
             Kind::Ended => SizeHint::with_exact(0),
         }
     }
-}
-
-fn without(hint: &SizeHint, len: u64) -> SizeHint {
-    let mut rest = SizeHint::new();
-    rest.set_lower(hint.lower().saturating_sub(len));
-    if let Some(upper) = hint.upper() {
-        rest.set_upper(upper.saturating_sub(len));
-    }
-    rest
 }
 
 impl<B> fmt::Debug for CachedBody<B> {

@@ -7,6 +7,7 @@ use ::http::header::{
     AUTHORIZATION, COOKIE, ETAG, HOST, IF_MATCH, IF_MODIFIED_SINCE, IF_NONE_MATCH, IF_RANGE, IF_UNMODIFIED_SINCE,
     LAST_MODIFIED, RANGE, UPGRADE,
 };
+use ::http::uri::Authority;
 use ::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode};
 use http_body::Body;
 
@@ -75,7 +76,7 @@ fn key<B>(request: &Request<B>, principal: Key, scheme: &str, host: &str) -> Key
 fn host<B>(request: &Request<B>) -> Option<Cow<'_, str>> {
     let mut fields = request.headers().get_all(HOST).iter();
     let field = fields.next().map(HeaderValue::to_str).transpose().ok()?;
-    let authority = request.uri().authority().map(|authority| authority.as_str());
+    let authority = request.uri().authority().map(Authority::as_str);
     let differ = authority.zip(field).is_some_and(|(authority, field)| !authority.eq_ignore_ascii_case(field));
     if fields.next().is_some() || differ {
         return None;

@@ -12,7 +12,7 @@ use tokio::sync::mpsc::Receiver;
 use tokio::task::AbortHandle;
 
 use crate::error::BoxError;
-use crate::http::body::ResponseBody;
+use crate::http::body::{ResponseBody, size_after, size_of_stored};
 use crate::http::lock::{AbortMarker, AbortOutcome};
 
 pin_project! {
@@ -157,7 +157,7 @@ where
                 };
                 match piece {
                     Piece::Data(chunk) => {
-                        *hint = without(hint, chunk.len() as u64);
+                        *hint = size_after(hint, chunk.len() as u64);
                         if let Some(abort) = abort {
                             abort.handed_out(chunk.len() as u64);
                         }
@@ -189,27 +189,11 @@ where
         match &self.kind {
             Kind::Other { body } => body.size_hint(),
             Kind::Whole { chunks, trailers } => {
-                let len = chunks.iter().map(|chunk| chunk.len() as u64).sum();
-                let mut hint = SizeHint::with_exact(len);
-                if trailers.is_some() {
-                    // HTTP/1 sends no trailers after a body of known length.
-                    hint = SizeHint::new();
-                    hint.set_lower(len);
-                }
-                hint
+                size_of_stored(chunks.iter().map(|chunk| chunk.len() as u64).sum(), trailers.is_some())
             }
             Kind::Live { hint, .. } => *hint,
         }
     }
-}
-
-fn without(hint: &SizeHint, len: u64) -> SizeHint {
-    let mut rest = SizeHint::new();
-    rest.set_lower(hint.lower().saturating_sub(len));
-    if let Some(upper) = hint.upper() {
-        rest.set_upper(upper.saturating_sub(len));
-    }
-    rest
 }
 
 impl<B> fmt::Debug for IdempotentBody<B> {
