@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::stream::{self, Stream, StreamExt};
+use redis::Commands as _;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::cache::exists_filter::ExistsFilterError;
@@ -13,6 +14,7 @@ use tollgate::cache::exists_filter::store::ExistsFilterStore;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{BoxError, Cache, ExistsFilter, Key, MemoryBackend};
 
+use crate::exists_filter_model::MISSED;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
@@ -334,6 +336,7 @@ async fn every_key_may_exist_in_a_damaged_filter() {
         other.rebuild(source(0..10)).await.unwrap();
         assert!(!other.might_contain(99).await.unwrap(), "{damage}: repaired");
         server.query::<redis::Value>("FLUSHALL");
+        let () = server.connection().set_ex(&versions, MISSED, 60).unwrap();
     }
 }
 
@@ -490,6 +493,28 @@ async fn key_added_after_an_eviction_of_the_ids_exists() {
     adder.rebuild(source(0..10)).await.unwrap();
     has_all(&adder, 0..10).await;
     assert!(!adder.might_contain(99).await.unwrap());
+}
+
+/// Regression: likewise, if a rebuild began after the eviction. Then the key is only in the new version.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn key_added_to_a_rebuild_after_an_eviction_exists() {
+    let server = RedisServer::start();
+    let (here, there) = (patient(server.url()).await, patient(server.url()).await);
+    let tester = filter(here, 1_000);
+    tester.rebuild(source(0..10)).await.unwrap();
+    let (versions, _) = stored_keys(&server);
+    assert!(!tester.might_contain(99).await.unwrap());
+    server.query::<u32>(&format!("DEL {versions}"));
+    let (adder, builder) = (filter(there.clone(), 1_000), filter(there, 1_000).visible_within(Duration::from_secs(2)));
+    let rebuild = tokio::spawn(async move { builder.rebuild(source(0..10)).await.unwrap() });
+    while server.query::<Option<Vec<u8>>>(&format!("GET {versions}")).is_none_or(|ids| ids.len() != 33) {
+        sleep(Duration::from_millis(1)).await;
+    }
+    adder.add(99).await.unwrap();
+    has_all(&tester, [99]).await;
+    rebuild.await.unwrap();
+    has_all(&tester, [99]).await;
+    has_all(&adder, [99]).await;
 }
 
 /// Lets the task of a local copy run.

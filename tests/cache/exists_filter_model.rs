@@ -16,6 +16,9 @@ use crate::model::run_traces as run_steps;
 use crate::support::server::RedisServer;
 use crate::support::shared::patient;
 
+/// The value of the key with the ids as an addition without ids leaves it. The time is long ago, so that further ones do not wait.
+pub(crate) const MISSED: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 0];
+
 const KEYS: u32 = 60;
 const CLIENTS: usize = 2;
 
@@ -76,6 +79,10 @@ async fn run<S: ExistsFilterStore + Clone + Send + Sync + 'static>(
             .visible_within(Duration::ZERO)
             .deadline(Duration::from_secs(60))
     };
+    if let Some(evict) = evict {
+        // Otherwise the first build waits.
+        evict(round, false);
+    }
     let mut clients = [(); CLIENTS].map(|()| new());
     // `None` without a filter.
     let mut exists: Option<HashSet<u32>> = None;
@@ -156,15 +163,13 @@ fn redis_agrees_with_the_set_of_keys() {
     let server = RedisServer::start();
     let backend = runtime.block_on(patient(server.url()));
     let evict = |round: u64, is_version: bool| {
-        let part = if is_version { "bits:*" } else { "versions" };
-        for key in server.query::<Vec<String>>(&format!("KEYS tollgate:2:{{cache_filter:{round}}}:{part}")) {
-            if is_version {
+        let name = format!("tollgate:2:{{cache_filter:{round}}}:");
+        if is_version {
+            for key in server.query::<Vec<String>>(&format!("KEYS {name}bits:*")) {
                 server.query::<u32>(&format!("DEL {key}"));
-            } else {
-                // As an addition leaves it. The time is long ago, so that further ones do not wait.
-                let marker: &[u8] = &[1, 1, 0, 0, 0, 0, 0, 0];
-                let () = server.connection().set_ex(key, marker, 60).unwrap();
             }
+        } else {
+            let () = server.connection().set_ex(name + "versions", MISSED, 60).unwrap();
         }
     };
     run_traces(60, |steps, round, counts| runtime.block_on(run(&backend, steps, round, Some(&evict), counts)));
@@ -233,7 +238,7 @@ async fn run_copies<S: ExistsFilterStore + Clone + Send + Sync + 'static>(store:
 fn local_copies_in_memory_agree_with_the_set_of_keys() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let backend = MemoryBackend::new();
-    run_steps(copy_steps(), 2_000, |steps, round| runtime.block_on(run_copies(&backend, steps, round)));
+    run_steps(copy_steps(), 500, |steps, round| runtime.block_on(run_copies(&backend, steps, round)));
 }
 
 /// In real time, so with few traces.

@@ -1536,6 +1536,32 @@ async fn a_loss_found_at_release_is_logged_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn outage_of_an_exists_filter_is_logged_once() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let filter = ExistsFilter::new(store, "users", 1_000).circuit_breaker(CircuitBreaker::new().failures(3));
+    filter.rebuild(futures_util::stream::iter([Ok::<_, BoxError>(1)])).await.unwrap();
+    faults.fail(Failure::Unavailable);
+    for _ in 0..10 {
+        filter.might_contain(1).await.unwrap_err();
+    }
+    faults.heal();
+    for _ in 0..20 {
+        advance(Duration::from_millis(100)).await;
+        assert!(filter.might_contain(1).await.unwrap());
+    }
+    let lines = [
+        "WARN exists filter store fails",
+        "WARN exists filter circuit opens: only probes call the store",
+        "INFO exists filter circuit closes: all calls reach the store",
+        "INFO exists filter store answers again",
+    ];
+    assert_eq!(log.lines(), lines);
+}
+
+#[tokio::test(start_paused = true)]
 async fn overfull_exists_filter_logs_one_warning() {
     let log = Log::default();
     let _guard = tracing::subscriber::set_default(log.clone());

@@ -13,7 +13,7 @@ use super::settings::Settings;
 use super::sizing::blocks;
 use super::stats::ExistsFilterStats;
 use super::store::{Added, ExistsFilterStore, MAX_KEYS, NewBits};
-use super::store_client::{MAX_AGE, StoreClient};
+use super::store_client::{LOSS_PAUSE, MAX_AGE, StoreClient};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
@@ -36,9 +36,6 @@ impl ExistsFilter {
     const MAX_VISIBLE_WITHIN: Duration = Duration::from_secs(600);
     /// How often an addition is repeated if builds begin or end meanwhile.
     const ATTEMPTS: usize = 8;
-    /// How long additions wait after the first one without versions: other processes may use lost ids for [`MAX_AGE`], and clocks may run at
-    /// slightly different rates.
-    const LOSS_PAUSE: Duration = MAX_AGE.saturating_add(Duration::from_millis(250));
 
     /// The filter `name` of `store`, which is a [backend](crate::backend). [`rebuild`](Self::rebuild) gives it room for `capacity` keys.
     ///
@@ -86,9 +83,9 @@ impl ExistsFilter {
         self
     }
 
-    /// Keeps a copy of the filter in this process too, and tests keys without a call of the store. By default there is none.
+    /// Keeps a copy of the filter in this process too, and tests keys without a call of the store. By default, and with zero, there is none.
     ///
-    /// No test uses a copy that is older than `max_age`. So for up to `max_age`, this process may exclude a key that another process has
+    /// No test uses a copy that is older than `max_age`, or than a year. So for up to `max_age`, this process may exclude a key that another process has
     /// added. Keys that it adds itself are in its copy at once. Set `max_age` to a time for which a new row may seem absent.
     ///
     /// While the filter is tested, a task looks whether it has changed, twice in each `max_age`, or four times per second if that is less.
@@ -96,7 +93,8 @@ impl ExistsFilter {
     /// has two. Clones of this filter share the copy, and the last one ends the task.
     #[must_use]
     pub fn local_copy(mut self, max_age: Duration) -> Self {
-        self.local = Some(Arc::new(LocalCopy::new(max_age)));
+        let (_, longest) = Self::TTLS;
+        self.local = (!max_age.is_zero()).then(|| Arc::new(LocalCopy::new(max_age.min(longest))));
         self
     }
 
@@ -228,7 +226,7 @@ impl ExistsFilter {
                     return Ok(());
                 }
                 Added::Changed => {}
-                Added::Missing { known_for } => match Self::LOSS_PAUSE.checked_sub(known_for) {
+                Added::Missing { known_for } => match LOSS_PAUSE.checked_sub(known_for) {
                     None | Some(Duration::ZERO) => {
                         if let Some(local) = &self.local {
                             local.clear();

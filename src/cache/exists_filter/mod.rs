@@ -85,7 +85,7 @@
 //! * another program has changed the bits.
 //!
 //! If Redis evicts only the key with the ids of the versions, other processes may still use a version that additions do not find. A process
-//! uses ids for at most one second, so the first additions without ids wait for 1.25 seconds. The key then holds the time at which they were
+//! uses ids for at most one second, so the first additions and rebuilds without ids wait for 1.25 seconds. The key then holds the time at which they were
 //! first missed, so that later additions do not wait.
 //!
 //! # Cancellation

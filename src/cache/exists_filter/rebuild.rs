@@ -11,7 +11,7 @@ use super::error::ExistsFilterError;
 use super::layout::{KeyBits, Layout};
 use super::settings::Settings;
 use super::store::{Added, GROWTH, MAX_KEYS, NewBits, Token, VersionIds};
-use super::store_client::StoreClient;
+use super::store_client::{LOSS_PAUSE, StoreClient};
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
 
@@ -65,12 +65,29 @@ impl Rebuild<'_> {
     async fn begin(&self, version: &Token) -> Result<VersionIds, ExistsFilterError> {
         let StoreClient { store, filter, settings: Settings { ttl, .. }, .. } = self.client;
         for _ in 0..ATTEMPTS {
-            let seen = self.client.read_status().await?.status.ids;
+            let mut seen = self.client.read_status().await?.status.ids;
+            if seen == VersionIds::default() {
+                self.outlast_lost_ids().await?;
+                seen = self.client.read_status().await?.status.ids;
+            }
             if self.persist(|| store.begin_build(filter, &seen, version, *ttl)).await? {
                 return Ok(VersionIds::new(seen.active, Some(*version)));
             }
         }
         Err(ExistsFilterError::Superseded)
+    }
+
+    /// Waits until no process uses versions whose ids the store may have lost. Additions go only to the new version, and do not wait any more.
+    async fn outlast_lost_ids(&self) -> Result<(), StoreError> {
+        let StoreClient { store, filter, settings, .. } = self.client;
+        let (none, nothing) = (VersionIds::default(), NewBits::added(Vec::new(), Vec::new(), settings.ttl));
+        while let Added::Missing { known_for } = self.persist(|| store.add_bits(filter, &none, &nothing)).await? {
+            match LOSS_PAUSE.checked_sub(known_for) {
+                None | Some(Duration::ZERO) => break,
+                Some(pause) => sleep(pause).await,
+            }
+        }
+        Ok(())
     }
 
     async fn fill<St, K, E>(&self, ids: &VersionIds, layout: &Layout, keys: St) -> Result<u64, ExistsFilterError>

@@ -22,6 +22,9 @@ use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// How long a status is used.
 pub(super) const MAX_AGE: Duration = Duration::from_secs(1);
+/// How long a process without versions waits after they were first missed: others may use lost ids for [`MAX_AGE`], and clocks may run at
+/// slightly different rates.
+pub(super) const LOSS_PAUSE: Duration = MAX_AGE.saturating_add(Duration::from_millis(250));
 /// When one caller reads it again, while the others still use it.
 const REFRESH_AGE: Duration = Duration::from_millis(500);
 /// When another caller does so, if that one has not got a reply.
