@@ -11,7 +11,7 @@ use super::erased::{Call, DynStore};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
-use super::outcome::note;
+use super::outcome::error_text;
 use super::push::{Push, Pushed, check_delay};
 use super::queue_handle::QueueHandle;
 use super::record::{Due, NewJob, Reason, StoredJob};
@@ -691,7 +691,7 @@ impl<T, C> DelayQueue<T, C> {
     {
         match self.codec.decode(&claimed.job.payload) {
             Ok(payload) => Ok(Job::new(claimed, payload)),
-            Err(error) => Err(AckKind::Dead { reason: Reason::Undecodable, error: note(&error) }),
+            Err(error) => Err(AckKind::Dead { reason: Reason::Undecodable, error: error_text(&error) }),
         }
     }
 }

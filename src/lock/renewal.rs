@@ -108,7 +108,7 @@ impl LocksState {
         state.is_restarting = false;
     }
 
-    /// Stores the holder's name in the background, if it has one that is not stored yet. After a failure, the next renewal retries it.
+    /// Stores the holder's name in the background, unless it is stored already. After a failure, the next renewal retries it.
     pub(super) fn store_holder_name(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) {
         let Some(name) = self.holder().filter(|_| grant.is_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*grant.lock(), *grant.token(), name);
