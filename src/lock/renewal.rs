@@ -192,7 +192,8 @@ impl LocksState {
         self.record_loss(grant, now);
         grant.notify_waiters();
         if grant.valid_until(now) == Err(LossReason::MaxHold) {
-            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease has.
+            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease
+            // has.
             ReleaseTask::after_loss(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
         }
         self.abandon(grant);
