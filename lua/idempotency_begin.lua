@@ -9,7 +9,7 @@
 -- ARGV[3]  lease_ms    integer, 10 to 86400000
 -- ARGV[4]  keep_ms     how long the record is kept after the lease, 1000 to 31536000000
 -- ARGV[5]  takes_over  1 to execute again if the outcome is unknown, otherwise 0
--- ARGV[6]  most        maximum number of records of the caller, 0 for no bound
+-- ARGV[6]  max_records maximum number of records of the caller, 0 for no bound
 --
 -- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without a response), 4 bytes attempt,
 --          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
@@ -24,7 +24,7 @@
 -- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
 --          is released unclaimed
 local records, token, head = KEYS[2], ARGV[1], ARGV[2]
-local lease_ms, keep_ms, takes_over, most = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1', ARGV[6] + 0
+local lease_ms, keep_ms, takes_over, max_records = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1', ARGV[6] + 0
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -39,18 +39,18 @@ if state == 0 and holder == token then
   return {2, 1, payload}
 end
 local now_ms = math.floor(now / 1000)
-local member = most > 0 and redis.sha1hex(record):sub(1, 20)
+local member = max_records > 0 and redis.sha1hex(record):sub(1, 20)
 -- A record that was released before its claim arrived is not counted yet.
-if state == 0 and most > 0 and not (stored and redis.call('ZSCORE', records, member)) then
+if state == 0 and max_records > 0 and not (stored and redis.call('ZSCORE', records, member)) then
   local count = redis.call('ZCARD', records)
   -- Each eight new records remove up to sixteen ended ones.
-  if count % 8 == 0 or count >= most then
+  if count % 8 == 0 or count >= max_records then
     local ended = redis.call('ZRANGEBYSCORE', records, '-inf', now_ms, 'LIMIT', 0, 16)
     if #ended > 0 then
       count = count - redis.call('ZREM', records, unpack(ended))
     end
   end
-  if count >= most then
+  if count >= max_records then
     local first = redis.call('ZRANGE', records, 0, 0, 'WITHSCORES')
     return {6, math.max(first[2] - now_ms, 1)}
   end
@@ -90,7 +90,7 @@ if not is_ours then
   end
 end
 -- Count first: without room in the count, nothing is begun.
-if most > 0 and not is_ours then
+if max_records > 0 and not is_ours then
   redis.call('ZADD', records, now_ms + lease_ms + keep_ms, member)
   -- Longer than needed, so that this is not repeated each time.
   if redis.call('PTTL', records) < lease_ms + keep_ms then

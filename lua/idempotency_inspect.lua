@@ -2,21 +2,21 @@
 --
 -- Includes idempotency_record
 -- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<part>}:<scope>:<key>:record
--- ARGV[1]  most    maximum bytes of a checkpoint; a longer one is not returned
+-- ARGV[1]  max_bytes  maximum size of a checkpoint; a longer one is not returned
 --
 -- Value    record: see idempotency_begin; unchanged, except for the end of a lease that predates a clock step back
 -- Returns  {} without a record, or {state, fence, attempt, lasts_ms, kept_ms, checkpoint}. state: that of the record, or 4 if the lease ended
 --          without a result, so that the outcome is unknown. lasts_ms: until the end of the lease, or since then. kept_ms: until the record
 --          expires. checkpoint: empty if there is none
 -- Repeat   harmless
-local most = ARGV[1] + 0
+local max_bytes = ARGV[1] + 0
 
 if not stored then
   return {}
 end
 local state, attempt, fence, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
 local lasts_ms, checkpoint = 0, ''
-if state < 2 and #stored <= 80 + most and stored:sub(81) ~= string.rep('\0', 5) then
+if state < 2 and #stored <= 80 + max_bytes and stored:sub(81) ~= string.rep('\0', 5) then
   checkpoint = stored:sub(81)
 end
 if state == 1 then

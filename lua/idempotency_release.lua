@@ -7,7 +7,7 @@
 -- ARGV[2]  keep_ms  how long the last fence and the number of attempts are remembered
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  channel  channel of the waiters, see idempotency_complete
--- ARGV[5]  most     maximum number of records of the caller, 0 for no bound
+-- ARGV[5]  max_records  maximum number of records of the caller, 0 for no bound
 --
 -- Value    record: see idempotency_begin. A free record has no head. With a checkpoint or after a takeover it stays bound to its request,
 --          and keeps at least its expiry
@@ -16,7 +16,7 @@
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local record, records, token, keep_ms, publish, channel = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
-local most = ARGV[5] + 0
+local max_records = ARGV[5] + 0
 
 local none = string.rep('\0', 24)
 local attempt, fence, head, payload, checkpoint = 0, 0, none:sub(1, 16), none, ''
@@ -39,10 +39,10 @@ stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
-if most > 0 then
+if max_records > 0 then
   local member = redis.sha1hex(record):sub(1, 20)
   -- Where there is no room, the record of a claim that never arrived is not counted, and its key is refused like a new one.
-  if redis.call('ZCARD', records) < most or redis.call('ZSCORE', records, member) then
+  if redis.call('ZCARD', records) < max_records or redis.call('ZSCORE', records, member) then
     local time = redis.call('TIME')
     redis.pcall('ZADD', records, math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms, member)
     if redis.call('PTTL', records) < keep_ms then

@@ -21,7 +21,7 @@ local token, ttl_ms, fences, keep_ms, permits, kind, floor = struct.unpack('<c16
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 -- The smallest fence to grant. The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
-local least = floor < now and now or floor + 1
+local min_fence = floor < now and now or floor + 1
 local stored = redis.call('GET', lease)
 local held_as, fence, ends, length_ms, first = kind, 0, 0, 0, 0
 if stored and #stored == 42 then
@@ -31,19 +31,19 @@ elseif stored then
 end
 -- The common case: no other holder, or one exclusive holder. No stored holder has to be kept.
 if held_as >= 1 and held_as <= 6 then
-  local left = ends - now
-  if left <= 0 and fence < least then
-    local mine = struct.pack('<BI7I7I4I7', kind, least + fences - 1, now + ttl_ms * 1000, ttl_ms, least) .. token
+  local remaining_us = ends - now
+  if remaining_us <= 0 and fence < min_fence then
+    local new_value = struct.pack('<BI7I7I4I7', kind, min_fence + fences - 1, now + ttl_ms * 1000, ttl_ms, min_fence) .. token
     -- The last grant was in this fifth of keep_ms by the clock, so the expiry is long enough.
-    local lives = first >= now - now % (keep_ms * 200) and length_ms >= ttl_ms and (ends == 0 or ends - length_ms * 1000 >= first)
+    local keeps_expiry = first >= now - now % (keep_ms * 200) and length_ms >= ttl_ms and (ends == 0 or ends - length_ms * 1000 >= first)
     -- The user may lack the right to SETRANGE.
-    if not lives or type(redis.pcall('SETRANGE', lease, '0', mine)) ~= 'number' then
-      redis.call('SET', lease, mine, 'PX', ttl_ms + keep_ms)
+    if not keeps_expiry or type(redis.pcall('SETRANGE', lease, '0', new_value)) ~= 'number' then
+      redis.call('SET', lease, new_value, 'PX', ttl_ms + keep_ms)
     end
-    return least
-  elseif left > 0 and left <= length_ms * 1000 and permits == 1 and (held_as == kind or held_as == 3 * kind)
+    return min_fence
+  elseif remaining_us > 0 and remaining_us <= length_ms * 1000 and permits == 1 and (held_as == kind or held_as == 3 * kind)
     and stored:sub(27) ~= token then
-    return -math.ceil(left / 1000)
+    return -math.ceil(remaining_us / 1000)
   end
 end
 
@@ -68,19 +68,19 @@ for at = 9, #stored, 34 do
   end
 end
 local is_other = #others > 0 and held_as ~= kind and held_as ~= 3 * kind
-local granted, mine = first or #others == 0 or (held_as == kind and #others < permits), ''
+local granted, new_value = first or #others == 0 or (held_as == kind and #others < permits), ''
 if granted then
   if not first then
-    first = math.max(fence + 1, least)
+    first = math.max(fence + 1, min_fence)
     fence = first + fences - 1
   end
   local ends = now + ttl_ms * 1000
   latest = math.max(latest, ends)
-  mine = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
+  new_value = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
   held_as = kind
 end
 if granted or repaired then
-  local value = struct.pack('<BI7', held_as, fence) .. table.concat(others) .. mine
+  local value = struct.pack('<BI7', held_as, fence) .. table.concat(others) .. new_value
   redis.call('SET', lease, value, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
 end
 if is_other then

@@ -16,7 +16,7 @@ local leases, ttl_ms, fences, keep_ms, floor, tokens = KEYS, ARGV[1] + 0, ARGV[2
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local least = math.max(floor + 1, now)
+local min_fence = math.max(floor + 1, now)
 local first, last, held, is_free, repaired, other = {}, {}, {0}, true, {}, {2}
 local is_other = false
 for i = 1, math.min(#leases, 128) do
@@ -67,11 +67,11 @@ local granted = {1}
 for i = 1, math.min(#leases, 128) do
   if not first[i] then
     -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
-    first[i] = math.max(last[i] + 1, least)
+    first[i] = math.max(last[i] + 1, min_fence)
     last[i] = first[i] + fences - 1
   end
-  local mine = struct.pack('<BI7I7I4I7c16', 1, last[i], now + ttl_ms * 1000, ttl_ms, first[i], ARGV[tokens + i])
-  redis.call('SET', leases[i], mine, 'PX', ttl_ms + keep_ms)
+  local new_value = struct.pack('<BI7I7I4I7c16', 1, last[i], now + ttl_ms * 1000, ttl_ms, first[i], ARGV[tokens + i])
+  redis.call('SET', leases[i], new_value, 'PX', ttl_ms + keep_ms)
   granted[i + 1] = first[i]
 end
 return granted

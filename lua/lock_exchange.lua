@@ -27,19 +27,19 @@ local TEN_MINUTES, NEVER = 600 * 1000000, '\0\0\0\0\0\0\0'
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 -- A token for each lease, and a channel for each released lease.
-local least = math.max(floor + 1, now)
+local min_fence = math.max(floor + 1, now)
 local count = math.min(#tokens / 16, 64)
-local given = #keys - count
-local wanted = count - given
+local releases = #keys - count
+local acquisitions = count - releases
 local stored = redis.call('MGET', unpack(keys, 1, count))
 -- Values written by this call; `false` for released leases.
-local written, answers = {}, {least}
+local written, answers = {}, {min_fence}
 
-if given > 0 then
+if releases > 0 then
   -- Numbers of listeners, in pairs with their channels. A PUBLISH costs as much as asking about two channels. Without the right to ask,
   -- publish to all channels.
-  local heard = pcall('PUBSUB', 'NUMSUB', unpack(keys, count + 1, count + given))
-  for i = wanted + 1, count do
+  local listener_counts = pcall('PUBSUB', 'NUMSUB', unpack(keys, count + 1, count + releases))
+  for i = acquisitions + 1, count do
     local lease, value = keys[i], stored[i]
     local answer = 0
     if value and #value == 42 and sub(value, 27) == sub(tokens, 16 * i - 15, 16 * i) and written[lease] == nil then
@@ -49,9 +49,9 @@ if given > 0 then
       if (held_as == 1 or held_as == 2) and ends > now and ends - now <= TEN_MINUTES and ends - length_ms * 1000 >= first then
         if type(pcall('SETRANGE', lease, '8', NEVER)) == 'number' then
           written[lease], answer = false, 1
-          if heard[2 * (i - wanted)] ~= 0 then
+          if listener_counts[2 * (i - acquisitions)] ~= 0 then
             -- Without the right to publish, waiters poll.
-            local listeners = pcall('PUBLISH', keys[given + i], '1')
+            local listeners = pcall('PUBLISH', keys[releases + i], '1')
             answer = type(listeners) == 'number' and 1 + listeners or 1
           end
         end
@@ -64,12 +64,12 @@ if given > 0 then
   end
 end
 
-if wanted > 0 then
-  local ends, life = now + ttl_ms * 1000, string.format('%d', ttl_ms + keep_ms)
+if acquisitions > 0 then
+  local ends, expiry_ms = now + ttl_ms * 1000, string.format('%d', ttl_ms + keep_ms)
   local since = now - now % (keep_ms * 200)
   -- The value up to the token, if the stored fence does not matter.
-  local fresh = pack('<BI7I7I4I7', 1, least + fences - 1, ends, ttl_ms, least)
-  for i = 1, wanted do
+  local new_prefix = pack('<BI7I7I4I7', 1, min_fence + fences - 1, ends, ttl_ms, min_fence)
+  for i = 1, acquisitions do
     local lease, token = keys[i], sub(tokens, 16 * i - 15, 16 * i)
     local value = written[lease]
     if value == nil then
@@ -77,48 +77,48 @@ if wanted > 0 then
     elseif not value then
       value = sub(stored[i], 1, 8) .. NEVER .. sub(stored[i], 16)
     end
-    local is_plain, lives, left, fence, its_first, held_as = true, false, 0, 0, 0, 0
+    local is_plain, keeps_expiry, remaining_us, fence, its_first, held_as = true, false, 0, 0, 0, 0
     if value then
       local its_end, length_ms = 0, 0
       if #value == 42 then
         held_as, fence, its_end, length_ms, its_first = unpack_value('<BI7I7I4I7', value)
-        left = its_end - now
+        remaining_us = its_end - now
         -- The last grant was in this fifth of keep_ms by the clock, so the expiry is long enough.
-        lives = its_first >= since and length_ms >= ttl_ms and (its_end == 0 or its_end - length_ms * 1000 >= its_first)
+        keeps_expiry = its_first >= since and length_ms >= ttl_ms and (its_end == 0 or its_end - length_ms * 1000 >= its_first)
       elseif #value == 8 then
         held_as, fence = unpack_value('<BI7', value)
       end
       -- A lease that ends later than its length from now predates a clock step back.
-      is_plain = held_as >= 1 and held_as <= 6 and left <= length_ms * 1000
+      is_plain = held_as >= 1 and held_as <= 6 and remaining_us <= length_ms * 1000
     end
     local answer = 0
-    if is_plain and left > 0 and sub(value, 27) ~= token then
-      answer = (held_as == 1 or held_as == 3) and -ceil(left / 1000) or 0
+    if is_plain and remaining_us > 0 and sub(value, 27) ~= token then
+      answer = (held_as == 1 or held_as == 3) and -ceil(remaining_us / 1000) or 0
     elseif is_plain then
-      local first, mine, done = least, nil, nil
-      if left > 0 then
+      local first, new_value, result = min_fence, nil, nil
+      if remaining_us > 0 then
         first = its_first
-        mine = pack('<BI7I7I4I7', 1, fence, ends, ttl_ms, first) .. token
-      elseif fence < least then
-        mine = fresh .. token
+        new_value = pack('<BI7I7I4I7', 1, fence, ends, ttl_ms, first) .. token
+      elseif fence < min_fence then
+        new_value = new_prefix .. token
       else
         -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
         first = fence + 1
-        mine = pack('<BI7I7I4I7', 1, fence + fences, ends, ttl_ms, first) .. token
+        new_value = pack('<BI7I7I4I7', 1, fence + fences, ends, ttl_ms, first) .. token
       end
-      if lives and left <= 0 and fence < least then
-        done = pcall('SETRANGE', lease, '0', mine)
+      if keeps_expiry and remaining_us <= 0 and fence < min_fence then
+        result = pcall('SETRANGE', lease, '0', new_value)
       elseif value then
-        done = pcall('SET', lease, mine, 'PX', life)
+        result = pcall('SET', lease, new_value, 'PX', expiry_ms)
       else
         -- MGET also reads a key of another type as nil.
-        done = pcall('SET', lease, mine, 'PX', life, 'NX')
+        result = pcall('SET', lease, new_value, 'PX', expiry_ms, 'NX')
       end
-      if done and not (type(done) == 'table' and done.err) then
-        written[lease], answer = mine, first
+      if result and not (type(result) == 'table' and result.err) then
+        written[lease], answer = new_value, first
       end
     end
-    if answer ~= least then
+    if answer ~= min_fence then
       answers[#answers + 1] = i
       answers[#answers + 1] = answer
     end

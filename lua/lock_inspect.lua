@@ -2,14 +2,14 @@
 --
 -- KEYS[1]  lease  string, see lock_acquire  prefix:2:{lock:<name>:<key>}:lease
 -- KEYS[2]  names  string, see lock_name     prefix:2:{lock:<name>:<key>}:names
--- ARGV[1]  most   how many holders to list, 1 to 1000
+-- ARGV[1]  max_holders  how many holders to list, 1 to 1000
 --
 -- Value    lease: see lock_acquire; names: see lock_name
--- Returns  {fence, holders, kind, then for each of the first `most` holders: first fence, remaining_ms, held_ms, name}. fence: the last one,
+-- Returns  {fence, holders, kind, then for each of the first `max_holders` holders: first fence, remaining_ms, held_ms, name}. fence: the last one,
 --          0 if none is remembered. kind: the byte of the holders, see lock_acquire, meaningless without holders. name: empty if unset
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
-local lease, names, most = KEYS[1], KEYS[2], ARGV[1] + 0
+local lease, names, max_holders = KEYS[1], KEYS[2], ARGV[1] + 0
 
 local stored = redis.call('GET', lease)
 if not stored then
@@ -38,7 +38,7 @@ for at = 9, #stored, 34 do
   local left = math.min(ends - now, length_ms * 1000)
   if left > 0 then
     holders = holders + 1
-    if holders <= most then
+    if holders <= max_holders then
       answer[#answer + 1] = first
       answer[#answer + 1] = math.ceil(left / 1000)
       -- A fence is the time of its grant, unless the clock was set back.

@@ -12,7 +12,7 @@
 -- ARGV[5]  permits      holders of one kind at the same time, 1 to 1000
 -- ARGV[6]  kind         3 exclusive, 4 reader, 5 writer, 6 semaphore
 -- ARGV[7]  position_ms  how long a position is kept without a call of its waiter
--- ARGV[8]  longest      maximum length of the queue; 0 to not enter it
+-- ARGV[8]  max_queue    maximum length of the queue; 0 to not enter it
 -- ARGV[9]  publish      PUBLISH, or SPUBLISH on a cluster
 -- ARGV[10] floor        all granted fences are larger than this number, which is below 2^53
 --
@@ -24,7 +24,7 @@
 -- Repeat   harmless: the token of a holder renews its lease and gets the same fences; a queued waiter keeps its position
 local lease, queue, positions, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local ttl_ms, fences, keep_ms, permits, kind = ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6]
-local position_ms, longest, publish, floor = ARGV[7] + 0, ARGV[8] + 0, ARGV[9], ARGV[10] + 0
+local position_ms, max_queue, publish, floor = ARGV[7] + 0, ARGV[8] + 0, ARGV[9], ARGV[10] + 0
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -54,28 +54,28 @@ if stored then
 end
 
 -- Remove waiters that did not call in time; the rest of them at the next call.
-local gone = redis.call('ZRANGEBYSCORE', positions, '-inf', now, 'LIMIT', 0, 128)
-if #gone > 0 then
-  redis.call('ZREM', queue, unpack(gone))
-  redis.call('ZREM', positions, unpack(gone))
+local expired = redis.call('ZRANGEBYSCORE', positions, '-inf', now, 'LIMIT', 0, 128)
+if #expired > 0 then
+  redis.call('ZREM', queue, unpack(expired))
+  redis.call('ZREM', positions, unpack(expired))
 end
-local me = kind .. token
+local member = kind .. token
 local head = redis.call('ZRANGE', queue, 0, 0)[1]
-local until_us = head and head ~= me and (redis.call('ZSCORE', positions, head) or math.huge)
+local until_us = head and head ~= member and (redis.call('ZSCORE', positions, head) or math.huge)
 if until_us and until_us - now > position_ms * 1000 then
   -- The clock was set back, or the position was evicted. The waiters behind it may be affected as well, and dead ones must not delay the
   -- queue one after the other. Of the first 128 waiters, restore missing positions and shorten excessive ones.
-  local given = {}
+  local restored = {}
   for _, waiting in ipairs(redis.call('ZRANGE', queue, 0, 127)) do
-    given[#given + 1] = now + position_ms * 1000
-    given[#given + 1] = waiting
+    restored[#restored + 1] = now + position_ms * 1000
+    restored[#restored + 1] = waiting
   end
-  redis.call('ZADD', positions, 'LT', unpack(given))
+  redis.call('ZADD', positions, 'LT', unpack(restored))
   redis.call('PEXPIRE', positions, position_ms)
 end
 
-local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)
-local granted, mine = first or (is_room and (not head or head == me)), ''
+local has_room = #others == 0 or (held_as == kind + 0 and #others < permits)
+local granted, own_lease = first or (has_room and (not head or head == member)), ''
 if granted then
   if not first then
     -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
@@ -84,17 +84,17 @@ if granted then
   end
   local ends = now + ttl_ms * 1000
   latest = math.max(latest, ends)
-  mine = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
+  own_lease = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
   held_as = kind + 0
 end
 if granted or repaired then
-  local value = struct.pack('<BI7', held_as, fence) .. table.concat(others) .. mine
+  local value = struct.pack('<BI7', held_as, fence) .. table.concat(others) .. own_lease
   redis.call('SET', lease, value, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
 end
 if granted then
   if head then
-    redis.call('ZREM', queue, me)
-    redis.call('ZREM', positions, me)
+    redis.call('ZREM', queue, member)
+    redis.call('ZREM', positions, member)
     head = redis.call('ZRANGE', queue, 0, 0)[1]
     if head and head:sub(1, 1) == kind and #others + 1 < permits then
       -- The next waiter has room as well.
@@ -105,24 +105,24 @@ if granted then
 end
 
 local is_rw = kind == '4' or kind == '5'
-local is_akin = held_as == kind + 0 or 3 * held_as == kind + 0 or (is_rw and (held_as == 4 or held_as == 5))
-if #others > 0 and not is_akin then
+local is_same_lock_kind = held_as == kind + 0 or 3 * held_as == kind + 0 or (is_rw and (held_as == 4 or held_as == 5))
+if #others > 0 and not is_same_lock_kind then
   return {4, held_as}
 end
 local remaining_ms = soonest and math.ceil((soonest - now) / 1000) or 0
-if longest == 0 then
+if max_queue == 0 then
   return {0, remaining_ms}
 end
-local ahead = redis.call('ZRANK', queue, me)
+local ahead = redis.call('ZRANK', queue, member)
 if not ahead then
   ahead = redis.call('ZCARD', queue)
-  if ahead >= longest then
+  if ahead >= max_queue then
     return {3, remaining_ms}
   end
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')[2]
-  redis.call('ZADD', queue, math.max(now, (last or 0) + 1), me)
+  redis.call('ZADD', queue, math.max(now, (last or 0) + 1), member)
 end
-redis.call('ZADD', positions, now + position_ms * 1000, me)
+redis.call('ZADD', positions, now + position_ms * 1000, member)
 redis.call('PEXPIRE', queue, position_ms)
 redis.call('PEXPIRE', positions, position_ms)
 return {2, remaining_ms, ahead}

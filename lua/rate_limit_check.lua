@@ -56,7 +56,7 @@ local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive their counts by this much: Redis counts expiry in whole milliseconds of another clock reading.
 local GRACE_MS = 10
 -- The bounds of products and of counts, see `LimitParams` in algorithm.rs.
-local EXACT, STEPS, MOST = 2 ^ 51, 2 ^ 26, 2 ^ 53 - 1
+local EXACT, STEPS, MAX_COUNT = 2 ^ 51, 2 ^ 26, 2 ^ 53 - 1
 
 -- Create closures only if needed: creating one takes as long as calling a command.
 local open_log
@@ -90,7 +90,7 @@ if #KEYS > 1 then
     end
 
     -- Binary search: the first entry from `low` on that passes `test`, or `entries`. All later entries must pass as well.
-    local function first_that(test, low)
+    local function find_first(test, low)
       local high = entries
       while low < high do
         local middle = floor((low + high) / 2)
@@ -113,7 +113,7 @@ if #KEYS > 1 then
         call('SETRANGE', log, AHEAD, pack('<I7', ahead))
       end
     end
-    local first = first_that(function(at) return at + window_us > clock end, 0)
+    local first = find_first(function(at) return at + window_us > clock end, 0)
     if first > 0 then
       local _
       _, base = entry(first - 1)
@@ -126,7 +126,7 @@ if #KEYS > 1 then
       if used <= most then
         return 0
       end
-      local at = entry(first_that(function(_, sum) return (sum - base) % MODULUS >= used - most end, first))
+      local at = entry(find_first(function(_, sum) return (sum - base) % MODULUS >= used - most end, first))
       return at + window_us - clock
     end
 
@@ -150,9 +150,9 @@ if #KEYS > 1 then
 
     -- Rewrites the entries from the charge at `at` on: subtracts `units` and drops entries that cost nothing then.
     -- A log has at most as many entries as the limit has units, or twice as many in debt.
-    local function give_back(at, units)
+    local function refund(at, units)
       at = at + ahead
-      local from = first_that(function(time) return time >= at end, first)
+      local from = find_first(function(time) return time >= at end, first)
       if from == entries or entry(from) ~= at then
         return
       end
@@ -182,7 +182,7 @@ if #KEYS > 1 then
       end
     end
 
-    return {used = used, wait = wait, charge = charge, give_back = give_back}
+    return {used = used, wait = wait, charge = charge, refund = refund}
   end
 end
 
@@ -286,7 +286,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         if span == 0 or parts == 0 then
           return redis.error_reply(FOREIGN)
         end
-        lasts = ceil(min(2 * capacity, MOST) * span / max(step, 1)) * parts
+        lasts = ceil(min(2 * capacity, MAX_COUNT) * span / max(step, 1)) * parts
         params[i + 1], params[i + 2], params[i + 3] = span, step, parts
         from = from + 3
       elseif kind == SLIDING_WINDOW then
@@ -302,7 +302,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     forget = {}
     -- value * by / of, rounded up, by a binary long multiplication if the product reaches 2^53. The remainder stays below `of`.
     local function scaled(value, by, of)
-      if value * by <= MOST then
+      if value * by <= MAX_COUNT then
         return ceil(value * by / of)
       end
       local whole = floor(value / of)
@@ -340,7 +340,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         if change == 'reset' then
           return 0
         end
-        return min(change == 'proportional' and scaled(used, new, max(old, 1)) or used, 2 * new, MOST)
+        return min(change == 'proportional' and scaled(used, new, max(old, 1)) or used, 2 * new, MAX_COUNT)
       end
       if kind == TOKEN_BUCKET then
         -- Refill at the old rate up to now, then convert whole tokens.
@@ -372,7 +372,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   local buckets, at = 0, 2
   for i = 1, last_param, 5 do
     local kind, span, step, parts, capacity = params[i], params[i + 1], params[i + 2], params[i + 3], params[i + 4]
-    local fits, most = true, min(2 * capacity, MOST)
+    local fits, most = true, min(2 * capacity, MAX_COUNT)
     if kind == TOKEN_BUCKET then
       local since = counts[at]
       local debt, part = refilled(counts[at + 1], counts[at + 2], now - last, step, parts)
@@ -492,7 +492,7 @@ for i = 1, #descriptors do
       fits_in = cost > 0 and log.wait(capacity - cost) or 0
       more_in = used > 0 and log.wait(min(used, capacity) - 1) or 0
     elseif cost < 0 then
-      log.give_back(ARGV[8] + 0, -cost)
+      log.refund(ARGV[8] + 0, -cost)
     else
       local units = settle and max(min(cost, 2 * capacity - used), 0) or cost
       if units > 0 then

@@ -185,10 +185,10 @@
 //! An idle worker sleeps until the next job is due. Its timer is set from the store's clock. When a job with an earlier due time is pushed,
 //! the store wakes one worker through a separate connection. A few other workers also check, 200 to 350 ms after the next job is due or
 //! the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
-//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each partition
-//! of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes another one.
-//! In memory no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks periodically: a job that
-//! [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
+//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each
+//! partition of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes
+//! another one. In memory no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks periodically: a
+//! job that [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
 //!
 //! # Rate limits
 //!

@@ -143,7 +143,7 @@ impl FailureAction {
     /// The action for a failed attempt: from the error, or else a retry after the backoff.
     pub(crate) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
         Self::from_error(error)
-            .unwrap_or_else(|| Self::Ack(AckKind::Retry { delay: backoff.delay(attempt), error: note(error) }))
+            .unwrap_or_else(|| Self::Ack(AckKind::Retry { delay: backoff.delay(attempt), error: error_text(error) }))
     }
 
     /// The action that an error or one of its causes determines.
@@ -155,9 +155,9 @@ impl FailureAction {
     fn from_cause(cause: &(dyn Error + 'static), error: &BoxError) -> Option<Self> {
         if let Some(detail) = cause.downcast_ref::<Detail>() {
             return Some(match &detail.kind {
-                Kind::Retry(delay) => Self::Ack(AckKind::Retry { delay: bounded(*delay), error: note(error) }),
+                Kind::Retry(delay) => Self::Ack(AckKind::Retry { delay: bounded(*delay), error: error_text(error) }),
                 Kind::Snooze(delay) => Self::Ack(AckKind::Snooze { delay: bounded(*delay).max(MIN_SNOOZE) }),
-                Kind::Dead(_) => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: note(error) }),
+                Kind::Dead(_) => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: error_text(error) }),
                 Kind::Cancel => Self::Cancelled,
             });
         }
@@ -165,7 +165,7 @@ impl FailureAction {
             return Some(match denial.wait() {
                 Some(wait) => Self::Limited(bounded(wait).max(MIN_SNOOZE)),
                 // The cost exceeds the limit, so it would never be allowed.
-                None => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: note(error) }),
+                None => Self::Ack(AckKind::Dead { reason: Reason::Refused, error: error_text(error) }),
             });
         }
         if let Some(OperationError::InFlight { remaining }) = cause.downcast_ref() {
@@ -185,7 +185,7 @@ fn bounded(delay: Duration) -> Duration {
 }
 
 /// The text of an error and its causes, up to the length that is stored.
-pub(crate) fn note(error: &BoxError) -> Arc<str> {
+pub(crate) fn error_text(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next.filter(|_| text.len() < MAX_ERROR_LEN) {
@@ -329,9 +329,9 @@ mod tests {
 
     #[test]
     fn note_is_cut_at_a_character_boundary() {
-        let text = note(&"\u{e4}".repeat(MAX_ERROR_LEN).into());
+        let text = error_text(&"\u{e4}".repeat(MAX_ERROR_LEN).into());
         assert_eq!(text.len(), MAX_ERROR_LEN);
-        let text = note(&format!("x{}", "\u{e4}".repeat(MAX_ERROR_LEN)).into());
+        let text = error_text(&format!("x{}", "\u{e4}".repeat(MAX_ERROR_LEN)).into());
         assert_eq!(text.len(), MAX_ERROR_LEN - 1);
     }
 }

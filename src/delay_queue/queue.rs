@@ -11,7 +11,7 @@ use super::erased::{Call, DynStore};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
-use super::outcome::note;
+use super::outcome::error_text;
 use super::push::{Push, Pushed, check_delay};
 use super::queue_handle::QueueHandle;
 use super::record::{Due, NewJob, Reason, StoredJob};
@@ -97,8 +97,8 @@ impl<T, C> DelayQueue<T, C> {
         Ok(self)
     }
 
-    /// The largest number of jobs in the queue, or in each partition of a [split](Self::split) queue: waiting, running and dead ones. Defaults
-    /// to 1,000,000. A push beyond that is [full](QueueError::Full).
+    /// The largest number of jobs in the queue, or in each partition of a [split](Self::split) queue: waiting, running and dead ones.
+    /// Defaults to 1,000,000. A push beyond that is [full](QueueError::Full).
     ///
     /// Dead jobs take up at most half of it, whatever [`keep_dead`](Self::keep_dead) says. Set the same value on the queue of a
     /// [worker](super::DelayQueueWorker), which enforces that. A [`MemoryBackend`](crate::MemoryBackend) holds no more jobs than its
@@ -128,8 +128,8 @@ impl<T, C> DelayQueue<T, C> {
         self
     }
 
-    /// How many dead jobs the queue keeps, in each partition of a [split](Self::split) queue, and for how long. Defaults to 10,000 for 90 days.
-    /// Beyond that the oldest are removed.
+    /// How many dead jobs the queue keeps, in each partition of a [split](Self::split) queue, and for how long. Defaults to 10,000 for 90
+    /// days. Beyond that the oldest are removed.
     ///
     /// At most half of [`max_jobs`](Self::max_jobs) may be dead, so that dead jobs do not block new ones. The age is at most 90 days
     /// ([`DeadLimits::MAX_AGE`]). The limits of a [worker's](super::DelayQueueWorker) queue count: each claim removes what exceeds the limits
@@ -152,20 +152,20 @@ impl<T, C> DelayQueue<T, C> {
 
     /// When the queue and its clones stop calling a failing store, and how soon they probe it. Defaults to [`CircuitBreaker::new`]. While
     /// the circuit is open, pushes and all other calls fail at once with [`QueueError::Store`]; only [`push_all`](Self::push_all) waits for a
-    /// while. Each partition of a [split](Self::split) queue has its own circuit. A [worker](super::DelayQueueWorker) ignores it, and retries until
-    /// the store works.
+    /// while. Each partition of a [split](Self::split) queue has its own circuit. A [worker](super::DelayQueueWorker) ignores it, and retries
+    /// until the store works.
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
         self.handle.client = Arc::new(StoreClient::new(self.handle.name, breaker, self.handle.partitions));
         self
     }
 
-    /// Splits the queue by job id into `partitions`, for a queue that is too much for one node of a cluster. Defaults to 1, and at most 1,024.
-    /// Use the same value wherever you use this queue. Jobs that are in the queue already stay where they are.
+    /// Splits the queue by job id into `partitions`, for a queue that is too much for one node of a cluster. Defaults to 1, and at most
+    /// 1,024. Use the same value wherever you use this queue. Jobs that are in the queue already stay where they are.
     ///
-    /// A [unique key](super::Push::unique) is unique within the partition of its job. A job without an id of its own goes to the partition of its
-    /// key, so all such jobs of a key share a partition. A job with an id goes to the partition of that id. Jobs of one key in different partitions do
-    /// not exclude each other.
+    /// A [unique key](super::Push::unique) is unique within the partition of its job. A job without an id of its own goes to the partition of
+    /// its key, so all such jobs of a key share a partition. A job with an id goes to the partition of that id. Jobs of one key in different
+    /// partitions do not exclude each other.
     #[must_use]
     pub fn split(mut self, partitions: u16) -> Self {
         self.handle.partitions = partitions.clamp(1, 1_024);
@@ -394,8 +394,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Lists jobs in one state, after skipping the first `skip`: waiting jobs by due time, running jobs by when their lease ends, dead jobs
-    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The partitions of a [split](Self::split)
-    /// queue follow one another. Jobs that cannot be read are left out.
+    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The partitions of a
+    /// [split](Self::split) queue follow one another. Jobs that cannot be read are left out.
     ///
     /// Returns at most `limit` jobs, no more than [`MAX_BATCH`], and fewer if they are large. For the next page, add the number of returned
     /// jobs to `skip`. An empty page is the last one. Since jobs may come and go between two calls, a job can appear twice or not at all.
@@ -438,8 +438,8 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Stops all workers from claiming, in all processes. Running jobs go on, and you can still push jobs.
     ///
-    /// This calls each partition of a [split](Self::split) queue in turn, and goes on after a failure. A partition that does not answer takes up to a
-    /// [deadline](Self::deadline).
+    /// This calls each partition of a [split](Self::split) queue in turn, and goes on after a failure. A partition that does not answer takes
+    /// up to a [deadline](Self::deadline).
     ///
     /// # Errors
     ///
@@ -474,8 +474,8 @@ impl<T, C> DelayQueue<T, C> {
     /// [keep](Purge::keep_unique) the keys held for a time. Running jobs go on. To let workers finish their jobs, see
     /// [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
-    /// In each partition of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile. New
-    /// jobs may be among the removed ones, and older jobs may then stay.
+    /// In each partition of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile.
+    /// New jobs may be among the removed ones, and older jobs may then stay.
     ///
     /// # Errors
     ///
@@ -691,7 +691,7 @@ impl<T, C> DelayQueue<T, C> {
     {
         match self.codec.decode(&claimed.job.payload) {
             Ok(payload) => Ok(Job::new(claimed, payload)),
-            Err(error) => Err(AckKind::Dead { reason: Reason::Undecodable, error: note(&error) }),
+            Err(error) => Err(AckKind::Dead { reason: Reason::Undecodable, error: error_text(&error) }),
         }
     }
 }

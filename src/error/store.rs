@@ -45,9 +45,9 @@ impl StoreError {
         Self::with_source(Kind::Unavailable, source)
     }
 
-    /// The same failure, but before the call was sent.
+    /// The same failure, before the call was sent.
     #[cfg(feature = "redis")]
-    pub(crate) fn unasked(self) -> Self {
+    pub(crate) fn before_sending(self) -> Self {
         match self.kind {
             Kind::Timeout | Kind::Unavailable => Self { kind: Kind::Unavailable, is_refusal: true, ..self },
             _ => self,

@@ -10,8 +10,8 @@ use crate::lock::PartialEffects;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperationError {
-    /// The work failed with this error. [`Idempotent::response_policy`](super::Idempotent::response_policy) and [`Failed`](struct@Failed) set what
-    /// happens to the operation.
+    /// The work failed with this error. [`Idempotent::response_policy`](super::Idempotent::response_policy) and [`Failed`](struct@Failed) set
+    /// what happens to the operation.
     Failed(BoxError),
     /// Other work used the same operation name: the fingerprint differs.
     Mismatch,

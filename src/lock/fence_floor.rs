@@ -20,7 +20,7 @@ impl FenceFloor {
     }
 
     /// Records the last of `fences` fences from `first` on. One bogus reply must not use up all numbers.
-    pub(crate) fn note(&self, first: u64, fences: u32) {
+    pub(crate) fn raise(&self, first: u64, fences: u32) {
         let last = first.saturating_add(u64::from(fences.saturating_sub(1)));
         if last <= Claim::MAX_FLOOR {
             self.0.fetch_max(last, Ordering::Relaxed);
@@ -35,14 +35,14 @@ mod tests {
     #[test]
     fn floor_rises_and_ignores_replies_that_make_no_sense() {
         let floor = FenceFloor::default();
-        floor.note(100, 16);
-        floor.note(50, 1);
+        floor.raise(100, 16);
+        floor.raise(50, 1);
         assert_eq!(floor.get(), 115);
         for first in [u64::MAX, 1 << 53, Claim::MAX_FLOOR] {
-            floor.note(first, 16);
+            floor.raise(first, 16);
         }
         assert_eq!(floor.get(), 115);
-        floor.note(Claim::MAX_FLOOR, 1);
+        floor.raise(Claim::MAX_FLOOR, 1);
         assert!(floor.get() + u64::from(u32::MAX) < 1 << 53, "there is room for more grants than there ever are");
     }
 }

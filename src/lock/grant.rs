@@ -223,7 +223,7 @@ impl Grant {
         }
     }
 
-    /// Records a renewal without a reply, or one that the store refused. `pause` returns the pause after a number of failures.
+    /// Records a renewal that the store refused or did not answer. `pause` returns the pause after a number of failures.
     pub(super) fn record_failed_renewal(&self, now: Instant, is_refused: bool, pause: impl FnOnce(u32) -> Duration) {
         let mut state = self.state();
         state.renewal_sent = None;

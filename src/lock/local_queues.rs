@@ -386,7 +386,7 @@ impl LocksState {
         waiter
     }
 
-    /// Makes this waiter the leader, or the next one that is still there.
+    /// Makes this waiter the leader. Skips waiters that have gone.
     fn appoint(&self, mut permit: LeaderPermit, mut waiter: Waiter) {
         while let Err(Handoff::LeaderPermit(back)) = waiter.handoff.send(Handoff::LeaderPermit(permit)) {
             permit = back;

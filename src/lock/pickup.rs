@@ -156,7 +156,7 @@ struct State<O> {
     // `None` once it is complete.
     call: Option<Call<O>>,
     caller: Waker,
-    driver: Option<Waker>,
+    task_waker: Option<Waker>,
     // The locks around the caller, for the task.
     held: Held,
     watchdog: Option<WatchdogKey>,
@@ -172,7 +172,7 @@ impl<O: Send + 'static> Pickup<O> {
         caller: &Waker,
     ) -> Arc<Self> {
         let (call, caller) = (Some(call), caller.clone());
-        let state = State { delivery, call, caller, driver: None, held: Held::current(), watchdog: None };
+        let state = State { delivery, call, caller, task_waker: None, held: Held::current(), watchdog: None };
         let pickup = Arc::new(Self { shared: Arc::clone(shared), granted, state: Mutex::new(state) });
         pickup.set_watchdog(&mut pickup.state());
         pickup
@@ -240,25 +240,25 @@ impl<O: Send + 'static> Pickup<O> {
         let mut state = self.state();
         self.remove_watchdog(&mut state);
         let left = (state.delivery.close(), state.call.take());
-        let driver = state.driver.take();
+        let task_waker = state.task_waker.take();
         drop(state);
         // Outside of the lock: a lease goes to the next waiter, and a pending call continues.
         drop(left);
-        if let Some(driver) = driver {
-            driver.wake();
+        if let Some(task_waker) = task_waker {
+            task_waker.wake();
         }
     }
 
-    fn drive(self: &Arc<Self>, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll_call(self: &Arc<Self>, cx: &mut Context<'_>) -> Poll<()> {
         let mut state = self.state();
-        let State { delivery, call: Some(call), held, driver, .. } = &mut *state else { return Poll::Ready(()) };
+        let State { delivery, call: Some(call), held, task_waker, .. } = &mut *state else { return Poll::Ready(()) };
         if !delivery.is_detached() {
             return Poll::Ready(());
         }
         match held.scope(|| call.as_mut().poll(cx)) {
             Poll::Pending => {
                 delivery.record_pending();
-                *driver = Some(cx.waker().clone());
+                *task_waker = Some(cx.waker().clone());
                 Poll::Pending
             }
             Poll::Ready(outcome) => {
@@ -286,7 +286,7 @@ impl<O: Send + 'static> Watchdog for Pickup<O> {
             Expired::Nothing => {}
             Expired::Detach => {
                 let shared = Arc::clone(&self.shared);
-                shared.spawn(Driver(self));
+                shared.spawn(CallTask(self));
             }
             Expired::Withdraw(outcome) => {
                 tracing::debug!("a waiter was not polled in time: its lease goes to the next waiter");
@@ -297,17 +297,17 @@ impl<O: Send + 'static> Watchdog for Pickup<O> {
 }
 
 /// Polls a call instead of its caller.
-struct Driver<O: Send + 'static>(Arc<Pickup<O>>);
+struct CallTask<O: Send + 'static>(Arc<Pickup<O>>);
 
-impl<O: Send + 'static> Future for Driver<O> {
+impl<O: Send + 'static> Future for CallTask<O> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        self.0.drive(cx)
+        self.0.poll_call(cx)
     }
 }
 
-impl<O: Send + 'static> Drop for Driver<O> {
+impl<O: Send + 'static> Drop for CallTask<O> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         if state.delivery.is_detached() {

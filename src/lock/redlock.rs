@@ -205,7 +205,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
                 |i: usize| granted.iter().filter_map(|answers| fence(answers.get(i)?)).max().unwrap_or_default();
             let grant = |(i, (_, claim)): (usize, &(LockKey, Claim))| {
                 let fence = fence(i);
-                self.floor.note(fence, claim.fences);
+                self.floor.raise(fence, claim.fences);
                 Acquired::Granted { fence }
             };
             return Ok(claims.iter().enumerate().map(grant).collect());

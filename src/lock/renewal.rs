@@ -108,7 +108,7 @@ impl LocksState {
         state.is_restarting = false;
     }
 
-    /// Stores the holder's name in the background, if it has one that is not stored yet. After a failure, the next renewal retries it.
+    /// Stores the holder's name in the background, unless it is stored already. After a failure, the next renewal retries it.
     pub(super) fn store_holder_name(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) {
         let Some(name) = self.holder().filter(|_| grant.is_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*grant.lock(), *grant.token(), name);
@@ -192,7 +192,8 @@ impl LocksState {
         self.record_loss(grant, now);
         grant.notify_waiters();
         if grant.valid_until(now) == Err(LossReason::MaxHold) {
-            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease has.
+            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease
+            // has.
             ReleaseTask::after_loss(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
         }
         self.abandon(grant);

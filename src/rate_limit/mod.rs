@@ -258,4 +258,4 @@ pub(crate) use self::layer_config::SharedState;
 pub(crate) use self::rate_limited::ceil_seconds;
 pub(crate) use self::store::as_change;
 #[cfg(feature = "redis")]
-pub(crate) use self::store::{Charge, give_back, one_after_the_other};
+pub(crate) use self::store::{Charge, one_after_the_other, refund_charges};

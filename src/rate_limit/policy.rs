@@ -338,8 +338,8 @@ fn clean(name: &str) -> String {
 /// Returns the names of the limits for clients. All names differ, since clients distinguish limits by them.
 fn names(spec: &Spec) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(spec.limits.len());
-    for (limit, given) in spec.limits.iter().zip(&spec.given_names) {
-        let base = match given {
+    for (limit, given_name) in spec.limits.iter().zip(&spec.given_names) {
+        let base = match given_name {
             Some(name) => name.clone(),
             None if spec.limits.len() == 1 => spec.name.clone(),
             None => format!("{}-{}", spec.name, period(limit)),

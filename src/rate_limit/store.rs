@@ -58,7 +58,7 @@ pub trait RateLimitStore {
     where
         Self: Sync,
     {
-        one_after_the_other(self, requests, |charges| give_back(self, charges))
+        one_after_the_other(self, requests, |charges| refund_charges(self, charges))
     }
 
     /// As [`check_all`](Self::check_all), for a store that can answer immediately. Returns `None`, with nothing charged, if it cannot.
@@ -147,19 +147,19 @@ pub(crate) struct Charge {
     receipt: Receipt,
 }
 
-/// Charges several keys with one call for each. If one of them is denied or fails, it awaits `give_back` with the earlier charges. If the
-/// future is dropped, `give_back` is called and its future is dropped at once.
+/// Charges several keys with one call for each. If one of them is denied or fails, it awaits `refund` with the earlier charges. If the
+/// future is dropped, `refund` is called and its future is dropped at once.
 pub(crate) async fn one_after_the_other<S, G, F>(
     store: &S,
     requests: &[Request],
-    give_back: G,
+    refund: G,
 ) -> Result<Vec<Decision>, StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
     G: FnMut(Vec<Charge>) -> F,
     F: Future<Output = Result<(), StoreError>>,
 {
-    let mut guard = RefundGuard { charges: Vec::with_capacity(requests.len()), give_back };
+    let mut guard = RefundGuard { charges: Vec::with_capacity(requests.len()), refund };
     let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
     let mut denied = false;
     for request in requests {
@@ -172,10 +172,10 @@ where
             }
             _ if !denied => {
                 denied = true;
-                let given_back = guard.give_back().await;
+                let refunded = guard.refund().await;
                 // A failed charge reports its own error, which is the cause.
                 if decision.is_ok() {
-                    given_back?;
+                    refunded?;
                 }
                 for decision in &mut decisions {
                     decision.take_receipt();
@@ -192,32 +192,32 @@ where
 /// Charges that are given back on drop unless they are confirmed.
 struct RefundGuard<G: FnMut(Vec<Charge>) -> F, F> {
     charges: Vec<Charge>,
-    give_back: G,
+    refund: G,
 }
 
 impl<G: FnMut(Vec<Charge>) -> F, F> RefundGuard<G, F> {
-    fn give_back(&mut self) -> F {
-        (self.give_back)(mem::take(&mut self.charges))
+    fn refund(&mut self) -> F {
+        (self.refund)(mem::take(&mut self.charges))
     }
 }
 
 impl<G: FnMut(Vec<Charge>) -> F, F> Drop for RefundGuard<G, F> {
     fn drop(&mut self) {
         if !self.charges.is_empty() {
-            drop(self.give_back());
+            drop(self.refund());
         }
     }
 }
 
 /// Gives all charges back as far as possible, and returns the first error.
-pub(crate) async fn give_back<S>(store: &S, charges: Vec<Charge>) -> Result<(), StoreError>
+pub(crate) async fn refund_charges<S>(store: &S, charges: Vec<Charge>) -> Result<(), StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
 {
     let mut result = Ok(());
     for Charge { request: Request { policy, key, cost }, receipt } in charges {
-        let given_back = store.settle(&policy, &key, receipt, -as_change(cost)).await;
-        result = result.and(given_back);
+        let refunded = store.settle(&policy, &key, receipt, -as_change(cost)).await;
+        result = result.and(refunded);
     }
     result
 }

@@ -44,7 +44,7 @@ async fn take<S: IdempotencyStore>(store: &S, operation: &Operation, claim: &Cla
     }
 }
 
-async fn ask<S: IdempotencyStore>(store: &S, operation: &Operation) -> Begun {
+async fn begin<S: IdempotencyStore>(store: &S, operation: &Operation) -> Begun {
     store.begin(operation, &claim(LONG)).await.unwrap()
 }
 
@@ -57,7 +57,7 @@ pub async fn operation_is_granted_once<S: IdempotencyStore>(store: S) {
     let (_, attempt) = take(&store, &operation("a"), &claim(LONG)).await;
     assert_eq!(attempt, 1);
     for _ in 0..3 {
-        match ask(&store, &operation("a")).await {
+        match begin(&store, &operation("a")).await {
             Begun::InFlight { remaining, payload } => {
                 assert!(remaining <= LONG && remaining > LONG / 2, "{remaining:?}");
                 assert_eq!(payload, Payload::default());
@@ -75,7 +75,7 @@ pub async fn scopes_and_keys_are_separate<S: IdempotencyStore>(store: S) {
         assert!(store.complete(&operation, &claim.token, &completion(&[number as u8])).await.unwrap());
     }
     for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
-        match ask(&store, &Operation::new(scope, key)).await {
+        match begin(&store, &Operation::new(scope, key)).await {
             Begun::Completed { answer, .. } => assert_eq!(*answer, [number as u8]),
             begun => panic!("{begun:?}"),
         }
@@ -90,7 +90,7 @@ pub async fn begin_can_be_repeated<S: IdempotencyStore>(store: S) {
         sleep(SHORT / 2).await;
         assert_eq!(take(&store, &operation, &claim).await, granted);
     }
-    assert!(is_in_flight(&ask(&store, &operation).await));
+    assert!(is_in_flight(&begin(&store, &operation).await));
 }
 
 /// A call that does not wait returns the same reply as a call that waits. If the store would have to wait, it does nothing.
@@ -103,12 +103,12 @@ pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
     match store.complete_now(&operation, &claim.token, &completion(b"first")).transpose().unwrap() {
         Some(is_ours) => assert!(is_ours),
         None => {
-            assert!(is_in_flight(&ask(&store, &operation).await));
+            assert!(is_in_flight(&begin(&store, &operation).await));
             assert!(store.complete(&operation, &claim.token, &completion(b"first")).await.unwrap());
         }
     }
     let expected = Begun::Completed { payload: payload(3), answer: b"first".as_slice().into(), is_kept: true };
-    assert_eq!(ask(&store, &operation).await, expected);
+    assert_eq!(begin(&store, &operation).await, expected);
     if let Some(again) = store.begin_now(&operation, &claim) {
         assert_eq!(again.unwrap(), expected);
     }
@@ -125,7 +125,7 @@ pub async fn response_is_stored_unchanged<S: IdempotencyStore>(store: S) {
         }
         let expected = Begun::Completed { payload: payload(3), answer: answer.into(), is_kept: true };
         for _ in 0..2 {
-            assert_eq!(ask(&store, &operation).await, expected);
+            assert_eq!(begin(&store, &operation).await, expected);
         }
         assert_eq!(store.begin(&operation, &claim).await.unwrap(), expected, "also with the same token");
     }
@@ -157,7 +157,7 @@ pub async fn different_request_is_a_mismatch_in_every_state<S: IdempotencyStore>
     mismatch("renewed").await;
     assert!(store.complete(&operation("a"), &first.token, &completion(b"x")).await.unwrap());
     mismatch("completed").await;
-    let begun = ask(&store, &operation("a")).await;
+    let begun = begin(&store, &operation("a")).await;
     assert!(matches!(begun, Begun::Completed { .. }), "the first request still matches: {begun:?}");
 }
 
@@ -179,7 +179,7 @@ pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store:
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
-    let begun = ask(&store, &operation("a")).await;
+    let begun = begin(&store, &operation("a")).await;
     assert!(matches!(begun, Begun::Unknown { attempt: 1, .. }), "{begun:?}");
     // The attempt was only slow.
     assert!(store.complete(&operation("a"), &first.token, &completion(b"first")).await.unwrap());
@@ -192,7 +192,7 @@ pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store:
     assert!(!store.complete(&operation("a"), &late.token, &completion(b"late")).await.unwrap());
     assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
     assert!(!store.release(&operation("a"), &first).await.unwrap());
-    match ask(&store, &operation("a")).await {
+    match begin(&store, &operation("a")).await {
         Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
         begun => panic!("{begun:?}"),
     }
@@ -204,7 +204,7 @@ pub async fn superseded_attempt_changes_nothing<S: IdempotencyStore>(store: S) {
     let (fence, _) = take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
     for _ in 0..2 {
-        let begun = ask(&store, &operation("a")).await;
+        let begun = begin(&store, &operation("a")).await;
         assert!(matches!(begun, Begun::Unknown { attempt: 1, .. }), "{begun:?}");
     }
     let second = Claim { takes_over: true, ..claim(LONG) };
@@ -215,7 +215,7 @@ pub async fn superseded_attempt_changes_nothing<S: IdempotencyStore>(store: S) {
     assert!(!store.release(&operation("a"), &first).await.unwrap());
     assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()));
     assert!(store.complete(&operation("a"), &second.token, &completion(b"second")).await.unwrap());
-    match ask(&store, &operation("a")).await {
+    match begin(&store, &operation("a")).await {
         Begun::Completed { answer, .. } => assert_eq!(*answer, *b"second"),
         begun => panic!("{begun:?}"),
     }
@@ -228,7 +228,7 @@ pub async fn late_renewal_succeeds_without_a_takeover<S: IdempotencyStore>(store
     sleep(Claim::MIN_LEASE * 3).await;
     let long = Claim { lease: LONG, ..first };
     assert!(store.renew(&operation("a"), &long, &payload(77)).await.unwrap());
-    match ask(&store, &operation("a")).await {
+    match begin(&store, &operation("a")).await {
         Begun::InFlight { payload: known, .. } => assert_eq!(known, payload(77)),
         begun => panic!("{begun:?}"),
     }
@@ -259,7 +259,7 @@ pub async fn early_release_cancels_a_late_claim<S: IdempotencyStore>(store: S) {
     assert!(is_in_flight(&store.begin(&operation("a"), &lost).await.unwrap()));
     take(&store, &operation("a"), &claim(LONG)).await;
     assert!(!store.release(&operation("a"), &lost).await.unwrap());
-    assert!(is_in_flight(&ask(&store, &operation("a")).await));
+    assert!(is_in_flight(&begin(&store, &operation("a")).await));
 }
 
 /// The next attempt gets the last checkpoint and the fingerprint of the body, after a takeover and after a release.
@@ -275,7 +275,7 @@ pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
         assert!(store.checkpoint(&operation("a"), &first, &payload(5), &note(number)).await.unwrap());
     }
     sleep(Claim::MIN_LEASE * 3).await;
-    assert!(matches!(ask(&store, &operation("a")).await, Begun::Unknown { attempt: 1, .. }));
+    assert!(matches!(begin(&store, &operation("a")).await, Begun::Unknown { attempt: 1, .. }));
     let second = Claim { takes_over: true, ..claim(LONG) };
     for _ in 0..2 {
         assert_eq!(granted(&second).await, (2, payload(5), Some(note(2))));
@@ -289,7 +289,7 @@ pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
     assert!(store.complete(&operation("a"), &third.token, &completion(b"x")).await.unwrap());
     assert!(!store.checkpoint(&operation("a"), &third, &payload(5), &note(9)).await.unwrap(), "it was completed");
     let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
-    assert_eq!(ask(&store, &operation("a")).await, expected);
+    assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 
 /// A checkpoint that arrives late does not replace a later one. A checkpoint renews the lease.
@@ -301,9 +301,9 @@ pub async fn late_checkpoint_changes_nothing<S: IdempotencyStore>(store: S) {
         sleep(SHORT / 2).await;
         assert!(store.checkpoint(&operation("a"), &first, &payload(1), &note(number, data)).await.unwrap());
     }
-    assert!(is_in_flight(&ask(&store, &operation("a")).await));
+    assert!(is_in_flight(&begin(&store, &operation("a")).await));
     assert!(store.release(&operation("a"), &first).await.unwrap());
-    match ask(&store, &operation("a")).await {
+    match begin(&store, &operation("a")).await {
         Begun::Granted { checkpoint, .. } => assert_eq!(checkpoint, Some(note(2, b"again"))),
         begun => panic!("{begun:?}"),
     }
@@ -336,18 +336,18 @@ pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
     assert!(store.checkpoint(&operation("a"), &first, &read(100, true), &note).await.unwrap());
     for late in [Payload::default(), read(3, false), read(100, false)] {
         assert!(store.renew(&operation("a"), &first, &late).await.unwrap());
-        match ask(&store, &operation("a")).await {
+        match begin(&store, &operation("a")).await {
             Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "renewed with {late:?}"),
             begun => panic!("{begun:?}"),
         }
         assert!(store.checkpoint(&operation("a"), &first, &late, &note).await.unwrap());
-        match ask(&store, &operation("a")).await {
+        match begin(&store, &operation("a")).await {
             Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "checkpoint with {late:?}"),
             begun => panic!("{begun:?}"),
         }
     }
     assert!(store.release(&operation("a"), &first).await.unwrap());
-    match ask(&store, &operation("a")).await {
+    match begin(&store, &operation("a")).await {
         Begun::Granted { payload: known, checkpoint, .. } => {
             assert_eq!((known, checkpoint), (read(100, true), Some(note)));
         }
@@ -392,7 +392,7 @@ pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     take(&store, &operation("a"), &done).await;
     assert!(store.complete(&operation("a"), &done.token, &completion(b"x")).await.unwrap());
     let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
-    assert_eq!(ask(&store, &operation("a")).await, expected);
+    assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 
 /// Watchers get a notification when the operation is completed, and when it is released. A renewal sends none.
@@ -419,7 +419,7 @@ pub async fn watcher_is_notified<S: IdempotencyStore>(store: S) {
         for wakeups in &mut wakeups {
             timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
         }
-        assert!(!is_in_flight(&ask(&store, &operation).await));
+        assert!(!is_in_flight(&begin(&store, &operation).await));
     }
 }
 

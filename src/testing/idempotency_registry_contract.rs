@@ -41,7 +41,7 @@ async fn take<S: IdempotencyRegistry>(store: &S, claim: &Claim) -> (u64, u32) {
     }
 }
 
-async fn look<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationStatus {
+async fn inspect<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationStatus {
     let status = IdempotencyAdmin::new(store.clone()).inspect(&operation()).await.unwrap().unwrap();
     assert_eq!(status.operation, operation());
     status
@@ -62,7 +62,7 @@ pub async fn every_state_can_be_inspected<S: IdempotencyRegistry + Clone + Sync>
 
     let first = claim(LONG);
     let (fence, _) = take(&store, &first).await;
-    let status = look(&store).await;
+    let status = inspect(&store).await;
     assert!(matches!(status.state, OperationState::InFlight { remaining } if is_about(remaining, LONG)), "{status:?}");
     assert!(is_about(status.kept_for, LONG * 2), "{status:?}");
     assert_eq!((status.fence, status.attempts, status.checkpoint), (fence, 1, None));
@@ -71,19 +71,19 @@ pub async fn every_state_can_be_inspected<S: IdempotencyRegistry + Clone + Sync>
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
     assert!(store.checkpoint(&operation(), &first, &Payload::default(), &note).await.unwrap());
     assert!(store.release(&operation(), &first).await.unwrap());
-    let status = look(&store).await;
+    let status = inspect(&store).await;
     assert_eq!((status.state, status.attempts, status.checkpoint), (OperationState::Free, 1, Some(note.clone())));
     let second = claim(SHORT);
     let begun = store.begin(&operation(), &second).await.unwrap();
     assert!(matches!(begun, Begun::Granted { attempt: 2, .. }), "{begun:?}");
     sleep(SHORT * 3).await;
-    let status = look(&store).await;
+    let status = inspect(&store).await;
     assert!(matches!(status.state, OperationState::Unknown { since } if since > SHORT), "{status:?}");
     assert!(status.fence > fence, "{status:?}");
     assert_eq!((status.attempts, status.checkpoint), (2, Some(note)));
 
     assert!(store.complete(&operation(), &second.token, &completion(false)).await.unwrap());
-    let done = look(&store).await;
+    let done = inspect(&store).await;
     assert_eq!((done.state, done.fence), (OperationState::Completed { is_kept: false }, status.fence));
     assert!(is_about(done.kept_for, LONG) && done.checkpoint.is_none(), "{done:?}");
 }
@@ -95,11 +95,11 @@ pub async fn takeover_mark_is_not_a_checkpoint<S: IdempotencyRegistry + Clone + 
     let second = Claim { takes_over: true, ..claim(LONG) };
     take(&store, &second).await;
     for _ in 0..2 {
-        assert_eq!((look(&store).await.attempts, look(&store).await.checkpoint), (2, None));
+        assert_eq!((inspect(&store).await.attempts, inspect(&store).await.checkpoint), (2, None));
         assert!(store.release(&operation(), &second).await.unwrap());
     }
     // After that, the operation is not bound to the request any more.
-    let status = look(&store).await;
+    let status = inspect(&store).await;
     assert!(store.forget(&status).await.unwrap());
     assert_eq!(take(&store, &Claim { head: Digest([8; 16]), ..claim(LONG) }).await.1, 3);
 }
@@ -118,11 +118,11 @@ pub async fn forgotten_operation_begins_again<S: IdempotencyRegistry + Clone + S
             1 => sleep(SHORT * 3).await,
             _ => assert!(store.complete(&operation(), &claim.token, &completion(turn == 2)).await.unwrap()),
         }
-        let status = look(&store).await;
+        let status = inspect(&store).await;
         for _ in 0..2 {
             assert!(admin.forget(&status).await.unwrap(), "{status:?}");
         }
-        let free = look(&store).await;
+        let free = inspect(&store).await;
         assert_eq!((free.state, free.fence, free.attempts), (OperationState::Free, last.0, last.1));
         assert!(is_about(free.kept_for, Duration::from_secs(600)), "{free:?}");
         assert!(!store.renew(&operation(), &claim, &Payload::default()).await.unwrap());
@@ -136,23 +136,23 @@ pub async fn changed_operation_is_left_alone<S: IdempotencyRegistry + Clone + Sy
     let first = claim(SHORT);
     take(&store, &first).await;
     sleep(SHORT * 3).await;
-    let unknown = look(&store).await;
+    let unknown = inspect(&store).await;
 
     // The process of the attempt was silent, and renews the lease.
     let long = Claim { lease: LONG, ..first };
     assert!(store.renew(&operation(), &long, &Payload::default()).await.unwrap());
     assert!(!admin.forget(&unknown).await.unwrap());
-    let in_flight = look(&store).await;
+    let in_flight = inspect(&store).await;
     assert!(matches!(in_flight.state, OperationState::InFlight { .. }), "{in_flight:?}");
 
     assert!(store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
-    let done = look(&store).await;
+    let done = inspect(&store).await;
     for before in [&unknown, &in_flight] {
         assert!(!admin.forget(before).await.unwrap());
     }
     let other = OperationStatus { state: OperationState::Completed { is_kept: false }, ..done.clone() };
     assert!(!admin.forget(&other).await.unwrap());
-    assert!(matches!(look(&store).await.state, OperationState::Completed { is_kept: true }));
+    assert!(matches!(inspect(&store).await.state, OperationState::Completed { is_kept: true }));
 
     // The next execution has the same states, with another fence.
     assert!(admin.forget(&done).await.unwrap());
@@ -179,7 +179,7 @@ async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Paylo
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
     assert!(store.checkpoint(&operation(), &claim, &body, &note).await.unwrap());
     sleep(SHORT * 3).await;
-    (claim, body, look(store).await)
+    (claim, body, inspect(store).await)
 }
 
 /// An operator can complete an operation of unknown outcome with a response. The next request gets the response, and the original attempt
@@ -192,7 +192,7 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
     }
     assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is already completed");
     assert!(!admin.complete(&unknown, StoredResponse::not_stored()).await.unwrap());
-    let done = look(&store).await;
+    let done = inspect(&store).await;
     assert_eq!(done.state, OperationState::Completed { is_kept: true });
     assert_eq!((done.fence, done.attempts, done.checkpoint.as_ref()), (unknown.fence, 1, None));
     assert!(is_about(done.kept_for, LONG * 3), "{done:?}");
@@ -213,7 +213,7 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
     assert!(admin.forget(&done).await.unwrap());
     let (_, _, unknown) = lose(&store).await;
     assert!(admin.complete(&unknown, StoredResponse::not_stored()).await.unwrap());
-    assert_eq!(look(&store).await.state, OperationState::Completed { is_kept: false });
+    assert_eq!(inspect(&store).await.state, OperationState::Completed { is_kept: false });
 }
 
 /// If an operation was completed with a wrong response by an operator, the operator can replace it. The record must not have changed since
@@ -222,24 +222,24 @@ pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + 
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
     let (first, payload, unknown) = lose(&store).await;
     assert!(admin.complete(&unknown, answer("a longer answer")).await.unwrap());
-    let wrong = look(&store).await;
+    let wrong = inspect(&store).await;
     let later = IdempotencyAdmin::new(store.clone()).retention(LONG * 6);
     for _ in 0..2 {
         assert!(later.complete(&wrong, answer("charged")).await.unwrap());
     }
     let begun = store.begin(&operation(), &claim(LONG)).await.unwrap();
     assert_eq!(begun, Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true });
-    let done = look(&store).await;
+    let done = inspect(&store).await;
     assert_eq!((done.state, done.fence, done.attempts), (wrong.state, unknown.fence, 1));
     assert!(is_about(done.kept_for, LONG * 6), "{done:?}");
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
 
     assert!(later.complete(&done, StoredResponse::not_stored()).await.unwrap());
-    let unkept = look(&store).await;
+    let unkept = inspect(&store).await;
     assert_eq!(unkept.state, OperationState::Completed { is_kept: false });
     assert!(!later.complete(&done, answer("x")).await.unwrap(), "the record has changed");
     assert!(later.complete(&unkept, answer("x")).await.unwrap());
-    let last = look(&store).await;
+    let last = inspect(&store).await;
     assert!(admin.forget(&last).await.unwrap());
     assert!(!later.complete(&last, answer("y")).await.unwrap());
     lose(&store).await;
@@ -256,9 +256,9 @@ pub async fn only_unknown_operations_can_be_completed<S: IdempotencyRegistry + C
 
     // The process of the attempt was silent, and renews the lease.
     assert!(store.renew(&operation(), &Claim { lease: LONG, ..first }, &payload).await.unwrap());
-    let in_flight = look(&store).await;
+    let in_flight = inspect(&store).await;
     assert!(!complete(&unknown).await && !complete(&in_flight).await);
-    assert_eq!(look(&store).await.checkpoint, in_flight.checkpoint);
+    assert_eq!(inspect(&store).await.checkpoint, in_flight.checkpoint);
     assert!(store.renew(&operation(), &first, &payload).await.unwrap());
     sleep(SHORT * 3).await;
     assert!(!complete(&in_flight).await, "the status does not say that the outcome is unknown");
@@ -269,18 +269,18 @@ pub async fn only_unknown_operations_can_be_completed<S: IdempotencyRegistry + C
     assert!(matches!(begun, Begun::Granted { attempt: 2, .. }), "{begun:?}");
     sleep(SHORT * 3).await;
     assert!(!complete(&unknown).await, "the status is of the first attempt");
-    let unknown = look(&store).await;
+    let unknown = inspect(&store).await;
 
     assert!(store.complete(&operation(), &second.token, &completion(true)).await.unwrap());
-    let done = look(&store).await;
+    let done = inspect(&store).await;
     assert!(!complete(&unknown).await && !complete(&done).await);
     assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "the response of the handler stays");
     let free = {
         assert!(admin.forget(&done).await.unwrap());
-        look(&store).await
+        inspect(&store).await
     };
     assert!(!complete(&unknown).await && !complete(&free).await);
-    assert_eq!(look(&store).await.state, OperationState::Free);
+    assert_eq!(inspect(&store).await.state, OperationState::Free);
 }
 
 /// All operations of a list, in any order and without duplicates.
@@ -342,7 +342,7 @@ pub async fn waiter_is_notified_of_a_manual_change<S: IdempotencyRegistry + Clon
     let mut wakeups = store.watch(&operation()).await;
     // A precautionary notification may arrive now.
     while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
-    assert!(store.forget(&look(&store).await).await.unwrap());
+    assert!(store.forget(&inspect(&store).await).await.unwrap());
     timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
     let (_, _, unknown) = lose(&store).await;
     while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}

@@ -360,7 +360,7 @@ macro_rules! cache_contract {
 /// ```
 #[macro_export]
 macro_rules! exists_filter_contract {
-    ($($told:tt)+) => {
+    ($($rest:tt)+) => {
         $crate::__contract! {
             @read [exists_filter_contract:
                 new_filter_has_no_versions
@@ -377,7 +377,7 @@ macro_rules! exists_filter_contract {
                 addition_finds_out_that_versions_are_missing
                 filters_are_separate
                 version_expires
-            ] [] $($told)+
+            ] [] $($rest)+
         }
     };
 }

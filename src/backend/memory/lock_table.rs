@@ -427,7 +427,7 @@ impl FairQueue {
     }
 
     /// Keeps the position of a waiter, and returns whether it is the first. `None` if the queue is full.
-    fn stand(&mut self, token: Token, mode: LeaseMode, now: Instant) -> Option<bool> {
+    fn keep_position(&mut self, token: Token, mode: LeaseMode, now: Instant) -> Option<bool> {
         let ends = now + Claim::POSITION_TTL;
         let arrival = match self.arrivals.get(&token).copied() {
             Some(arrival) => arrival,
@@ -438,8 +438,8 @@ impl FairQueue {
                 self.next
             }
         };
-        if let Some(index) = self.by_arrival.insert(arrival, FairPosition { token, mode, ends }) {
-            self.ends.remove(&(index.ends, arrival));
+        if let Some(previous) = self.by_arrival.insert(arrival, FairPosition { token, mode, ends }) {
+            self.ends.remove(&(previous.ends, arrival));
         }
         self.ends.insert((ends, arrival));
         Some(self.first().is_some_and(|first| first.token == token))
@@ -455,9 +455,9 @@ impl FairQueue {
     }
 
     fn remove(&mut self, arrival: u64) {
-        if let Some(index) = self.by_arrival.remove(&arrival) {
-            self.arrivals.remove(&index.token);
-            self.ends.remove(&(index.ends, arrival));
+        if let Some(position) = self.by_arrival.remove(&arrival) {
+            self.arrivals.remove(&position.token);
+            self.ends.remove(&(position.ends, arrival));
         }
     }
 }
@@ -508,7 +508,7 @@ impl Record {
         if claim.queueing != Queueing::Enqueue {
             return Some(Acquired::Busy { remaining });
         }
-        Some(match queue.stand(claim.token, mode, now) {
+        Some(match queue.keep_position(claim.token, mode, now) {
             Some(is_first) => Acquired::Queued { is_first, remaining },
             None => Acquired::QueueFull { remaining },
         })

@@ -240,11 +240,11 @@ impl MemoryBackend {
             if self.overweight() == 0 || shard.len() < 2 {
                 return;
             }
-            self.shrank(shard.forget_one(Some(place), now_us));
+            self.record_removed(shard.forget_one(Some(place), now_us));
         }
     }
 
-    fn shrank(&self, removed: usize) {
+    fn record_removed(&self, removed: usize) {
         self.inner.weight.fetch_sub(removed, Ordering::Relaxed);
     }
 
@@ -268,7 +268,7 @@ impl MemoryBackend {
                     if self.overweight() == 0 || shard.len() <= usize::from(at == shard_index) {
                         break;
                     }
-                    self.shrank(shard.forget_one(None, now_us));
+                    self.record_removed(shard.forget_one(None, now_us));
                     forgotten += 1;
                 }
             }

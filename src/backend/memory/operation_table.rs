@@ -450,7 +450,7 @@ impl OperationTable {
             record.due = due;
             shard.move_line(&hashed, previous, due);
         }
-        shard.tell(hashed.operation);
+        shard.notify(hashed.operation);
         Ok(())
     }
 
@@ -478,7 +478,7 @@ impl OperationTable {
             None if self.shares.reserve(owner, RECORD, max).is_ok() => self.put(&mut shard, hashed, owner, free),
             None => {}
         }
-        shard.tell(operation);
+        shard.notify(operation);
         true
     }
 
@@ -502,7 +502,7 @@ impl OperationTable {
         if let Some(owner) = shard.entry(&hashed).map(|entry| entry.owner) {
             self.put(&mut shard, hashed, owner, Record { fence, attempt, ..Record::free(no_token(), now) });
         }
-        shard.tell(operation);
+        shard.notify(operation);
         true
     }
 
@@ -603,7 +603,7 @@ impl Shard {
     }
 
     /// Notifies waiters that an operation is completed or free.
-    fn tell(&self, operation: &Operation) {
+    fn notify(&self, operation: &Operation) {
         if !self.watched.is_empty()
             && let Some(sender) = self.watched.get(operation)
         {

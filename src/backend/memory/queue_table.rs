@@ -216,14 +216,14 @@ impl Queues {
     /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the
     /// queue is full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
     fn demand(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
-        let known = self.all.get(key);
-        let mut room = max_jobs.saturating_sub(known.map_or(0, |queue| queue.jobs.len() as u64));
-        let is_held = |key: &Key| known.is_some_and(|queue| queue.holder(key, now_ms).is_some());
+        let existing = self.all.get(key);
+        let mut room = max_jobs.saturating_sub(existing.map_or(0, |queue| queue.jobs.len() as u64));
+        let is_held = |key: &Key| existing.is_some_and(|queue| queue.holder(key, now_ms).is_some());
         // Ids and keys of earlier jobs of this push.
         let (mut ids, mut keys) = (HashSet::new(), HashSet::new());
         let (mut new, mut bytes) = (0, 0);
         for job in jobs {
-            let record = known.and_then(|queue| queue.jobs.get(&job.id));
+            let record = existing.and_then(|queue| queue.jobs.get(&job.id));
             let exists = record.is_some_and(|record| !matches!(record.state, JobState::Dead { .. }));
             let is_refused = exists || ids.contains(&job.id) || (record.is_none() && room == 0);
             let key = job.unique.map(|unique| unique.key);

@@ -136,7 +136,7 @@ impl MemoryBackend {
             let after = slot.weight();
             match after.cmp(&before) {
                 Ordering::Equal => {}
-                Ordering::Less => self.shrank(before - after),
+                Ordering::Less => self.record_removed(before - after),
                 Ordering::Greater => self.grew(shard, place, after - before, now),
             }
             decision
@@ -152,7 +152,7 @@ impl MemoryBackend {
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
                 let (place, removed) = shard.put(hash, policy, key, counts, |policy, key| self.hash(policy, key), now);
-                self.shrank(removed);
+                self.record_removed(removed);
                 self.grew(shard, place, added, now);
             }
             decision
@@ -200,7 +200,7 @@ impl RateLimitStore for MemoryBackend {
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         let (hash, shard_index) = self.locate(policy, key);
         let removed = self.lock(shard_index).remove(hash, policy, key);
-        self.shrank(removed);
+        self.record_removed(removed);
         Ok(())
     }
 

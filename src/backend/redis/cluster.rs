@@ -384,12 +384,12 @@ impl Shared {
 
     /// A node by its address. A node that is missing in the map is kept until the next read.
     fn node(&self, address: &Address) -> Result<Node, RedisError> {
-        let known = |map: &Map| map.nodes.iter().find(|node| node.address == *address).cloned();
-        if let Some(node) = known(&self.map()) {
+        let existing = |map: &Map| map.nodes.iter().find(|node| node.address == *address).cloned();
+        if let Some(node) = existing(&self.map()) {
             return Ok(node);
         }
         let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(node) = known(&map) {
+        if let Some(node) = existing(&map) {
             return Ok(node);
         }
         let node = self.open(address)?;
@@ -450,14 +450,14 @@ impl Shared {
     /// cut off from the others has a wrong map and does not know it.
     async fn read_map(&self, attempt: usize) -> Result<(), RedisError> {
         let map = self.map();
-        let mut known: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.requests))).collect();
-        if !known.is_empty() {
-            let first = attempt % known.len();
-            known.rotate_left(first);
+        let mut existing: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.requests))).collect();
+        if !existing.is_empty() {
+            let first = attempt % existing.len();
+            existing.rotate_left(first);
         }
         let seed_pools = map.replicas.iter().chain(&self.seeds).map(|address| (address, None));
         let mut failure = None;
-        for (address, pool) in known.into_iter().chain(seed_pools) {
+        for (address, pool) in existing.into_iter().chain(seed_pools) {
             let reply = async {
                 match pool {
                     Some(pool) => pool.send(&slots_command()).await,
@@ -505,9 +505,9 @@ impl Shared {
             let index = match indexes.get(&address) {
                 Some(&index) => index,
                 None => {
-                    let known = old.nodes.iter().find(|node| node.address == address);
+                    let existing = old.nodes.iter().find(|node| node.address == address);
                     let index = nodes.len() as u16;
-                    nodes.push(known.map_or_else(|| self.open(&address), |node| Ok(node.clone()))?);
+                    nodes.push(existing.map_or_else(|| self.open(&address), |node| Ok(node.clone()))?);
                     indexes.insert(address, index);
                     index
                 }

@@ -62,7 +62,7 @@ enum Verb {
     Check { cost: u64 },
     CheckTwo { cost: u64, other: u64 },
     // The keys and costs of a batch.
-    CheckMany { asked: Vec<(u8, u64)> },
+    CheckMany { checks: Vec<(u8, u64)> },
     Peek { cost: u64 },
     // With the receipt `charge` charges ago.
     Refund { charge: usize, cost: u64 },
@@ -114,7 +114,7 @@ fn traces() -> impl Strategy<Value = Trace> {
     let verb = prop_oneof![
         400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
         40 => (cost.clone(), 0..3_u64).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
-        40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|asked| Verb::CheckMany { asked }),
+        40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|checks| Verb::CheckMany { checks }),
         80 => (0..1_001_u64).prop_map(|cost| Verb::Peek { cost }),
         60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
         12 => (0..2_001_u64, 0..3_usize, prop::option::of(0..3_usize))
@@ -252,17 +252,17 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 }
                 pair.both(|memory| memory.check_all(&requests), |redis| redis.check_all(&requests))
             }
-            Verb::CheckMany { asked } => {
-                let asked = asked.iter().map(|&(key, cost)| (Key::from(u64::from(key)), cost_of(cost)));
-                let asked: Vec<_> = asked.collect();
+            Verb::CheckMany { checks } => {
+                let checks = checks.iter().map(|&(key, cost)| (Key::from(u64::from(key)), cost_of(cost)));
+                let checks: Vec<_> = checks.collect();
                 let one_by_one = async |memory: &MemoryBackend| {
                     let mut decisions = Vec::new();
-                    for (key, cost) in &asked {
+                    for (key, cost) in &checks {
                         decisions.push(memory.check(policy, key, *cost).await?);
                     }
                     Ok(decisions)
                 };
-                pair.both(one_by_one, |redis| redis.check_together(policy, &asked))
+                pair.both(one_by_one, |redis| redis.check_together(policy, &checks))
             }
             &Verb::Peek { cost } => {
                 let cost = cost_of(cost);
@@ -387,8 +387,8 @@ fn clock_set_back_admits_no_more_in_any_real_window() {
                 let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
                 let check = || pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 1)).unwrap();
                 // Bursts between single requests.
-                let asked = if real_s % 7 == 3 { 15 } else { 1 };
-                let passed = (0..asked).map(|_| check()).filter(Decision::is_allowed).count();
+                let checks = if real_s % 7 == 3 { 15 } else { 1 };
+                let passed = (0..checks).map(|_| check()).filter(Decision::is_allowed).count();
                 admitted.extend(std::iter::repeat_n(real_s, passed));
             }
             let name = format!("{}, set back by {back_s} s", policy.name());
@@ -503,18 +503,18 @@ impl RedisBackend {
     }
 
     /// Checks all of these in one batch, as if other calls were in flight.
-    async fn check_together(&self, policy: &Policy, asked: &[(Key, u64)]) -> Result<Vec<Decision>, StoreError> {
+    async fn check_together(&self, policy: &Policy, checks: &[(Key, u64)]) -> Result<Vec<Decision>, StoreError> {
         let super::Inner { servers, keys, scripts, .. } = &*self.inner;
-        let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
-        let replies = if keys.iter().all(|keys| keys.len() == 1) && asked.iter().all(|(_, cost)| *cost > 0) {
-            let together = asked.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
+        let keys: Vec<_> = checks.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
+        let replies = if keys.iter().all(|keys| keys.len() == 1) && checks.iter().all(|(_, cost)| *cost > 0) {
+            let together = checks.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
             super::batch::check::check_batch(servers, scripts, together).await?
         } else {
             // Such checks are never batched.
-            vec![super::batch::check::Reply::new(); asked.len()]
+            vec![super::batch::check::Reply::new(); checks.len()]
         };
         let mut decisions = Vec::new();
-        for ((key, cost), reply) in asked.iter().zip(replies) {
+        for ((key, cost), reply) in checks.iter().zip(replies) {
             decisions.push(match &*reply {
                 [] => self.check(policy, key, *cost).await?,
                 reply => rate_limit::read(reply, policy, *cost, super::scripts::CheckMode::Check)?,

@@ -109,14 +109,14 @@ impl Error for Shown {}
 
 pub(crate) fn store_error(error: RedisError) -> StoreError {
     if let Some(cause) = cause_unsent(&error) {
-        return store_error(cause.clone()).unasked();
+        return store_error(cause.clone()).before_sending();
     }
     if let Some(PeerError(_, cause)) = peer_error(&error) {
         return store_error(cause.clone());
     }
     let shown = Shown(error.clone());
     if is_full(&error) || is_loading(&error) {
-        return StoreError::unavailable(shown).unasked();
+        return StoreError::unavailable(shown).before_sending();
     }
     if error.is_timeout() {
         return StoreError::late(shown);

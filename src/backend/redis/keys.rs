@@ -182,7 +182,7 @@ impl Keys {
     }
 
     /// The channel `<prefix>:2:{lock:<name>:<key>}:asked`.
-    pub(crate) fn asked(&self, lock: &LockKey) -> String {
+    pub(crate) fn release_requests(&self, lock: &LockKey) -> String {
         self.lock(lock, "asked")
     }
 

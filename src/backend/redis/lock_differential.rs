@@ -22,7 +22,7 @@ enum LockVerb {
     // Both locks or none, with a token for each.
     AcquireAll { tokens: [usize; 2] },
     // Releases and acquisitions in one batch, as locks and tokens.
-    Exchange { held: Vec<(u32, usize)>, asked: Vec<(u32, usize)> },
+    Exchange { held: Vec<(u32, usize)>, acquisitions: Vec<(u32, usize)> },
     Renew,
     // May renew several leases of one semaphore.
     RenewMany { held: Vec<(u32, usize)> },
@@ -40,7 +40,7 @@ fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     let verb = prop_oneof![
         3 => Just(LockVerb::Acquire),
         1 => [0..3_usize, 0..3_usize].prop_map(|tokens| LockVerb::AcquireAll { tokens }),
-        5 => (some(), some()).prop_map(|(held, asked)| LockVerb::Exchange { held, asked }),
+        5 => (some(), some()).prop_map(|(held, acquisitions)| LockVerb::Exchange { held, acquisitions }),
         1 => Just(LockVerb::Renew),
         1 => several().prop_map(|held| LockVerb::RenewMany { held }),
         1 => Just(LockVerb::Release),
@@ -89,9 +89,9 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                         .map_err(|why| TestCaseError::fail(format!("{why}, at step {number}: {step:?}")))?;
                 }
             }
-            LockVerb::Exchange { held, asked } => {
+            LockVerb::Exchange { held, acquisitions } => {
                 let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
-                let wanted = asked
+                let wanted = acquisitions
                     .iter()
                     .map(|&(at, token)| (lock_at(at), Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) }));
                 let wanted: Vec<_> = wanted.collect();
@@ -110,7 +110,7 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                             prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
                         }
                     }
-                    for ((&(at, token), (lock, claim)), acquired) in asked.iter().zip(&wanted).zip(&acquired) {
+                    for ((&(at, token), (lock, claim)), acquired) in acquisitions.iter().zip(&wanted).zip(&acquired) {
                         if acquired.is_none() == is_left {
                             let answers = pair.both(
                                 |memory| memory.acquire(lock, claim),
@@ -192,10 +192,10 @@ impl Pair {
         wanted: &[(LockKey, Claim)],
     ) -> (Vec<Option<u64>>, Vec<Option<Acquired>>) {
         let Inner { keys, scripts, locks, .. } = &*self.redis.inner;
-        let (own, scripts, keys) = (locks.apart().clone(), Arc::clone(scripts), Arc::clone(keys));
-        let met =
+        let (own, scripts, keys) = (locks.dedicated().clone(), Arc::clone(scripts), Arc::clone(keys));
+        let outcome =
             super::super::batch::lock::exchange_batch(own, scripts, keys, held.iter().copied(), wanted.iter().copied());
-        self.redis_runtime.block_on(met).unwrap()
+        self.redis_runtime.block_on(outcome).unwrap()
     }
 
     /// Whether the last fence of a lock is remembered for ten minutes after its current leases, or without any, for ten minutes after
@@ -431,8 +431,8 @@ fn fences_rise_after_data_loss_and_clock_set_back() {
             for lock in &locks {
                 let _: u64 = redis::cmd("DEL").arg(redis.inner.keys.lease(lock)).query(&mut pair.connection).unwrap();
             }
-            let (_, met) = pair.exchange(&[], &locks.map(|lock| (lock, claim())));
-            met.into_iter().map(|answer| answer.unwrap()).collect()
+            let (_, outcome) = pair.exchange(&[], &locks.map(|lock| (lock, claim())));
+            outcome.into_iter().map(|answer| answer.unwrap()).collect()
         } else {
             answers
         };

@@ -172,7 +172,7 @@ mod connection;
 mod diagnose;
 mod error;
 mod keys;
-mod lock_links;
+mod lock_connections;
 mod metrics;
 mod option_checks;
 mod options;
@@ -204,7 +204,7 @@ use self::batch::lock::LockBatcher;
 use self::batch::push::PushBatcher;
 use self::error::store_error;
 use self::keys::Keys;
-use self::lock_links::LockLinks;
+use self::lock_connections::LockConnections;
 use self::peer::Peer;
 use self::scripts::Scripts;
 use self::server_clock::ServerClock;
@@ -238,7 +238,7 @@ struct Inner {
     scripts: Arc<Scripts>,
     // `None` on a cluster, where two keys hardly ever share a slot.
     check_batcher: Option<CheckBatcher>,
-    locks: LockLinks,
+    locks: LockConnections,
     // One permit for each decision about several keys whose charges are being refunded.
     refunds: Arc<Semaphore>,
     // Created at the first lock; never on a cluster.
@@ -343,11 +343,11 @@ impl RedisBackend {
 
     fn with_connections(connections: Connections, keys: Keys, scripts: Scripts) -> Self {
         let Connections { requests, dedicated, grants, renewals, response_timeout, source, runtime } = connections;
-        let locks = LockLinks::new(dedicated, [grants, renewals], response_timeout, source, runtime);
+        let locks = LockConnections::new(dedicated, [grants, renewals], response_timeout, source, runtime);
         Self::with_scripts(Arc::new(requests), keys, locks, scripts)
     }
 
-    fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
+    fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockConnections, scripts: Scripts) -> Self {
         let (scripts, keys) = (Arc::new(scripts), Arc::new(keys));
         let check_batcher = (!servers.is_cluster())
             .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.runtime()));

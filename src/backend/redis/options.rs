@@ -23,7 +23,7 @@ use super::peer::Peer;
 use super::purpose::{ConnectMode, Purpose, ReplicatedPurpose};
 use super::replicated::Replicated;
 use super::sentinel::{self, Sentinels};
-use super::topology::{CarefulServers, Connections, Servers};
+use super::topology::{Connections, ReplicatedServers, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
@@ -386,8 +386,8 @@ fn connections_to_cluster(
     Connections {
         requests: Servers::Cluster(Arc::clone(&cluster), Purpose::Requests),
         dedicated: Servers::Cluster(Arc::clone(&cluster), Purpose::Dedicated),
-        grants: CarefulServers::Cluster(Arc::clone(&cluster), ReplicatedPurpose::Grants),
-        renewals: CarefulServers::Cluster(cluster, ReplicatedPurpose::Renewals),
+        grants: ReplicatedServers::Cluster(Arc::clone(&cluster), ReplicatedPurpose::Grants),
+        renewals: ReplicatedServers::Cluster(cluster, ReplicatedPurpose::Renewals),
         response_timeout,
         source: Source { servers, connect_timeout, response_timeout },
         runtime,
@@ -439,7 +439,7 @@ async fn connect_single(
     };
     let dedicated = Pool::lazy(connector.clone(), 1, pool_options.clone(), &server_state);
     let [grants, renewals] =
-        [(); 2].map(|()| CarefulServers::One(Replicated::new(connector.clone(), connections, pool_options.clone())));
+        [(); 2].map(|()| ReplicatedServers::One(Replicated::new(connector.clone(), connections, pool_options.clone())));
     let (requests, dedicated) = (Servers::One(requests), Servers::One(dedicated));
     let servers = Publishers::One(connector);
     let source = Source { servers, connect_timeout: pool_options.connect, response_timeout: pool_options.response };

@@ -320,7 +320,7 @@ impl Scripts {
     /// Records the fence of a grant. A negative number is no grant, and is ignored.
     pub(crate) fn granted(&self, fence: i64, fences: u32) {
         if let Ok(fence) = u64::try_from(fence) {
-            self.floor.note(fence, fences);
+            self.floor.raise(fence, fences);
         }
     }
 

@@ -23,7 +23,7 @@ pub(crate) enum Servers {
 
 /// Connections for writes with replication. WAIT blocks them.
 #[derive(Clone)]
-pub(crate) enum CarefulServers {
+pub(crate) enum ReplicatedServers {
     One(Replicated),
     Cluster(Arc<Cluster>, ReplicatedPurpose),
 }
@@ -32,15 +32,15 @@ pub(crate) enum CarefulServers {
 #[derive(Clone, Copy)]
 pub(crate) enum Delivery<'a> {
     Plain(&'a Servers),
-    Replicated(&'a CarefulServers, Replicas),
+    Replicated(&'a ReplicatedServers, Replicas),
 }
 
 /// All connections of a backend.
 pub(crate) struct Connections {
     pub(crate) requests: Servers,
     pub(crate) dedicated: Servers,
-    pub(crate) grants: CarefulServers,
-    pub(crate) renewals: CarefulServers,
+    pub(crate) grants: ReplicatedServers,
+    pub(crate) renewals: ReplicatedServers,
     /// How long to wait for one reply.
     pub(crate) response_timeout: Duration,
     pub(crate) source: Source,
@@ -120,10 +120,10 @@ impl Delivery<'_> {
     ) -> Result<Outcome, RedisError> {
         match self {
             Self::Plain(servers) => servers.send(key, command).await.map(Outcome::Replied),
-            Self::Replicated(CarefulServers::One(replicated), replicas) => {
+            Self::Replicated(ReplicatedServers::One(replicated), replicas) => {
                 replicated.exchange(command, false, replicas, is_granted).await
             }
-            Self::Replicated(CarefulServers::Cluster(cluster, purpose), replicas) => {
+            Self::Replicated(ReplicatedServers::Cluster(cluster, purpose), replicas) => {
                 Box::pin(cluster.send_replicated(*purpose, key, command, replicas, is_granted)).await
             }
         }

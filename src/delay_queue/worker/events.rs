@@ -82,7 +82,8 @@ pub enum Event {
         /// How many of their jobs are dead.
         dead: usize,
     },
-    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one partition. The worker retries until it works.
+    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one partition. The worker retries
+    /// until it works.
     StoreFailed {
         /// How.
         error: StoreError,

@@ -87,8 +87,8 @@ impl Partition {
         !self.is_backing_off(now) && (self.is_due(now) || has_more || !self.pending_acks.is_empty())
     }
 
-    /// When to call the store at the latest. If a due job cannot be claimed, the call refreshes the age of the oldest due job. While jobs run, a
-    /// job may block its thread and so delay the task that receives notifications.
+    /// When to call the store at the latest. If a due job cannot be claimed, the call refreshes the age of the oldest due job. While jobs
+    /// run, a job may block its thread and so delay the task that receives notifications.
     pub(crate) fn refresh_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
         (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.called_at + Claim::MAX_WAIT)
     }

@@ -11,7 +11,8 @@ use super::partition::{Call, Partition};
 use super::stage::Stage;
 use crate::delay_queue::store::MAX_BATCH;
 
-/// How many calls that finish and claim run concurrently for each partition of a queue: jobs of one call run while the other one is in flight.
+/// How many calls that finish and claim run concurrently for each partition of a queue: jobs of one call run while the other one is in
+/// flight.
 const MAX_CONCURRENT_CALLS: usize = 2;
 
 /// What the decision depends on.

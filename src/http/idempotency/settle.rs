@@ -13,7 +13,7 @@ use crate::idempotency::{Attempt, HasPayload as _, Settlement};
 
 /// The outcome of a handler.
 pub(super) enum Outcome {
-    /// No response, or one that may belong to a different request.
+    /// No response, or a response that may belong to a different request.
     Failed,
     /// A response or an error after which the effects are unknown.
     Unknown,

@@ -50,7 +50,7 @@ impl<S, K, F, A> Fence<S, K, F, A> {
         self.inner
     }
 
-    fn judge<Req>(&self, request: &Req) -> Result<(), Rejection>
+    fn check_fence<Req>(&self, request: &Req) -> Result<(), Rejection>
     where
         K: ExtractKey<Req>,
         F: Fn(&Req) -> Option<u64>,
@@ -81,7 +81,7 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        match self.judge(&request) {
+        match self.check_fence(&request) {
             Ok(()) => FenceFuture::calling(self.inner.call(request), self.answer.clone()),
             Err(rejection) => {
                 drop(self.take_ready());

@@ -50,7 +50,7 @@ impl CacheStore for RedisBackend {
 
     async fn renew(&self, key: &CacheKey, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        is_done(&scripts.cache_renew(locks.apart(), &keys.cache(key), claim).await?)
+        is_done(&scripts.cache_renew(locks.dedicated(), &keys.cache(key), claim).await?)
     }
 
     async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {

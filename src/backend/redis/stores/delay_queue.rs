@@ -92,7 +92,7 @@ impl DelayQueueStore for RedisBackend {
         let mut extended = Vec::with_capacity(leases.len());
         for leases in leases.chunks(MAX_BATCH) {
             let packed: Vec<_> = leases.iter().map(pack_lease).collect();
-            let reply = scripts.delay_queue_extend(locks.apart(), &keys, lease, &packed).await?;
+            let reply = scripts.delay_queue_extend(locks.dedicated(), &keys, lease, &packed).await?;
             for answer in array(&reply, leases.len())? {
                 extended.push(match answer {
                     Value::Int(0) => Extended::Lost,

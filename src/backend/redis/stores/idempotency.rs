@@ -30,7 +30,9 @@ impl IdempotencyStore for RedisBackend {
 
     async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload, None).await?)
+        is_done(
+            &scripts.idempotency_renew(locks.dedicated(), &keys.idempotency(operation), claim, payload, None).await?,
+        )
     }
 
     async fn checkpoint(
@@ -63,8 +65,9 @@ impl IdempotencyStore for RedisBackend {
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (records, most) = self.bound(&record, operation, claim);
         let publish = (self.publish(), &*channel);
-        let release =
-            |records, most| scripts.idempotency_release(locks.apart(), [&record, records], &claim.token, most, publish);
+        let release = |records, most| {
+            scripts.idempotency_release(locks.dedicated(), [&record, records], &claim.token, most, publish)
+        };
         let reply = match release(&records, most).await {
             // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
             // record's end.
@@ -114,7 +117,7 @@ fn share(most: u64) -> u64 {
 impl IdempotencyRegistry for RedisBackend {
     async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let reply = scripts.idempotency_inspect(locks.apart(), &keys.idempotency(operation)).await?;
+        let reply = scripts.idempotency_inspect(locks.dedicated(), &keys.idempotency(operation)).await?;
         status(operation, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
@@ -123,7 +126,7 @@ impl IdempotencyRegistry for RedisBackend {
         let OperationStatus { operation, state, fence, .. } = status;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
-        is_done(&scripts.idempotency_forget(locks.apart(), &record, found, publish).await?)
+        is_done(&scripts.idempotency_forget(locks.dedicated(), &record, found, publish).await?)
     }
 
     async fn complete_unknown(
@@ -145,7 +148,7 @@ impl IdempotencyRegistry for RedisBackend {
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (records, next) = scan(locks.apart(), from, &keys.operations(scope), most).await?;
+        let (records, next) = scan(locks.dedicated(), from, &keys.operations(scope), most).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let looks = try_join_all(found.map(|operation| async move {

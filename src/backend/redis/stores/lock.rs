@@ -112,7 +112,7 @@ impl LockStore for RedisBackend {
 
     async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (lease, channel) = (keys.lease(lock), keys.asked(lock));
+        let (lease, channel) = (keys.lease(lock), keys.release_requests(lock));
         let ask = |verb| {
             let mut command = redis::cmd(verb);
             command.arg(&channel).arg("1");
@@ -128,7 +128,7 @@ impl LockStore for RedisBackend {
 
     async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
+        locks.subscriber().subscribe(keys.release_requests(lock), Interest::Messages).await
     }
 
     fn reach(&self) -> Reach {
@@ -185,7 +185,7 @@ impl RedisBackend {
             reply => reply,
         };
         match reply? {
-            Value::Int(given) if given > 0 => Ok((true, given.unsigned_abs() - 1)),
+            Value::Int(number) if number > 0 => Ok((true, number.unsigned_abs() - 1)),
             Value::Int(ended) => Ok((false, ended.unsigned_abs())),
             reply => Err(unexpected_reply(&reply)),
         }
@@ -211,9 +211,9 @@ impl RedisBackend {
         let tokens: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
         let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
         let replicas = replicas.unwrap_or_default();
-        let [_, careful] = &locks.careful;
+        let [_, replicated] = &locks.replicated;
         let way =
-            if replicas.count > 0 { Delivery::Replicated(careful, replicas) } else { Delivery::Plain(&locks.own) };
+            if replicas.count > 0 { Delivery::Replicated(replicated, replicas) } else { Delivery::Plain(&locks.own) };
         let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &tokens).await? else {
             return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
         };
@@ -224,8 +224,8 @@ impl RedisBackend {
 
     fn way_to_grant(&self, replicas: Replicas) -> Delivery<'_> {
         let Inner { servers, locks, .. } = &*self.inner;
-        let [careful, _] = &locks.careful;
-        if replicas.count > 0 { Delivery::Replicated(careful, replicas) } else { Delivery::Plain(servers) }
+        let [replicated, _] = &locks.replicated;
+        if replicas.count > 0 { Delivery::Replicated(replicated, replicas) } else { Delivery::Plain(servers) }
     }
 }
 

@@ -18,15 +18,15 @@ impl LockRegistry for RedisBackend {
     async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (lease, names) = (keys.lease(lock), keys.names(lock));
-        let reply = scripts.lock_inspect(locks.apart(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
+        let reply = scripts.lock_inspect(locks.dedicated(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
         status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
     async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let publish = if locks.apart().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let publish = if locks.dedicated().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
         let (lease, channel) = (keys.lease(lock), keys.free(lock));
-        let reply = scripts.lock_force_release(locks.apart(), &lease, &channel, publish).await?;
+        let reply = scripts.lock_force_release(locks.dedicated(), &lease, &channel, publish).await?;
         let released = match &reply {
             Value::Array(values) => match values.as_slice() {
                 [holders, fence] => number(holders).zip(number(fence)),
@@ -35,13 +35,13 @@ impl LockRegistry for RedisBackend {
             _ => None,
         };
         let (holders, fence) = released.ok_or_else(|| unexpected_reply(&reply))?;
-        scripts.floor.note(fence, 1);
+        scripts.floor.raise(fence, 1);
         Ok(ForceReleased { holders: holders as usize, fence })
     }
 
     async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (leases, next) = scan(locks.apart(), from, &keys.leases(name), most).await?;
+        let (leases, next) = scan(locks.dedicated(), from, &keys.leases(name), most).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = leases.iter().filter_map(|lease| keys.lock_of(name, lease));
         let looks = try_join_all(found.map(|lock| async move {

@@ -14,7 +14,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::store::{RateLimitStore, Request};
 use crate::rate_limit::{
-    Charge, Decision, Policy, Quota, QuotaChange, Receipt, as_change, give_back, one_after_the_other,
+    Charge, Decision, Policy, Quota, QuotaChange, Receipt, as_change, one_after_the_other, refund_charges,
 };
 use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
@@ -54,9 +54,9 @@ impl RedisBackend {
     }
 
     /// Refunds charges, in a task that runs to its end even if the caller is dropped. Each call has its own timeout.
-    fn give_back(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
+    fn refund(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
         let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
-        let refund = async move { give_back(&backend, charges).await };
+        let refund = async move { refund_charges(&backend, charges).await };
         let task = match (Handle::try_current(), place) {
             (Ok(runtime), Ok(place)) => Ok(runtime.spawn(async move {
                 let _place = place;
@@ -110,7 +110,7 @@ impl RateLimitStore for RedisBackend {
                 .any(|other| request.key == other.key && request.policy.name() == other.policy.name())
         };
         if requests.iter().enumerate().any(is_repeated) {
-            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
+            return one_after_the_other(self, requests, |charges| self.refund(charges)).await;
         }
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
@@ -121,7 +121,7 @@ impl RateLimitStore for RedisBackend {
             .collect();
         if !servers.are_together(descriptors.iter().flat_map(|descriptor| descriptor.keys.first()).map(String::as_str))
         {
-            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
+            return one_after_the_other(self, requests, |charges| self.refund(charges)).await;
         }
         let reply = scripts.rate_limit_check(servers, CheckMode::Check, &descriptors).await?;
         let replies = match &reply {

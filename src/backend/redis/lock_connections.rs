@@ -6,14 +6,14 @@ use std::time::Duration;
 use super::connection::pubsub::Source;
 use super::connection::runtime::RuntimeHandle;
 use super::connection::subscriber::Subscriber;
-use super::topology::{CarefulServers, Servers};
+use super::topology::{ReplicatedServers, Servers};
 
 /// The connections that only locks use, opened on demand.
-pub(crate) struct LockLinks {
+pub(crate) struct LockConnections {
     // Renewals, releases and related calls do not wait behind requests.
     pub(super) own: Servers,
     // For replicated leases: when they are granted and renewed.
-    pub(super) careful: [CarefulServers; 2],
+    pub(super) replicated: [ReplicatedServers; 2],
     // The timeout of a reply.
     response_timeout: Duration,
     source: Source,
@@ -21,15 +21,15 @@ pub(crate) struct LockLinks {
     pub(super) subscriber: OnceLock<Subscriber>,
 }
 
-impl LockLinks {
+impl LockConnections {
     pub(crate) const fn new(
         own: Servers,
-        careful: [CarefulServers; 2],
+        replicated: [ReplicatedServers; 2],
         response_timeout: Duration,
         source: Source,
         runtime: Arc<RuntimeHandle>,
     ) -> Self {
-        Self { own, careful, response_timeout, source, runtime, subscriber: OnceLock::new() }
+        Self { own, replicated, response_timeout, source, runtime, subscriber: OnceLock::new() }
     }
 
     /// The same connections, with a subscriber of their own.
@@ -37,7 +37,7 @@ impl LockLinks {
     pub(crate) fn again(&self) -> Self {
         Self::new(
             self.own.clone(),
-            self.careful.clone(),
+            self.replicated.clone(),
             self.response_timeout,
             self.source.clone(),
             Arc::clone(&self.runtime),
@@ -45,7 +45,7 @@ impl LockLinks {
     }
 
     /// Where calls do not wait behind requests.
-    pub(crate) const fn apart(&self) -> &Servers {
+    pub(crate) const fn dedicated(&self) -> &Servers {
         &self.own
     }
 
