@@ -444,12 +444,13 @@ async fn requests_at_once_get_their_own_variant() {
     assert_eq!(origin.calls(), 2);
 }
 
+/// Regression: variants had 64 slots of a URI, so two of them could displace each other.
 #[tokio::test(start_paused = true)]
-async fn variants_of_one_uri_are_bounded() {
+async fn variants_of_one_uri_do_not_displace_each_other() {
     let origin = Origin::default();
     let service = origin.service(|request, _| {
         let value = request.headers()["x-a"].to_str().unwrap().to_owned();
-        respond(200, &[("cache-control", "max-age=60"), ("vary", "x-a")], value)
+        respond(200, &[("cache-control", "max-age=600"), ("vary", "x-a")], value)
     });
     let app = boxed(public().layer(service));
     for _ in 0..2 {
@@ -459,8 +460,7 @@ async fn variants_of_one_uri_are_bounded() {
             assert_eq!(send(&app, request).await.1, number.to_string());
         }
     }
-    // At most 64 responses are found the second time.
-    assert!(origin.calls() >= 400 - 64, "{}", origin.calls());
+    assert_eq!(origin.calls(), 200);
 }
 
 #[tokio::test(start_paused = true)]

@@ -78,11 +78,13 @@ use crate::responder::HttpResponder;
 /// | for one client | A response with `Set-Cookie`, `private`, `no-store`, `no-cache` or `Vary: *` is neither stored nor shared with a waiter. |
 /// | credentials | With [`public`](Self::public), requests with `Authorization` or `Cookie` bypass the cache. |
 /// | size | at most [`max_response`](Self::max_response) |
-/// | variants | Of one URI, at most 64 responses that differ by header fields in `Vary`. Each has a random slot, so two may displace each other before all are used. |
 /// | body | A body that breaks off, or whose length differs from `Content-Length`, is not stored. |
 /// | stale | `stale-while-revalidate` and `stale-if-error` (RFC 5861), unless there is also `must-revalidate`, `proxy-revalidate` or `s-maxage` |
 ///
 /// Requests with a body, `Range`, `If-Match`, `If-Unmodified-Since`, `If-Range` or `Upgrade` bypass the cache. Streams of events are not stored.
+///
+/// Each combination of values of the fields in `Vary` has a response of its own, like each query. A client can invent both, so give the store a
+/// limit of its memory and an eviction policy.
 ///
 /// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner service.
 ///
